@@ -30,6 +30,20 @@ def allocate_ordinary(templates: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
+class RestoredPart:
+    """Optimizer state of one part, which another shard had before."""
+
+    algorithm: str | None = None
+    """The optimizer of the last update. None: the part has had no update."""
+    step_count: int = 0
+    """Number of updates by this optimizer."""
+    state: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """State tensors by torch's names."""
+    average: torch.Tensor | None = None
+    """Moving average. None: the part has none."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Member:
     """A part that the next update will change."""
 
@@ -300,6 +314,40 @@ class ShardOptimizer:
         """Returns the state of one part; empty before its first update."""
         own, average = self._states[part], self.averages[part]
         return own if average is None else {**own, _AVERAGE: average}
+
+    def part(self, part: int) -> RestoredPart:
+        """Returns the state of one part, without a copy, in the form that ``restore`` takes."""
+        return RestoredPart(
+            self._algorithms[part], self._step_counts[part], dict(self._states[part]), self.averages[part]
+        )
+
+    def allocate_like(self, parts: Sequence[RestoredPart]) -> list[RestoredPart]:
+        """Allocates memory for the state of all parts, given on any device, in the shapes of this optimizer's parts."""
+        missing, made, averages = _Missing(), [], dict[int, torch.Tensor]()
+        for number, (part, values) in enumerate(zip(parts, self._values, strict=True)):
+            state: State = {}
+            for name, tensor in part.state.items():
+                flat = tensor.numel() == values.numel() and tensor.ndim == 1
+                shape = values.shape if flat else tensor.shape
+                missing.add(torch.empty(shape, dtype=tensor.dtype, device="meta"), 0.0, state, name)
+            if part.average is not None:
+                missing.add(torch.empty_like(values, device="meta"), 0.0, averages, number)
+            made.append(state)
+        missing.allocate(self._allocate)
+        return [
+            RestoredPart(part.algorithm, part.step_count, state, averages.get(number))
+            for number, (part, state) in enumerate(zip(parts, made, strict=True))
+        ]
+
+    def restore(self, parts: Sequence[RestoredPart], *, averages_begun: bool) -> None:
+        """Replaces the state of all parts. The tensors are used as they are; see ``allocate_like``."""
+        self._states = [dict(part.state) for part in parts]
+        self._algorithms = [part.algorithm for part in parts]
+        self._step_counts = [part.step_count for part in parts]
+        averages = {number: part.average for number, part in enumerate(parts) if part.average is not None}
+        self.averages.restore(averages, has_started=averages_begun)
+        self._allocated, self._prepared_for, self._tensor_count = _Allocated(), None, -1
+        self._update_statistics()
 
     def steps_of(self, part: int) -> int:
         """Returns the number of updates that a part has had."""

@@ -202,6 +202,27 @@ class KeptGradients:
             return None
         return Contribution(kept.epoch, kept.attempt, kept.buffer, kept.views, _do_nothing, present)
 
+    def of_segment(self, number: int) -> dict[int, torch.Tensor]:
+        """Returns the kept gradients of a segment by rank, rising. Each [numel]."""
+        found = sorted(self._by_rank.items())
+        return {rank: kept.views[number] for rank, kept in found if number in kept.present}
+
+    def allocate(self, present: Mapping[int, set[int]]) -> dict[int, Sequence[torch.Tensor]]:
+        """Allocates kept gradients that are imported; returns their memory by rank and segment, which the caller fills.
+
+        Args:
+            present: Numbers of the segments that have a kept gradient, by rank.
+
+        Raises:
+            CapacityError: There is no memory; nothing changed.
+        """
+        self.drop()
+        numbers = set[int]().union(*present.values())
+        self.reserve({rank: _placeholder(own) for rank, own in present.items()}, numbers)
+        for rank, own in present.items():
+            self._by_rank[rank].present = set(own)
+        return {rank: self._by_rank[rank].views for rank in present}
+
     @property
     def ranks(self) -> set[int]:
         """Ranks that have a kept gradient."""
@@ -261,6 +282,10 @@ class KeptGradients:
         if self._by_rank:
             self._by_rank.clear()
             self._reserve(0)
+
+
+def _placeholder(present: set[int]) -> Contribution:
+    return Contribution(_NO_LEASE, 0, torch.empty(0, dtype=torch.uint8), (), _do_nothing, set(present))
 
 
 def _do_nothing() -> None:

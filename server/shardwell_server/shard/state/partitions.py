@@ -186,6 +186,19 @@ class Partitions:
                 pass  # SharedMemory logs the reason; ordinary memory works too
         return PartitionState(tensors, self._memory.pool.acquire(size_bytes), request_id=request_id)
 
+    def allocate_restored(self, dp_rank: int, tensors: Sequence[shard_pb2.StateTensor]) -> list[torch.Tensor]:
+        """Allocates a rank's state that is imported; returns the memory of each tensor, which the caller fills.
+
+        Raises:
+            CapacityError: The operating system has no memory.
+        """
+        state = self.allocate_state(tensors, "", share=True)
+        if state.pooled:
+            self._memory.pool.detach(state.data)
+        self.states[dp_rank] = state
+        ranges, _ = state_places(tensors)
+        return [state.data[start:stop] for start, stop in ranges]
+
     def free_unsettled(self, state: PartitionState) -> None:
         """Frees what ``allocate_state`` allocated. State written in a staging buffer belongs to that buffer."""
         if state.pooled:

@@ -10,9 +10,9 @@ import torch
 
 from shardwell_server import optimizer_checks
 from shardwell_server.shard.arithmetic.reduction import Reduced, reduce_shard
-from shardwell_server.shard.arithmetic.shard_optimizer import ShardOptimizer
+from shardwell_server.shard.arithmetic.shard_optimizer import RestoredPart, ShardOptimizer
 from shardwell_server.shard.concurrency import InThread, OpenStreams, uninterrupted
-from shardwell_server.shard.memory.budget import BufferQuota, Memory
+from shardwell_server.shard.memory.budget import BufferQuota, IncomingBuffer, Memory
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.state.contributions import Contribution, ContributionMemory, Contributions, KeptGradients
 from shardwell_server.shard.state.partitions import Partitions
@@ -316,10 +316,7 @@ class UnitShard:
             return  # staged values have their memory already
         assert self.reduced is not None and self.values.live is not None
         present, chosen = [gradient is not None for gradient in self.reduced.gradients], self._chosen_groups(groups)
-        if self.optimizer is None:
-            parts = zip(self.views(self.values.live.buffer), self.segments, strict=True)
-            self.optimizer = ShardOptimizer([shaped(part, self.layout, segment) for part, segment in parts])
-        applied = self.optimizer
+        applied = self._own_optimizer()
         if applied.is_prepared(present, chosen, key):
             return
         state_bytes = 0
@@ -340,7 +337,15 @@ class UnitShard:
                 needed_bytes=state_bytes,
             ) from error
         finally:
-            self._note_optimizer()
+            self.note_optimizer()
+
+    def _own_optimizer(self) -> ShardOptimizer:
+        """Returns the shard's optimizer. Made when it is needed first."""
+        if self.optimizer is None:
+            assert self.values.live is not None
+            parts = zip(self.views(self.values.live.buffer), self.segments, strict=True)
+            self.optimizer = ShardOptimizer([shaped(part, self.layout, segment) for part, segment in parts])
+        return self.optimizer
 
     async def update(
         self,
@@ -365,7 +370,7 @@ class UnitShard:
             self.partitions.settle()
         self.discard_reduced()
         self.contributions.end_step()
-        self._note_optimizer()
+        self.note_optimizer()
 
     def changes_values(self, optimizer: common_pb2.OptimizerStep, groups: Sequence[int] | None) -> bool:
         """True if the update of the reduced step may change a value of the shard."""
@@ -419,7 +424,40 @@ class UnitShard:
         at = enumerate(self.segments)
         return frozenset(number for number, segment in at if groups[segment.parameter_index] == KEPT_GROUP)
 
-    def _note_optimizer(self) -> None:
+    # ---- importing ----
+
+    def allocate_values(self) -> None:
+        """Allocates the memory of the first version of a shard whose state is imported. Its padding is zero.
+
+        Raises:
+            CapacityError: The operating system has no memory.
+        """
+        grant = self._memory.grant(self.size_bytes, self.initial_quota, f"imported values of {self.what}")
+        received = IncomingBuffer(grant.acquire_buffer(self.size_bytes), grant)
+        received.buffer.zero_()
+        self.values.accept_initial(self.values.initial_epoch, received)
+
+    def restore_optimizer(self, parts: Sequence[RestoredPart], *, averages_begun: bool) -> list[RestoredPart]:
+        """Allocates optimizer state that is imported; returns its memory, which the caller fills.
+
+        Args:
+            parts: The state of each segment. Tensors may be on the meta device.
+            averages_begun: Whether a step has updated moving averages.
+
+        Raises:
+            CapacityError: The state does not fit the memory budget.
+        """
+        if not averages_begun and all(part.algorithm is None for part in parts):
+            return [RestoredPart() for _ in parts]
+        tensors = [tensor for part in parts for tensor in (*part.state.values(), part.average) if tensor is not None]
+        self._memory.reserve_optimizer(self.spec.memory_key, sum(tensor.nbytes for tensor in tensors), 0)
+        optimizer = self._own_optimizer()
+        made = optimizer.allocate_like(parts)
+        optimizer.restore(made, averages_begun=averages_begun)
+        return made
+
+    def note_optimizer(self) -> None:
+        """Records the size of the optimizer's state in the memory budget."""
         state_bytes = 0 if self.optimizer is None else self.optimizer.size_bytes
         self.optimizer_bytes = self.partitions.state_bytes + state_bytes
         self._memory.note_optimizer(self.spec.memory_key, self.optimizer_bytes)

@@ -219,6 +219,13 @@ class Values:
         self._notify()
         return self.version
 
+    def publish_version(self, version: int) -> None:
+        """Publishes imported values as a version. The caller has filled ``live``."""
+        assert self.version is None and self.live is not None and self.current is not None
+        self.version = self.current.version = self.changed_version = version
+        self.live.show(version)
+        self._notify()
+
     def check_publishable(self, epoch: int) -> None:
         """Raises StepStateError unless the initial values of an epoch are complete, or a version is published."""
         if self.version is None and (self.live is None or self.initial_epoch != epoch):

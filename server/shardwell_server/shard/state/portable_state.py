@@ -1,0 +1,364 @@
+"""The committed state of a shard in a form that does not depend on how the unit is cut into shards.
+
+Checkpoints, copies of shards and relocations exchange this state. ``export`` returns views of a shard's memory,
+``restrict`` and ``merge`` cut the state anew, and ``import_state`` fills a reserved shard. ``begin_import`` returns the
+memory of the new shard for callers that fill it themselves, for example from a stream.
+
+Note: [Absent is not zero]
+    A part without a gradient so far has no optimizer state, and its first update differs from an update with state of
+    zeros (SGD's first momentum is the gradient itself). An absent tensor is therefore missing from ``PartState.state``,
+    and ``merge`` rejects parts of one parameter that do not have the same tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardwell_server.shard.arithmetic.shard_optimizer import RestoredPart
+from shardwell_server.shard.state.trainer_state import TrainerState, equal_tensor, merge_trainer_states
+from shardwell_wire.errors import InvalidRequestError, StepStateError
+from shardwell_wire.layout import UnitLayout
+from shardwell_wire.optimizers import OPTIMIZERS, StateShape
+from shardwell_wire.partitions import part_in, state_places
+
+if TYPE_CHECKING:
+    from shardwell_server.shard.state.unit_shard import UnitShard
+
+_ELEMENTWISE = (StateShape.PARAMETER, StateShape.VECTOR)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartState:
+    """The committed state of one part of a parameter: all of the parameter, or what is inside a range."""
+
+    parameter_index: int
+    """Layout index of the parameter."""
+    start_element: int
+    """Start of the part's half-open range in the flattened parameter."""
+    stop_element: int
+    """End of the range."""
+    values: torch.Tensor
+    """[stop_element - start_element]"""
+    algorithm: str | None = None
+    """The optimizer of the last update. None: the part has had no update."""
+    step_count: int = 0
+    """Number of updates by this optimizer."""
+    state: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """State tensors by torch's names. Element-wise tensors are flat, like ``values``; scalars have no dims; factored
+    tensors have their own shape. See Note: [Absent is not zero]."""
+    average: torch.Tensor | None = None
+    """Moving average, like ``values``. None: the part has none."""
+    kept: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    """Gradients kept for another optimizer's step, by dp rank, each like ``values``."""
+
+    def is_elementwise(self, name: str) -> bool:
+        """True if a state tensor has one element per value, so that it can be cut like the values."""
+        assert self.algorithm is not None
+        shapes = {tensor.name: tensor.shape for tensor in OPTIMIZERS[self.algorithm].state}
+        return shapes[name] in _ELEMENTWISE
+
+    def cut(self, start_element: int, stop_element: int) -> PartState:
+        """Returns the part inside a range of elements.
+
+        Raises:
+            InvalidRequestError: A state tensor needs the whole parameter.
+        """
+        if (start_element, stop_element) == (self.start_element, self.stop_element):
+            return self
+        here = slice(start_element - self.start_element, stop_element - self.start_element)
+        for name, tensor in self.state.items():
+            if tensor.ndim and not self.is_elementwise(name):
+                raise InvalidRequestError(
+                    f"the state {name!r} of {self.algorithm} belongs to a whole parameter, but parameter "
+                    f"{self.parameter_index} of the unit would be cut: place the unit with whole tensors"
+                )
+        return replace(
+            self,
+            start_element=start_element,
+            stop_element=stop_element,
+            values=self.values[here],
+            state={name: tensor[here] if tensor.ndim else tensor for name, tensor in self.state.items()},
+            average=None if self.average is None else self.average[here],
+            kept={rank: gradient[here] for rank, gradient in self.kept.items()},
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardState:
+    """The committed state of a range of a unit."""
+
+    layout: UnitLayout
+    start_bytes: int
+    """Start of the half-open range in the unit's flat vector."""
+    stop_bytes: int
+    """End of the range."""
+    dp: int
+    """Number of logical data ranks."""
+    parts: Sequence[PartState]
+    """In layout order: one for each segment of the range."""
+    averages_begun: bool = False
+    """True once a step has updated moving averages."""
+    partitions: Sequence[TrainerState] = ()
+    """By dp rank. Ranks without state are not listed."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of all tensors."""
+        return sum(tensor.nbytes for _, tensor in self.tensors())
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the name and the content of every tensor, in an order that depends on the names only."""
+        for part in self.parts:
+            name = self.layout.parameters[part.parameter_index].name
+            place = f"{part.start_element}:{part.stop_element}"
+            yield f"{name}|values|{place}", part.values
+            for key in sorted(part.state):
+                yield f"{name}|{key}|{place}", part.state[key]
+            if part.average is not None:
+                yield f"{name}|ema|{place}", part.average
+            for rank in sorted(part.kept):
+                yield f"{name}|kept_gradient.{rank}|{place}", part.kept[rank]
+        for partition in sorted(self.partitions, key=lambda partition: (partition.dp_rank, partition.start_bytes)):
+            for tensor, data in zip(partition.tensors, partition.data, strict=True):
+                name = self.layout.parameters[tensor.parameter_index].name
+                yield f"{name}|trainer.{tensor.name}|rank {partition.dp_rank}", data
+
+    def restrict(self, start_bytes: int, stop_bytes: int) -> ShardState:
+        """Returns the state of a range within this range. Copies nothing.
+
+        Raises:
+            InvalidRequestError: The range is not within this one, or cuts a tensor that must be whole.
+        """
+        if not self.start_bytes <= start_bytes <= stop_bytes <= self.stop_bytes:
+            raise InvalidRequestError(
+                f"range [{start_bytes}, {stop_bytes}) of unit {self.layout.unit!r} is not within "
+                f"[{self.start_bytes}, {self.stop_bytes})"
+            )
+        parts = {part.parameter_index: part for part in self.parts}
+        segments = self.layout.segments(start_bytes, stop_bytes)
+        cut = [parts[at.parameter_index].cut(at.start_element, at.stop_element) for at in segments]
+        partitions = [
+            partition.cut(self.layout, max(start_bytes, partition.start_bytes), end)
+            for partition in self.partitions
+            if max(start_bytes, partition.start_bytes) < (end := min(stop_bytes, partition.stop_bytes))
+        ]
+        return replace(self, start_bytes=start_bytes, stop_bytes=stop_bytes, parts=cut, partitions=partitions)
+
+
+def merge(states: Iterable[ShardState]) -> ShardState:
+    """Joins the states of adjacent ranges of one unit. Copies only the parameters that the ranges cut.
+
+    Raises:
+        InvalidRequestError: The ranges are not adjacent, or belong to different units or worlds, or their states of one
+            parameter do not fit together.
+    """
+    pieces = sorted(states, key=lambda state: (state.start_bytes, state.stop_bytes))
+    if not pieces:
+        raise InvalidRequestError("no state to merge: name at least one piece")
+    first, end = pieces[0], pieces[0].start_bytes
+    for piece in pieces:
+        alike = (piece.layout, piece.dp, piece.averages_begun) == (first.layout, first.dp, first.averages_begun)
+        if piece.start_bytes != end or not alike:
+            raise InvalidRequestError(
+                f"the states of unit {first.layout.unit!r} do not fit together: expected a piece that starts at byte "
+                f"{end}, with dp {first.dp}; got one at {piece.start_bytes}, with dp {piece.dp}"
+            )
+        end = piece.stop_bytes
+    by_parameter: dict[int, list[PartState]] = {}
+    by_rank: dict[int, list[TrainerState]] = {}
+    for piece in pieces:
+        for part in piece.parts:
+            by_parameter.setdefault(part.parameter_index, []).append(part)
+        for partition in piece.partitions:
+            by_rank.setdefault(partition.dp_rank, []).append(partition)
+    return replace(
+        first,
+        stop_bytes=end,
+        parts=[_merge_parts(first.layout, parts) for _, parts in sorted(by_parameter.items())],
+        partitions=[
+            merge_trainer_states(
+                first.layout, part_in(first.layout.size_bytes, first.dp, rank, first.start_bytes, end), parts
+            )
+            for rank, parts in sorted(by_rank.items())
+        ],
+    )
+
+
+def _merge_parts(layout: UnitLayout, parts: Sequence[PartState]) -> PartState:
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    name = layout.parameters[first.parameter_index].name
+    for part in parts[1:]:
+        for what, own, other in (
+            ("optimizer", part.algorithm, first.algorithm),
+            ("number of updates", part.step_count, first.step_count),
+            ("state tensors", sorted(part.state), sorted(first.state)),
+            ("ranks with kept gradients", sorted(part.kept), sorted(first.kept)),
+            ("moving average", part.average is not None, first.average is not None),
+        ):
+            if own != other:
+                raise InvalidRequestError(
+                    f"the pieces of parameter {name!r} do not fit together: {what} is {other!r} in one, {own!r} in "
+                    "another",
+                    parameter=name,
+                )
+
+    def joined(tensors: Sequence[torch.Tensor], what: str) -> torch.Tensor:
+        if tensors[0].ndim:
+            return torch.cat(list(tensors))
+        return equal_tensor(tensors, f"{what} of parameter {name!r}")
+
+    averages = [part.average for part in parts if part.average is not None]
+    return replace(
+        first,
+        stop_element=parts[-1].stop_element,
+        values=torch.cat([part.values for part in parts]),
+        state={key: joined([part.state[key] for part in parts], f"state {key!r}") for key in first.state},
+        average=torch.cat(averages) if averages else None,
+        kept={rank: torch.cat([part.kept[rank] for part in parts]) for rank in first.kept},
+    )
+
+
+# ---- shards ----
+
+
+def export(shard: UnitShard) -> ShardState:
+    """Returns the committed state of a published shard, as views of its memory.
+
+    The views are valid until the next update of the shard: hold ``shard.unchanging``, or call it within
+    ``HostedRun.exclusively``.
+
+    Raises:
+        StepStateError: The shard has no values yet, or its update has failed and is being repeated.
+    """
+    if shard.version is None or shard.values.live is None or shard.values.updating:
+        raise StepStateError(f"{shard.what} has no complete version now", unit=shard.unit)
+    optimizer, parts = shard.optimizer, []
+    for number, (segment, values) in enumerate(zip(shard.segments, shard.views(shard.values.live.buffer), strict=True)):
+        own = RestoredPart() if optimizer is None else optimizer.part(number)
+        part = PartState(
+            parameter_index=segment.parameter_index,
+            start_element=segment.start_element,
+            stop_element=segment.stop_element,
+            values=values,
+            algorithm=own.algorithm,
+            step_count=own.step_count,
+            state=own.state,
+            average=None if own.average is None else own.average.view(-1),
+            kept=shard.kept.of_segment(number),
+        )
+        flat = {key: value.view(-1) if part.is_elementwise(key) else value for key, value in own.state.items()}
+        parts.append(replace(part, state=flat))
+    partitions = []
+    for rank, state in sorted(shard.partitions.states.items()):
+        start, stop = shard.partitions.bounds(rank)
+        ranges, _ = state_places(state.tensors)
+        data = [state.data[low:high] for low, high in ranges]
+        partitions.append(
+            TrainerState(dp_rank=rank, start_bytes=start, stop_bytes=stop, tensors=list(state.tensors), data=data)
+        )
+    return ShardState(
+        layout=shard.layout,
+        start_bytes=shard.start_bytes,
+        stop_bytes=shard.stop_bytes,
+        dp=shard.dp,
+        parts=parts,
+        averages_begun=optimizer is not None and optimizer.averages.has_started,
+        partitions=partitions,
+    )
+
+
+def begin_import(shard: UnitShard, description: ShardState) -> ShardState:
+    """Allocates the memory of a reserved shard for a state. The shard stays unpublished until ``finish_import``.
+
+    Args:
+        shard: A shard without values.
+        description: State of the shard's range. Its tensors may be on the meta device: only their sizes are read.
+
+    Returns:
+        The shard's own memory in the form of ``description``: fill every tensor, for example with ``copy_state``.
+
+    Raises:
+        StepStateError: The shard has a version already.
+        InvalidRequestError: The state does not belong to the shard.
+        CapacityError: There is no memory for the state.
+    """
+    if shard.version is not None:
+        raise StepStateError(f"{shard.what} is at version {shard.version} already", unit=shard.unit)
+    _check_fits(shard, description)
+    shard.allocate_values()
+    assert shard.values.live is not None
+    views = shard.views(shard.values.live.buffer)
+    restored = shard.restore_optimizer(
+        [RestoredPart(part.algorithm, part.step_count, part.state, part.average) for part in description.parts],
+        averages_begun=description.averages_begun,
+    )
+    kept = shard.kept.allocate(
+        {
+            rank: {number for number, part in enumerate(description.parts) if rank in part.kept}
+            for rank in sorted({rank for part in description.parts for rank in part.kept})
+        }
+    )
+    parts = [
+        replace(
+            part,
+            values=views[number],
+            state={key: value.view(part.state[key].shape) for key, value in restored[number].state.items()},
+            average=None if part.average is None else _flat(restored[number].average),
+            kept={rank: kept[rank][number] for rank in part.kept},
+        )
+        for number, part in enumerate(description.parts)
+    ]
+    partitions = [
+        replace(state, data=shard.partitions.allocate_restored(state.dp_rank, state.tensors))
+        for state in description.partitions
+    ]
+    shard.note_optimizer()
+    return replace(description, parts=parts, partitions=partitions)
+
+
+def copy_state(destination: ShardState, source: ShardState) -> None:
+    """Copies a state into the memory that ``begin_import`` returned for it. May run in a thread."""
+    for (name, own), (other_name, other) in zip(destination.tensors(), source.tensors(), strict=True):
+        assert name == other_name
+        own.copy_(other)
+
+
+def finish_import(shard: UnitShard, version: int) -> None:
+    """Publishes the state that was imported as a version of the shard."""
+    shard.values.publish_version(version)
+
+
+def import_state(shard: UnitShard, state: ShardState, version: int) -> None:
+    """Fills a reserved shard with a state, and publishes it as a version. Raises as ``begin_import`` does."""
+    copy_state(begin_import(shard, state), state)
+    finish_import(shard, version)
+
+
+def _flat(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.view(-1)
+
+
+def _check_fits(shard: UnitShard, state: ShardState) -> None:
+    own = (shard.layout, shard.start_bytes, shard.stop_bytes, shard.dp)
+    if own != (state.layout, state.start_bytes, state.stop_bytes, state.dp):
+        raise InvalidRequestError(
+            f"the state of [{state.start_bytes}, {state.stop_bytes}) of unit {state.layout.unit!r} with dp {state.dp} "
+            f"does not fit {shard.what}, [{shard.start_bytes}, {shard.stop_bytes}) with dp {shard.dp}",
+            unit=shard.unit,
+        )
+    ranges = [(segment.parameter_index, segment.start_element, segment.stop_element) for segment in shard.segments]
+    if [(part.parameter_index, part.start_element, part.stop_element) for part in state.parts] != ranges:
+        raise InvalidRequestError(f"the state of {shard.what} lacks a part of a parameter", unit=shard.unit)
+    for partition in state.partitions:
+        if (partition.start_bytes, partition.stop_bytes) != shard.partitions.bounds(partition.dp_rank):
+            raise InvalidRequestError(
+                f"the state of data rank {partition.dp_rank} covers [{partition.start_bytes}, {partition.stop_bytes}), "
+                f"expected {shard.partitions.bounds(partition.dp_rank)} for {shard.what}",
+                unit=shard.unit,
+            )
