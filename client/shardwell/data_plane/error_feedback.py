@@ -158,6 +158,13 @@ class ErrorFeedback:
         for residual in self._residuals.get(dp_rank, {}).values():
             residual.reset()
 
+    def restart(self, *, keep: bool) -> None:
+        """Discards the residuals of this step's pushes; ``keep``: not those of earlier steps."""
+        if not keep:
+            self._residuals.clear()
+        for dp_rank in self._residuals:
+            self.reset(dp_rank)
+
     def commit(self) -> None:
         """Keeps the residuals of the committed step. Drops ranks without a push: other trainers play them now."""
         for dp_rank, residuals in list(self._residuals.items()):

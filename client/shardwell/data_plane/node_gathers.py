@@ -101,6 +101,10 @@ class NodeGathers:
         self._jobs.put(gather)
         return gather.whole
 
+    def leave(self, reason: str) -> None:
+        """Leaves the group for good: every unit is fetched whole from now on."""
+        self._leave(reason)
+
     def close(self) -> None:
         """Leaves the group. Gathers in flight fail once the traffic is closed."""
         self._left = True

@@ -129,11 +129,13 @@ class RemoteShard:
             return self.cached.read(version, target, partial(self._fetch, version, wire_dtype))
         return self._fetch(version, wire_dtype, target, nearly_done)
 
-    def fetch_cast(self, version: int, layout: UnitLayout, target: memoryview, nearly_done: NearlyDone = ignore) -> int:
+    def fetch_cast(
+        self, version: int | None, layout: UnitLayout, target: memoryview, nearly_done: NearlyDone = ignore
+    ) -> int:
         """Reads one version in other dtypes than the stored ones, with as few copies as the transport allows.
 
         Args:
-            version: Waited for until it exists.
+            version: Waited for until it exists. None: the newest.
             layout: The unit's parameters in the dtypes to deliver.
             target: The unit's whole flat vector in that layout. Receives this shard's values. [layout.size_bytes]
             nearly_done: Called when the transfer is nearly done.

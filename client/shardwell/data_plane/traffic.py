@@ -33,6 +33,10 @@ _POLL_LIMIT_S = 0.1
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0001, 0.001
 
 
+Excuse = Callable[[BaseException], bool]
+"""Returns whether the error of a push does not matter, because the push does not count any more."""
+
+
 @dataclass(frozen=True, slots=True)
 class RemoteUnit:
     """A declared unit and its shards."""
@@ -187,6 +191,10 @@ class Traffic:
         self.stats.gathered_bytes += layout.size_bytes
         return self._fetch_shards(unit, lambda shard: partial(shard.fetch_cast, version, layout, target))
 
+    def run(self, action: Callable[[], int]) -> Future[int]:
+        """Runs an action in a fetch thread."""
+        return self._fetch_threads.submit(action)
+
     def await_version(self, unit: RemoteUnit, version: int) -> Future[int]:
         """Starts to wait until a unit that is read in place has a version."""
         assert unit.vector is not None
@@ -202,7 +210,11 @@ class Traffic:
         return self._fetch_shards(unit, lambda shard: partial(_await_version, shard, version))
 
     def push(
-        self, unit: RemoteUnit, header: shard_pb2.ReduceScatterHeader, gradients: Sequence[tuple[int, torch.Tensor]]
+        self,
+        unit: RemoteUnit,
+        header: shard_pb2.ReduceScatterHeader,
+        gradients: Sequence[tuple[int, torch.Tensor]],
+        excuse: Excuse = lambda _: False,
     ) -> None:
         """Starts to push one part of a contribution to every owner of the unit.
 
@@ -212,6 +224,7 @@ class Traffic:
             unit: The unit.
             header: See ``RemoteShard.prepare_push``.
             gradients: ``(parameter index, gradient)`` by rising index. The caller must not change them afterwards.
+            excuse: Returns whether an error of this push does not matter. Called in any thread.
         """
         self._raise_push_error()
         copies, copied = to_host([gradient for _, gradient in gradients])
@@ -221,12 +234,16 @@ class Traffic:
         on_cpu = all(gradient.device.type == "cpu" for _, gradient in gradients)
         if on_cpu:
             held_bytes = size if _are_streamed(unit) else 0
-            self._push(unit, lambda shard: shard.prepare_push(header, flats), size, held_bytes)
+            self._push(unit, lambda shard: shard.prepare_push(header, flats), size, held_bytes, excuse)
         else:
-            self._push(unit, lambda shard: partial(_push_after_copy, copied, shard, header, flats), size, size)
+            self._push(unit, lambda shard: partial(_push_after_copy, copied, shard, header, flats), size, size, excuse)
 
     def push_encoded(
-        self, unit: RemoteUnit, header: shard_pb2.ReduceScatterHeader, gradients: EncodedGradients
+        self,
+        unit: RemoteUnit,
+        header: shard_pb2.ReduceScatterHeader,
+        gradients: EncodedGradients,
+        excuse: Excuse = lambda _: False,
     ) -> None:
         """Starts to push encoded gradients; see ``push``. Releases them when all shards have their part."""
         self._raise_push_error()
@@ -235,6 +252,7 @@ class Traffic:
             lambda shard: shard.prepare_push_encoded(header, gradients),
             gradients.stored_bytes,
             len(gradients.stream) if _are_streamed(unit) else 0,
+            excuse,
             gradients.release,
         )
 
@@ -244,6 +262,7 @@ class Traffic:
         prepare: Callable[[RemoteShard], Callable[[NearlyDone], None]],
         size_bytes: int,
         held_bytes: int,
+        excuse: Excuse,
         when_pushed: Callable[[], None] = lambda: None,
     ) -> None:
         """Starts the pushes to all shards of a unit.
@@ -253,6 +272,7 @@ class Traffic:
             prepare: Returns a function that pushes one shard's part.
             size_bytes: Size of the gradients.
             held_bytes: Memory that is in use until all parts are pushed.
+            excuse: See ``push``.
             when_pushed: Called when all parts are pushed.
         """
         with uninterrupted:
@@ -269,7 +289,7 @@ class Traffic:
                     self._last_part[unit.index, number] = future
                     futures.append(future)
             finally:  # wait only for the parts that were started
-                self._release_when_done(futures, held_bytes, when_pushed)
+                self._release_when_done(futures, held_bytes, excuse, when_pushed)
 
     def drain(self) -> None:
         """Waits until every push is acknowledged; raises the first error."""
@@ -329,7 +349,7 @@ class Traffic:
         self.stats.push_wait_s += time.perf_counter() - started
 
     def _release_when_done(
-        self, futures: Sequence[Future[None]], size_bytes: int, when_done: Callable[[], None]
+        self, futures: Sequence[Future[None]], size_bytes: int, excuse: Excuse, when_done: Callable[[], None]
     ) -> None:
         missing = len(futures)
 
@@ -342,8 +362,11 @@ class Traffic:
 
         def done(future: Future[None]) -> None:
             nonlocal missing
+            error = future.exception()
+            if error is not None and excuse(error):
+                error = None
             with self._changed:
-                if (error := future.exception()) is not None and self._push_error is None:
+                if error is not None and self._push_error is None:
                     self._push_error = error
                 missing -= 1
                 is_last = not missing

@@ -158,6 +158,14 @@ class ParameterStore(Protocol):
         """Waits until all pushes are acknowledged; raises the first failure."""
         ...
 
+    def abandons_work(self) -> bool:
+        """Called when the version that a forward or backward reads was replaced while it was read in place.
+
+        Returns:
+            True if the current work item does not count any more: it is then computed to its end without effect.
+        """
+        ...
+
     def discard(self) -> None:
         """Withdraws all pushes of the current work item; no effect if there are none."""
         ...

@@ -121,7 +121,7 @@ class Unit(ResidentUnit):
         self._shared: InPlaceVector | None = None
         self._gather: Future[int] | None = None
         self._version = -1
-        """The version that was gathered last."""
+        """The version that was gathered last. Negative: unknown."""
         self._parameter_objects = UnitParameters(layout, found)
         self.index = self._upload(values, memory)
 
@@ -341,13 +341,20 @@ class Unit(ResidentUnit):
         )
 
     def check_version(self) -> None:
-        """Frees the unit and raises VersionGoneError if bytes that are read in place changed while in use."""
-        if self._shared is not None and self.state in (UnitState.UNSHARDED, UnitState.KEPT):
-            try:
-                self._shared.check(self._version)
-            except VersionGoneError:
+        """Checks that bytes that are read in place did not change while in use.
+
+        Raises:
+            VersionGoneError: They changed, and the result of the current work item counts. The unit is freed.
+        """
+        if self._shared is None or self._version < 0 or self.state not in (UnitState.UNSHARDED, UnitState.KEPT):
+            return
+        try:
+            self._shared.check(self._version)
+        except VersionGoneError:
+            if not self._store.abandons_work():
                 self.free()
                 raise
+            self._version = -1  # a forward or backward may be using the unit
 
     # Reads that are independent of training.
 

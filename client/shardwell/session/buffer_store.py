@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Protocol
 
@@ -253,6 +254,7 @@ class RemoteBuffers:
         connect: Connects to the shards of a declared unit. Values travel in their stored dtypes.
         traffic: Pushes values.
         mappings: Maps shards of servers on this host.
+        excuse: Returns whether a failed push of an item's attempt does not matter. Called in any thread.
     """
 
     def __init__(
@@ -262,7 +264,9 @@ class RemoteBuffers:
         connect: ConnectShards,
         traffic: Traffic,
         mappings: ShardMappings,
+        excuse: Callable[[WorkItemState, tuple[int, int], BaseException], bool],
     ) -> None:
+        self._excuse = excuse
         self._membership, self._declarations, self._connect = membership, declarations, connect
         self._traffic, self._mappings = traffic, mappings
         self._units: dict[int, RemoteUnit] = {}
@@ -278,11 +282,14 @@ class RemoteBuffers:
     ) -> None:
         """See ``BufferStore.push``. A failure is raised by the next push or drain."""
         self._membership.check()
+        if item.abandoned or self._membership.lapsed:
+            return
         unit = self._units[unit_index]
         with uninterrupted:  # the servers wait for every part that is counted
             context = self._membership.context(step, epoch=item.item.epoch)
             header = item.start_part(context, unit.layout.unit, unit_index)
-            self._traffic.push(unit, header, [(index, tensor.reshape(-1)) for index, tensor in buffers])
+            values = [(index, tensor.reshape(-1)) for index, tensor in buffers]
+            self._traffic.push(unit, header, values, partial(self._excuse, item, item.key))
 
     def read(self, unit_index: int, version: int, wanted: Sequence[tuple[int, torch.Tensor]]) -> None:
         """See ``BufferStore.read``."""

@@ -17,6 +17,7 @@ from shardwell_wire.credentials import Credentials
 from shardwell_wire.errors import (
     ConflictError,
     DeadlineError,
+    DuplicateError,
     RunDeletedError,
     ShardwellError,
     StaleEpochError,
@@ -36,11 +37,17 @@ _POLL_S = 10.0
 _ASK_TIMEOUT_S = 5.0
 _LEAVE_TIMEOUT_S = 2.0
 
+_MAX_REJOINS = 5
+"""Memberships in a row that may lapse without a commit in between. More often, the cause is not going to disappear."""
+
 
 class Membership:
     """One trainer's membership in a run. Joins in the constructor, then sends heartbeats from a background thread.
 
     Thread-safe. Once the membership has ended, every call raises the error that ended it.
+
+    A membership *lapses* if the trainer lost its lease, or if the run was rolled back. ``rejoin`` then starts another
+    one under the same name. Until then, requests to the coordinator raise StaleEpochError, and weights can be read.
 
     Args:
         config: Options of the trainer.
@@ -55,6 +62,8 @@ class Membership:
     def __init__(self, config: JoinConfig, coordinator: CoordinatorClient) -> None:
         self._config, self._coordinator = config, coordinator
         self._ended: ShardwellError | None = None
+        self._lapse: StaleEpochError | None = None
+        self._rejoins_in_a_row = 0
         self._transports: Callable[[], Sequence[coordinator_pb2.TransportReport]] = tuple
         self._unreachable: Callable[[], Sequence[coordinator_pb2.UnreachableServer]] = tuple
         self._when_ended: Callable[[], None] = lambda: None
@@ -64,22 +73,31 @@ class Membership:
         """Number of committed steps, as far as the coordinator has told outside of the training thread's rpcs."""
         self.placement = 0
         """The newest placement of the run's shards that the coordinator has told."""
+        self._when_lapsed: Callable[[], None] = lambda: None
         joined = self._join()
         self.identity = RunIdentity(config.run, joined.run_id)
         self.run = config.run
-        self.trainer: str = joined.trainer
-        self.epoch: int = joined.epoch
         self.world = World.from_proto(joined.config.world)
         self.seed: int = joined.config.seed
-        self.rank_assignments: tuple[coordinator_pb2.RankAssignment, ...] = tuple(joined.rank_assignments)
+        self._start(joined)
+
+    def _start(self, joined: coordinator_pb2.JoinResponse) -> None:
+        """Starts the membership that the coordinator granted."""
         self.joined = joined
+        self.trainer: str = joined.trainer
+        self.epoch: int = joined.epoch
+        self.rank_assignments: tuple[coordinator_pb2.RankAssignment, ...] = tuple(joined.rank_assignments)
         self._lease_s: float = joined.lease_s
         self._stop = threading.Event()
+        self._lapse = None
+        self._note_news(joined.committed_step, joined.placement)
         self._start_keeping()
 
     def _start_keeping(self) -> None:
         """Starts the threads that keep the membership which the last join began."""
-        self._heartbeats = threading.Thread(target=self._send_heartbeats, name="shardwell-heartbeat", daemon=True)
+        self._heartbeats = threading.Thread(
+            target=self._send_heartbeats, args=(self._stop,), name="shardwell-heartbeat", daemon=True
+        )
         self._heartbeats.start()
         self._stream = MembershipStream(
             self._coordinator,
@@ -87,7 +105,7 @@ class Membership:
                 run=self.run, run_id=self.identity.run_id, trainer=self.trainer, epoch=self.epoch
             ),
             note_news=lambda news: self._note_news(news.committed_step, news.placement),
-            end=self._end,
+            end=partial(self._end, epoch=self.epoch),
         )
 
     @property
@@ -102,17 +120,19 @@ class Membership:
         unreachable: Callable[[], Sequence[coordinator_pb2.UnreachableServer]],
         when_ended: Callable[[], None],
         when_news: Callable[[], None] = lambda: None,
+        when_lapsed: Callable[[], None] = lambda: None,
     ) -> None:
         """Connects the membership with the data plane.
 
         Args:
             transports: Returns the transports to the shard servers. Called in the heartbeat thread.
             unreachable: Returns the servers that cannot be reached. Called in the heartbeat thread.
-            when_ended: Called once, in any thread, when the membership has ended.
-            when_news: Called in any thread when ``committed_step`` or ``placement`` has risen.
+            when_ended: Called once, in any thread, when the membership has ended for good.
+            when_news: Called in any thread when ``committed_step`` or ``placement`` has risen. Must return at once.
+            when_lapsed: Called in any thread, once per membership that lapses.
         """
         self._transports, self._unreachable, self._when_ended = transports, unreachable, when_ended
-        self._when_news = when_news
+        self._when_news, self._when_lapsed = when_news, when_lapsed
 
     # ---- calls ----
 
@@ -128,12 +148,10 @@ class Membership:
 
     def call(self, rpc_name: str, request: Any) -> Any:
         """Calls the coordinator. Retries for ``wait_limit_s`` while the coordinator is unavailable."""
-        self.check()
+        self.require_valid()
         return self._call(rpc_name, request, timeout_s=self._config.waits.rpc_timeout_s)
 
-    def poll(
-        self, rpc_name: str, request: Any, done: Callable[[Any], bool], *, what: str, log_level: int = logging.INFO
-    ) -> Any:
+    def poll(self, rpc_name: str, request: Any, done: Callable[[Any], bool], *, what: str) -> Any:
         """Repeats an rpc with ``wait_s`` and ``waiting_for`` until ``done(response)`` is true.
 
         Args:
@@ -141,17 +159,31 @@ class Membership:
             request: Its request; ``wait_s`` is set here.
             done: Returns whether the response is final.
             what: What the rpc waits for, for messages.
-            log_level: Level of the messages that say what the rpc waits for.
 
         Raises:
             DeadlineError: Not done within ``wait_limit_s``. The message says what the coordinator waits for.
+            StaleEpochError: The membership has lapsed.
         """
+        return self._poll(rpc_name, request, done, what=what, log_level=logging.INFO, check=self.require_valid)
+
+    def _poll(
+        self,
+        rpc_name: str,
+        request: Any,
+        done: Callable[[Any], bool],
+        *,
+        what: str,
+        log_level: int,
+        check: Callable[[], None],
+    ) -> Any:
+        """See ``poll``. ``check`` is called before each rpc; ``log_level`` is that of messages about the wait."""
         waits = self._config.waits
         started = last_report = time.monotonic()
         while True:
-            self.check()
+            check()
             request.wait_s = min(_POLL_S, waits.wait_limit_s)
             response = self._call(rpc_name, request, timeout_s=request.wait_s + waits.rpc_timeout_s)
+            self._note_news(0, getattr(response, "placement", 0))
             if done(response):
                 return response
             now, reasons = time.monotonic(), "; ".join(getattr(response, "waiting_for", ()))
@@ -174,34 +206,88 @@ class Membership:
     # ---- the lease ----
 
     def check(self) -> None:
-        """Raises the error that ended the membership, if it has ended."""
+        """Raises the error that ended the membership, if it has ended for good."""
         if self._ended is not None:
             raise type(self._ended)(str(self._ended), **self._ended.data) from self._ended
 
-    def ask(self) -> None:
-        """Sends a heartbeat at once, to learn whether the membership is still valid.
+    @property
+    def lapsed(self) -> bool:
+        """True if the membership is over and ``rejoin`` may start another one."""
+        return self._lapse is not None and self._ended is None
 
-        Returns normally if the coordinator does not answer.
+    def require_valid(self) -> None:
+        """Raises the error that ended the membership, also if it has only lapsed."""
+        self.check()
+        if (lapse := self._lapse) is not None:
+            raise StaleEpochError(str(lapse), **lapse.data) from lapse
+
+    def ask(self) -> None:
+        """Sends a heartbeat at once, to learn whether the membership is still valid and where the shards are.
+
+        Returns normally if the membership has lapsed, or if the coordinator does not answer.
 
         Raises:
             RunDeletedError: The run was deleted.
             ConflictError: A shard server has lost its shards of the run.
-            StaleEpochError: This trainer has lost its lease.
         """
         self.check()
+        if self._lapse is not None:
+            return
+        epoch = self.epoch
         try:
             self._send_heartbeat(_ASK_TIMEOUT_S)
-        except (StaleEpochError, RunDeletedError, ConflictError) as error:
+        except StaleEpochError as error:
+            self._end(error, epoch)
+        except (RunDeletedError, ConflictError) as error:
             self._end(error)
             raise
         except ShardwellError as error:
             logger.info("the coordinator did not answer a heartbeat: %s", error)
 
+    def note_commit(self) -> None:
+        """Records that the run has committed a step with this trainer as a member."""
+        self._rejoins_in_a_row = 0
+
+    def rejoin(self) -> coordinator_pb2.JoinResponse:
+        """Starts another membership under the same name after this one has lapsed. Called by the training thread.
+
+        Raises:
+            StaleEpochError: The name belongs to another process now, or memberships lapse again and again.
+            RunDeletedError: The run was deleted.
+            DeadlineError: The run did not admit the trainer in ``wait_limit_s``.
+        """
+        self.check()
+        lapse = self._lapse
+        assert lapse is not None
+        self._rejoins_in_a_row += 1
+        if self._rejoins_in_a_row > _MAX_REJOINS:
+            self._end_for_good(
+                StaleEpochError(
+                    f"trainer {self.trainer!r} lost its membership in run {self.run!r} {_MAX_REJOINS + 1} times in a "
+                    f"row without a commit in between, so it stops. The last time: {lapse}",
+                    **lapse.data,
+                )
+            )
+            self.check()
+        logger.warning("trainer %r joins run %r again: %s", self.trainer, self.run, lapse)
+        self._stop.set()
+        self._stream.close()
+        try:
+            joined = self._join(former=True)
+        except DuplicateError as error:  # another process has this trainer's name and place
+            self._end_for_good(StaleEpochError(f"{lapse}; {error}", **lapse.data))
+            self.check()
+        except RunDeletedError as error:
+            self._end_for_good(error)
+            raise
+        self._start(joined)
+        return joined
+
     def leave(self) -> None:
         """Leaves the run, so that the coordinator reassigns the ranks at once. No effect after the membership ended."""
         self._stop.set()
         self._heartbeats.join(timeout=self._config.waits.rpc_timeout_s)
-        if self._ended is None:
+        if self._ended is None and self._lapse is None:
             request = coordinator_pb2.LeaveRequest(
                 run=self.run, run_id=self.identity.run_id, trainer=self.trainer, epoch=self.epoch
             )
@@ -219,7 +305,8 @@ class Membership:
             "called shardwell.join, or join in this process under another name"
         )
 
-    def _join(self) -> coordinator_pb2.JoinResponse:
+    def _join(self, *, former: bool = False) -> coordinator_pb2.JoinResponse:
+        """Joins the run; ``former``: as the trainer that this process has been, with any rank that is free."""
         config = self._config
         request = coordinator_pb2.JoinRequest(
             run=config.run,
@@ -229,19 +316,21 @@ class Membership:
                 min_trainers=config.min_trainers or 0,
                 num_layers=config.num_layers,
             ),
-            trainer=config.trainer,
+            trainer=self.trainer if former else config.trainer,
             host=config.host,
-            global_rank=config.global_rank,
+            global_rank=None if former else config.global_rank,
             world_size=config.world_size,
             incarnation=uuid.uuid4().hex,
             process=own_identity(),
+            run_id=self.identity.run_id if former else "",
         )
-        response: coordinator_pb2.JoinResponse = self.poll(
+        response: coordinator_pb2.JoinResponse = self._poll(
             "Join",
             request,
             lambda answer: answer.started,
             what=f"run {config.run!r} to start",
             log_level=logging.WARNING,  # the user may have started too few trainers
+            check=self.check,
         )
         return response
 
@@ -249,8 +338,13 @@ class Membership:
         call = partial(self._coordinator.call, rpc_name, request, timeout_s=timeout_s)
         try:
             return self._call_and_warn(call)
-        except (StaleEpochError, RunDeletedError) as error:
-            self._end(error)
+        except StaleEpochError:
+            if rpc_name != "Join":
+                self.ask()  # the request may concern one work item only
+            raise
+        except RunDeletedError as error:
+            if rpc_name != "Join":
+                self._end(error)
             raise
 
     def _call_and_warn(self, call: Callable[..., Any]) -> Any:
@@ -264,14 +358,14 @@ class Membership:
             logger.warning("%s; retrying for %.0f s", error, waits.wait_limit_s)
         return call(retry_for_s=waits.wait_limit_s)
 
-    def _send_heartbeats(self) -> None:
-        reached = True
-        while not self._stop.wait(self._lease_s / 3):
+    def _send_heartbeats(self, stop: threading.Event) -> None:
+        reached, epoch = True, self.epoch
+        while not stop.wait(self._lease_s / 3):
             try:
                 self._send_heartbeat(self._lease_s / 3)
                 reached = True
             except (StaleEpochError, RunDeletedError, ConflictError) as error:
-                self._end(error)
+                self._end(error, epoch)
                 return
             except ShardwellError as error:
                 if reached:
@@ -288,7 +382,7 @@ class Membership:
             unreachable=self._unreachable(),
         )
         response = self._coordinator.call("Heartbeat", request, timeout_s=timeout_s)
-        self._note_news(response.committed_step, self.placement)
+        self._note_news(response.committed_step, response.placement)
 
     def _note_news(self, committed_step: int, placement: int) -> None:
         with self._news_lock:
@@ -298,8 +392,24 @@ class Membership:
         if risen:
             self._when_news()
 
-    def _end(self, error: ShardwellError) -> None:
-        if self._ended is None and not self._stop.is_set():
+    def _end(self, error: ShardwellError, epoch: int | None = None) -> None:
+        """Ends the membership, for good unless the trainer can join again.
+
+        Args:
+            error: Why.
+            epoch: The membership that the error concerns. None: the current one.
+        """
+        if not isinstance(error, StaleEpochError):
+            self._end_for_good(error)
+        elif self._ended is None and self._lapse is None and not self._stop.is_set() and epoch in (None, self.epoch):
+            logger.warning("trainer %r is no longer a member of run %r: %s", self.trainer, self.run, error)
+            self._lapse = error
+            self._stop.set()
+            self._when_lapsed()
+
+    def _end_for_good(self, error: ShardwellError) -> None:
+        if self._ended is None and (not self._stop.is_set() or self._lapse is not None):
             logger.error("trainer %r is no longer a member of run %r: %s", self.trainer, self.run, error)
             self._ended = error
+            self._stop.set()
             self._when_ended()

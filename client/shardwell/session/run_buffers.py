@@ -146,6 +146,31 @@ class RunBuffers:
                 set_value(live[name], buffer.present)
         self._undisturbed = True
 
+    def abandon_item(self) -> None:
+        """Undoes the changes of an item whose attempt is over."""
+        if self._buffers:
+            live = self._checked()
+            for name, buffer in self._buffers.items():
+                set_value(live[name], buffer.present)
+            self._undisturbed = True
+
+    def rejoin(self, state: coordinator_pb2.RunState | None, step: int, *, has_work: bool) -> None:
+        """Called when this trainer has joined the run again.
+
+        Args:
+            state: The run's state. None: nothing was committed meanwhile.
+            step: The step in flight.
+            has_work: Whether this trainer has an item of the step.
+        """
+        self._source = None
+        if state is None or not self._buffers:
+            return
+        self._changed_in, self._version, self._item_started = _versions(state), None, False
+        for buffer in self._buffers.values():
+            buffer.forget_changes()
+        self._read_changes(step, has_work=has_work)
+        self._restore()
+
     def push_again(self, step: int, item: WorkItemState) -> None:
         """Repeats the push of rank 0's finished item. It was withdrawn together with the item's gradients."""
         if item.item.global_rank == 0:

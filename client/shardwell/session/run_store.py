@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
+from shardwell.data_plane.abandoned import AbandonableGather, InPlaceOrNewest, NewestInPlace, read_newest
 from shardwell.data_plane.error_feedback import ErrorFeedback
 from shardwell.data_plane.interrupts import uninterrupted
 from shardwell.data_plane.node_gathers import NodeGathers
 from shardwell.data_plane.partition_updates import PartitionUpdates
-from shardwell.data_plane.remote_shard import Wire
+from shardwell.data_plane.remote_shard import RemoteShard, Wire
 from shardwell.data_plane.traffic import RemoteUnit, Traffic
 from shardwell.memory.device_copies import Completable, to_host
 from shardwell.module.store import InitialValues
@@ -28,7 +29,7 @@ from shardwell.session.step_state import FinishedStep, StepState, WorkItemState
 from shardwell.transport.partitions import PartitionSegment
 from shardwell.transport.shared_vector import SharedVector
 from shardwell_wire import wire_dtypes
-from shardwell_wire.errors import UsageError
+from shardwell_wire.errors import StaleEpochError, UsageError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
@@ -66,6 +67,7 @@ class RunStore:
             partial(self._servers.shards, Wire(wait_limit_s=config.waits.wait_limit_s)),
             self._traffic,
             self._mappings,
+            self._excuses,
         )
         """Stores the run's buffers."""
         membership.attach(
@@ -151,6 +153,50 @@ class RunStore:
     ) -> Future[int]:
         """See ``ParameterStore.gather``."""
         self._membership.check()
+        if self._computes_in_vain():
+            return self._gather_newest(unit_index, target, exact=exact, layout=layout)
+        gather = self._gather(unit_index, target, exact=exact, layout=layout, vector=vector)
+        return AbandonableGather(
+            gather,
+            self._loses_version,
+            lambda: self._gather_newest(unit_index, target, exact=exact, layout=layout),
+            self._traffic.stats,
+        )
+
+    def _computes_in_vain(self) -> bool:
+        """True if what the training thread computes now does not count: its work item or membership is over."""
+        return self._membership.lapsed or ((current := self._state.current) is not None and current.abandoned)
+
+    def _loses_version(self) -> bool:
+        """Called when a gather failed: returns whether its version is gone because the work item does not count."""
+        if self._computes_in_vain():
+            return True
+        return self.abandons_work()
+
+    def _gather_newest(
+        self, unit_index: int, target: memoryview, *, exact: bool, layout: UnitLayout | None
+    ) -> Future[int]:
+        """Starts to fetch the newest version, for a work item that does not count any more."""
+
+        def read(shard: RemoteShard, version: int | None) -> int:
+            if layout is None or layout == self._units[unit_index].layout:
+                return shard.fetch(version, target[shard.start_bytes : shard.stop_bytes], exact=exact)
+            return shard.fetch_cast(version, layout, target)
+
+        def gather() -> int:
+            return read_newest(self._units[unit_index], read, self._config.waits.wait_limit_s)
+
+        return self._traffic.run(gather)
+
+    def _gather(
+        self,
+        unit_index: int,
+        target: memoryview,
+        *,
+        exact: bool,
+        layout: UnitLayout | None,
+        vector: Completable | None,
+    ) -> Future[int]:
         unit, version = self._units[unit_index], self._state.number
         if self._node is not None and vector is not None and not exact and self._is_shared_in_node(unit):
             return self._node.gather(unit, version, target, layout or unit.layout, vector)
@@ -190,7 +236,13 @@ class RunStore:
     def await_version(self, unit_index: int) -> Future[int]:
         """See ``ParameterStore.await_version``."""
         self._membership.check()
-        return self._traffic.await_version(self._units[unit_index], self._state.number)
+        unit, limit_s = self._units[unit_index], self._config.waits.wait_limit_s
+        assert unit.vector is not None
+        newest = NewestInPlace(unit.vector, self._membership.check, limit_s)
+        if self._computes_in_vain():
+            return newest
+        found = self._traffic.await_version(unit, self._state.number)
+        return InPlaceOrNewest(found, newest, self._loses_version)
 
     # ---- pushes ----
 
@@ -206,17 +258,26 @@ class RunStore:
     def _push(self, unit_index: int, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
         self._membership.check()
         unit, current = self._units[unit_index], self._state.require_current()
+        if current.abandoned or self._membership.lapsed:
+            return
         context = self._membership.context(self._state.number, epoch=current.item.epoch)
         header = current.start_part(context, unit.layout.unit, unit_index, (index for index, _ in gradients))
+        excuse = partial(self._excuses, current, current.key)
         if self._feedback is not None and gradients:
             copies, copied = to_host([gradient for _, gradient in gradients])
             copied()
             whole = {index: flat for (index, _), flat in zip(gradients, copies, strict=True)}
             encoded = self._feedback.encode(unit_index, unit.layout, current.item.dp_rank, whole)
             if encoded is not None:
-                self._traffic.push_encoded(unit, header, encoded)
+                self._traffic.push_encoded(unit, header, encoded, excuse)
                 return
-        self._traffic.push(unit, header, gradients)
+        self._traffic.push(unit, header, gradients, excuse)
+
+    def _excuses(self, item: WorkItemState, key: tuple[int, int], error: BaseException) -> bool:
+        """Returns whether a failed push does not matter, because the attempt of its item is over. In any thread."""
+        if isinstance(error, StaleEpochError):
+            item.abandon(key)
+        return self._membership.lapsed or item.abandoned or item.key != key
 
     def may_keep(self, unit_index: int) -> bool:
         """See ``ParameterStore.may_keep``."""
@@ -247,8 +308,12 @@ class RunStore:
             include_empty: Also restart finished items without a push.
         """
         current = self._state.current
+        if self._membership.lapsed:
+            return
         for item in [current] if current else list(self._state.items.values()):
-            if item.parts or (include_empty and item.finished):
+            if item.abandoned:
+                self._traffic.discard()
+            elif item.parts or (include_empty and item.finished):
                 self._reset(item)
 
     def _reset(self, item: WorkItemState) -> None:
@@ -269,6 +334,39 @@ class RunStore:
         self._servers.release_gradient_buffers(item.item.dp_rank)
         if self._feedback is not None:
             self._feedback.reset(item.item.dp_rank)
+
+    def forget_pushes(self, item: WorkItemState) -> None:
+        """Forgets the pushes of an attempt that is over. Call it before the item's next attempt."""
+        self._traffic.discard()
+        self._servers.release_gradient_buffers(item.item.dp_rank)
+        if self._feedback is not None:
+            self._feedback.reset(item.item.dp_rank)
+
+    def rejoin(self, *, moved: bool) -> None:
+        """Called when this trainer has joined the run again and the state has the new items.
+
+        Args:
+            moved: Whether the run is at another step, or was rolled back.
+        """
+        self._traffic.discard()
+        self._servers.release_gradient_buffers()
+        self._partition_updates.drop_cache()
+        if self._feedback is not None:
+            self._feedback.restart(keep=not moved)
+        if moved:
+            self._kept_units, self._former_ranks = None, frozenset()
+        if self._node is not None:
+            self._node.leave("this trainer has joined the run again")
+
+    def abandons_work(self) -> bool:
+        """See ``ParameterStore.abandons_work``."""
+        self._membership.ask()
+        if self._membership.lapsed:
+            return True
+        if not self._state.in_batches or (current := self._state.current) is None:
+            return False
+        current.abandon(current.key)  # its step was committed with the work of another trainer
+        return True
 
     def update_partitions(
         self, work: coordinator_pb2.PartitionWork, update: Callable[[int, PartitionSegment], None], *, keep_bytes: float

@@ -22,6 +22,7 @@ from shardwell.seeds import derive_seed
 from shardwell.session import process_groups
 from shardwell.session.config import JoinConfig, TransferOptions, WaitOptions
 from shardwell.session.coordinator_client import CoordinatorClient
+from shardwell.session.iteration import Iteration
 from shardwell.session.membership import Membership
 from shardwell.session.private_cluster import open_private_cluster
 from shardwell.session.run_buffers import RunBuffers
@@ -79,9 +80,16 @@ class Session:
             init_seed=derive_seed(self.seed, "stage", self.pp_rank or 0),
         )
         self._tracked = TrackedObjects(joined.state.tracked_json)
+        self._iteration = Iteration(self._tracked)
         self._buffers = RunBuffers(lambda: self.units.named_modules, self.store.buffers, joined.state)
         self.in_flight = StepInFlight(
-            state, StepCommitter(self._membership), self.store, self.units, self._buffers, self._tracked
+            state,
+            StepCommitter(self._membership),
+            self.store,
+            self.units,
+            self._buffers,
+            self._tracked,
+            self._iteration,
         )
         self._loop: LoopPosition | None = None
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -173,7 +181,9 @@ class Session:
     def steps(self, num_steps: int, *, optimizer_steps: int = 1) -> Iterator[Step]:
         """Yields the steps of the run from the committed step up to step ``num_steps``.
 
-        Yields nothing and logs a warning if the run has committed that many steps.
+        Yields nothing and logs a warning if the run has committed that many steps. Yields a step again if a shard
+        server or this trainer's membership was lost between the loop over ``step.batches`` and the commit. Tracked
+        objects then have the state with which the iteration began.
 
         Args:
             num_steps: Iterations of the loop body in the whole run, counted for a trainer that is never interrupted.
@@ -194,18 +204,27 @@ class Session:
                 self.step,
                 num_steps,
             )
-        first = self.step - 1 if self._tracked.restored and self.step else self.step
+        number = self._first_iteration(optimizer_steps)
         loop: LoopPosition | None = None
         try:
-            for number in range(first // optimizer_steps, num_steps):
+            while number < num_steps:
                 loop = self._loop = LoopPosition(number, optimizer_steps)
                 self.in_flight.enter()
                 yield Step(loop, self.in_flight, seed=self.seed, dp=self.world.dp)
-                self.in_flight.settle()
-                loop.require_end()
+                self.in_flight.leave()
+                if self._iteration.voided:
+                    number = self._first_iteration(optimizer_steps) if self._iteration.resume() else number
+                else:
+                    loop.require_end()
+                    number += 1
         finally:
             if self._loop is loop:  # another loop may have started
                 self._loop = None
+                self._iteration.end()
+
+    def _first_iteration(self, optimizer_steps: int) -> int:
+        """Returns the iteration with which a loop starts. Restored objects need the end of the last committed step."""
+        return max(0, self.step - 1 if self._tracked.restored else self.step) // optimizer_steps
 
     def track(self, **objects: Any) -> None:
         """Stores the state of objects, such as LR schedulers and counters, with every commit.
@@ -231,12 +250,17 @@ class Session:
     def commit(self, update: StepUpdate) -> bool:
         """Commits the loop's step; returns whether parameters were updated. See ``StepInFlight.commit``."""
         loop = self._loop
-        if loop is not None:
+        if loop is not None and not self._iteration.voided:
             loop.require_open()
         updated = self.in_flight.commit(self.loop_step, update)
-        if loop is not None:
+        if loop is not None and not self._iteration.voided:
             loop.record_commit()
         return updated
+
+    @property
+    def repeats_step(self) -> bool:
+        """True if the rest of the loop's iteration has no effect, because its step is computed again."""
+        return self._iteration.voided
 
     def declare_buffers(self) -> None:
         """Declares the buffers of the complete model. The run starts with rank 0's values, which all others load."""

@@ -86,6 +86,9 @@ class Step:
 
         A second call after an ``optimizer.step()`` in the same loop body yields the same batches again.
 
+        A batch is yielded again if its gradients are lost together with a shard server. If this trainer loses its
+        place in the run, it computes the rest of the batch without effect, then joins again and continues.
+
         Before each batch, torch's generators are seeded as a function of (run seed, step, dp_rank). Dropout is
         therefore the same on every trainer that computes the item. The loop ends when all trainers have finished the
         step's work. It yields nothing on a spare that is not needed, and nothing in the first step after joining a run
@@ -107,21 +110,22 @@ class Step:
     def _batches(self, make_batch: BatchFunction) -> Iterator[Any]:
         work = self._work
         work.settle()
-        if work.state.number > self._loop.step:
+        if not work.join_again() or work.voided or work.state.number > self._loop.step:
             return
         work.start_batches()
         items = deque(work.state.unfinished)
         while True:
             while items:
                 yield from self._compute(items.popleft(), make_batch)
-            lost = work.finish_work(accept_work=True)
-            if not lost:
+            more = work.finish_work(accept_work=True)
+            if not more:
                 return
-            items.extend(lost)
+            items.extend(more)
 
     def _compute(self, item: WorkItemState, make_batch: BatchFunction) -> Iterator[Any]:
         work, dp_rank = self._work, item.item.dp_rank
-        work.start_item(item)
+        if not work.start_item(item):
+            return
         if item.item.global_rank not in self.global_ranks:
             self.global_ranks.append(item.item.global_rank)
         step = work.state.number

@@ -54,8 +54,17 @@ class StepCommitter:
         """Seconds that the training thread has waited for other trainers' work and for commits."""
         return {"finish_wait_s": self._finish_wait_s, "commit_wait_s": self._commit_wait_s}
 
+    @property
+    def lapsed(self) -> bool:
+        """True if the trainer's membership has lapsed, so that it must join again."""
+        return self._membership.lapsed
+
+    def rejoin(self) -> coordinator_pb2.JoinResponse:
+        """Joins the run again; see ``Membership.rejoin``."""
+        return self._membership.rejoin()
+
     def check(self) -> None:
-        """Raises the error that ended the trainer's membership, if it has ended."""
+        """Raises the error that ended the trainer's membership, if it has ended for good."""
         self._membership.check()
 
     def finish_work(
@@ -67,6 +76,10 @@ class StepCommitter:
             step: Number of the step.
             finished: All items that this trainer has finished in the step.
             accept_work: Whether this trainer can compute items of lost trainers.
+
+        Returns:
+            Whether all items are finished, or the items that this trainer must compute: those of lost trainers, and
+            its own that were restarted.
 
         Raises:
             DeadlineError: Other trainers did not finish in time.
@@ -99,6 +112,7 @@ class StepCommitter:
 
         Raises:
             DeadlineError: The servers did not reduce the gradient in time.
+            StepRestartedError: This trainer's work of the step was restarted.
         """
         request = coordinator_pb2.PrepareGradientsRequest(
             context=self._membership.context(step),
@@ -129,6 +143,9 @@ class StepCommitter:
             update: The update to apply.
             unit_order: Indices of the units in the order of the forward. The servers update units in this order.
             state: State of the run beside the parameters.
+
+        Raises:
+            StepRestartedError: Work of the step was restarted.
         """
         request = coordinator_pb2.CommitStepRequest(
             context=self._membership.context(step),
@@ -147,6 +164,7 @@ class StepCommitter:
             request.context.CopyFrom(self._membership.context(step))
             response = self._poll_commit(request)
         self._commit_wait_s += time.perf_counter() - started
+        self._membership.note_commit()
         fault_points.reach("client.commit.after", step=step)
         return response
 

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from shardwell.module.units import Units
+from shardwell.session.iteration import Iteration
 from shardwell.session.run_buffers import RunBuffers
 from shardwell.session.run_store import RunStore
 from shardwell.session.step_commit import GradNorm, StepCommitter, StepUpdate
 from shardwell.session.step_state import StepPhase, StepState, WorkItemState
 from shardwell.session.tracked_objects import TrackedObjects
-from shardwell_wire.errors import DeadlineError, UnavailableError, UsageError, VersionGoneError
+from shardwell_wire.errors import (
+    DeadlineError,
+    ShardwellError,
+    StaleEpochError,
+    StepRestartedError,
+    UnavailableError,
+    UsageError,
+    VersionGoneError,
+)
 from shardwell_wire.optimizers import KEPT_GROUP, NO_GROUP
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
@@ -33,6 +43,7 @@ class StepInFlight:
         units: The sharded units.
         buffers: The run's buffers.
         tracked: The run's tracked objects.
+        iteration: The iteration of the training loop.
     """
 
     def __init__(
@@ -43,11 +54,15 @@ class StepInFlight:
         units: Units,
         buffers: RunBuffers,
         tracked: TrackedObjects,
+        iteration: Iteration,
     ) -> None:
         self.state = state
+        self._iteration = iteration
         self._committer, self._store, self._units = committer, store, units
         self._buffers, self._tracked = buffers, tracked
         self._several_optimizers = False
+        self._rollbacks = 0
+        """How often the run was rolled back before this trainer joined last."""
         units.passes.before_use = self.settle
 
     @property
@@ -66,7 +81,18 @@ class StepInFlight:
 
     def enter(self) -> None:
         """Called when a loop over ``session.steps`` starts the step."""
+        self._iteration.begin()
         self.state.skip_gradients(False)
+
+    def leave(self) -> None:
+        """Called when the loop body of the step has ended."""
+        self.settle()
+        self.join_again()
+
+    @property
+    def voided(self) -> bool:
+        """True if the rest of the loop's iteration has no effect. See Note: [Void iterations] in ``iteration.py``."""
+        return self._iteration.voided
 
     def start_batches(self) -> None:
         """Called when ``step.batches`` starts to yield the step's items.
@@ -82,35 +108,163 @@ class StepInFlight:
             )
         self.state.start_batches()
 
-    def start_item(self, item: WorkItemState) -> None:
-        """Starts a work item without gradients of an earlier attempt."""
+    def start_item(self, item: WorkItemState) -> bool:
+        """Starts a work item without gradients of an earlier attempt; returns False if the attempt is over already."""
         self.state.start_item(item)
         self._units.zero_grad()
-        self._buffers.start_item(self.state.number, item)
+        try:
+            self._buffers.start_item(self.state.number, item)
+        except VersionGoneError:  # the step was committed with the work of another trainer
+            item.abandon(item.key)
+            self.state.leave_item()
+            return False
         item.record_written(self._buffers.written())
+        return True
 
     def end_item(self) -> None:
-        """Ends the current item: sends its remaining gradients and, for rank 0, its buffers."""
+        """Ends the current item: sends its remaining gradients and, for rank 0, its buffers.
+
+        Drops them if the item's attempt is over.
+        """
         current = self.state.current
+        if current is not None and self.state.in_batches and self._is_over(current):
+            self._units.zero_grad()
+            self._buffers.abandon_item()
+            self.state.leave_item()
+            return
         self._units.finish_item(keeps_graphs=self._several_optimizers and not self.state.in_batches)
         if current is not None:
             self._store.push_drops(current)
             self._buffers.end_item(self.state.number, current)
         self.state.finish_item()
 
+    def _is_over(self, item: WorkItemState) -> bool:
+        """True if gradients of the item's attempt do not count any more."""
+        return item.abandoned or self._committer.lapsed
+
     def finish_work(self, *, accept_work: bool) -> list[WorkItemState]:
         """Reports finished items and waits for those of the other trainers.
 
         Returns:
-            Work items of a lost trainer that this trainer now holds. Empty when all items of the step are finished.
+            Work items that this trainer must compute: those of a lost trainer, and its own that were restarted. Empty
+            when all items of the step are finished, or when the loop goes on at another step.
+
+        Raises:
+            StepRestartedError: In a plain loop, the trainer's item was restarted.
         """
-        self._store.drain()
-        finished = [item.to_proto() for item in self.state.items.values() if item.finished]
-        response = self._committer.finish_work(self.state.number, finished, accept_work=accept_work)
-        if response.all_finished:
-            self.state.finish_work()
-            return []
-        return self.state.add_items(response.work.items)
+        while not self.state.work_finished:
+            if self._committer.lapsed:
+                if not self.join_again():
+                    return []
+                if self.state.unfinished:
+                    return self.state.unfinished
+            try:
+                self._store.drain()
+                reported = [
+                    item.to_proto() for item in self.state.items.values() if item.finished and not item.abandoned
+                ]
+                response = self._committer.finish_work(self.state.number, reported, accept_work=accept_work)
+            except StaleEpochError:
+                if not self._committer.lapsed:
+                    raise
+                continue
+            if response.all_finished:
+                self.state.finish_work()
+            elif work := self._take(response.work.items):
+                return work
+        return []
+
+    def _take(self, items: Iterable[coordinator_pb2.WorkItem]) -> list[WorkItemState]:
+        """Adds work items that the coordinator has leased to this trainer; returns those to compute."""
+        known = self.state.items
+        work = self.state.add_items([item for item in items if item.global_rank not in known])
+        added = {state.item.global_rank for state in work}
+        repeated = [item for item in items if item.global_rank not in added]
+        for item in repeated:
+            self._repeat(known[item.global_rank], item)
+        if repeated and not self.state.in_batches:
+            raise self._plain_loop_error()
+        return [*(known[item.global_rank] for item in repeated), *work]
+
+    def _repeat(self, state: WorkItemState, item: coordinator_pb2.WorkItem) -> None:
+        """Makes an item unfinished, because its attempt is over and it is leased to this trainer again."""
+        logger.warning(
+            "step %d: the work of rank %d is computed again (attempt %d), because its gradients are lost",
+            self.state.number,
+            item.global_rank,
+            item.attempt,
+        )
+        self._store.forget_pushes(state)
+        self.state.repeat_item(state, item)
+
+    # ---- restarts ----
+
+    def join_again(self) -> bool:
+        """Joins the run again if this trainer's membership has lapsed.
+
+        Returns:
+            False if the loop's iteration has lost its effect, because the run is at another step.
+
+        Raises:
+            StepRestartedError: In a plain loop, the gradients of the step are lost.
+        """
+        if not self._committer.lapsed:
+            return True
+        before, in_batches = self.state.number, self.state.in_batches
+        computed = self._units.have_gradients
+        joined = self._committer.rejoin()
+        moved = joined.committed_step != before or joined.rollback_count != self._rollbacks
+        self._rollbacks = joined.rollback_count
+        self.state.restart(joined.committed_step, joined.work.items)
+        self._store.rejoin(moved=moved)
+        self._units.zero_grad()
+        try:
+            self._units.invalidate()
+        finally:
+            self._buffers.rejoin(joined.state if moved else None, self.state.number, has_work=bool(self.state.items))
+        self._units.begin_step()
+        if moved and self._iteration.running:
+            self._iteration.move(joined)
+            self._iteration.void(before, f"this trainer has joined the run again at step {self.state.number}")
+            return False
+        if in_batches:
+            self.state.start_batches()
+        elif computed:
+            raise self._plain_loop_error()
+        return True
+
+    def _restarted(self, error: ShardwellError) -> None:
+        """Handles work that was restarted after ``step.batches`` had ended. See Note: [Void iterations].
+
+        Raises:
+            StepRestartedError: In a plain loop, this trainer's item was restarted.
+            ShardwellError: ``error``, if nothing can be done about it here.
+        """
+        if self._committer.lapsed:
+            if not self.join_again():
+                return
+        elif isinstance(error, StepRestartedError):
+            self.state.reopen_work()
+        else:
+            raise error
+        if self._iteration.running and self.state.in_batches:
+            self._units.zero_grad()
+            self._iteration.void(self.state.number, str(error))
+            return
+        if not self.state.in_batches:
+            self.finish_work(accept_work=False)
+        raise error
+
+    def _plain_loop_error(self) -> StepRestartedError:
+        """Returns the error for a loop that computes its own batches, after the step was made ready for them."""
+        self._units.zero_grad()
+        self._buffers.restore()
+        return StepRestartedError(
+            f"the gradients of step {self.state.number} are lost, because a shard server was lost or this trainer lost "
+            "its place in the run: run the forward and the backward of the step again, then optimizer.step(). A loop "
+            "`for batch in step.batches(...)` does this by itself",
+            step=self.state.number,
+        )
 
     # ---- dropped gradients ----
 
@@ -121,7 +275,7 @@ class StepInFlight:
         """
         self.state.skip_gradients(True)
         self._units.zero_grad()
-        if self.state.current is None:
+        if self.state.current is None and not self.voided and not self._committer.lapsed:
             self._reopen_items()
 
     def zero_grad_of(self, parameters: Mapping[int, Collection[int]]) -> None:
@@ -132,6 +286,8 @@ class StepInFlight:
         """
         self.state.skip_gradients(True)
         self._units.drop_gradients(parameters)
+        if self.voided or self._committer.lapsed:
+            return
         for unit_index, indices in parameters.items():
             self._store.drop(unit_index, indices)
         if self.state.current is None and self.state.dropped_late and self.state.all_dropped:
@@ -161,17 +317,25 @@ class StepInFlight:
             step: Number of the step.
             norm_type: The norm's p.
             unit_indices: Units to include. Empty: all.
+
+        Returns:
+            The norm; NaN if the loop's iteration has lost its effect.
         """
-        if step == self.state.number:
-            self._finish_plain_loop()
-        return self._committer.grad_norm(step, norm_type, unit_indices)
+        try:
+            if not self.voided and self.join_again():
+                if step == self.state.number:
+                    self._finish_plain_loop()
+                return self._committer.grad_norm(step, norm_type, unit_indices)
+        except (StepRestartedError, StaleEpochError) as error:
+            self._restarted(error)
+        return GradNorm(math.nan, 0)
 
     def commit(self, step: int, update: StepUpdate) -> bool:
         """Proposes an update; returns when the step is committed.
 
         Returns:
             Whether the parameters were updated; the same on every trainer. False if a gradient is not finite and
-            ``skip_non_finite`` is set.
+            ``skip_non_finite`` is set. Also False if the loop's iteration has lost its effect.
 
         Raises:
             UsageError: This trainer has computed nothing in the step.
@@ -181,6 +345,14 @@ class StepInFlight:
             DeadlineError: Other trainers did not finish in time.
         """
         self._committer.check()
+        try:
+            return not self.voided and self.join_again() and self._commit(step, update)
+        except (StepRestartedError, StaleEpochError) as error:
+            self.state.abandon_commit()
+            self._restarted(error)
+            return False
+
+    def _commit(self, step: int, update: StepUpdate) -> bool:
         state = self.state
         if step < state.number:
             response = self._send_proposal(step, update)

@@ -50,6 +50,8 @@ class WorkItemState:
     dropped: ParameterIndices = field(default_factory=lambda: defaultdict(set))
     """Parameters whose gradients of earlier steps this item drops, by unit index."""
     finished: bool = False
+    abandoned: bool = False
+    """True if the attempt is over: its gradients do not count any more, and its pushes are dropped."""
     written: list[coordinator_pb2.WrittenBuffer] = field(default_factory=list)
     """Buffers that the training script had written when the item started."""
 
@@ -94,9 +96,20 @@ class WorkItemState:
         """Records the buffers that the training script had written when the item started."""
         self.written = buffers
 
+    @property
+    def key(self) -> tuple[int, int]:
+        """Epoch and attempt, which identify the computation of the item."""
+        return self.item.epoch, self.item.attempt
+
+    def abandon(self, key: tuple[int, int]) -> None:
+        """Records that an attempt is over. Harmless if the item has a later attempt by now. Thread-safe."""
+        if key == self.key:
+            self.abandoned = True
+
     def start_attempt(self, item: coordinator_pb2.WorkItem) -> None:
         """Forgets all pushes, because the coordinator has reset the item."""
         self.item.CopyFrom(item)
+        self.abandoned = False
         self.parts.clear()
         self.pushed.clear()
         self.to_drop = defaultdict(set, {unit: set(indices) for unit, indices in self.dropped.items()})
@@ -117,8 +130,8 @@ class StepState:
     """The step in flight on one trainer.
 
     This object owns the state: other classes read it and call its methods. Each session has one such object, which
-    ``advance`` moves to the next step. The phases follow each other as in ``StepPhase``; ``restart_item`` returns to
-    COMPUTING, and ``abandon_commit`` to the phase before ``start_commit``.
+    ``advance`` moves to the next step. The phases follow each other as in ``StepPhase``; ``restart_item``,
+    ``repeat_item`` and ``restart`` return to COMPUTING, and ``abandon_commit`` to the phase before ``start_commit``.
 
     Used by the training thread, and by autograd's threads while the training thread waits for a backward.
 
@@ -208,6 +221,22 @@ class StepState:
         """Records that all trainers' work items are finished."""
         self._work_finished = True
 
+    def leave_item(self) -> None:
+        """Leaves the current item without a result, because its attempt is over."""
+        self._current = None
+
+    def repeat_item(self, state: WorkItemState, item: coordinator_pb2.WorkItem) -> None:
+        """Starts another attempt of an item that must be computed again."""
+        self.restart_item(state, item)
+        state.finished = False
+        self._current = None
+        self.dropped_late.clear()
+
+    def reopen_work(self) -> None:
+        """Records that the step's work was restarted after it was finished: it must be reported again."""
+        self._work_finished = False
+        self.dropped_late.clear()
+
     def restart_item(self, state: WorkItemState, item: coordinator_pb2.WorkItem) -> None:
         """Starts another attempt of an item that the coordinator has reset."""
         state.start_attempt(item)
@@ -257,6 +286,10 @@ class StepState:
     def abandon_commit(self) -> None:
         """Leaves COMMITTING: the step is certainly not committed."""
         self.pending_update = None
+
+    def restart(self, number: int, items: Iterable[coordinator_pb2.WorkItem]) -> None:
+        """Starts a step from the beginning, after this trainer has joined the run again."""
+        self._start(number, items)
 
     def advance(self, number: int, items: Iterable[coordinator_pb2.WorkItem]) -> FinishedStep:
         """Moves to the next step after the commit; returns a summary of the committed step."""

@@ -42,6 +42,18 @@ class TrackedObjects:
                 self._restore(tracked, json.loads(self._stored[name]))
                 self.restored = True
 
+    def restore(self, states: Mapping[str, str]) -> None:
+        """Restores objects from a former result of ``to_json``."""
+        for name, tracked in self._objects.items():
+            if name in states:
+                self._restore(tracked, json.loads(states[name]))
+
+    def replace(self, stored: Mapping[str, str]) -> None:
+        """Restores all objects from another commit than the one with which this object was made."""
+        self._stored = dict(stored)
+        self.restored = any(name in self._stored for name in self._objects)
+        self.restore(self._stored)
+
     def to_json(self) -> dict[str, str]:
         """Returns the present state of every tracked object as JSON text by name."""
         return {name: self._capture(name, tracked) for name, tracked in self._objects.items()}

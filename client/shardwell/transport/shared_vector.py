@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import torch
 from shardwell_wire.errors import VersionGoneError
 from shardwell_wire.layout import BLOCK_BYTES
 from shardwell_wire.shared_files import open_in_folder, opened
-from shardwell_wire.shared_segment import HEAD_BYTES, order_loads, read_version
+from shardwell_wire.shared_segment import HEAD_BYTES, UPDATING, order_loads, read_version
 
 _PROT_NONE, _MAP_FIXED = 0, 0x10
 _PRESENT, _SWAPPED, _SHARED_OR_FILE = np.uint64(1 << 63), np.uint64(1 << 62), np.uint64(1 << 61)
@@ -73,7 +74,38 @@ class SharedVector:
         self._address = _map(None, self._size_bytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
         self.bytes = torch.frombuffer(_mapped(self._address, self._size_bytes), dtype=torch.uint8)
         """[size_bytes]"""
-        self._heads = [self._map_segment(place) for place in places if place.stop_bytes > place.start_bytes]
+        self._lock = threading.Lock()
+        """Held while a segment is replaced, and while the heads are read."""
+        self._heads = {
+            place.start_bytes: self._map_segment(place) for place in places if place.stop_bytes > place.start_bytes
+        }
+
+    def replace(self, place: SegmentLocation) -> None:
+        """Maps another file in the place of a segment, at the same address.
+
+        The file must show the version of the segment that it replaces, or a newer one: a reader that is in the middle
+        of a version then sees the same bytes, or learns from ``check`` that the version is gone.
+
+        Raises:
+            UntrustedFileError: The file has another size, or other users can write to it.
+            OSError: The file cannot be opened.
+        """
+        if place.stop_bytes > place.start_bytes:
+            with self._lock:
+                self._heads[place.start_bytes] = self._map_segment(place)
+
+    def shown(self, start_bytes: int) -> int | None:
+        """Returns the version of the segment that starts at a byte; None while the segment shows none."""
+        with self._lock:
+            version = read_version(self._heads[start_bytes])
+        return None if version == UPDATING else version
+
+    @property
+    def version(self) -> int | None:
+        """The version that all segments show now; None if there is no such version."""
+        with self._lock:
+            versions = {read_version(head) for head in self._heads.values()}
+        return versions.pop() if len(versions) == 1 and UPDATING not in versions else None
 
     def _map_segment(self, place: SegmentLocation) -> memoryview:
         size_bytes = place.stop_bytes - place.start_bytes
@@ -90,7 +122,8 @@ class SharedVector:
 
     def shows(self, version: int) -> bool:
         """Whether all segments show this version now."""
-        return all(read_version(head) == version for head in self._heads)
+        with self._lock:
+            return all(read_version(head) == version for head in self._heads.values())
 
     def check(self, version: int) -> None:
         """Raises VersionGoneError unless all segments have shown ``version`` since ``shows`` returned True."""

@@ -506,6 +506,7 @@ class JoinRequest(google.protobuf.message.Message):
     WORLD_SIZE_FIELD_NUMBER: builtins.int
     WAIT_S_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
+    RUN_ID_FIELD_NUMBER: builtins.int
     PROTOCOL_FIELD_NUMBER: builtins.int
     PROCESS_FIELD_NUMBER: builtins.int
     run: builtins.str
@@ -523,7 +524,11 @@ class JoinRequest(google.protobuf.message.Message):
     wait_s: builtins.float
     """Longest time to wait, in seconds. 0: do not wait."""
     incarnation: builtins.str
-    """Random id of the process. Distinguishes a retry from a second process with the same name."""
+    """Random id of the membership. Distinguishes a retry from a second process with the same name."""
+    run_id: builtins.str
+    """Id of the run, from the JoinResponse of a former membership of this process. NOT_FOUND if the run was deleted.
+    Empty: the run is created if it does not exist.
+    """
     process: builtins.str
     """Identifies the process on its host: boot id, process namespace, process id and start time, separated by slashes.
     A coordinator on the same host detects by it that the process has ended. Empty: unknown.
@@ -547,11 +552,12 @@ class JoinRequest(google.protobuf.message.Message):
         world_size: builtins.int = ...,
         wait_s: builtins.float = ...,
         incarnation: builtins.str = ...,
+        run_id: builtins.str = ...,
         protocol: global___ProtocolVersions | None = ...,
         process: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_global_rank", b"_global_rank", "config", b"config", "global_rank", b"global_rank", "protocol", b"protocol"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_global_rank", b"_global_rank", "config", b"config", "global_rank", b"global_rank", "host", b"host", "incarnation", b"incarnation", "process", b"process", "protocol", b"protocol", "run", b"run", "trainer", b"trainer", "wait_s", b"wait_s", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_global_rank", b"_global_rank", "config", b"config", "global_rank", b"global_rank", "host", b"host", "incarnation", b"incarnation", "process", b"process", "protocol", b"protocol", "run", b"run", "run_id", b"run_id", "trainer", b"trainer", "wait_s", b"wait_s", "world_size", b"world_size"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_global_rank", b"_global_rank"]) -> typing.Literal["global_rank"] | None: ...
 
 global___JoinRequest = JoinRequest
@@ -767,6 +773,7 @@ class JoinResponse(google.protobuf.message.Message):
     RUN_ID_FIELD_NUMBER: builtins.int
     PLACEMENT_FIELD_NUMBER: builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: builtins.int
+    ROLLBACK_COUNT_FIELD_NUMBER: builtins.int
     started: builtins.bool
     """True: the run has started. False: repeat the request."""
     trainer: builtins.str
@@ -783,6 +790,8 @@ class JoinResponse(google.protobuf.message.Message):
     """Number of relocations of the run's shards so far. When it rises, shards have other servers (ListUnits)."""
     protocol_version: builtins.int
     """Protocol version that the trainer must speak with this cluster: the newest that both support."""
+    rollback_count: builtins.int
+    """Number of times that the run was rolled back to a checkpoint. After each, versions are made again."""
     @property
     def waiting_for(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """While waiting: what the run waits for, one line each."""
@@ -819,9 +828,10 @@ class JoinResponse(google.protobuf.message.Message):
         run_id: builtins.str = ...,
         placement: builtins.int = ...,
         protocol_version: builtins.int = ...,
+        rollback_count: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_state", b"_state", "config", b"config", "state", b"state", "work", b"work"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_state", b"_state", "committed_step", b"committed_step", "config", b"config", "epoch", b"epoch", "lease_s", b"lease_s", "placement", b"placement", "protocol_version", b"protocol_version", "rank_assignments", b"rank_assignments", "run_id", b"run_id", "started", b"started", "state", b"state", "trainer", b"trainer", "waiting_for", b"waiting_for", "work", b"work"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_state", b"_state", "committed_step", b"committed_step", "config", b"config", "epoch", b"epoch", "lease_s", b"lease_s", "placement", b"placement", "protocol_version", b"protocol_version", "rank_assignments", b"rank_assignments", "rollback_count", b"rollback_count", "run_id", b"run_id", "started", b"started", "state", b"state", "trainer", b"trainer", "waiting_for", b"waiting_for", "work", b"work"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_state", b"_state"]) -> typing.Literal["state"] | None: ...
 
 global___JoinResponse = JoinResponse

@@ -85,6 +85,8 @@ class CoordinatorServicer:
         wait_s = _wait_s(call, request.wait_s)
         settings = RunSettings.from_proto(request.config, world_size=request.world_size)
         applicant = _applicant(request, settings.world)
+        if request.run_id:
+            self._state.require_run(request.run, request.run_id)
         run = self._coordinator.trainers.find_or_create_run(request.run, settings)
         # Joining and waiting for the start share one limit.
         deadline = self._state.clock() + wait_s
