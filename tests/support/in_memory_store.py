@@ -58,6 +58,8 @@ class InMemoryStore:
         before_gather: Callable[[int], None] = lambda unit_index: None,
         num_threads: int = 2,
     ) -> None:
+        self.abandoned = False
+        """True if the current work item does not count."""
         self.units: list[StoredUnit] = []
         self.gathers: Counter[str] = Counter()
         self.pushes: Counter[str] = Counter()
@@ -164,6 +166,9 @@ class InMemoryStore:
 
     def drop(self, unit_index: int, parameter_indices: Iterable[int]) -> None:
         raise AssertionError("nothing is kept from step to step")
+
+    def abandons_work(self) -> bool:
+        return self.abandoned
 
     def discard(self) -> None:
         for unit in self.units:

@@ -88,6 +88,20 @@ def test_backward_with_replaced_weights_raises(store: InPlaceStore, settings: st
         loss.backward()
 
 
+@pytest.mark.parametrize("settings", CHOICES)
+def test_item_that_does_not_count_is_computed_to_its_end(store: InPlaceStore, settings: str) -> None:
+    model, units = shard(store, **CHOICES[settings])
+    store.abandoned = True
+    model.during_forward = store.overwrite
+    loss = model(torch.ones(8, requires_grad=True)).sum()
+    store.overwrite()
+    loss.backward()
+    store.abandoned = False
+    units.zero_grad()
+    model.during_forward = lambda: None
+    assert model(torch.ones(8)).isfinite().all()
+
+
 def test_backward_of_another_unit_with_replaced_weights_raises(store: InPlaceStore) -> None:
     """A graph node outside every unit, such as a node of a penalty, may have read the weights."""
     model, units = shard(store, strategy=ShardingStrategy.NO_SHARD)

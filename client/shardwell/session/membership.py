@@ -90,6 +90,7 @@ class Membership:
         self._lease_s: float = joined.lease_s
         self._stop = threading.Event()
         self._lapse = None
+        self.committed_step = joined.committed_step
         self._note_news(joined.committed_step, joined.placement)
         self._start_keeping()
 

@@ -1,0 +1,38 @@
+"""Fault tests of memberships that end: a trainer that was stopped is fenced, joins again by itself, and goes on."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+import shardwell
+from tests.support.processes import TrainerProcess
+from tests.support.reference import undisturbed_sha256
+
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[shardwell.LocalCluster]:
+    with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096, lease_s=1.0) as running:
+        yield running
+
+
+@pytest.mark.parametrize("clip", [None, 1e9])
+@pytest.mark.parametrize("transports", ["shm,socket,grpc", "socket", "grpc"])
+def test_stopped_trainer_joins_again(cluster: shardwell.LocalCluster, transports: str, clip: float | None) -> None:
+    run, options = uuid.uuid4().hex, ["--dp", 2, "--steps", STEPS, "--transports", transports]
+    options += [] if clip is None else ["--clip", clip]
+    with (
+        TrainerProcess(cluster.address, run, *options, "--trainer", "a", "--stop-at-step", 2) as stopped,
+        TrainerProcess(cluster.address, run, *options, "--trainer", "b") as other,
+    ):
+        stopped.wait_stopped()
+        other.wait_for_step(4)  # it has computed the work of both
+        stopped.resume()
+        results = [stopped.finish(), other.finish()]
+    expected = undisturbed_sha256(dp=2, steps=STEPS)
+    assert [result.get("sha256") for result in results] == [expected] * 2, results
+    assert "joins run" in results[0]["stderr"], results[0]
