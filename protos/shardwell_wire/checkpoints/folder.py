@@ -73,7 +73,7 @@ class RunFolder:
 
     def begin(self, step: int, checkpoint_id: str) -> str:
         """Makes the folder of a new checkpoint. Returns its name."""
-        folder = f"step-{step:09}-{checkpoint_id}"
+        folder = checkpoint_folder(step, checkpoint_id)
         assert _FOLDER.fullmatch(folder), folder
         self._storage.make_folder(f"{self._name}/{folder}")
         return folder
@@ -156,6 +156,11 @@ class RunFolder:
 def _age(entry: Entry) -> tuple[bool, float, int]:
     created = entry.manifest.created if entry.manifest is not None else 0.0
     return entry.manifest is None, -created, -entry.step
+
+
+def checkpoint_folder(step: int, checkpoint_id: str) -> str:
+    """Returns the name of a checkpoint's folder in the run's folder."""
+    return f"step-{step:09}-{checkpoint_id}"
 
 
 def folder_name(run: str) -> str:

@@ -49,6 +49,34 @@ WORK_STATE_FINISHED: WorkState.ValueType  # 3
 """All contributions of the item are on the shard servers."""
 global___WorkState = WorkState
 
+class _CheckpointState:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _CheckpointStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_CheckpointState.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    CHECKPOINT_STATE_UNSPECIFIED: _CheckpointState.ValueType  # 0
+    """Rejected."""
+    CHECKPOINT_STATE_WRITING: _CheckpointState.ValueType  # 1
+    """The shard servers are writing their files."""
+    CHECKPOINT_STATE_SAVED: _CheckpointState.ValueType  # 2
+    """Complete: the manifest is written."""
+    CHECKPOINT_STATE_FAILED: _CheckpointState.ValueType  # 3
+    """Not written, and its files were removed. `error` says why."""
+
+class CheckpointState(_CheckpointState, metaclass=_CheckpointStateEnumTypeWrapper):
+    """State of one checkpoint."""
+
+CHECKPOINT_STATE_UNSPECIFIED: CheckpointState.ValueType  # 0
+"""Rejected."""
+CHECKPOINT_STATE_WRITING: CheckpointState.ValueType  # 1
+"""The shard servers are writing their files."""
+CHECKPOINT_STATE_SAVED: CheckpointState.ValueType  # 2
+"""Complete: the manifest is written."""
+CHECKPOINT_STATE_FAILED: CheckpointState.ValueType  # 3
+"""Not written, and its files were removed. `error` says why."""
+global___CheckpointState = CheckpointState
+
 class _BackupState:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -464,6 +492,9 @@ class RunConfig(google.protobuf.message.Message):
     SEED_FIELD_NUMBER: builtins.int
     MIN_TRAINERS_FIELD_NUMBER: builtins.int
     NUM_LAYERS_FIELD_NUMBER: builtins.int
+    CHECKPOINT_DIR_FIELD_NUMBER: builtins.int
+    CHECKPOINT_EVERY_FIELD_NUMBER: builtins.int
+    CHECKPOINT_KEEP_FIELD_NUMBER: builtins.int
     BACKUPS_FIELD_NUMBER: builtins.int
     seed: builtins.int
     """Base seed of data order, dropout and random initial values."""
@@ -471,6 +502,15 @@ class RunConfig(google.protobuf.message.Message):
     """Trainers that must have joined before the first step. 0: one per logical rank."""
     num_layers: builtins.int
     """Number of layers to split over the pipeline stages. 0: not known."""
+    checkpoint_dir: builtins.str
+    """Folder of the run's checkpoints: a path or an fsspec URL that the coordinator and all shard servers can write to.
+    The folder of a checkpoint is CHECKPOINT_DIR/RUN/step-... Not fixed: the last value that a trainer sends counts.
+    Empty: no checkpoints. Unset in a request: unchanged.
+    """
+    checkpoint_every: builtins.int
+    """Number of commits between two checkpoints. Not fixed, as checkpoint_dir. 0: only on request."""
+    checkpoint_keep: builtins.int
+    """Number of checkpoints to keep. Older checkpoints of this run are deleted. Not fixed, as checkpoint_dir. 0: all."""
     backups: builtins.int
     """Copies of every shard that other servers keep. Not fixed: the last value that a trainer or SetBackups sends counts.
     Unset in a request: unchanged, 0 in a new run.
@@ -486,11 +526,21 @@ class RunConfig(google.protobuf.message.Message):
         seed: builtins.int = ...,
         min_trainers: builtins.int = ...,
         num_layers: builtins.int = ...,
+        checkpoint_dir: builtins.str | None = ...,
+        checkpoint_every: builtins.int | None = ...,
+        checkpoint_keep: builtins.int | None = ...,
         backups: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_backups", b"_backups", "backups", b"backups", "world", b"world"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_backups", b"_backups", "backups", b"backups", "min_trainers", b"min_trainers", "num_layers", b"num_layers", "seed", b"seed", "world", b"world"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_backups", b"_backups", "_checkpoint_dir", b"_checkpoint_dir", "_checkpoint_every", b"_checkpoint_every", "_checkpoint_keep", b"_checkpoint_keep", "backups", b"backups", "checkpoint_dir", b"checkpoint_dir", "checkpoint_every", b"checkpoint_every", "checkpoint_keep", b"checkpoint_keep", "world", b"world"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_backups", b"_backups", "_checkpoint_dir", b"_checkpoint_dir", "_checkpoint_every", b"_checkpoint_every", "_checkpoint_keep", b"_checkpoint_keep", "backups", b"backups", "checkpoint_dir", b"checkpoint_dir", "checkpoint_every", b"checkpoint_every", "checkpoint_keep", b"checkpoint_keep", "min_trainers", b"min_trainers", "num_layers", b"num_layers", "seed", b"seed", "world", b"world"]) -> None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_backups", b"_backups"]) -> typing.Literal["backups"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_checkpoint_dir", b"_checkpoint_dir"]) -> typing.Literal["checkpoint_dir"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_checkpoint_every", b"_checkpoint_every"]) -> typing.Literal["checkpoint_every"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_checkpoint_keep", b"_checkpoint_keep"]) -> typing.Literal["checkpoint_keep"] | None: ...
 
 global___RunConfig = RunConfig
 
@@ -509,6 +559,7 @@ class JoinRequest(google.protobuf.message.Message):
     RUN_ID_FIELD_NUMBER: builtins.int
     PROTOCOL_FIELD_NUMBER: builtins.int
     PROCESS_FIELD_NUMBER: builtins.int
+    RESUME_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run."""
     trainer: builtins.str
@@ -533,6 +584,10 @@ class JoinRequest(google.protobuf.message.Message):
     """Identifies the process on its host: boot id, process namespace, process id and start time, separated by slashes.
     A coordinator on the same host detects by it that the process has ended. Empty: unknown.
     """
+    resume: builtins.str
+    """If the run does not exist: the checkpoint to create it from. "latest": the newest valid checkpoint in
+    RunConfig.checkpoint_dir, or none if there is none. Otherwise the path or URL of a checkpoint. Empty: none.
+    """
     @property
     def config(self) -> global___RunConfig:
         """Properties of the run. Must agree with those of an existing run."""
@@ -555,9 +610,10 @@ class JoinRequest(google.protobuf.message.Message):
         run_id: builtins.str = ...,
         protocol: global___ProtocolVersions | None = ...,
         process: builtins.str = ...,
+        resume: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_global_rank", b"_global_rank", "config", b"config", "global_rank", b"global_rank", "protocol", b"protocol"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_global_rank", b"_global_rank", "config", b"config", "global_rank", b"global_rank", "host", b"host", "incarnation", b"incarnation", "process", b"process", "protocol", b"protocol", "run", b"run", "run_id", b"run_id", "trainer", b"trainer", "wait_s", b"wait_s", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_global_rank", b"_global_rank", "config", b"config", "global_rank", b"global_rank", "host", b"host", "incarnation", b"incarnation", "process", b"process", "protocol", b"protocol", "resume", b"resume", "run", b"run", "run_id", b"run_id", "trainer", b"trainer", "wait_s", b"wait_s", "world_size", b"world_size"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_global_rank", b"_global_rank"]) -> typing.Literal["global_rank"] | None: ...
 
 global___JoinRequest = JoinRequest
@@ -1843,6 +1899,7 @@ class DescribeRunResponse(google.protobuf.message.Message):
     WORK_FIELD_NUMBER: builtins.int
     GRAD_NORM_FIELD_NUMBER: builtins.int
     OPTIMIZER_FIELD_NUMBER: builtins.int
+    CHECKPOINTS_FIELD_NUMBER: builtins.int
     grad_norm: builtins.float
     """Euclidean gradient norm of the last committed step."""
     @property
@@ -1861,6 +1918,10 @@ class DescribeRunResponse(google.protobuf.message.Message):
     def optimizer(self) -> shardwell_wire.v1.common_pb2.OptimizerStep:
         """Optimizer of the last committed step."""
 
+    @property
+    def checkpoints(self) -> global___CheckpointSummary:
+        """Checkpoints of the run."""
+
     def __init__(
         self,
         *,
@@ -1869,11 +1930,167 @@ class DescribeRunResponse(google.protobuf.message.Message):
         work: collections.abc.Iterable[global___WorkSummary] | None = ...,
         grad_norm: builtins.float = ...,
         optimizer: shardwell_wire.v1.common_pb2.OptimizerStep | None = ...,
+        checkpoints: global___CheckpointSummary | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["optimizer", b"optimizer", "summary", b"summary"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["grad_norm", b"grad_norm", "optimizer", b"optimizer", "summary", b"summary", "trainers", b"trainers", "work", b"work"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["checkpoints", b"checkpoints", "optimizer", b"optimizer", "summary", b"summary"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["checkpoints", b"checkpoints", "grad_norm", b"grad_norm", "optimizer", b"optimizer", "summary", b"summary", "trainers", b"trainers", "work", b"work"]) -> None: ...
 
 global___DescribeRunResponse = DescribeRunResponse
+
+@typing.final
+class CheckpointProgress(google.protobuf.message.Message):
+    """One checkpoint of a run."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: builtins.int
+    URL_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    WRITTEN_BYTES_FIELD_NUMBER: builtins.int
+    TOTAL_BYTES_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
+    ENDED_FIELD_NUMBER: builtins.int
+    CHECKPOINT_ID_FIELD_NUMBER: builtins.int
+    step: builtins.int
+    """Version of the units in the checkpoint, which is also the number of committed steps."""
+    url: builtins.str
+    """Its folder: a path or URL."""
+    state: global___CheckpointState.ValueType
+    """State of the checkpoint."""
+    written_bytes: builtins.int
+    """Bytes that the shard servers have written."""
+    total_bytes: builtins.int
+    """Size of all files. 0: not known yet."""
+    error: builtins.str
+    """Why the checkpoint failed. Empty: it did not."""
+    checkpoint_id: builtins.str
+    """Random id of the checkpoint."""
+    @property
+    def ended(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """Time at which the checkpoint was complete, or failed. Unset: it is being written."""
+
+    def __init__(
+        self,
+        *,
+        step: builtins.int = ...,
+        url: builtins.str = ...,
+        state: global___CheckpointState.ValueType = ...,
+        written_bytes: builtins.int = ...,
+        total_bytes: builtins.int = ...,
+        error: builtins.str = ...,
+        ended: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        checkpoint_id: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["ended", b"ended"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["checkpoint_id", b"checkpoint_id", "ended", b"ended", "error", b"error", "state", b"state", "step", b"step", "total_bytes", b"total_bytes", "url", b"url", "written_bytes", b"written_bytes"]) -> None: ...
+
+global___CheckpointProgress = CheckpointProgress
+
+@typing.final
+class CheckpointSummary(google.protobuf.message.Message):
+    """Checkpoints of a run."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CHECKPOINT_DIR_FIELD_NUMBER: builtins.int
+    CHECKPOINT_EVERY_FIELD_NUMBER: builtins.int
+    CHECKPOINT_KEEP_FIELD_NUMBER: builtins.int
+    IN_FLIGHT_FIELD_NUMBER: builtins.int
+    LAST_SAVED_FIELD_NUMBER: builtins.int
+    LAST_FAILED_FIELD_NUMBER: builtins.int
+    LOADING_FIELD_NUMBER: builtins.int
+    ROLLBACK_COUNT_FIELD_NUMBER: builtins.int
+    checkpoint_dir: builtins.str
+    """RunConfig.checkpoint_dir. Empty: the run has no checkpoints."""
+    checkpoint_every: builtins.int
+    """RunConfig.checkpoint_every. 0: only on request."""
+    checkpoint_keep: builtins.int
+    """RunConfig.checkpoint_keep. 0: all."""
+    loading: builtins.str
+    """The checkpoint that the run is being loaded from, in one line. Empty: the run is not being loaded."""
+    rollback_count: builtins.int
+    """Number of times that the run was rolled back to a checkpoint."""
+    @property
+    def in_flight(self) -> global___CheckpointProgress:
+        """The checkpoint that is being written."""
+
+    @property
+    def last_saved(self) -> global___CheckpointProgress:
+        """The newest complete checkpoint."""
+
+    @property
+    def last_failed(self) -> global___CheckpointProgress:
+        """The newest failed checkpoint, if it is newer than the newest complete one."""
+
+    def __init__(
+        self,
+        *,
+        checkpoint_dir: builtins.str = ...,
+        checkpoint_every: builtins.int = ...,
+        checkpoint_keep: builtins.int = ...,
+        in_flight: global___CheckpointProgress | None = ...,
+        last_saved: global___CheckpointProgress | None = ...,
+        last_failed: global___CheckpointProgress | None = ...,
+        loading: builtins.str = ...,
+        rollback_count: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_in_flight", b"_in_flight", "_last_failed", b"_last_failed", "_last_saved", b"_last_saved", "in_flight", b"in_flight", "last_failed", b"last_failed", "last_saved", b"last_saved"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_in_flight", b"_in_flight", "_last_failed", b"_last_failed", "_last_saved", b"_last_saved", "checkpoint_dir", b"checkpoint_dir", "checkpoint_every", b"checkpoint_every", "checkpoint_keep", b"checkpoint_keep", "in_flight", b"in_flight", "last_failed", b"last_failed", "last_saved", b"last_saved", "loading", b"loading", "rollback_count", b"rollback_count"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_in_flight", b"_in_flight"]) -> typing.Literal["in_flight"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_last_failed", b"_last_failed"]) -> typing.Literal["last_failed"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_last_saved", b"_last_saved"]) -> typing.Literal["last_saved"] | None: ...
+
+global___CheckpointSummary = CheckpointSummary
+
+@typing.final
+class SaveCheckpointRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: builtins.int
+    RUN_ID_FIELD_NUMBER: builtins.int
+    CHECKPOINT_ID_FIELD_NUMBER: builtins.int
+    WAIT_S_FIELD_NUMBER: builtins.int
+    run: builtins.str
+    """Name of the run."""
+    run_id: builtins.str
+    """Id of the run. Empty: any run of this name."""
+    checkpoint_id: builtins.str
+    """Id of a checkpoint to report on, from an earlier response. Empty: save the newest committed version."""
+    wait_s: builtins.float
+    """Longest time to wait until the checkpoint is complete or has failed, in seconds. 0: do not wait."""
+    def __init__(
+        self,
+        *,
+        run: builtins.str = ...,
+        run_id: builtins.str = ...,
+        checkpoint_id: builtins.str = ...,
+        wait_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checkpoint_id", b"checkpoint_id", "run", b"run", "run_id", b"run_id", "wait_s", b"wait_s"]) -> None: ...
+
+global___SaveCheckpointRequest = SaveCheckpointRequest
+
+@typing.final
+class SaveCheckpointResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CHECKPOINT_FIELD_NUMBER: builtins.int
+    @property
+    def checkpoint(self) -> global___CheckpointProgress:
+        """The checkpoint. Repeat the request with its id while it is being written."""
+
+    def __init__(
+        self,
+        *,
+        checkpoint: global___CheckpointProgress | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["checkpoint", b"checkpoint"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["checkpoint", b"checkpoint"]) -> None: ...
+
+global___SaveCheckpointResponse = SaveCheckpointResponse
 
 @typing.final
 class DescribeWorldRequest(google.protobuf.message.Message):

@@ -127,6 +127,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.DeleteRunRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.DeleteRunResponse.FromString,
                 _registered_method=True)
+        self.SaveCheckpoint = channel.unary_unary(
+                '/shardwell_wire.v1.CoordinatorService/SaveCheckpoint',
+                request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.SaveCheckpointRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.SaveCheckpointResponse.FromString,
+                _registered_method=True)
         self.ListRuns = channel.unary_unary(
                 '/shardwell_wire.v1.CoordinatorService/ListRuns',
                 request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ListRunsRequest.SerializeToString,
@@ -339,6 +344,15 @@ class CoordinatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SaveCheckpoint(self, request, context):
+        """Any client: saves a checkpoint of the newest committed version, or reports on a checkpoint. Training goes on.
+
+        FAILED_PRECONDITION: the run has no checkpoint folder, or a unit has no initial values yet.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListRuns(self, request, context):
         """Inspection: lists all runs.
         """
@@ -489,6 +503,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.DeleteRun,
                     request_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.DeleteRunRequest.FromString,
                     response_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.DeleteRunResponse.SerializeToString,
+            ),
+            'SaveCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.SaveCheckpoint,
+                    request_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.SaveCheckpointRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.SaveCheckpointResponse.SerializeToString,
             ),
             'ListRuns': grpc.unary_unary_rpc_method_handler(
                     servicer.ListRuns,
@@ -976,6 +995,33 @@ class CoordinatorService(object):
             '/shardwell_wire.v1.CoordinatorService/DeleteRun',
             shardwell__wire_dot_v1_dot_coordinator__pb2.DeleteRunRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_coordinator__pb2.DeleteRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SaveCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardwell_wire.v1.CoordinatorService/SaveCheckpoint',
+            shardwell__wire_dot_v1_dot_coordinator__pb2.SaveCheckpointRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_coordinator__pb2.SaveCheckpointResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -2490,3 +2490,234 @@ class PeekResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["max", b"max", "min", b"min", "non_finite_count", b"non_finite_count", "norm", b"norm", "shard_start_bytes", b"shard_start_bytes", "start_element", b"start_element", "stop_element", b"stop_element", "values", b"values", "version", b"version"]) -> None: ...
 
 global___PeekResponse = PeekResponse
+
+@typing.final
+class BeginCheckpointRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CONTEXT_FIELD_NUMBER: builtins.int
+    CHECKPOINT_ID_FIELD_NUMBER: builtins.int
+    URL_FIELD_NUMBER: builtins.int
+    UNIT_ORDER_FIELD_NUMBER: builtins.int
+    checkpoint_id: builtins.str
+    """Random id of the checkpoint."""
+    url: builtins.str
+    """Folder of the checkpoint: a path or URL."""
+    @property
+    def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
+        """`step` is the version to write."""
+
+    @property
+    def unit_order(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Indices of units in the order in which they will probably be updated. They are written first."""
+
+    def __init__(
+        self,
+        *,
+        context: shardwell_wire.v1.common_pb2.RequestContext | None = ...,
+        checkpoint_id: builtins.str = ...,
+        url: builtins.str = ...,
+        unit_order: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["checkpoint_id", b"checkpoint_id", "context", b"context", "unit_order", b"unit_order", "url", b"url"]) -> None: ...
+
+global___BeginCheckpointRequest = BeginCheckpointRequest
+
+@typing.final
+class BeginCheckpointResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___BeginCheckpointResponse = BeginCheckpointResponse
+
+@typing.final
+class DescribeCheckpointRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CONTEXT_FIELD_NUMBER: builtins.int
+    CHECKPOINT_ID_FIELD_NUMBER: builtins.int
+    WAIT_S_FIELD_NUMBER: builtins.int
+    checkpoint_id: builtins.str
+    """BeginCheckpointRequest.checkpoint_id."""
+    wait_s: builtins.float
+    """Longest time to wait until the file is complete or has failed, in seconds. 0: do not wait."""
+    @property
+    def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
+        """The run."""
+
+    def __init__(
+        self,
+        *,
+        context: shardwell_wire.v1.common_pb2.RequestContext | None = ...,
+        checkpoint_id: builtins.str = ...,
+        wait_s: builtins.float = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["checkpoint_id", b"checkpoint_id", "context", b"context", "wait_s", b"wait_s"]) -> None: ...
+
+global___DescribeCheckpointRequest = DescribeCheckpointRequest
+
+@typing.final
+class DescribeCheckpointResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WRITTEN_BYTES_FIELD_NUMBER: builtins.int
+    TOTAL_BYTES_FIELD_NUMBER: builtins.int
+    FILE_JSON_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
+    written_bytes: builtins.int
+    """Bytes written so far."""
+    total_bytes: builtins.int
+    """Size of the file."""
+    file_json: builtins.str
+    """The complete file as JSON: its entry in the manifest. Unset: not complete."""
+    error: builtins.str
+    """Why the file could not be written. The file was removed. Empty: no error."""
+    def __init__(
+        self,
+        *,
+        written_bytes: builtins.int = ...,
+        total_bytes: builtins.int = ...,
+        file_json: builtins.str | None = ...,
+        error: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_file_json", b"_file_json", "file_json", b"file_json"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_file_json", b"_file_json", "error", b"error", "file_json", b"file_json", "total_bytes", b"total_bytes", "written_bytes", b"written_bytes"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_file_json", b"_file_json"]) -> typing.Literal["file_json"] | None: ...
+
+global___DescribeCheckpointResponse = DescribeCheckpointResponse
+
+@typing.final
+class AbortCheckpointRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CONTEXT_FIELD_NUMBER: builtins.int
+    CHECKPOINT_ID_FIELD_NUMBER: builtins.int
+    checkpoint_id: builtins.str
+    """BeginCheckpointRequest.checkpoint_id."""
+    @property
+    def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
+        """The run."""
+
+    def __init__(
+        self,
+        *,
+        context: shardwell_wire.v1.common_pb2.RequestContext | None = ...,
+        checkpoint_id: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["checkpoint_id", b"checkpoint_id", "context", b"context"]) -> None: ...
+
+global___AbortCheckpointRequest = AbortCheckpointRequest
+
+@typing.final
+class AbortCheckpointResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___AbortCheckpointResponse = AbortCheckpointResponse
+
+@typing.final
+class BeginRestoreRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CONTEXT_FIELD_NUMBER: builtins.int
+    RESTORE_FIELD_NUMBER: builtins.int
+    MIN_EPOCH_FIELD_NUMBER: builtins.int
+    restore: builtins.int
+    """Number of the attempt to load the run. Higher for each attempt."""
+    min_epoch: builtins.int
+    """Epochs of trainers below this one are rejected."""
+    @property
+    def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
+        """`step` is the version of the checkpoint."""
+
+    def __init__(
+        self,
+        *,
+        context: shardwell_wire.v1.common_pb2.RequestContext | None = ...,
+        restore: builtins.int = ...,
+        min_epoch: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["context", b"context", "min_epoch", b"min_epoch", "restore", b"restore"]) -> None: ...
+
+global___BeginRestoreRequest = BeginRestoreRequest
+
+@typing.final
+class BeginRestoreResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FREE_BYTES_FIELD_NUMBER: builtins.int
+    free_bytes: builtins.int
+    """Memory budget that is not reserved."""
+    def __init__(
+        self,
+        *,
+        free_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["free_bytes", b"free_bytes"]) -> None: ...
+
+global___BeginRestoreResponse = BeginRestoreResponse
+
+@typing.final
+class LoadShardsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CONTEXT_FIELD_NUMBER: builtins.int
+    RESTORE_FIELD_NUMBER: builtins.int
+    URL_FIELD_NUMBER: builtins.int
+    WAIT_S_FIELD_NUMBER: builtins.int
+    restore: builtins.int
+    """BeginRestoreRequest.restore."""
+    url: builtins.str
+    """Folder of the checkpoint: a path or URL."""
+    wait_s: builtins.float
+    """Longest time to wait until the shards are published, in seconds. 0: do not wait."""
+    @property
+    def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
+        """`step` is the version of the checkpoint."""
+
+    def __init__(
+        self,
+        *,
+        context: shardwell_wire.v1.common_pb2.RequestContext | None = ...,
+        restore: builtins.int = ...,
+        url: builtins.str = ...,
+        wait_s: builtins.float = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["context", b"context", "restore", b"restore", "url", b"url", "wait_s", b"wait_s"]) -> None: ...
+
+global___LoadShardsRequest = LoadShardsRequest
+
+@typing.final
+class LoadShardsResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LOADED_FIELD_NUMBER: builtins.int
+    LOADED_BYTES_FIELD_NUMBER: builtins.int
+    TOTAL_BYTES_FIELD_NUMBER: builtins.int
+    loaded: builtins.bool
+    """True: the shards are published."""
+    loaded_bytes: builtins.int
+    """Bytes read so far."""
+    total_bytes: builtins.int
+    """Bytes to read."""
+    def __init__(
+        self,
+        *,
+        loaded: builtins.bool = ...,
+        loaded_bytes: builtins.int = ...,
+        total_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["loaded", b"loaded", "loaded_bytes", b"loaded_bytes", "total_bytes", b"total_bytes"]) -> None: ...
+
+global___LoadShardsResponse = LoadShardsResponse

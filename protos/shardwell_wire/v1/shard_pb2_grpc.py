@@ -158,6 +158,31 @@ class ShardServiceStub(object):
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.DropRunRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.DropRunResponse.FromString,
                 _registered_method=True)
+        self.BeginCheckpoint = channel.unary_unary(
+                '/shardwell_wire.v1.ShardService/BeginCheckpoint',
+                request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.BeginCheckpointRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.BeginCheckpointResponse.FromString,
+                _registered_method=True)
+        self.DescribeCheckpoint = channel.unary_unary(
+                '/shardwell_wire.v1.ShardService/DescribeCheckpoint',
+                request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.DescribeCheckpointRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.DescribeCheckpointResponse.FromString,
+                _registered_method=True)
+        self.AbortCheckpoint = channel.unary_unary(
+                '/shardwell_wire.v1.ShardService/AbortCheckpoint',
+                request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.AbortCheckpointRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.AbortCheckpointResponse.FromString,
+                _registered_method=True)
+        self.BeginRestore = channel.unary_unary(
+                '/shardwell_wire.v1.ShardService/BeginRestore',
+                request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.BeginRestoreRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.BeginRestoreResponse.FromString,
+                _registered_method=True)
+        self.LoadShards = channel.unary_unary(
+                '/shardwell_wire.v1.ShardService/LoadShards',
+                request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.LoadShardsRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.LoadShardsResponse.FromString,
+                _registered_method=True)
         self.DescribeServer = channel.unary_unary(
                 '/shardwell_wire.v1.ShardService/DescribeServer',
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.DescribeServerRequest.SerializeToString,
@@ -418,6 +443,50 @@ class ShardServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def BeginCheckpoint(self, request, context):
+        """Coordinator: starts writing a checkpoint of the current version of all primary shards of a run, in the background.
+        Updates copy what they overwrite, or wait for it.
+
+        FAILED_PRECONDITION: a shard has another version, or another checkpoint of the run is being written.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DescribeCheckpoint(self, request, context):
+        """Coordinator: reports the progress of a checkpoint.
+
+        NOT_FOUND: this server knows no such checkpoint.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AbortCheckpoint(self, request, context):
+        """Coordinator: stops writing a checkpoint and removes this server's file. An unknown checkpoint is no error.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def BeginRestore(self, request, context):
+        """Coordinator: prepares a run for being loaded from a checkpoint. Drops all shards of the run and rejects all older
+        epochs from now on. A repeated request drops nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LoadShards(self, request, context):
+        """Coordinator: fills the reserved shards of a run from a checkpoint, in the background, and publishes them. Repeated
+        requests report the progress.
+
+        DATA_LOSS: a file is missing or damaged; the message names it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DescribeServer(self, request, context):
         """Inspection: describes the server, its memory budget and its runs.
         """
@@ -565,6 +634,31 @@ def add_ShardServiceServicer_to_server(servicer, server):
                     servicer.DropRun,
                     request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.DropRunRequest.FromString,
                     response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.DropRunResponse.SerializeToString,
+            ),
+            'BeginCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.BeginCheckpoint,
+                    request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.BeginCheckpointRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.BeginCheckpointResponse.SerializeToString,
+            ),
+            'DescribeCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeCheckpoint,
+                    request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.DescribeCheckpointRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.DescribeCheckpointResponse.SerializeToString,
+            ),
+            'AbortCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.AbortCheckpoint,
+                    request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.AbortCheckpointRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.AbortCheckpointResponse.SerializeToString,
+            ),
+            'BeginRestore': grpc.unary_unary_rpc_method_handler(
+                    servicer.BeginRestore,
+                    request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.BeginRestoreRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.BeginRestoreResponse.SerializeToString,
+            ),
+            'LoadShards': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadShards,
+                    request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.LoadShardsRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.LoadShardsResponse.SerializeToString,
             ),
             'DescribeServer': grpc.unary_unary_rpc_method_handler(
                     servicer.DescribeServer,
@@ -1195,6 +1289,141 @@ class ShardService(object):
             '/shardwell_wire.v1.ShardService/DropRun',
             shardwell__wire_dot_v1_dot_shard__pb2.DropRunRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_shard__pb2.DropRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def BeginCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardwell_wire.v1.ShardService/BeginCheckpoint',
+            shardwell__wire_dot_v1_dot_shard__pb2.BeginCheckpointRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_shard__pb2.BeginCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardwell_wire.v1.ShardService/DescribeCheckpoint',
+            shardwell__wire_dot_v1_dot_shard__pb2.DescribeCheckpointRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_shard__pb2.DescribeCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AbortCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardwell_wire.v1.ShardService/AbortCheckpoint',
+            shardwell__wire_dot_v1_dot_shard__pb2.AbortCheckpointRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_shard__pb2.AbortCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def BeginRestore(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardwell_wire.v1.ShardService/BeginRestore',
+            shardwell__wire_dot_v1_dot_shard__pb2.BeginRestoreRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_shard__pb2.BeginRestoreResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadShards(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardwell_wire.v1.ShardService/LoadShards',
+            shardwell__wire_dot_v1_dot_shard__pb2.LoadShardsRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_shard__pb2.LoadShardsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -8,6 +8,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 
+from shardwell_server.coordinator.checkpoints.restoring import RunRestorer
+from shardwell_server.coordinator.checkpoints.saving import CheckpointFiles, CheckpointSaver
 from shardwell_server.coordinator.commit.committer import Committer
 from shardwell_server.coordinator.commit.step_requests import StepRequests
 from shardwell_server.coordinator.inspection.events import EventKind
@@ -42,7 +44,10 @@ class Coordinator:
         self.server_leases = ServerLeases(state, calls)
         self.trainers = TrainerLeases(state, self.servers)
         self.placer = UnitPlacer(state, self.servers)
-        self.committer = Committer(state, self.servers, self.trainers)
+        self.checkpoint_files = CheckpointFiles()
+        self.checkpoints = CheckpointSaver(state, self.servers, self.checkpoint_files)
+        self.restorer = RunRestorer(state, self.servers, self.placer, self.trainers, self.checkpoint_files)
+        self.committer = Committer(state, self.servers, self.trainers, self.checkpoints)
         self.step_requests = StepRequests(state, self.servers, self.trainers, self.committer)
 
     @classmethod
@@ -66,6 +71,8 @@ class Coordinator:
         state.events.add(EventKind.COORDINATOR_STARTED, message)
         self.trainers.renew_all()
         for run in state.runs.values():
+            self.checkpoints.resume(run)
+            self.restorer.start(run)
             self.committer.start_updates(run)
             self.trainers.start_fencing(run)
         self.server_leases.start()
@@ -74,6 +81,7 @@ class Coordinator:
             yield
         finally:
             await state.tasks.close()
+            self.checkpoint_files.close()
 
     async def _watch_leases(self) -> None:
         interval = self.state.settings.lease_s / 10

@@ -87,7 +87,7 @@ class CoordinatorServicer:
         applicant = _applicant(request, settings.world)
         if request.run_id:
             self._state.require_run(request.run, request.run_id)
-        run = self._coordinator.trainers.find_or_create_run(request.run, settings)
+        run = await self._coordinator.restorer.find_or_create_run(request, settings)
         # Joining and waiting for the start share one limit.
         deadline = self._state.clock() + wait_s
         member = await self._coordinator.trainers.join(run, applicant, request.incarnation, wait_s)
@@ -107,6 +107,7 @@ class CoordinatorServicer:
                 committed_step=run.committed_step,
                 run_id=run.identity.run_id,
                 placement=run.announced_placement,
+                rollback_count=run.checkpoints.rollback_count,
             )
             if not started:
                 response.waiting_for.extend(explain_stall(run, self._state.cluster, self._state.clock()).lines)
@@ -271,6 +272,22 @@ class CoordinatorServicer:
             raise
         freed_bytes = await self._coordinator.delete_run(run, force=request.force)
         return coordinator_pb2.DeleteRunResponse(freed_bytes=freed_bytes)
+
+    async def SaveCheckpoint(
+        self, request: coordinator_pb2.SaveCheckpointRequest, call: Call
+    ) -> coordinator_pb2.SaveCheckpointResponse:
+        run = self._state.require_run(request.run, request.run_id)
+        checkpoint_id = request.checkpoint_id or self._coordinator.checkpoints.request(run).checkpoint_id
+
+        async def check() -> coordinator_pb2.CheckpointProgress | None:
+            progress = describe.checkpoint_progress(run, checkpoint_id)
+            return None if progress.state == coordinator_pb2.CHECKPOINT_STATE_WRITING else progress
+
+        ended = await poll(run.changed, check, _wait_s(call, request.wait_s))
+        run.check_not_deleted()
+        return coordinator_pb2.SaveCheckpointResponse(
+            checkpoint=ended or describe.checkpoint_progress(run, checkpoint_id)
+        )
 
     async def ListRuns(self, request: coordinator_pb2.ListRunsRequest, call: Call) -> coordinator_pb2.ListRunsResponse:
         return coordinator_pb2.ListRunsResponse(

@@ -14,6 +14,7 @@ from shardwell_server.coordinator.runs.units import Initializer, Unit
 from shardwell_server.coordinator.servers.cluster import Cluster
 from shardwell_server.coordinator.settings import RunSettings, Settings
 from shardwell_server.coordinator.storage.records import (
+    CheckpointRecord,
     CommitRecord,
     FinishedRecord,
     MemberRecord,
@@ -198,6 +199,26 @@ class CoordinatorState:
             raise
         run.note_saved(made, placement)
 
+    async def save_loaded(self, run: Run) -> None:
+        """Stores a run that was loaded from a checkpoint, and the end of the restore, all at once."""
+        run.check_not_deleted()
+        made, placement = run.unsaved.made, run.placement
+        record = replace(_run_record(run), checkpoints=run.checkpoints.after_restore_json())
+        units, state = [_unit_record(unit) for unit in run.units], run.commits.state
+        serialized = None if state is None else state.SerializeToString()
+        await self.storage.save_loaded_run(record, units, list(run.commits.records), serialized)
+        run.note_saved(made, placement)
+
+    async def save_checkpoint(self, run: Run, record: CheckpointRecord) -> None:
+        """Stores a checkpoint that is about to be written, or is complete."""
+        run.check_not_deleted()
+        await self.storage.save_checkpoint(run.name, record)
+
+    async def delete_checkpoints(self, run: Run, checkpoint_ids: Collection[str]) -> None:
+        """Deletes the records of checkpoints whose files were removed, or are damaged."""
+        run.checkpoints.forget(checkpoint_ids)
+        await self.storage.delete_checkpoints(run.name, checkpoint_ids)
+
 
 def _run_record(run: Run) -> RunRecord:
     """Returns the part of a run that can change between commits."""
@@ -228,6 +249,7 @@ def _run_record(run: Run) -> RunRecord:
         addresses=tuple(run.addresses.items()),
         placement=run.placement,
         rebalancing=run.rebalancing,
+        checkpoints=run.checkpoints.to_json(),
     )
 
 
@@ -283,6 +305,7 @@ def _restore_run(stored: StoredRun, clock: Callable[[], float]) -> Run:
             )
         )
     run.addresses.update(record.addresses)
+    run.checkpoints.restore_facts(record.checkpoints, stored.checkpoints, now)
     if record.started:
         _restore_step(run, stored)
     return run

@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 from shardwell_server.rpc import Call
 from shardwell_server.shard.concurrency import first_of, uninterrupted
 from shardwell_server.shard.requests import initial_values, inspection, partitions, pushes, reading, steps
+from shardwell_server.shard.requests.checkpoints import CheckpointRequests
 from shardwell_server.shard.requests.streams import IncomingMessages, StandingStreams
 from shardwell_server.shard.state.fences import CoordinatorTerm
 from shardwell_server.shard.state.runs import HostedRun
@@ -46,6 +47,7 @@ class ShardServicer:
     ) -> None:
         self._server_id, self._incarnation, self._store, self._term = server_id, incarnation, store, term
         self._transports = transports
+        self._checkpoints = CheckpointRequests(server_id, store)
         self._stopping = asyncio.Event()
         self._standing = StandingStreams()
         self._started_s = asyncio.get_running_loop().time()
@@ -123,7 +125,39 @@ class ShardServicer:
             raise InvalidRequestError(
                 f"run_id is empty: set the id of run {request.context.run!r}, which ListRuns returns"
             )
+        self._checkpoints.forget(request.context.run_id)
         return shard_pb2.DropRunResponse(freed_bytes=await self._store.drop(request.context.run_id))
+
+    async def BeginCheckpoint(
+        self, request: shard_pb2.BeginCheckpointRequest, call: Call
+    ) -> shard_pb2.BeginCheckpointResponse:
+        run = await self._coordinated(request, call)
+        await self._checkpoints.begin(run, request)
+        return shard_pb2.BeginCheckpointResponse()
+
+    async def DescribeCheckpoint(
+        self, request: shard_pb2.DescribeCheckpointRequest, call: Call
+    ) -> shard_pb2.DescribeCheckpointResponse:
+        await self._coordinated(request, call)
+        return await self._checkpoints.describe(request, call.remaining_s(request.wait_s))
+
+    async def AbortCheckpoint(
+        self, request: shard_pb2.AbortCheckpointRequest, call: Call
+    ) -> shard_pb2.AbortCheckpointResponse:
+        await self._term.check(request.context.epoch)
+        self._check_request_id(call, request.context, request)
+        self._checkpoints.abort(request)
+        return shard_pb2.AbortCheckpointResponse()
+
+    async def BeginRestore(self, request: shard_pb2.BeginRestoreRequest, call: Call) -> shard_pb2.BeginRestoreResponse:
+        await self._term.check(request.context.epoch)
+        self._check_request_id(call, request.context, request)
+        await self._checkpoints.begin_restore(request)
+        return shard_pb2.BeginRestoreResponse(free_bytes=self._store.memory.free_bytes)
+
+    async def LoadShards(self, request: shard_pb2.LoadShardsRequest, call: Call) -> shard_pb2.LoadShardsResponse:
+        run = await self._coordinated(request, call)
+        return await self._checkpoints.load(run, request, call.remaining_s(request.wait_s))
 
     # ---- rpcs of trainers ----
 
@@ -255,7 +289,10 @@ class ShardServicer:
         | shard_pb2.PrepareStepRequest
         | shard_pb2.ConfirmPartitionsRequest
         | shard_pb2.PrepareUpdateRequest
-        | shard_pb2.UpdateRequest,
+        | shard_pb2.UpdateRequest
+        | shard_pb2.BeginCheckpointRequest
+        | shard_pb2.DescribeCheckpointRequest
+        | shard_pb2.LoadShardsRequest,
         call: Call,
     ) -> HostedRun:
         await self._term.check(request.context.epoch)

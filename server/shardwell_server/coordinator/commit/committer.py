@@ -24,6 +24,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
+from shardwell_server.coordinator.checkpoints.saving import CheckpointSaver
 from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.leases.trainers import TrainerLeases
 from shardwell_server.coordinator.runs.gradient_norms import PreparedGradients
@@ -53,10 +54,13 @@ class Committer:
         state: State of the coordinator.
         servers: The shard servers.
         trainers: Fences trainers that lost their work when the next step starts.
+        checkpoints: Saves checkpoints between two steps.
     """
 
-    def __init__(self, state: CoordinatorState, servers: ShardServers, trainers: TrainerLeases) -> None:
-        self._state, self._servers, self._trainers = state, servers, trainers
+    def __init__(
+        self, state: CoordinatorState, servers: ShardServers, trainers: TrainerLeases, checkpoints: CheckpointSaver
+    ) -> None:
+        self._state, self._servers, self._trainers, self._checkpoints = state, servers, trainers, checkpoints
 
     # Preparation
 
@@ -176,8 +180,15 @@ class Committer:
             return
         if (proposal := step.proposals.leading(run.leader())) is None:
             return
+        generation = step.generation
         if not await self._confirm_update(run, step, proposal):
             return
+        async with run.checkpoints.boundary:  # see Note: [Consistent checkpoints]
+            if step is run.step and generation == step.generation and run.checkpoints.restore is None:
+                await self._write_record(run, step, prepared, proposal)
+
+    async def _write_record(self, run: Run, step: Step, prepared: PreparedGradients, proposal: StepProposal) -> None:
+        """Writes the commit record and starts the next step."""
         if len(counted := units_that_count(proposal.optimizer, len(run.units))) < len(run.units):
             prepared = prepared.restricted_to(counted)
         other = prepared.other_norm
@@ -239,6 +250,8 @@ class Committer:
 
     def start_updates(self, run: Run) -> None:
         """Sends the update of the last commit to every server, in the background."""
+        if run.checkpoints.restore is not None:
+            return  # the servers drop these shards
         for server_id in list(run.commits.pending_updates):
             self._state.tasks.start(self._update(run, run.commits.records[-1], server_id))
 
@@ -254,6 +267,8 @@ class Committer:
         incarnation, reported = run.units.servers[server_id], False
 
         async def attempt() -> None:
+            if run.commits.pending_updates.get(server_id) is not pending:
+                return  # the run was loaded from a checkpoint
             if not run.deleted and cluster.servers[server_id].incarnation == incarnation:
                 await self._servers.call(server_id, "Update", request, retry_for_s=0.0)
 
@@ -267,8 +282,11 @@ class Committer:
 
         await retry_async(attempt, errors=ShardwellError, check=note_failure)
         fault_points.reach("coordinator.update.acknowledged", step=record.step, server=server_id)
-        run.commits.finish_update(server_id)
-        run.changed.notify()
+        if run.commits.pending_updates.get(server_id) is pending:
+            run.commits.finish_update(server_id)
+            run.changed.notify()
+            if not run.commits.pending_updates:
+                self._checkpoints.start_if_due(run)
 
 
 def _expected_optimizer(run: Run, step: Step) -> common_pb2.OptimizerStep | None:

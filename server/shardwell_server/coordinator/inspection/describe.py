@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from shardwell_server.coordinator.inspection.events import timestamp
+from shardwell_server.coordinator.runs.checkpoints import CheckpointInFlight
 from shardwell_server.coordinator.runs.run import Run
 from shardwell_server.coordinator.runs.step import WorkItem, WorkState
 from shardwell_server.coordinator.runs.units import Unit
 from shardwell_server.coordinator.servers.cluster import Cluster
-from shardwell_server.coordinator.storage.records import BackupState, ShardRecord
+from shardwell_server.coordinator.storage.records import BackupState, CheckpointRecord, ShardRecord
 from shardwell_server.coordinator.waiting import poll
-from shardwell_wire.errors import DeadlineError, InvalidRequestError, StepStateError, VersionGoneError
+from shardwell_wire.errors import DeadlineError, InvalidRequestError, NotFoundError, StepStateError, VersionGoneError
 from shardwell_wire.topology import AXES, AXIS_NUMBERS, Coordinates, World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
@@ -122,6 +123,65 @@ def describe_run(run: Run, cluster: Cluster, now: float) -> coordinator_pb2.Desc
         work=_summarize_work(run.step.items.values() if run.step is not None else ()),
         grad_norm=last.grad_norm if last is not None else 0.0,
         optimizer=common_pb2.OptimizerStep.FromString(last.optimizer) if last is not None else None,
+        checkpoints=_summarize_checkpoints(run),
+    )
+
+
+def _summarize_checkpoints(run: Run) -> coordinator_pb2.CheckpointSummary:
+    checkpoints = run.checkpoints
+    options, restore = checkpoints.options, checkpoints.restore
+    saved = checkpoints.saved[-1] if checkpoints.saved else None
+    failed = next(reversed(checkpoints.failed.values()), None)
+    if failed is not None and saved is not None and failed.ended < saved.time:
+        failed = None
+    return coordinator_pb2.CheckpointSummary(
+        checkpoint_dir=options.directory,
+        checkpoint_every=options.every_commits,
+        checkpoint_keep=options.keep,
+        in_flight=None if checkpoints.in_flight is None else _progress(checkpoints.in_flight),
+        last_saved=None if saved is None else _progress(saved),
+        last_failed=None if failed is None else _progress(failed),
+        loading="" if restore is None else checkpoints.restoring.describe(restore),
+        rollback_count=checkpoints.rollback_count,
+    )
+
+
+def checkpoint_progress(run: Run, checkpoint_id: str) -> coordinator_pb2.CheckpointProgress:
+    """Describes a checkpoint of a run.
+
+    Raises:
+        NotFoundError: The coordinator does not know the checkpoint.
+    """
+    checkpoint = run.checkpoints.find(checkpoint_id)
+    if checkpoint is None:
+        raise NotFoundError(
+            f"run {run.name!r} has no checkpoint {checkpoint_id!r}: it was deleted, or the coordinator restarted while "
+            "it was written. Save another one",
+            run=run.name,
+        )
+    return _progress(checkpoint)
+
+
+def _progress(checkpoint: CheckpointInFlight | CheckpointRecord) -> coordinator_pb2.CheckpointProgress:
+    if isinstance(checkpoint, CheckpointRecord):
+        return coordinator_pb2.CheckpointProgress(
+            step=checkpoint.step,
+            url=checkpoint.url,
+            state=coordinator_pb2.CHECKPOINT_STATE_SAVED,
+            written_bytes=checkpoint.size_bytes,
+            total_bytes=checkpoint.size_bytes,
+            ended=timestamp(checkpoint.time),
+            checkpoint_id=checkpoint.checkpoint_id,
+        )
+    return coordinator_pb2.CheckpointProgress(
+        step=checkpoint.step or 0,
+        url=checkpoint.url,
+        state=checkpoint.state.value,
+        written_bytes=checkpoint.written_bytes,
+        total_bytes=checkpoint.total_bytes,
+        error=checkpoint.error,
+        ended=timestamp(checkpoint.ended) if checkpoint.ended else None,
+        checkpoint_id=checkpoint.checkpoint_id,
     )
 
 

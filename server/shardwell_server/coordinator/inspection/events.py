@@ -63,6 +63,20 @@ class EventKind(StrEnum):
     """A step could not be prepared or committed. The message contains the error."""
     UPDATE_DELAYED = "update_delayed"
     """A server has not acknowledged the update of a committed step. The update is repeated."""
+    CHECKPOINT_STARTED = "checkpoint_started"
+    """The shard servers write a checkpoint."""
+    CHECKPOINT_SAVED = "checkpoint_saved"
+    """A checkpoint is complete."""
+    CHECKPOINT_FAILED = "checkpoint_failed"
+    """A checkpoint could not be saved, and was removed. Training goes on."""
+    CHECKPOINT_DAMAGED = "checkpoint_damaged"
+    """A checkpoint cannot be loaded. The message names the damaged file."""
+    RUN_LOADING = "run_loading"
+    """A run is being loaded from a checkpoint: it is created from it, or rolled back to it."""
+    RUN_RESUMED = "run_resumed"
+    """A run was created from a checkpoint."""
+    ROLLED_BACK = "rolled_back"
+    """A run that lost shards was rolled back to a checkpoint. Trainers continue there."""
 
 
 _ROUTINE = frozenset(
@@ -73,6 +87,7 @@ _ROUTINE = frozenset(
         EventKind.UNIT_PLACED,
         EventKind.UNIT_PUBLISHED,
         EventKind.UPDATE_DELAYED,
+        EventKind.CHECKPOINT_STARTED,
     )
 )
 """Frequent events. A separate queue stores them, because they would evict the rare events within a minute."""

@@ -24,6 +24,9 @@ class Stall:
 
 def explain_stall(run: Run, cluster: Cluster, now: float) -> Stall:
     """Explains what a run waits for at clock time ``now``. Sends no requests."""
+    if (restore := run.checkpoints.restore) is not None:
+        progress = run.checkpoints.restoring
+        return Stall("loading", now - progress.begun_s, _shorten([progress.describe(restore)]))
     if run.step is None:
         return Stall("starting", now - run.created_s, _shorten(_starting(run)))
     phase, since = _phase(run, run.step)

@@ -119,10 +119,16 @@ class TrainerLeases:
 
         Returns:
             False after ``wait_s``.
+
+        Raises:
+            ConflictError: The run is to be loaded from a checkpoint, and none can be loaded.
         """
 
         async def check() -> bool | None:
             run.require_member(member.name, member.epoch)
+            if run.checkpoints.restore is not None:
+                run.checkpoints.check_loadable(run.name)
+                return None
             return True if run.step is not None and run.lease_own_items(member.name) else None
 
         return await poll(run.changed, check, wait_s) or False
@@ -308,7 +314,8 @@ class TrainerLeases:
             self._state.tasks.start(run.calls.fencing(lambda: self._fence_all(run)))
 
     async def _fence_all(self, run: Run) -> None:
-        while not run.deleted and run.step is not None and (items := run.step.unfenced):
+        # The epochs of former trainers of a run that is loaded from a checkpoint are rejected by ``BeginRestore``.
+        while not (run.deleted or run.checkpoints.restore) and run.step is not None and (items := run.step.unfenced):
             # Store the new epochs before any server sees them: a restarted coordinator must not issue them again.
             await self._state.save_or_retry(run)
             fault_points.reach("coordinator.fence.before")

@@ -69,9 +69,9 @@ class UnitPlacer:
 
     def _is_reserved(self, unit: Unit) -> bool:
         """True if the unit is published, or all its owners still have the memory they reserved."""
-        return unit.published or not any(self._has_ended(at) for at in unit.shards)
+        return unit.published or not any(self.has_ended(at) for at in unit.shards)
 
-    def _has_ended(self, shard: ShardRecord) -> bool:
+    def has_ended(self, shard: ShardRecord) -> bool:
         """True if the server process that received a shard has ended."""
         server = self._state.cluster.servers.get(shard.server_id)
         return server is None or server.incarnation != shard.incarnation or server.ended
@@ -131,6 +131,36 @@ class UnitPlacer:
         """
         shards, placement = self._choose_servers(layout), run.next_epoch()
         await self._state.save(run)  # no other placement may get this number, even after a restart
+        try:
+            await self._request_memory(run, index, layout, shards, placement)
+            await self._state.save_unit(run, Unit(index, layout, shards))
+        except ShardwellError as error:
+            await asyncio.gather(*(self._release(run, layout.unit, placement, shard) for shard in shards))
+            if isinstance(error, UnavailableError) and any(map(self.has_ended, shards)):
+                return None
+            raise
+        return shards
+
+    async def reserve(self, run: Run, index: int, layout: UnitLayout, *, placement: int) -> tuple[ShardRecord, ...]:
+        """Chooses servers for a unit that is loaded from a checkpoint, and reserves memory. Stores nothing.
+
+        Args:
+            run: The run.
+            index: Index of the unit.
+            layout: Layout of the unit.
+            placement: A number that the run has not used for a placement of the unit.
+
+        Raises:
+            CapacityError: A server has no memory for its shard.
+            UnavailableError: A server is unreachable.
+        """
+        shards = self._choose_servers(layout)
+        await self._request_memory(run, index, layout, shards, placement)
+        return shards
+
+    async def _request_memory(
+        self, run: Run, index: int, layout: UnitLayout, shards: tuple[ShardRecord, ...], placement: int
+    ) -> None:
         ranges = {shard.server_id: shard for shard in shards}
 
         def request(server_id: str) -> shard_pb2.ReserveUnitRequest:
@@ -144,17 +174,9 @@ class UnitPlacer:
                 placement=placement,
             )
 
-        try:
-            responses = await self._servers.call_all(ranges, "ReserveUnit", request)
-            await self._state.save_unit(run, Unit(index, layout, shards))
-        except ShardwellError as error:
-            await asyncio.gather(*(self._release(run, layout.unit, placement, shard) for shard in shards))
-            if isinstance(error, UnavailableError) and any(map(self._has_ended, shards)):
-                return None
-            raise
+        responses = await self._servers.call_all(ranges, "ReserveUnit", request)
         for server_id, response in responses.items():
             self._state.cluster.servers[server_id].note_free(response.free_bytes)
-        return shards
 
     def _choose_servers(self, layout: UnitLayout) -> tuple[ShardRecord, ...]:
         cluster, shards = self._state.cluster, []
@@ -181,7 +203,7 @@ class UnitPlacer:
             return True
 
         async def release_later() -> None:
-            while not (run.deleted or self._has_ended(shard)):
+            while not (run.deleted or self.has_ended(shard)):
                 await asyncio.sleep(self._state.settings.lease_s / 3)
                 if await release():
                     return

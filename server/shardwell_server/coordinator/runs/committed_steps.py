@@ -61,6 +61,13 @@ class CommittedSteps:
         if records:
             self._expect_updates(records[-1], servers, now)
 
+    def load(self, records: Sequence[CommitRecord], state: coordinator_pb2.RunState | None) -> None:
+        """Replaces everything, because the run was loaded from a checkpoint. Nothing is to be updated."""
+        self.records.clear()
+        self.records.extend(records)
+        self.state = state
+        self.pending_updates = {}
+
     def append(
         self, record: CommitRecord, state: coordinator_pb2.RunState | None, servers: dict[str, str], now: float
     ) -> None:

@@ -7,9 +7,10 @@ stores the run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from shardwell_server.coordinator.runs.checkpoints import RunCheckpoints
 from shardwell_server.coordinator.runs.committed_steps import CommittedSteps
 from shardwell_server.coordinator.runs.members import Member, Members, MemberState
 from shardwell_server.coordinator.runs.proposals import committed_optimizer, require_same_algorithms
@@ -22,7 +23,7 @@ from shardwell_server.coordinator.runs.rank_assignment import (
     natural_key,
 )
 from shardwell_server.coordinator.runs.step import Step, WorkItem, WorkState
-from shardwell_server.coordinator.runs.units import DeclaredUnits, Initializer
+from shardwell_server.coordinator.runs.units import DeclaredUnits, Initializer, Unit
 from shardwell_server.coordinator.settings import RunSettings
 from shardwell_server.coordinator.storage.records import CommitRecord
 from shardwell_server.coordinator.waiting import SharedCall, Signal
@@ -107,6 +108,7 @@ class Run:
         """Newest placement that is durable."""
         self.rebalancing = False
         """True while shards are moved to spread them evenly over the servers."""
+        self.checkpoints = RunCheckpoints()
         self.fence_error = ""
         """Error of the last attempt to fence former trainers. Empty: it succeeded."""
 
@@ -222,7 +224,7 @@ class Run:
         live = self.members.live.values()
         applicants = [Applicant(at.name, at.host, at.requested_rank) for at in live]
         self.rank_assignments = assign_ranks(self.settings.world, applicants)
-        self.begin_step(0, {})
+        self.begin_step(self.committed_step, {})
 
     def expire_lease(self, member: Member) -> None:
         """Marks a lease as expired. The trainer keeps its work items until another trainer wants them."""
@@ -296,6 +298,25 @@ class Run:
         """Returns the live trainer that owns the lowest rank."""
         ranks = {name: min(self.ranks_of(name), default=len(self.rank_assignments)) for name in self.members.live}
         return min(ranks, key=lambda name: (ranks[name], natural_key(name)), default=None)
+
+    # Checkpoints
+
+    def load(
+        self, units: Sequence[Unit], records: Sequence[CommitRecord], state: coordinator_pb2.RunState | None
+    ) -> None:
+        """Replaces units, commits and state by those of a checkpoint, and starts the step that follows.
+
+        All work items get new epochs. ``RunCheckpoints.restore`` must be set: until it is cleared, no trainer learns
+        of the change.
+        """
+        assert self.checkpoints.restore is not None
+        self.units.load(units)
+        self.commits.load(records, state)
+        self.raise_placement()
+        if self.step is not None:
+            self.begin_step(self.committed_step, {})
+        self.touch()
+        self.changed.notify()
 
     # The step in flight
 

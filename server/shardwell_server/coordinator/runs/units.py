@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from shardwell_server.coordinator.storage.records import BackupRecord, BackupState, ShardRecord
@@ -139,6 +139,13 @@ class DeclaredUnits:
         self._processes = self._holders = None
         self._by_name[unit.layout.unit] = unit
         self._unit_of_parameter.update(dict.fromkeys(unit.layout.index_by_name, unit.layout.unit))
+
+    def load(self, units: Sequence[Unit]) -> None:
+        """Replaces all units, because the run was loaded from a checkpoint."""
+        self._units, self._by_name, self._unit_of_parameter, self.initializer = [], {}, {}, None
+        for unit in units:
+            self.add(unit)
+        self.unsaved.clear()
 
     def move(self, unit: Unit, shards: tuple[ShardRecord, ...]) -> None:
         """Replaces the shards of a unit after it was placed on other server processes."""

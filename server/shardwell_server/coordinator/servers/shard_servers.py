@@ -95,12 +95,16 @@ class ShardServers:
 
 def availability_errors(run: Run, cluster: Cluster) -> list[ShardwellError]:
     """Returns why shards of a run are unavailable: one error per server, permanent ones first."""
+    if (restore := run.checkpoints.restore) is not None:
+        return [UnavailableError(run.checkpoints.restoring.describe(restore), run=run.name)]
     found = [_availability_error(run, cluster, process) for process in run.units.processes]
     return sorted(filter(None, found), key=lambda error: isinstance(error, UnavailableError))
 
 
 def check_recoverable(run: Run, cluster: Cluster) -> None:
     """Raises ConflictError if shards of a run are lost permanently."""
+    if run.checkpoints.restore is not None:
+        return  # the shards are placed again
     for process in run.units.processes:
         error = _availability_error(run, cluster, process)
         if isinstance(error, ConflictError):

@@ -100,6 +100,8 @@ class RunRecord:
     """Number of relocations of the run's shards."""
     rebalancing: bool = False
     """True while shards are moved to spread them evenly over the servers."""
+    checkpoints: str = ""
+    """Options for checkpoints, and the restore in progress. JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +205,26 @@ class CommitRecord(Row):
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointRecord(Row):
+    """A stored checkpoint, complete or not."""
+
+    checkpoint_id: str
+    step: int
+    """Version of the units in it."""
+    url: str
+    size_bytes: int
+    """0 until the checkpoint is complete."""
+    time: float
+    """Seconds since 1970 at which it began or was complete."""
+    is_complete: bool
+
+    @classmethod
+    def from_row(cls, row: Sequence[Any]) -> Self:
+        record = cls(*row)
+        return replace(record, is_complete=bool(record.is_complete))
+
+
+@dataclass(frozen=True, slots=True)
 class StoredRun:
     """Everything that is stored of one run."""
 
@@ -213,6 +235,8 @@ class StoredRun:
     state: bytes | None
     finished: tuple[FinishedRecord, ...]
     """Finished items of the step in flight: either all or none."""
+    checkpoints: tuple[CheckpointRecord, ...]
+    """In the order in which they began."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ proposals) is sent again by the trainers when they poll the restarted coordinato
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from shardwell_server.coordinator.storage.database import Database, Write
 from shardwell_server.coordinator.storage.records import (
     KEPT_COMMITS,
     BackupRecord,
+    CheckpointRecord,
     CommitRecord,
     FinishedRecord,
     MemberRecord,
@@ -43,7 +44,7 @@ CREATE TABLE servers (
 CREATE TABLE runs (
     run TEXT PRIMARY KEY, run_id TEXT NOT NULL, config BLOB NOT NULL, created REAL NOT NULL, started INTEGER NOT NULL,
     last_epoch INTEGER NOT NULL, initializer TEXT, initializer_epoch INTEGER NOT NULL, placement INTEGER NOT NULL,
-    rebalancing INTEGER NOT NULL
+    rebalancing INTEGER NOT NULL, checkpoints TEXT NOT NULL
 ) WITHOUT ROWID;
 CREATE TABLE members (
     run TEXT NOT NULL, trainer TEXT NOT NULL, host TEXT NOT NULL, incarnation TEXT NOT NULL, epoch INTEGER NOT NULL,
@@ -81,11 +82,15 @@ CREATE TABLE commits (
     PRIMARY KEY (run, step)
 ) WITHOUT ROWID;
 CREATE TABLE states (run TEXT PRIMARY KEY, step INTEGER NOT NULL, state BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE checkpoints (
+    run TEXT NOT NULL, checkpoint_id TEXT NOT NULL, step INTEGER NOT NULL, url TEXT NOT NULL,
+    size_bytes INTEGER NOT NULL, time REAL NOT NULL, is_complete INTEGER NOT NULL, PRIMARY KEY (run, checkpoint_id)
+) WITHOUT ROWID;
 """
 
 _DIFFED_TABLES = {"members": "trainer", "ranks": "global_rank", "addresses": "name"}
 """Tables of which ``save_run`` writes only the changed rows, with the column that identifies a row within a run."""
-_RUN_TABLES = (*_DIFFED_TABLES, "runs", "units", "shards", "backups", "finished", "commits", "states")
+_RUN_TABLES = (*_DIFFED_TABLES, "runs", "units", "shards", "backups", "finished", "commits", "states", "checkpoints")
 
 Result = TypeVar("Result")
 
@@ -145,8 +150,8 @@ class Storage:
         """
         await self._call(self._write_run, record, units)
 
-    def _write_run(self, record: RunRecord, units: Sequence[UnitRecord]) -> None:
-        self._database.write([*self._run_writes(record), *_unit_writes(record.run, units)])
+    def _write_run(self, record: RunRecord, units: Sequence[UnitRecord], more: Sequence[Write] = ()) -> None:
+        self._database.write([*self._run_writes(record), *_unit_writes(record.run, units), *more])
         self._stored[record.run] = record  # only now: after a failed write, the next call must write the difference
 
     def _run_writes(self, record: RunRecord) -> list[Write]:
@@ -162,8 +167,9 @@ class Storage:
             record.initializer_epoch,
             record.placement,
             record.rebalancing,
+            record.checkpoints,
         )
-        writes: list[Write] = [(_upsert("runs", 10), [row])]
+        writes: list[Write] = [(_upsert("runs", 11), [row])]
         for table, key in _DIFFED_TABLES.items():
             old_rows, new_rows = _rows_by_key(before, table), _rows_by_key(record, table)
             deleted = [(run, each) for each in old_rows.keys() - new_rows.keys()]
@@ -177,6 +183,29 @@ class Storage:
     async def save_units(self, run: str, records: Sequence[UnitRecord]) -> None:
         """Stores units and their shards, replacing the units' previous shards."""
         await self._call(self._database.write, _unit_writes(run, records))
+
+    async def save_loaded_run(
+        self, record: RunRecord, units: Sequence[UnitRecord], commits: Sequence[CommitRecord], state: bytes | None
+    ) -> None:
+        """Stores a run that was loaded from a checkpoint. Replaces its units, commits and state, all at once."""
+        run = record.run
+        writes = [
+            *(_clear(table, run) for table in ("units", "shards", "backups", "finished", "commits", "states")),
+            *_unit_writes(run, units),
+            (_upsert("commits", 11), [(run, *commit.to_row()) for commit in commits]),
+        ]
+        if state is not None:
+            writes.append((_upsert("states", 3), [(run, commits[-1].step if commits else 0, state)]))
+        await self._call(self._write_run, record, (), writes)
+
+    async def save_checkpoint(self, run: str, record: CheckpointRecord) -> None:
+        """Stores a checkpoint that is about to be written, or is complete."""
+        await self._call(self._database.write, [(_upsert("checkpoints", 7), [(run, *record.to_row())])])
+
+    async def delete_checkpoints(self, run: str, checkpoint_ids: Iterable[str]) -> None:
+        """Deletes the records of checkpoints."""
+        rows = [(run, checkpoint_id) for checkpoint_id in checkpoint_ids]
+        await self._call(self._database.write, [("DELETE FROM checkpoints WHERE run = ? AND checkpoint_id = ?", rows)])
 
     async def save_finished(self, run: str, step: int, records: Sequence[FinishedRecord]) -> None:
         """Stores the finished items of a step.
@@ -268,7 +297,7 @@ class Storage:
 
     def _load_run(self, run: str) -> StoredRun:
         (_, run_id, config, created, started, last_epoch, *rest), *_ = self._rows("runs", run)
-        initializer, initializer_epoch, placement, rebalancing = rest
+        initializer, initializer_epoch, placement, rebalancing, checkpoints = rest
         commits = [CommitRecord.from_row(row) for _, *row in self._rows("commits", run)]
         step = commits[-1].step + 1 if commits else 0
         states = self._rows("states", run)
@@ -287,11 +316,18 @@ class Storage:
                 addresses=tuple((name, address) for _, name, address in self._rows("addresses", run)),
                 placement=placement,
                 rebalancing=bool(rebalancing),
+                checkpoints=checkpoints,
             ),
             units=tuple(self._load_units(run)),
             commits=tuple(commits),
             state=states[0][2] if states else None,
             finished=tuple(FinishedRecord.from_row(row) for _, at, *row in self._rows("finished", run) if at == step),
+            checkpoints=tuple(
+                sorted(
+                    (CheckpointRecord.from_row(row) for _, *row in self._rows("checkpoints", run)),
+                    key=lambda record: record.time,
+                )
+            ),
         )
 
     def _load_units(self, run: str) -> list[UnitRecord]:

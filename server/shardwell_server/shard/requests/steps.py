@@ -167,6 +167,7 @@ async def update(run: HostedRun, in_thread: InThread, request: shard_pb2.UpdateR
         shard.check_update(step, request.optimizer, groups.get(shard.index))
     fault_points.reach("server.update.before", step=step)
     for shard in waiting:
+        await run.before_update(shard)
         await shard.update(in_thread, step, request.optimizer, groups.get(shard.index), clip, key)
         fault_points.reach("server.update.between_shards", step=step, unit=shard.index)
     run.clear_prepared()

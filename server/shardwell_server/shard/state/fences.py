@@ -20,14 +20,21 @@ class Fences:
         self._attempts: dict[int, int] = {}
         self._step = 0
         """Step that ``_attempts`` belongs to."""
+        self._floor = 0
+        """Epochs below this one are rejected for every rank."""
 
     def epoch(self, dp_rank: int) -> int:
         """Returns the oldest epoch that is accepted."""
-        return self._epochs.get(dp_rank, 0)
+        return max(self._floor, self._epochs.get(dp_rank, 0))
 
     def attempt(self, dp_rank: int, step: int) -> int:
         """Returns the oldest attempt that is accepted in a step."""
         return self._attempts.get(dp_rank, 0) if step == self._step else 0
+
+    def restart(self, min_epoch: int) -> None:
+        """Rejects all epochs below ``min_epoch``, and forgets attempts, because steps are repeated."""
+        self._floor = max(self._floor, min_epoch)
+        self._attempts, self._step = {}, 0
 
     def check_epoch(self, dp_rank: int, epoch: int) -> None:
         """Raises StaleEpochError if a lease on a rank is over."""

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from shardwell_server.shard.state.fences import Fences
 from shardwell_server.shard.state.unit_shard import UnitShard
+from shardwell_server.shard.state.version_capture import VersionCapture
 from shardwell_wire.errors import InvalidRequestError, NotFoundError, RunDeletedError, StaleEpochError
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.v1 import shard_pb2
@@ -55,6 +56,9 @@ class HostedRun:
         self.differing_duplicate_count = 0
         self.dropped = asyncio.Event()
         """Set when the run has been deleted."""
+        self.restore = 0
+        """Number of the newest attempt to load the run from a checkpoint."""
+        self._capture: VersionCapture | None = None
         self._released: dict[str, int] = {}
         """By unit name: the highest placement number that was released."""
         self._tasks: set[asyncio.Future[None]] = set()
@@ -131,6 +135,8 @@ class HostedRun:
 
     def remove_shard(self, shard: UnitShard, why: NotFoundError) -> None:
         """Drops a shard. Its readers and senders get the error."""
+        if self._capture is not None:
+            self._capture.note_removed(shard)
         shard.drop(why)
         del self.shards[shard.unit, shard.start_bytes]
 
@@ -147,6 +153,23 @@ class HostedRun:
                 f"{released}: reserve the unit under a later placement",
                 unit=unit,
             )
+
+    # ---- checkpoints ----
+
+    def set_capture(self, capture: VersionCapture) -> None:
+        """Sets the version that a checkpoint writes in the background. Replaces an earlier one."""
+        self._capture = capture
+
+    async def before_update(self, shard: UnitShard) -> None:
+        """Call before a shard changes: a checkpoint may need its current version."""
+        if self._capture is not None:
+            await self._capture.before_update(shard)
+
+    def begin_restore(self, restore: int, min_epoch: int) -> None:
+        """Records that the run is loaded from a checkpoint. All shards were removed."""
+        assert not self.shards
+        self.restore, self.prepared = restore, None
+        self.fences.restart(min_epoch)
 
     # ---- the step in flight ----
 
@@ -201,6 +224,8 @@ class HostedRun:
     def drop(self) -> None:
         """Drops all shards. Call within ``exclusively``."""
         self.dropped.set()
+        if self._capture is not None:
+            self._capture.fail(NotFoundError(f"run {self.name!r} was deleted", run=self.name))
         deleted = RunDeletedError(f"run {self.name!r} was deleted", run=self.name)
         for shard in self.shards.values():
             shard.drop(deleted)

@@ -18,6 +18,7 @@ from shardwell_wire.errors import (
     InvalidRequestError,
     NotFoundError,
     RunDeletedError,
+    StaleEpochError,
     StepStateError,
     UnitMismatchError,
 )
@@ -180,6 +181,36 @@ class ShardStore:
         )
         run.remove_shard(shard, why)
         self.memory.release_shard(shard.spec.memory_key)
+
+    async def begin_restore(self, request: NamesRun, restore: int, min_epoch: int) -> None:
+        """Drops all shards of a run that is about to be loaded from a checkpoint. Idempotent.
+
+        Args:
+            request: Names the run, which this server need not know.
+            restore: Number of the attempt.
+            min_epoch: Older epochs of trainers are rejected from now on.
+
+        Raises:
+            StaleEpochError: A later attempt has begun.
+            RunDeletedError: The run was deleted.
+        """
+        identity = named_identity(request)
+        self._check_not_dropped(identity)
+        run = self.runs.setdefault(identity.run_id, HostedRun(identity))
+
+        async def begin() -> None:
+            if restore < run.restore:
+                raise StaleEpochError(
+                    f"attempt {restore} to load run {run.name!r} is over: attempt {run.restore} has begun", run=run.name
+                )
+            if restore == run.restore:
+                return
+            for shard in list(run.shards.values()):
+                self._release(run, shard)
+            self.memory.pool.trim()
+            run.begin_restore(restore, min_epoch)
+
+        await run.exclusively(begin)
 
     async def drop(self, run_id: str) -> int:
         """Drops a run permanently; returns the bytes of the budget that became free."""

@@ -1,0 +1,109 @@
+"""Converts a run to the manifest of a checkpoint, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from google.protobuf import json_format
+
+from shardwell_server.coordinator.runs.run import Run
+from shardwell_server.coordinator.settings import RunSettings
+from shardwell_server.coordinator.storage.records import CommitRecord
+from shardwell_wire.checkpoints.manifest import FileRecord, Manifest, message_from_dict, message_to_dict
+from shardwell_wire.errors import CorruptDataError, RunMismatchError
+from shardwell_wire.v1 import common_pb2, coordinator_pb2
+
+
+def manifest_of(run: Run, checkpoint_id: str, created: float) -> Manifest:
+    """Returns the manifest of a checkpoint of a run's current version, without files."""
+    return Manifest(
+        run=run.name,
+        run_id=run.identity.run_id,
+        checkpoint_id=checkpoint_id,
+        step=run.committed_step,
+        created=created,
+        world=run.settings.world,
+        seed=run.settings.seed,
+        units=tuple(run.units.layouts),
+        files=(),
+        commits=tuple(map(_commit_to_dict, run.commits.records)),
+        run_state=run.commits.state,
+        lineage=run.checkpoints.lineage,
+        extra={"num_layers": run.settings.num_layers, "min_trainers": run.settings.min_trainers},
+    )
+
+
+def with_files(manifest: Manifest, files: Sequence[Mapping[str, Any]]) -> Manifest:
+    """Returns a manifest with the files that the shard servers wrote, as JSON objects."""
+    return replace(manifest, files=tuple(map(FileRecord.from_dict, files)))
+
+
+def commits_in(manifest: Manifest, where: str) -> list[CommitRecord]:
+    """Returns the most recent commit records, oldest first.
+
+    Raises:
+        CorruptDataError: A record is invalid, or they do not end with the manifest's step.
+    """
+    try:
+        commits = [_commit_from_dict(commit) for commit in manifest.commits]
+    except (KeyError, TypeError, ValueError, json_format.ParseError) as error:
+        raise CorruptDataError(f"the manifest of {where} has an invalid commit record: {error}") from error
+    steps = [commit.step for commit in commits]
+    if steps != list(range(manifest.step - len(steps), manifest.step)) or (manifest.step and not steps):
+        raise CorruptDataError(f"the manifest of {where} has commit records {steps}, but step {manifest.step}")
+    return commits
+
+
+def run_state_in(manifest: Manifest) -> coordinator_pb2.RunState | None:
+    """Returns the state of a run that is loaded from a checkpoint.
+
+    The trainer that pushed the newest buffers cannot recognise them by lease and attempt any more, so all trainers
+    fetch them.
+    """
+    if manifest.run_state is None:
+        return None
+    state = coordinator_pb2.RunState()
+    state.CopyFrom(manifest.run_state)
+    state.ClearField("buffer_source")
+    return state
+
+
+def require_same_run(manifest: Manifest, run: str, settings: RunSettings, where: str) -> None:
+    """Raises RunMismatchError unless a run with these settings can continue from a checkpoint."""
+    for name, ours in (("world", settings.world), ("seed", settings.seed)):
+        theirs = getattr(manifest, name)
+        if ours != theirs:
+            raise RunMismatchError(
+                f"run {run!r} cannot continue from checkpoint {where}: the checkpoint has {name}={theirs}, but this "
+                f"trainer asks for {name}={ours}. Pass the checkpoint's value to join; the number of trainers and "
+                "servers may differ",
+                run=run,
+                name=name,
+                expected=theirs,
+                actual=ours,
+            )
+
+
+def _commit_to_dict(record: CommitRecord) -> dict[str, Any]:
+    optimizer = common_pb2.OptimizerStep.FromString(record.optimizer)
+    return {**asdict(record), "unit_order": list(record.unit_order), "optimizer": message_to_dict(optimizer)}
+
+
+def _commit_from_dict(content: Mapping[str, Any]) -> CommitRecord:
+    fields = dict(content)
+    optimizer = message_from_dict(fields.pop("optimizer"), common_pb2.OptimizerStep())
+    norm_type, other_norm = fields.pop("norm_type"), fields.pop("other_norm")
+    return CommitRecord(
+        step=int(fields["step"]),
+        time=float(fields["time"]),
+        leader=str(fields["leader"]),
+        optimizer=optimizer.SerializeToString(deterministic=True),
+        clip_coefficient=float(fields["clip_coefficient"]),
+        unit_order=tuple(map(int, fields["unit_order"])),
+        grad_norm=float(fields["grad_norm"]),
+        norm_type=None if norm_type is None else float(norm_type),
+        other_norm=None if other_norm is None else float(other_norm),
+        skipped=bool(fields["skipped"]),
+    )

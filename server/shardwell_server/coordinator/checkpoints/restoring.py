@@ -1,0 +1,406 @@
+"""Loads runs from checkpoints: new runs that continue from one, and runs that lost shards and go back to one.
+
+Note: [Loading a run]
+    Both are the same work. ``RunCheckpoints.restore`` is stored first. Until it is cleared, ``Join`` answers that the
+    run is not started, so no trainer observes a run that is partly loaded. The coordinator then
+
+    1. makes every live server drop what it holds of the run, and reject the epochs of former trainers
+       (``BeginRestore``),
+    2. places all units of the checkpoint, and has every server fill and publish its shards (``LoadShards``),
+    3. stores units, commit records, the run's state and the end of the restore in one transaction.
+
+    After an error, and after a coordinator restart, everything starts again with a higher number. If a file is
+    damaged, the checkpoint before it is used, unless the user named the checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+from shardwell_server.coordinator.checkpoints.manifests import commits_in, require_same_run, run_state_in
+from shardwell_server.coordinator.checkpoints.saving import CheckpointFiles
+from shardwell_server.coordinator.inspection.events import EventKind
+from shardwell_server.coordinator.leases.trainers import TrainerLeases
+from shardwell_server.coordinator.placement.placer import UnitPlacer
+from shardwell_server.coordinator.runs.checkpoints import CheckpointOptions, Restore
+from shardwell_server.coordinator.runs.run import Run
+from shardwell_server.coordinator.runs.units import Unit
+from shardwell_server.coordinator.servers.shard_servers import ShardServers
+from shardwell_server.coordinator.settings import RunSettings
+from shardwell_server.coordinator.state import CoordinatorState
+from shardwell_server.coordinator.storage.records import CheckpointRecord, CommitRecord
+from shardwell_server.coordinator.waiting import SharedCall, poll
+from shardwell_wire import fault_points
+from shardwell_wire.checkpoints.folder import RunFolder
+from shardwell_wire.checkpoints.manifest import Manifest
+from shardwell_wire.checkpoints.reading import Checkpoint
+from shardwell_wire.errors import (
+    CorruptDataError,
+    InvalidRequestError,
+    NotFoundError,
+    ShardwellError,
+    UnavailableError,
+)
+from shardwell_wire.retry import backoff, retry_async
+from shardwell_wire.v1 import coordinator_pb2, shard_pb2
+
+logger = logging.getLogger(__name__)
+
+LATEST = "latest"
+"""Value of ``JoinRequest.resume`` for the newest checkpoint that can be loaded."""
+
+_POLL_S = 1.0
+"""Seconds that a server waits in ``LoadShards`` for the end."""
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 0.2, 5.0
+
+
+class RunRestorer:
+    """Loads runs from checkpoints. See Note: [Loading a run].
+
+    Args:
+        state: State of the coordinator.
+        servers: The shard servers.
+        placer: Places units.
+        trainers: Ends memberships, and fences former trainers.
+        files: Runs work on checkpoint folders.
+    """
+
+    def __init__(
+        self,
+        state: CoordinatorState,
+        servers: ShardServers,
+        placer: UnitPlacer,
+        trainers: TrainerLeases,
+        files: CheckpointFiles,
+    ) -> None:
+        self._state, self._servers, self._placer = state, servers, placer
+        self._trainers, self._files = trainers, files
+        self._choosing: dict[str, SharedCall[Restore | None]] = {}
+        """Look-ups in checkpoint folders, by run name."""
+
+    # New runs
+
+    async def find_or_create_run(self, request: coordinator_pb2.JoinRequest, settings: RunSettings) -> Run:
+        """Returns the run that a trainer joins, with the trainer's options for checkpoints.
+
+        If the run does not exist and the trainer wants to resume, the run is loaded in the background.
+
+        Raises:
+            RunMismatchError: The run has other settings.
+            ShardwellError: See ``choose``.
+        """
+        options = CheckpointOptions().changed_by(request.config)
+        restore = await self.choose(request.run, settings, options, request.resume)
+        is_new = request.run not in self._state.runs
+        run = self._trainers.find_or_create_run(request.run, settings)
+        if is_new and restore is not None:
+            run.checkpoints.begin_restore(restore, run.clock())
+            message = f"checkpoint {restore.url}, step {restore.step}"
+            self._state.events.add(EventKind.RUN_LOADING, message, run=run.name)
+            self.start(run)
+        if run.checkpoints.set_options(run.checkpoints.options.changed_by(request.config)):
+            run.touch()
+        return run
+
+    async def choose(
+        self, run_name: str, settings: RunSettings, options: CheckpointOptions, resume: str
+    ) -> Restore | None:
+        """Returns the checkpoint from which to create a run. None: create it without one.
+
+        Args:
+            run_name: Name of the run.
+            settings: Settings that the trainer asks for.
+            options: Options for checkpoints that the trainer asks for.
+            resume: As in ``JoinRequest``.
+
+        Raises:
+            InvalidRequestError: ``resume`` is "latest", but there is no folder of checkpoints.
+            CorruptDataError: The checkpoint is damaged or does not exist. The message offers another one.
+            RunMismatchError: The checkpoint belongs to a run with other settings.
+        """
+        if not resume or run_name in self._state.runs:
+            return None
+        # Concurrent trainers of a run share one look-up.
+        call = self._choosing.setdefault(run_name, SharedCall())
+        try:
+            found = await call(lambda: self._choose(run_name, settings, options, resume))
+        finally:
+            self._choosing.pop(run_name, None)
+        return None if run_name in self._state.runs else found
+
+    async def _choose(
+        self, run_name: str, settings: RunSettings, options: CheckpointOptions, resume: str
+    ) -> Restore | None:
+        if resume != LATEST:
+            manifest = await self._files(lambda: _open_named(resume, run_name, options.directory))
+            require_same_run(manifest, run_name, settings, resume)
+            return Restore(url=resume, checkpoint_id=manifest.checkpoint_id, step=manifest.step)
+        if not options.directory:
+            raise InvalidRequestError(
+                'resume is "latest", but checkpoint_dir is not set: set the folder of checkpoints'
+            )
+        entries = await self._files(lambda: RunFolder.of(options.directory, run_name).entries())
+        damaged = []
+        for entry in entries:
+            if entry.is_incomplete:
+                continue
+            if entry.manifest is None or not entry.is_valid:
+                damaged.append(entry.checkpoint_id)
+                self._report_damaged(run_name, entry.url, entry.problem)
+                continue
+            require_same_run(entry.manifest, run_name, settings, entry.url)
+            return Restore(
+                url=entry.url,
+                checkpoint_id=entry.checkpoint_id,
+                step=entry.step,
+                may_fall_back=True,
+                damaged=tuple(damaged),
+            )
+        if damaged:
+            raise CorruptDataError(
+                f"run {run_name!r} cannot be resumed: all {len(damaged)} checkpoints in {options.directory} are "
+                "damaged. See the events (shardwell events), or join without resume to start from step 0"
+            )
+        logger.info("run %r: there is no checkpoint in %s yet: the run starts at step 0", run_name, options.directory)
+        return None
+
+    def start(self, run: Run) -> None:
+        """Loads a run in the background if ``RunCheckpoints.restore`` is set. Continues after a coordinator restart."""
+        if run.checkpoints.restore is not None:
+            self._state.tasks.start(self._restore(run))
+
+    # Rollback
+
+    def can_roll_back(self, run: Run) -> bool:
+        """True if the run has a checkpoint to go back to."""
+        return bool(run.checkpoints.saved)
+
+    async def roll_back(self, run: Run, lost: str) -> bool:
+        """Rolls a run back to its newest checkpoint, because shards are lost. Returns when this is durable.
+
+        All memberships end, and trainers join again. The run is loaded in the background.
+
+        Args:
+            run: The run.
+            lost: What was lost, for messages, such as ``server 'b' has ended``.
+
+        Returns:
+            False if the run has no checkpoint. True also if it is being loaded already.
+        """
+        if run.checkpoints.restore is not None:
+            return True
+        if not run.checkpoints.saved or run.deleted:
+            return False
+        newest = max(run.checkpoints.saved, key=lambda record: (record.time, record.step))
+        restore = Restore(
+            url=newest.url, checkpoint_id=newest.checkpoint_id, step=newest.step, reason=lost, may_fall_back=True
+        )
+        async with run.checkpoints.boundary:  # a commit record that is being written must be final first
+            if run.checkpoints.restore is not None:
+                return True
+            run.checkpoints.begin_restore(restore, run.clock())
+        self._end_memberships(run, restore)
+        run.touch()
+        await self._state.save_or_retry(run)
+        message = f"{lost}: going back from step {run.committed_step} to checkpoint {restore.url}"
+        self._state.events.add(EventKind.RUN_LOADING, message, run=run.name)
+        self.start(run)
+        return True
+
+    def _end_memberships(self, run: Run, restore: Restore) -> None:
+        for member in [*run.members.live.values(), *run.members.expired]:
+            member.note_revoked(restore.why_members_ended)
+            run.revoke_lease(member)
+
+    # Loading
+
+    async def _restore(self, run: Run) -> None:
+        pauses = backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)
+        while (restore := run.checkpoints.restore) is not None and not run.deleted:
+            progress = run.checkpoints.restoring
+            try:
+                await self._load(run, restore)
+            except CorruptDataError as error:
+                if not await self._fall_back(run, restore, error):
+                    # Trainers get an error. The user may still bring the files back, so the run is not given up.
+                    progress.note_fatal(str(error))
+                    run.changed.notify()
+                    await asyncio.sleep(_LONGEST_RETRY_S)
+            except ShardwellError as error:
+                if progress.problem != str(error):
+                    logger.warning("run %r is not loaded yet: %s", run.name, error)
+                progress.note_problem(str(error))
+                run.changed.notify()
+                await asyncio.sleep(next(pauses))
+            except Exception as error:
+                logger.exception("unexpected error while run %r was loaded", run.name)
+                progress.note_problem(f"{type(error).__name__}: {error}")
+                await asyncio.sleep(_LONGEST_RETRY_S)
+
+    async def _load(self, run: Run, restore: Restore) -> None:
+        """Loads a run. See Note: [Loading a run].
+
+        Raises:
+            CorruptDataError: The checkpoint is damaged, or a file is missing.
+            ShardwellError: Another error. The caller tries again.
+        """
+        manifest = await self._files(lambda: _open(restore.url))
+        if (manifest.checkpoint_id, manifest.step) != (restore.checkpoint_id, restore.step):
+            raise CorruptDataError(
+                f"{restore.url} contains checkpoint {manifest.checkpoint_id} of step {manifest.step}, expected "
+                f"{restore.checkpoint_id} of step {restore.step}"
+            )
+        commits = commits_in(manifest, restore.url)
+        fault_points.reach("coordinator.restore.begun", step=restore.step)
+        await self._wait_for_servers(run)
+        number = run.next_epoch()
+        await self._state.save(run)  # no other restore may get this number, even after a restart
+        context = self._servers.context(run, restore.step)
+        begin = shard_pb2.BeginRestoreRequest(context=context, restore=number, min_epoch=number)
+        # Servers that are not live now are told later that they own no shards of the run.
+        answers = await self._servers.call_all(
+            [server.server_id for server in self._state.cluster.live], "BeginRestore", lambda _: begin
+        )
+        for server_id, answer in answers.items():
+            self._state.cluster.servers[server_id].note_free(answer.free_bytes)
+        units = [
+            Unit(index, layout, await self._placer.reserve(run, index, layout, placement=number), published=True)
+            for index, layout in enumerate(manifest.units)
+        ]
+        await self._load_shards(run, restore, number, units)
+        await self._finish(run, restore, manifest, commits, units)
+
+    async def _wait_for_servers(self, run: Run) -> None:
+        cluster, wanted = self._state.cluster, self._state.settings.min_servers
+
+        async def check() -> bool | None:
+            return len(cluster.live) >= wanted or None
+
+        if not await poll(cluster.changed, check, _LONGEST_RETRY_S):
+            raise UnavailableError(f"{len(cluster.live)} of {wanted} shard servers are live")
+
+    async def _load_shards(self, run: Run, restore: Restore, number: int, units: Sequence[Unit]) -> None:
+        request = shard_pb2.LoadShardsRequest(
+            context=self._servers.context(run, restore.step), restore=number, url=restore.url, wait_s=_POLL_S
+        )
+        done: dict[str, tuple[int, int]] = {}
+
+        async def load(server_id: str) -> None:
+            while not run.deleted:
+                answer = await self._servers.call(server_id, "LoadShards", request)
+                done[server_id] = (answer.loaded_bytes, answer.total_bytes)
+                run.checkpoints.restoring.note(sum(at for at, _ in done.values()), sum(at for _, at in done.values()))
+                if answer.loaded:
+                    return
+
+        await asyncio.gather(*map(load, {shard.server_id for unit in units for shard in unit.shards}))
+
+    async def _finish(
+        self, run: Run, restore: Restore, manifest: Manifest, commits: Sequence[CommitRecord], units: Sequence[Unit]
+    ) -> None:
+        """Makes the loaded version the run's newest one."""
+        run.check_not_deleted()
+        if any(self._placer.has_ended(shard) for unit in units for shard in unit.shards):
+            raise UnavailableError("a shard server ended while the run was loaded")
+        # No ``await`` before the state is complete. Trainers still wait, because ``restore`` is set.
+        if not restore.is_rollback:
+            run.checkpoints.set_lineage((*manifest.lineage, manifest.run_id))
+        lost = run.committed_step
+        run.load(units, commits, run_state_in(manifest))
+        fault_points.reach("coordinator.restore.before_record", step=restore.step)
+        await retry_async(lambda: self._state.save_loaded(run), errors=ShardwellError, check=_raise_if_deleted)
+        fault_points.reach("coordinator.restore.after_record", step=restore.step)
+        run.checkpoints.end_restore()
+        await self._add_loaded_checkpoint(run, restore, manifest)
+        steps = f"rolled back to step {restore.step}" if restore.is_rollback else f"continues at step {restore.step}"
+        why = f": {restore.reason}; {lost - restore.step} steps are repeated" if restore.is_rollback else ""
+        kind = EventKind.ROLLED_BACK if restore.is_rollback else EventKind.RUN_RESUMED
+        self._state.events.add(kind, f"{steps} from {restore.url}{why}", run=run.name)
+        run.changed.notify()
+        self._trainers.start_fencing(run)
+
+    async def _add_loaded_checkpoint(self, run: Run, restore: Restore, manifest: Manifest) -> None:
+        """Remembers the checkpoint of a new run, so that it can be rolled back to."""
+        if run.checkpoints.find(restore.checkpoint_id) is not None:
+            return
+        record = CheckpointRecord(
+            restore.checkpoint_id, restore.step, restore.url, manifest.size_bytes, manifest.created, True
+        )
+        run.checkpoints.add_saved(record)
+        try:
+            await self._state.save_checkpoint(run, record)
+        except ShardwellError as error:
+            logger.warning("run %r: checkpoint %s is not remembered: %s", run.name, record.url, error)
+
+    # Damaged checkpoints
+
+    async def _fall_back(self, run: Run, restore: Restore, error: ShardwellError) -> bool:
+        """Chooses the checkpoint before a damaged one. Returns False if there is none."""
+        self._report_damaged(run.name, restore.url, str(error))
+        if not restore.may_fall_back:
+            return False
+        damaged = (*restore.damaged, restore.checkpoint_id)
+        directory, known = run.checkpoints.options.directory, {at.checkpoint_id for at in run.checkpoints.saved}
+        try:
+            entries = await self._files(lambda: RunFolder.of(directory, run.name).entries()) if directory else []
+        except ShardwellError as problem:
+            logger.warning("run %r: the folder of checkpoints cannot be listed: %s", run.name, problem)
+            return True  # try again, from the same checkpoint
+        lineage = {*run.checkpoints.lineage, run.identity.run_id}
+        usable = [
+            at
+            for at in entries
+            if at.manifest is not None
+            and at.is_valid
+            and at.checkpoint_id not in damaged
+            and (not restore.is_rollback or at.checkpoint_id in known or at.manifest.run_id in lineage)
+        ]
+        if not usable:
+            return False
+        before = usable[0]
+        run.checkpoints.begin_restore(
+            replace(restore, url=before.url, checkpoint_id=before.checkpoint_id, step=before.step, damaged=damaged),
+            run.clock(),
+        )
+        run.touch()
+        await self._state.save_or_retry(run)
+        message = f"the checkpoint before it is used: step {before.step}, {before.url}"
+        self._state.events.add(EventKind.RUN_LOADING, message, run=run.name)
+        return True
+
+    def _report_damaged(self, run_name: str, url: str, problem: str) -> None:
+        logger.error("run %r: checkpoint %s cannot be loaded: %s", run_name, url, problem)
+        self._state.events.add(EventKind.CHECKPOINT_DAMAGED, f"{url}: {problem}", run=run_name)
+
+
+def _raise_if_deleted(error: Exception) -> None:
+    if isinstance(error, NotFoundError):
+        raise error
+    logger.error("%s", error)
+
+
+def _open(url: str) -> Manifest:
+    """Returns the manifest of a checkpoint, after checks of all headers. Blocks.
+
+    Raises:
+        CorruptDataError: The checkpoint is damaged, or a file is missing.
+    """
+    try:
+        return Checkpoint.open(url).manifest
+    except NotFoundError as error:
+        raise CorruptDataError(str(error), **error.data) from error
+
+
+def _open_named(url: str, run: str, directory: str) -> Manifest:
+    """Returns the manifest of a checkpoint that the user named. Blocks."""
+    try:
+        return _open(url)
+    except CorruptDataError as error:
+        others = []
+        if directory:
+            others = [at.url for at in RunFolder.of(directory, run).entries() if at.is_valid and at.url != url]
+        offer = f". The newest other checkpoint of the run is {others[0]}: pass it as resume" if others else ""
+        raise CorruptDataError(f"{error}{offer}", **error.data) from error

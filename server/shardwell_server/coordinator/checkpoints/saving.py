@@ -1,0 +1,312 @@
+"""Saves checkpoints of runs while they train.
+
+Note: [Consistent checkpoints]
+    A checkpoint starts when every server has acknowledged the update that makes version v. The shards then do not
+    change until the update of step v, which follows a whole forward and backward later: enough time to write most of
+    them. ``BeginCheckpoint`` is sent to all servers while ``RunCheckpoints.boundary`` is held. The commit record of
+    step v waits for this lock, so no server can be asked to update before all of them have begun.
+
+    The record of a checkpoint is stored before any server begins. The manifest is written after every server has
+    written its file. A coordinator that is killed in between finds the record of an incomplete checkpoint, and removes
+    what was written. A checkpoint that fails is reported; it never stops the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TypeVar
+
+from shardwell_server.coordinator.checkpoints.manifests import manifest_of, with_files
+from shardwell_server.coordinator.inspection.events import EventKind
+from shardwell_server.coordinator.runs.checkpoints import CheckpointInFlight, CheckpointState
+from shardwell_server.coordinator.runs.run import Run
+from shardwell_server.coordinator.servers.shard_servers import ShardServers
+from shardwell_server.coordinator.state import CoordinatorState
+from shardwell_server.coordinator.storage.records import CheckpointRecord
+from shardwell_wire import fault_points
+from shardwell_wire.checkpoints.folder import RunFolder, checkpoint_folder
+from shardwell_wire.checkpoints.manifest import MANIFEST_NAME, Manifest
+from shardwell_wire.checkpoints.opening import open_storage
+from shardwell_wire.checkpoints.reading import read_manifest
+from shardwell_wire.errors import (
+    DeadlineError,
+    InternalError,
+    ShardwellError,
+    StepStateError,
+    UnavailableError,
+)
+from shardwell_wire.run_identity import new_run_id
+from shardwell_wire.v1 import shard_pb2
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+_BEGIN_LIMIT_S = 5.0
+"""Seconds that the servers have to begin. A commit may wait for this."""
+_POLL_S = 2.0
+"""Seconds that a server waits in ``DescribeCheckpoint`` for the end of its file."""
+_STALLED_S = 300.0
+"""Seconds without progress after which a checkpoint is given up."""
+_ABORT_RETRY_S = 5.0
+
+
+class CheckpointFiles:
+    """Runs blocking work on folders of checkpoints in threads.
+
+    The threads are their own, because a bucket that does not answer must not block anything else.
+    """
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(8, thread_name_prefix="shardwell-checkpoints")
+
+    async def __call__(self, work: Callable[[], Result]) -> Result:
+        """Returns the result of ``work``. Unexpected errors of storage libraries become InternalError."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        except (ShardwellError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            logger.exception("unexpected error in the storage of checkpoints")
+            raise InternalError(f"the storage of checkpoints failed: {type(error).__name__}: {error}") from error
+
+    def close(self) -> None:
+        """Lets running work end, and starts no more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class CheckpointSaver:
+    """Saves checkpoints. See Note: [Consistent checkpoints].
+
+    Args:
+        state: State of the coordinator.
+        servers: The shard servers.
+        files: Runs work on checkpoint folders.
+    """
+
+    def __init__(self, state: CoordinatorState, servers: ShardServers, files: CheckpointFiles) -> None:
+        self._state, self._servers, self._files = state, servers, files
+
+    def start_if_due(self, run: Run) -> None:
+        """Starts a checkpoint if enough steps were committed. Call it when all servers have updated."""
+        if run.checkpoints.is_due(run.committed_step) and not run.units.unpublished and not run.deleted:
+            self._start(run)
+
+    def request(self, run: Run) -> CheckpointInFlight:
+        """Starts a checkpoint of the newest version, or returns the one in flight if it has not begun.
+
+        Raises:
+            StepStateError: The run has no folder for checkpoints, no values yet, is being loaded, or another checkpoint
+                is being written.
+        """
+        checkpoints = run.checkpoints
+        if not checkpoints.options.directory:
+            raise StepStateError(
+                f"run {run.name!r} has no folder for checkpoints: pass checkpoint_dir to shardwell.join in a trainer"
+            )
+        if checkpoints.restore is not None:
+            raise StepStateError(checkpoints.restoring.describe(checkpoints.restore))
+        if not len(run.units) or run.units.unpublished:
+            raise StepStateError(f"run {run.name!r} has no values yet: a checkpoint needs the values of all units")
+        if (in_flight := checkpoints.in_flight) is not None:
+            if in_flight.step in (None, run.committed_step):
+                return in_flight
+            raise UnavailableError(
+                f"the checkpoint of step {in_flight.step} of run {run.name!r} is still being written: "
+                f"{in_flight.written_bytes} of {in_flight.total_bytes} bytes"
+            )
+        return self._start(run)
+
+    def resume(self, run: Run) -> None:
+        """Removes what the former coordinator left unfinished, in the background."""
+        self._state.tasks.start(self._remove_torn(run))
+
+    def _start(self, run: Run) -> CheckpointInFlight:
+        checkpoint = CheckpointInFlight(new_run_id())
+        run.checkpoints.start(checkpoint)
+        self._state.tasks.start(self._save(run, checkpoint))
+        return checkpoint
+
+    async def _save(self, run: Run, checkpoint: CheckpointInFlight) -> None:
+        try:
+            await self._write(run, checkpoint)
+        except ShardwellError as error:
+            await self._fail(run, checkpoint, str(error))
+        except Exception as error:
+            logger.exception("unexpected error in a checkpoint of run %r", run.name)
+            await self._fail(run, checkpoint, f"{type(error).__name__}: {error}")
+        else:
+            await self._delete_old(run)
+
+    async def _write(self, run: Run, checkpoint: CheckpointInFlight) -> None:
+        started = self._state.clock()
+        manifest, server_ids = await self._begin(run, checkpoint)
+        files = await asyncio.gather(*(self._follow(run, checkpoint, server_id) for server_id in server_ids))
+        complete = with_files(manifest, list(map(json.loads, files)))
+        folder = RunFolder.of(run.checkpoints.options.directory, run.name)
+        name = checkpoint.url.rstrip("/").rsplit("/", 1)[-1]
+        fault_points.reach("coordinator.checkpoint.before_manifest", step=complete.step)
+        await self._files(lambda: folder.publish(name, complete))
+        fault_points.reach("coordinator.checkpoint.after_manifest", step=complete.step)
+        record = self._record(checkpoint, is_complete=True, size_bytes=complete.size_bytes)
+        await self._state.save_checkpoint(run, record)
+        checkpoint.end(CheckpointState.SAVED, self._state.wall_clock())
+        run.checkpoints.finish(record)
+        took_s = self._state.clock() - started
+        message = f"step {record.step}: {record.size_bytes} bytes in {took_s:.1f} s, {record.url}"
+        self._state.events.add(EventKind.CHECKPOINT_SAVED, message, run=run.name)
+        run.changed.notify()
+
+    async def _begin(self, run: Run, checkpoint: CheckpointInFlight) -> tuple[Manifest, list[str]]:
+        """Makes every server begin. Returns the manifest without files, and the servers."""
+        try:
+            async with asyncio.timeout(_BEGIN_LIMIT_S) as limit, run.checkpoints.boundary:
+                await run.wait_until_updated()
+                step, server_ids = run.committed_step, list(run.units.servers)
+                folder = RunFolder.of(run.checkpoints.options.directory, run.name)
+                checkpoint.begin(step, folder.url_of(checkpoint_folder(step, checkpoint.checkpoint_id)))
+                run.checkpoints.note_begun(step)
+                # Before the folder exists, so that a restarted coordinator finds and removes what was written.
+                await self._state.save_checkpoint(run, self._record(checkpoint, is_complete=False))
+                await self._files(lambda: folder.begin(step, checkpoint.checkpoint_id))
+                fault_points.reach("coordinator.checkpoint.before_begin", step=step)
+                last = run.commits.last
+                request = shard_pb2.BeginCheckpointRequest(
+                    context=self._servers.context(run, step),
+                    checkpoint_id=checkpoint.checkpoint_id,
+                    url=checkpoint.url,
+                    unit_order=last.unit_order if last is not None else (),
+                )
+                await self._servers.call_all(server_ids, "BeginCheckpoint", lambda _: request)
+                manifest = manifest_of(run, checkpoint.checkpoint_id, self._state.wall_clock())
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            run.checkpoints.note_begun(run.committed_step)  # the next attempt follows after as many commits
+            raise DeadlineError(
+                f"the coordinator or a shard server did not begin within {_BEGIN_LIMIT_S:g} s: the folder "
+                f"{run.checkpoints.options.directory} or a server does not answer"
+            ) from None
+        fault_points.reach("coordinator.checkpoint.begun", step=step)
+        message = f"step {step} on {len(server_ids)} servers, {checkpoint.url}"
+        self._state.events.add(EventKind.CHECKPOINT_STARTED, message, run=run.name)
+        run.changed.notify()
+        return manifest, server_ids
+
+    async def _follow(self, run: Run, checkpoint: CheckpointInFlight, server_id: str) -> str:
+        """Waits until a server has written its file. Returns the file's record as JSON."""
+        assert checkpoint.step is not None
+        request = shard_pb2.DescribeCheckpointRequest(
+            context=self._servers.context(run, checkpoint.step), checkpoint_id=checkpoint.checkpoint_id, wait_s=_POLL_S
+        )
+        written_bytes, since_s = -1, self._state.clock()
+        while True:
+            run.check_not_deleted()
+            response = await self._servers.call(server_id, "DescribeCheckpoint", request)
+            checkpoint.note_progress(server_id, response.written_bytes, response.total_bytes)
+            if response.error:
+                raise UnavailableError(f"server {server_id!r}: {response.error}", server=server_id)
+            if response.HasField("file_json"):
+                return str(response.file_json)
+            if response.written_bytes > written_bytes:
+                written_bytes, since_s = response.written_bytes, self._state.clock()
+            elif self._state.clock() - since_s > _STALLED_S:
+                raise DeadlineError(
+                    f"server {server_id!r} has written nothing for {_STALLED_S:g} s, after {written_bytes} of "
+                    f"{response.total_bytes} bytes",
+                    server=server_id,
+                )
+
+    def _record(self, checkpoint: CheckpointInFlight, *, is_complete: bool, size_bytes: int = 0) -> CheckpointRecord:
+        assert checkpoint.step is not None
+        return CheckpointRecord(
+            checkpoint.checkpoint_id,
+            checkpoint.step,
+            checkpoint.url,
+            size_bytes,
+            self._state.wall_clock(),
+            is_complete,
+        )
+
+    # Failures
+
+    async def _fail(self, run: Run, checkpoint: CheckpointInFlight, error: str) -> None:
+        checkpoint.end(CheckpointState.FAILED, self._state.wall_clock(), error)
+        if checkpoint.step is None:
+            run.checkpoints.note_begun(run.committed_step)
+        run.checkpoints.fail(checkpoint)
+        step = "" if checkpoint.step is None else f"step {checkpoint.step}: "
+        every = run.checkpoints.options.every_commits
+        following = f"the next follows after {every} commits" if every else "request another when this is fixed"
+        message = f"{step}{error}. Training goes on; {following}"
+        if not run.deleted:
+            logger.warning("run %r: a checkpoint failed: %s", run.name, message)
+            self._state.events.add(EventKind.CHECKPOINT_FAILED, message, run=run.name)
+        run.changed.notify()
+        if checkpoint.step is not None:
+            await self._remove(run, checkpoint.checkpoint_id, checkpoint.step, checkpoint.url)
+
+    async def _remove_torn(self, run: Run) -> None:
+        for record in run.checkpoints.take_torn():
+            if await self._is_complete(record):
+                await self._state.save_checkpoint(run, replace(record, is_complete=True))
+                run.checkpoints.add_saved(replace(record, is_complete=True))
+                continue
+            message = f"step {record.step}: the coordinator restarted while {record.url} was written. Training goes on"
+            self._state.events.add(EventKind.CHECKPOINT_FAILED, message, run=run.name)
+            await self._remove(run, record.checkpoint_id, record.step, record.url)
+
+    async def _is_complete(self, record: CheckpointRecord) -> bool:
+        """True if the manifest was written before the former coordinator ended."""
+        try:
+            await self._files(lambda: read_manifest(open_storage(record.url)))
+        except ShardwellError:
+            return False
+        return True
+
+    async def _remove(self, run: Run, checkpoint_id: str, step: int, url: str) -> None:
+        """Stops the servers and removes an incomplete checkpoint. What cannot be removed now stays recorded."""
+        request = shard_pb2.AbortCheckpointRequest(
+            context=self._servers.context(run, step), checkpoint_id=checkpoint_id
+        )
+
+        async def abort(server_id: str) -> None:
+            try:
+                await self._servers.call(server_id, "AbortCheckpoint", request, retry_for_s=_ABORT_RETRY_S)
+            except ShardwellError as error:
+                logger.info("server %r did not stop writing checkpoint %s: %s", server_id, url, error)
+
+        await asyncio.gather(*(abort(server_id) for server_id in run.units.servers))
+        try:
+            await self._files(lambda: delete_checkpoint(url))
+            await self._state.delete_checkpoints(run, {checkpoint_id})
+        except ShardwellError as error:
+            logger.warning("the incomplete checkpoint %s was not removed: %s", url, error)
+
+    async def _delete_old(self, run: Run) -> None:
+        options = run.checkpoints.options
+        if not options.keep or run.deleted:
+            return
+        lineage = (*run.checkpoints.lineage, run.identity.run_id)
+
+        def delete() -> set[str]:
+            folder = RunFolder.of(options.directory, run.name)
+            return {name.rsplit("-", 1)[-1] for name in folder.keep_newest(options.keep, lineage=lineage)}
+
+        try:
+            if deleted := await self._files(delete):
+                await self._state.delete_checkpoints(run, deleted)
+        except ShardwellError as error:
+            logger.warning("run %r: old checkpoints were not deleted: %s", run.name, error)
+
+
+def delete_checkpoint(url: str) -> None:
+    """Deletes the folder of a checkpoint: the manifest first, so that nobody finds half of it. Blocks."""
+    storage = open_storage(url)
+    storage.delete(MANIFEST_NAME)
+    storage.delete_folder("")

@@ -1,0 +1,289 @@
+"""Checkpoints of a run: its options, the checkpoint in flight, the complete ones, and loading the run from one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from enum import Enum
+from typing import Any
+
+from shardwell_server.coordinator.storage.records import CheckpointRecord
+from shardwell_wire.errors import ConflictError, InvalidRequestError
+from shardwell_wire.v1 import coordinator_pb2
+
+_REMEMBERED_FAILURES = 16
+"""Failed checkpoints whose errors are remembered for callers that ask for them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointOptions:
+    """When and where checkpoints of a run are saved."""
+
+    directory: str = ""
+    """Folder of all runs: a path or fsspec URL. Empty: the run saves no checkpoints."""
+    every_commits: int = 0
+    """Commits between two checkpoints. 0: only on request."""
+    keep: int = 0
+    """Number of checkpoints to keep. 0: all."""
+
+    def changed_by(self, request: coordinator_pb2.RunConfig) -> CheckpointOptions:
+        """Returns the options with those that a trainer has set.
+
+        Raises:
+            InvalidRequestError: There are to be checkpoints, but no folder.
+        """
+        changed = replace(
+            self,
+            directory=request.checkpoint_dir if request.HasField("checkpoint_dir") else self.directory,
+            every_commits=request.checkpoint_every if request.HasField("checkpoint_every") else self.every_commits,
+            keep=request.checkpoint_keep if request.HasField("checkpoint_keep") else self.keep,
+        )
+        if request.HasField("checkpoint_every") and changed.every_commits and not changed.directory:
+            raise InvalidRequestError(
+                f"checkpoint_every is {changed.every_commits}, but the run has no folder for checkpoints: set "
+                "checkpoint_dir"
+            )
+        return changed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restore:
+    """A run that is being loaded from a checkpoint. Durable until the run is loaded."""
+
+    url: str
+    """Folder of the checkpoint."""
+    checkpoint_id: str
+    step: int
+    """Version of the checkpoint, which is also the number of its committed steps."""
+    reason: str = ""
+    """Why the run is rolled back. Empty: the run is created from the checkpoint."""
+    may_fall_back: bool = False
+    """True if an older checkpoint may be used when this one is damaged."""
+    damaged: tuple[str, ...] = ()
+    """Ids of the checkpoints that turned out to be damaged."""
+
+    @property
+    def is_rollback(self) -> bool:
+        """True if the run had live trainers, which must go back."""
+        return bool(self.reason)
+
+    @property
+    def why_members_ended(self) -> str:
+        """Reason for the end of all memberships, for messages."""
+        return f"the run was rolled back to step {self.step}: {self.reason}"
+
+
+@dataclass(slots=True)
+class RestoreProgress:
+    """How far a restore is. Not durable."""
+
+    begun_s: float = 0.0
+    """Clock time at which it began, or at which the coordinator restarted."""
+    problem: str = ""
+    """Why the last attempt failed. The next one follows."""
+    fatal: str = ""
+    """Why no checkpoint of the run can be loaded."""
+    loaded_bytes: int = 0
+    total_bytes: int = 0
+
+    def describe(self, restore: Restore) -> str:
+        """Returns one line for people."""
+        line = f"the run is being loaded from checkpoint {restore.url} (step {restore.step})"
+        if self.total_bytes:
+            line += f": {self.loaded_bytes} of {self.total_bytes} bytes, {100 * self.loaded_bytes // self.total_bytes}%"
+        return f"{line}; {self.problem}" if self.problem else line
+
+    def note(self, loaded_bytes: int, total_bytes: int) -> None:
+        """Records how much the servers have read."""
+        self.loaded_bytes, self.total_bytes = loaded_bytes, total_bytes
+
+    def note_problem(self, problem: str) -> None:
+        """Records why an attempt failed."""
+        self.problem = problem
+
+    def note_fatal(self, why: str) -> None:
+        """Records that no checkpoint can be loaded."""
+        self.fatal = why
+
+
+class CheckpointState(Enum):
+    """State of a checkpoint."""
+
+    WRITING = coordinator_pb2.CHECKPOINT_STATE_WRITING
+    SAVED = coordinator_pb2.CHECKPOINT_STATE_SAVED
+    FAILED = coordinator_pb2.CHECKPOINT_STATE_FAILED
+
+
+@dataclass(slots=True)
+class CheckpointInFlight:
+    """A checkpoint from its start until its end."""
+
+    checkpoint_id: str
+    step: int | None = None
+    """Version to save. None: not determined yet, because no server was asked."""
+    url: str = ""
+    state: CheckpointState = CheckpointState.WRITING
+    progress: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Written and total bytes by server."""
+    error: str = ""
+    ended: float = 0.0
+    """Seconds since 1970. 0: not ended."""
+
+    @property
+    def written_bytes(self) -> int:
+        return sum(written for written, _ in self.progress.values())
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(total for _, total in self.progress.values())
+
+    def begin(self, step: int, url: str) -> None:
+        """Records the version and its folder."""
+        self.step, self.url = step, url
+
+    def note_progress(self, server_id: str, written_bytes: int, total_bytes: int) -> None:
+        """Records how much a server has written."""
+        self.progress[server_id] = (written_bytes, total_bytes)
+
+    def end(self, state: CheckpointState, now: float, error: str = "") -> None:
+        """Records the outcome."""
+        self.state, self.ended, self.error = state, now, error
+
+
+class RunCheckpoints:
+    """Everything about the checkpoints of one run. Used on the event loop."""
+
+    def __init__(self) -> None:
+        self.options = CheckpointOptions()
+        self.in_flight: CheckpointInFlight | None = None
+        self.saved: list[CheckpointRecord] = []
+        """Complete checkpoints that the run can be rolled back to, oldest first."""
+        self.lineage: tuple[str, ...] = ()
+        """Ids of the runs that this run was resumed from, oldest first."""
+        self._torn: list[CheckpointRecord] = []
+        """Incomplete checkpoints of a former coordinator."""
+        self.failed: dict[str, CheckpointInFlight] = {}
+        """Recent failures by checkpoint id, oldest first."""
+        self.last_step = 0
+        """Step of the newest checkpoint that was begun or loaded."""
+        self.rollback_count = 0
+        self.restore: Restore | None = None
+        """Set while the run is loaded from a checkpoint."""
+        self.restoring = RestoreProgress()
+        self.boundary = asyncio.Lock()
+        """Held while servers are told to begin a checkpoint, and from before a commit record until its step is over.
+        No server is therefore asked to update while a checkpoint begins."""
+
+    # ---- durable facts ----
+
+    def to_json(self) -> str:
+        """Returns the durable facts as text."""
+        return self._to_json(self.rollback_count, self.restore)
+
+    def after_restore_json(self) -> str:
+        """Returns the durable facts as they will be after ``end_restore``."""
+        assert self.restore is not None
+        return self._to_json(self.rollback_count + self.restore.is_rollback, None)
+
+    def _to_json(self, rollback_count: int, restore: Restore | None) -> str:
+        facts = {
+            "options": asdict(self.options),
+            "lineage": self.lineage,
+            "rollback_count": rollback_count,
+            "restore": None if restore is None else asdict(restore),
+        }
+        return json.dumps(facts)
+
+    def restore_facts(self, text: str, records: Sequence[CheckpointRecord], now: float) -> None:
+        """Restores what ``to_json`` returned, and the recorded checkpoints, after a coordinator restart."""
+        facts: Mapping[str, Any] = json.loads(text)
+        self.options = CheckpointOptions(**facts["options"])
+        self.lineage = tuple(facts["lineage"])
+        self.rollback_count = facts["rollback_count"]
+        if (restore := facts["restore"]) is not None:
+            self.begin_restore(Restore(**{**restore, "damaged": tuple(restore["damaged"])}), now)
+        self.saved = [record for record in records if record.is_complete]
+        self._torn = [record for record in records if not record.is_complete]
+        self.last_step = max((record.step for record in records), default=0)
+
+    def set_lineage(self, run_ids: tuple[str, ...]) -> None:
+        """Records the runs that this run was resumed from, oldest first."""
+        self.lineage = run_ids
+
+    def set_options(self, options: CheckpointOptions) -> bool:
+        """Replaces the options. Returns True if they changed."""
+        before, self.options = self.options, options
+        return before != options
+
+    # ---- saving ----
+
+    def is_due(self, committed_step: int) -> bool:
+        """True if enough steps were committed since the last checkpoint began, and none is being written."""
+        every = self.options.every_commits
+        ready = self.in_flight is None and self.restore is None and bool(self.options.directory)
+        return ready and every > 0 and committed_step - self.last_step >= every
+
+    def start(self, checkpoint: CheckpointInFlight) -> None:
+        """Records a checkpoint that is about to begin."""
+        assert self.in_flight is None
+        self.in_flight = checkpoint
+
+    def note_begun(self, step: int) -> None:
+        """Records the version of the checkpoint in flight. The next one is due after more commits."""
+        self.last_step = step
+
+    def finish(self, record: CheckpointRecord) -> None:
+        """Records that the checkpoint in flight is complete."""
+        self.in_flight = None
+        self.add_saved(record)
+
+    def add_saved(self, record: CheckpointRecord) -> None:
+        """Adds a complete checkpoint."""
+        self.saved.append(record)
+
+    def take_torn(self) -> list[CheckpointRecord]:
+        """Returns the incomplete checkpoints of a former coordinator. The caller removes them."""
+        torn, self._torn = self._torn, []
+        return torn
+
+    def fail(self, checkpoint: CheckpointInFlight) -> None:
+        """Records that the checkpoint in flight failed."""
+        self.in_flight = None
+        self.failed[checkpoint.checkpoint_id] = checkpoint
+        while len(self.failed) > _REMEMBERED_FAILURES:
+            del self.failed[next(iter(self.failed))]
+
+    def forget(self, checkpoint_ids: Collection[str]) -> None:
+        """Removes checkpoints that were deleted or are damaged."""
+        self.saved = [record for record in self.saved if record.checkpoint_id not in checkpoint_ids]
+
+    def find(self, checkpoint_id: str) -> CheckpointInFlight | CheckpointRecord | None:
+        """Returns a checkpoint by id. None: it is not known."""
+        if self.in_flight is not None and self.in_flight.checkpoint_id == checkpoint_id:
+            return self.in_flight
+        saved = next((record for record in self.saved if record.checkpoint_id == checkpoint_id), None)
+        return saved or self.failed.get(checkpoint_id)
+
+    # ---- loading ----
+
+    def begin_restore(self, restore: Restore, now: float) -> None:
+        """Records that the run is loaded from a checkpoint from the clock time ``now`` on."""
+        self.restore, self.restoring = restore, RestoreProgress(now)
+
+    def check_loadable(self, run: str) -> None:
+        """Raises ConflictError if the run waits for a checkpoint and none can be loaded."""
+        if self.restore is not None and self.restoring.fatal:
+            raise ConflictError(
+                f"run {run!r} cannot be loaded: {self.restoring.fatal}. No other checkpoint of the run can be loaded: "
+                f"bring back the files, or delete the run (shardwell delete-run {run}) and start it again",
+                run=run,
+            )
+
+    def end_restore(self) -> None:
+        """Records that the run is loaded."""
+        assert self.restore is not None
+        self.rollback_count += self.restore.is_rollback
+        self.last_step = self.restore.step
+        self.restore = None

@@ -1,0 +1,1 @@
+"""Checkpoints on a shard server: its shards are written in the background, and loaded."""

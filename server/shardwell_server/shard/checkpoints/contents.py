@@ -1,0 +1,273 @@
+"""Converts the state of a shard to the tensors of a checkpoint's file, and back for any other range."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from shardwell_server.shard.state.portable_state import PartState, ShardState
+from shardwell_server.shard.state.trainer_state import TrainerState
+from shardwell_wire.checkpoints.format import AVERAGE, KEPT_GRADIENT, TRAINER_STATE, VALUES, Part, Piece
+from shardwell_wire.checkpoints.reading import Checkpoint, StoredPiece
+from shardwell_wire.chunk_streams import memory_at
+from shardwell_wire.errors import CorruptDataError
+from shardwell_wire.layout import DTYPE_NAMES, DTYPE_NUMBERS, Segment, UnitLayout
+from shardwell_wire.optimizers import OPTIMIZERS, StateShape
+from shardwell_wire.partitions import part_in
+from shardwell_wire.v1 import shard_pb2
+
+NoteRead = Callable[[int], None]
+"""Called with the number of bytes that were read."""
+
+
+# ---- from a shard ----
+
+
+def pieces_of(state: ShardState) -> Iterator[tuple[Piece, torch.Tensor]]:
+    """Yields the tensors of a shard, each with its name in the file."""
+    for part in state.parts:
+        name = state.layout.parameters[part.parameter_index].name
+        kinds = _kinds(part.algorithm)
+        tensors = {VALUES: part.values, **part.state}
+        if part.average is not None:
+            tensors[AVERAGE] = part.average
+        tensors |= {f"{KEPT_GRADIENT}{rank}": gradient for rank, gradient in sorted(part.kept.items())}
+        for label, tensor in tensors.items():
+            is_whole = label in kinds and not kinds[label]
+            yield _piece(name, label, part.start_element, part.stop_element, tensor, is_whole=is_whole), tensor
+    for partition in state.partitions:
+        yield from _partition_pieces(state.layout, partition)
+
+
+def parts_of(state: ShardState) -> list[Part]:
+    """Returns how the optimizer has updated each segment of a shard. Empty for buffers."""
+    if state.layout.holds_buffers:
+        return []
+    return [
+        Part(
+            state.layout.parameters[part.parameter_index].name,
+            part.start_element,
+            part.stop_element,
+            part.algorithm,
+            part.step_count,
+        )
+        for part in state.parts
+    ]
+
+
+def _kinds(algorithm: str | None) -> dict[str, bool]:
+    """Returns, for each state tensor of an algorithm, whether it has one entry per element."""
+    spec = OPTIMIZERS[algorithm] if algorithm is not None else None
+    elements = (StateShape.PARAMETER, StateShape.VECTOR)
+    return {tensor.name: tensor.shape in elements for tensor in spec.state} if spec is not None else {}
+
+
+def _piece(name: str, label: str, start: int, stop: int, tensor: torch.Tensor, *, is_whole: bool) -> Piece:
+    dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+    if is_whole:
+        return Piece(name, label, start, stop, dtype, shape, "whole")
+    return Piece(name, label, start, stop, dtype, (tensor.numel(),))
+
+
+def _partition_pieces(layout: UnitLayout, partition: TrainerState) -> Iterator[tuple[Piece, torch.Tensor]]:
+    segments = {at.parameter_index: at for at in layout.segments(partition.start_bytes, partition.stop_bytes)}
+    for tensor, data in zip(partition.tensors, partition.data, strict=True):
+        segment, shape = segments[tensor.parameter_index], tuple(tensor.shape)
+        start, stop = segment.start_element, segment.stop_element
+        is_elements = shape == (stop - start,) and not tensor.is_number
+        piece = Piece(
+            layout.parameters[tensor.parameter_index].name,
+            f"{TRAINER_STATE}{tensor.name}",
+            start,
+            stop,
+            DTYPE_NAMES[tensor.dtype],
+            shape,
+            "elements" if is_elements else "number" if tensor.is_number else "whole",
+        )
+        yield piece, data
+
+
+# ---- from a checkpoint ----
+
+
+def describe_shard(
+    checkpoint: Checkpoint, layout: UnitLayout, start_bytes: int, stop_bytes: int, dp: int
+) -> ShardState:
+    """Returns what a checkpoint contains of a range of a unit, with tensors on the meta device.
+
+    Raises:
+        CorruptDataError: The checkpoint lacks something, or contradicts itself.
+    """
+    segments = layout.segments(start_bytes, stop_bytes)
+    return ShardState(
+        layout=layout,
+        start_bytes=start_bytes,
+        stop_bytes=stop_bytes,
+        dp=dp,
+        parts=[_describe_part(checkpoint, layout, segment) for segment in segments],
+        averages_begun=checkpoint.averages_begun,
+        partitions=list(_describe_partitions(checkpoint, layout, start_bytes, stop_bytes, dp)),
+    )
+
+
+def fill_shard(checkpoint: Checkpoint, state: ShardState, note_read: NoteRead) -> None:
+    """Reads everything that ``describe_shard`` has described into the tensors of ``state``. Blocks.
+
+    Raises:
+        CorruptDataError: A tensor is damaged or incomplete. The message names the file.
+        ShardwellError: See ``Storage``.
+    """
+    for part in state.parts:
+        name = state.layout.parameters[part.parameter_index].name
+        tensors = {VALUES: part.values, **part.state}
+        if part.average is not None:
+            tensors[AVERAGE] = part.average
+        tensors |= {f"{KEPT_GRADIENT}{rank}": gradient for rank, gradient in part.kept.items()}
+        for label, tensor in tensors.items():
+            _fill(checkpoint, name, label, part.start_element, part.stop_element, tensor, note_read)
+    for partition in state.partitions:
+        at = {each.parameter_index: each for each in state.layout.segments(partition.start_bytes, partition.stop_bytes)}
+        for spec, data in zip(partition.tensors, partition.data, strict=True):
+            inside = at[spec.parameter_index]
+            name, label = state.layout.parameters[spec.parameter_index].name, f"{TRAINER_STATE}{spec.name}"
+            _fill(checkpoint, name, label, inside.start_element, inside.stop_element, data, note_read)
+
+
+def _describe_part(checkpoint: Checkpoint, layout: UnitLayout, segment: Segment) -> PartState:
+    name, start, stop = layout.parameters[segment.parameter_index].name, segment.start_element, segment.stop_element
+    algorithm, step_count = _updates(checkpoint, name, start, stop)
+    state, kept, average = {}, {}, None
+    for label in checkpoint.states(name):
+        found = checkpoint.pieces(name, label, start, stop)
+        if not found or label == VALUES or label.startswith(TRAINER_STATE):
+            continue
+        tensor = _meta(found[0], stop - start)
+        if label == AVERAGE:
+            average = tensor
+        elif label.startswith(KEPT_GRADIENT):
+            kept[int(label.removeprefix(KEPT_GRADIENT))] = tensor
+        elif label in _kinds(algorithm):
+            state[label] = tensor
+    dtype = getattr(torch, layout.parameters[segment.parameter_index].dtype)
+    values = torch.empty(stop - start, dtype=dtype, device="meta")
+    return PartState(
+        parameter_index=segment.parameter_index,
+        start_element=start,
+        stop_element=stop,
+        values=values,
+        algorithm=algorithm,
+        step_count=step_count,
+        state=state,
+        average=average,
+        kept=kept,
+    )
+
+
+def _updates(checkpoint: Checkpoint, name: str, start: int, stop: int) -> tuple[str | None, int]:
+    """Returns the algorithm that has updated some elements, and how often."""
+    found = {
+        (part.algorithm, part.step_count) for part in checkpoint.parts(name) if part.start < stop and start < part.stop
+    }
+    if len(found) > 1:
+        raise CorruptDataError(
+            f"{checkpoint.url}: parts of parameter {name!r} were updated differently: {sorted(map(str, found))}",
+            parameter=name,
+        )
+    algorithm, step_count = found.pop() if found else (None, 0)
+    if algorithm is not None and algorithm not in OPTIMIZERS:
+        raise CorruptDataError(
+            f"{checkpoint.url}: parameter {name!r} was updated by optimizer {algorithm!r}, which this version of the "
+            "software does not have",
+            parameter=name,
+        )
+    return algorithm, step_count
+
+
+def _describe_partitions(
+    checkpoint: Checkpoint, layout: UnitLayout, start_bytes: int, stop_bytes: int, dp: int
+) -> Iterator[TrainerState]:
+    for dp_rank in range(dp):
+        start, stop = part_in(layout.size_bytes, dp, dp_rank, start_bytes, stop_bytes)
+        tensors, data = [], []
+        for segment in layout.segments(start, stop) if start < stop else ():
+            name, first, last = (
+                layout.parameters[segment.parameter_index].name,
+                segment.start_element,
+                segment.stop_element,
+            )
+            for label in checkpoint.states(name):
+                found = checkpoint.pieces(name, label, first, last) if label.startswith(TRAINER_STATE) else ()
+                if not found:
+                    continue
+                described = _meta(found[0], last - first)
+                tensors.append(
+                    shard_pb2.StateTensor(
+                        parameter_index=segment.parameter_index,
+                        name=label.removeprefix(TRAINER_STATE),
+                        dtype=DTYPE_NUMBERS[found[0].piece.dtype],
+                        shape=described.shape,
+                        is_number=found[0].piece.kind == "number",
+                    )
+                )
+                data.append(torch.empty(described.nbytes, dtype=torch.uint8, device="meta"))
+        if tensors:
+            yield TrainerState(dp_rank=dp_rank, start_bytes=start, stop_bytes=stop, tensors=tensors, data=data)
+
+
+def _meta(stored: StoredPiece, numel: int) -> torch.Tensor:
+    piece = stored.piece
+    shape = (numel,) if piece.kind == "elements" else piece.shape
+    return torch.empty(shape, dtype=getattr(torch, piece.dtype), device="meta")
+
+
+def _fill(
+    checkpoint: Checkpoint, name: str, label: str, start: int, stop: int, target: torch.Tensor, note_read: NoteRead
+) -> None:
+    """Reads some elements of a parameter's state."""
+    stored = checkpoint.pieces(name, label, start, stop)
+    memory = memory_at(target.data_ptr(), target.nbytes) if target.nbytes else memoryview(bytearray())
+    if stored and stored[0].piece.kind != "elements":
+        _read_whole(checkpoint, stored[0], memory)
+        note_read(target.nbytes)
+        return
+    position = start
+    for each in stored:
+        piece = each.piece
+        first, last = max(start, piece.start), min(stop, piece.stop)
+        if first != position:
+            break
+        inside = memory[(first - start) * piece.item_size : (last - start) * piece.item_size]
+        checkpoint.read_into(each, inside, (first - piece.start) * piece.item_size)
+        note_read(inside.nbytes)
+        position = last
+    if position != stop:
+        raise CorruptDataError(
+            f"{checkpoint.url}: {label} of parameter {name!r} is missing from element {position} on", parameter=name
+        )
+
+
+def _read_whole(checkpoint: Checkpoint, stored: StoredPiece, memory: memoryview) -> None:
+    if stored.piece.size_bytes != memory.nbytes:
+        raise CorruptDataError(
+            f"{checkpoint.url}: {stored.piece.name!r} has {stored.piece.size_bytes} bytes, expected {memory.nbytes}"
+        )
+    checkpoint.read_into(stored, memory)
+
+
+def in_expected_order(states: Sequence[tuple[int, ShardState]], unit_order: Sequence[int]) -> list[int]:
+    """Returns the positions of shards in the order in which they will probably be updated.
+
+    Args:
+        states: Unit index and state of each shard.
+        unit_order: Unit indices in the order of the last update. Others follow.
+    """
+    place = {index: number for number, index in enumerate(unit_order)}
+    return sorted(
+        range(len(states)),
+        key=lambda number: (
+            not states[number][1].layout.holds_buffers,
+            place.get(states[number][0], len(place)),
+            states[number][0],
+        ),
+    )

@@ -1,0 +1,164 @@
+"""The rpcs about checkpoints: writing this server's file, and loading a run from a checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+
+from shardwell_server.shard.checkpoints.contents import in_expected_order, parts_of, pieces_of
+from shardwell_server.shard.checkpoints.loading import ShardLoading
+from shardwell_server.shard.checkpoints.writing import CheckpointWriting, FileContents
+from shardwell_server.shard.state.portable_state import export
+from shardwell_server.shard.state.runs import HostedRun
+from shardwell_server.shard.state.store import ShardStore
+from shardwell_server.shard.state.version_capture import CapturedShard, VersionCapture
+from shardwell_wire.errors import InvalidRequestError, NotFoundError, StaleEpochError, StepStateError
+from shardwell_wire.v1 import shard_pb2
+
+
+class CheckpointRequests:
+    """Checkpoints and loading of the runs on this server. Used on the event loop.
+
+    Args:
+        server_id: Name of this server.
+        store: The server's runs.
+    """
+
+    def __init__(self, server_id: str, store: ShardStore) -> None:
+        self._server_id, self._store = server_id, store
+        self._writing: dict[str, CheckpointWriting] = {}
+        """The newest checkpoint of each run, by run id."""
+        self._loading: dict[str, ShardLoading] = {}
+        """The newest attempt to load each run, by run id."""
+
+    # ---- writing ----
+
+    async def begin(self, run: HostedRun, request: shard_pb2.BeginCheckpointRequest) -> None:
+        """Captures the current version of all primaries and starts writing it. Idempotent.
+
+        Raises:
+            StepStateError: A shard has another version, or another checkpoint is being written.
+        """
+        await run.exclusively(lambda: self._begin(run, request))
+
+    async def _begin(self, run: HostedRun, request: shard_pb2.BeginCheckpointRequest) -> None:
+        former = self._writing.get(run.identity.run_id)
+        if former is not None and former.checkpoint_id == request.checkpoint_id:
+            return
+        if former is not None and not former.progress.ended.is_set():
+            raise StepStateError(
+                f"checkpoint {former.checkpoint_id} of run {run.name!r} is still being written: begin another one when "
+                "it has ended",
+                run=run.name,
+            )
+        if not request.checkpoint_id or not request.url:
+            raise InvalidRequestError("checkpoint_id or url is empty: name the checkpoint and its folder")
+        version, shards = request.context.step, run.published
+        for shard in shards:
+            if shard.version != version:
+                raise StepStateError(
+                    f"version {version} cannot be saved: {shard.what} is at version {shard.version}", unit=shard.unit
+                )
+        found = [(shard, export(shard)) for shard in shards]
+        order = in_expected_order([(shard.index, state) for shard, state in found], request.unit_order)
+        pieces, captured = [], []
+        for shard, state in (found[number] for number in order):
+            named = list(pieces_of(state))
+            pieces.append([piece for piece, _ in named])
+            captured.append(CapturedShard(shard, [tensor for _, tensor in named], self._store.memory))
+        capture = VersionCapture(version, captured, self._store.in_thread)
+        contents = FileContents(
+            server_id=self._server_id,
+            url=request.url,
+            run_id=run.identity.run_id,
+            version=version,
+            parts=[part for _, state in found for part in parts_of(state)],
+            averages_begun=any(state.averages_begun for _, state in found),
+            pieces=pieces,
+        )
+        writing = CheckpointWriting(request.checkpoint_id, capture, contents)
+        self._writing[run.identity.run_id] = writing
+        run.set_capture(capture)
+        writing.start()
+
+    async def describe(
+        self, request: shard_pb2.DescribeCheckpointRequest, wait_s: float
+    ) -> shard_pb2.DescribeCheckpointResponse:
+        """Returns the progress of a checkpoint. Waits until its file is complete or has failed.
+
+        Raises:
+            NotFoundError: This process writes no such checkpoint.
+        """
+        writing = self._writing.get(request.context.run_id)
+        if writing is None or writing.checkpoint_id != request.checkpoint_id:
+            raise NotFoundError(
+                f"this server process writes no checkpoint {request.checkpoint_id!r} of run {request.context.run!r}"
+            )
+        progress = writing.progress
+        await _wait(progress.ended, wait_s)
+        return shard_pb2.DescribeCheckpointResponse(
+            written_bytes=progress.written_bytes,
+            total_bytes=progress.total_bytes,
+            file_json=progress.file_json,
+            error=progress.error,
+        )
+
+    def abort(self, request: shard_pb2.AbortCheckpointRequest) -> None:
+        """Stops writing a checkpoint."""
+        writing = self._writing.get(request.context.run_id)
+        if writing is not None and writing.checkpoint_id == request.checkpoint_id:
+            writing.abort()
+
+    # ---- loading ----
+
+    async def begin_restore(self, request: shard_pb2.BeginRestoreRequest) -> None:
+        """Drops all shards of a run and rejects older epochs. Idempotent.
+
+        Raises:
+            StaleEpochError: A later attempt to load the run has begun.
+        """
+        run_id = request.context.run_id
+        if (loading := self._loading.get(run_id)) is not None and loading.restore < request.restore:
+            loading.stop()
+        await self._store.begin_restore(request.context, request.restore, request.min_epoch)
+
+    async def load(
+        self, run: HostedRun, request: shard_pb2.LoadShardsRequest, wait_s: float
+    ) -> shard_pb2.LoadShardsResponse:
+        """Loads the reserved shards of a run in the background, and waits for the end.
+
+        Raises:
+            StaleEpochError: Another attempt to load the run has begun.
+            CorruptDataError: A file is missing or damaged.
+            CapacityError: There is no memory for the state.
+        """
+        run_id = request.context.run_id
+        if request.restore != run.restore:
+            raise StaleEpochError(
+                f"run {run.name!r} is loaded by attempt {run.restore}, but the request belongs to attempt "
+                f"{request.restore}",
+                run=run.name,
+            )
+        loading = self._loading.get(run_id)
+        if loading is None or loading.restore != request.restore:
+            loading = self._loading[run_id] = ShardLoading(run, request.restore, request.url, request.context.step)
+            loading.start()
+        await _wait(loading.ended, wait_s)
+        loading.check()
+        return shard_pb2.LoadShardsResponse(
+            loaded=loading.ended.is_set(), loaded_bytes=loading.loaded_bytes, total_bytes=loading.total_bytes
+        )
+
+    def forget(self, run_id: str) -> None:
+        """Ends everything for a run that is being deleted."""
+        if (writing := self._writing.pop(run_id, None)) is not None:
+            writing.abort()
+        if (loading := self._loading.pop(run_id, None)) is not None:
+            loading.stop()
+
+
+async def _wait(event: asyncio.Event, wait_s: float) -> None:
+    try:
+        async with asyncio.timeout(wait_s):
+            await event.wait()
+    except TimeoutError:
+        return
