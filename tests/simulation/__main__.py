@@ -33,6 +33,7 @@ def main() -> int:
     seeds = range(options.first, options.first + options.schedules) if options.seed is None else [options.seed]
     started, failed, kinds, total = time.monotonic(), [], Counter[str](), 0
     gc.disable()
+    sys.unraisablehook = lambda _: None  # the cleanup code of tasks that are left at the end of a schedule
     for seed in seeds:
         outcome = Simulation(seed, trace=options.trace).run()
         total += 1

@@ -20,7 +20,7 @@ from typing import Any
 
 from shardwell_server.coordinator.servers import shard_client
 from shardwell_server.coordinator.storage import database
-from shardwell_wire import channel, names
+from shardwell_wire import channel, names, process_identity
 from tests.simulation.loop import current_process
 from tests.simulation.network import Channel, Network
 
@@ -87,6 +87,8 @@ class Environment:
     disk: Disk = field(default_factory=Disk)
     ended: set[str] = field(default_factory=set)
     """Identities of processes that have ended."""
+    one_host: bool = True
+    """Whether all processes run on one host, where each can see the processes of the others."""
 
 
 _running: list[Environment] = []
@@ -114,11 +116,9 @@ def _install() -> None:
     _replace(channel.open_aio_channel, lambda address: Channel(running().network, address))
     _replace(shard_client._connect, _connect)
     database.sqlite3 = _Sqlite()  # type: ignore[attr-defined]
-    identities = sys.modules.get("shardwell_wire.process_identity") or sys.modules["shardwell_server.process_identity"]
-    _replace(identities.own_identity, lambda: current_process().identity)
-    _replace(identities.has_ended, lambda identity: identity in running().ended)
-    if hasattr(identities, "runs_here"):
-        _replace(identities.runs_here, lambda identity: bool(identity) and identity not in running().ended)
+    _replace(process_identity.own_identity, _own_identity)
+    _replace(process_identity.has_ended, _has_ended)
+    _replace(process_identity.runs_here, _runs_here)
     # Both take long, and neither is a part of the protocol.
     _replace(metadata.version, lambda distribution: "0")
     _replace(names.check_names, lambda message: None)
@@ -147,8 +147,23 @@ class _Log(logging.Handler):
         network.trace(f"    {record.name.rpartition('.')[2]}: {message}")
 
 
+def _own_identity() -> str:
+    return current_process().identity
+
+
+def _has_ended(identity: str) -> bool:
+    return running().one_host and identity in running().ended
+
+
+def _runs_here(identity: str) -> bool:
+    return running().one_host and bool(identity) and identity not in running().ended
+
+
 def _connect(address: str) -> None:
-    if not running().network.is_running(address):
+    network = running().network
+    if network.is_cut(current_process().name, network.name_of(address)):
+        raise TimeoutError(110, "Connection timed out")
+    if not network.is_running(address):
         raise ConnectionRefusedError(111, "Connection refused")
 
 

@@ -22,6 +22,7 @@ from shardwell_server.rpc import add_service
 from tests.simulation.loop import Process, VirtualLoop, current_process
 
 _MEAN_DELAY_S, _MEAN_SLOW_DELAY_S, _SLOW_CHANCE = 0.0008, 0.04, 0.03
+_RECONNECT_S = 0.1
 _END = object()
 
 
@@ -139,7 +140,7 @@ class _Rpc:
 
     # ---- the caller ----
 
-    def begin(self, *messages: bytes, streams: bool) -> None:
+    def begin(self, *messages: bytes) -> None:
         """Sends the request, or opens a client stream."""
         fate = self._network.draw_fate()
         if fate is not None:
@@ -154,7 +155,7 @@ class _Rpc:
             self._network.loop.call_later(
                 self._network.delay(), self.fail, "connection lost", context=self._loop.outside
             )
-            self._send(0, partial(self._arrive, messages, streams=streams), extra_s=self._network.rng.uniform(0.0, 1.0))
+            self._send(0, partial(self._arrive, messages), extra_s=self._network.rng.uniform(0.0, 1.0))
             return
         if fate in ("cut", "unanswered"):
             # "cut": at a random moment, probably while the handler runs. "unanswered": after the handler has run.
@@ -162,7 +163,7 @@ class _Rpc:
             if fate == "cut":
                 when_s = self._network.rng.expovariate(1 / 0.004)
                 self._loop.call_later(when_s, self.fail, "connection reset", context=self._loop.outside)
-        self._send(0, partial(self._arrive, messages, streams=streams))
+        self._send(0, partial(self._arrive, messages))
 
     def send(self, message: Any) -> None:
         """Sends the next message of a client stream; ``_END`` ends it."""
@@ -233,7 +234,7 @@ class _Rpc:
         self._last_s[direction] = when
         self._loop.call_at(when, arrive, context=self._loop.outside)
 
-    def _arrive(self, messages: tuple[bytes, ...], *, streams: bool) -> None:
+    def _arrive(self, messages: tuple[bytes, ...]) -> None:
         endpoint = self.endpoint
         if endpoint is None or endpoint.process.dead:
             self._send(1, lambda: self.fail("connection refused"))
@@ -304,17 +305,21 @@ class Channel:
         self._network, self._address = network, address
 
     def unary_unary(self, path: str, request_serializer: Any = None, response_deserializer: Any = None) -> Any:
-        async def call(request: Any, timeout: float | None = None, metadata: Any = None) -> Any:
+        async def call(
+            request: Any, timeout: float | None = None, metadata: Any = None, wait_for_ready: bool = False
+        ) -> Any:
             rpc = self._network.open(self._address, path, timeout)
-            rpc.begin(_apply(request_serializer, request), streams=False)
+            rpc.begin(_apply(request_serializer, request))
             return _apply(response_deserializer, await rpc.answer())
 
         return call
 
     def stream_unary(self, path: str, request_serializer: Any = None, response_deserializer: Any = None) -> Any:
-        async def call(requests: Any, timeout: float | None = None, metadata: Any = None) -> Any:
+        async def call(
+            requests: Any, timeout: float | None = None, metadata: Any = None, wait_for_ready: bool = False
+        ) -> Any:
             rpc = self._network.open(self._address, path, timeout)
-            rpc.begin(streams=True)
+            rpc.begin()
 
             async def send() -> None:
                 async for request in _iterate(requests):
@@ -330,10 +335,13 @@ class Channel:
         return call
 
     def unary_stream(self, path: str, request_serializer: Any = None, response_deserializer: Any = None) -> Any:
-        def call(request: Any, timeout: float | None = None, metadata: Any = None) -> _AnswerStream:
-            rpc = self._network.open(self._address, path, timeout)
-            rpc.begin(_apply(request_serializer, request), streams=True)
-            return _AnswerStream(rpc, response_deserializer)
+        def call(
+            request: Any, timeout: float | None = None, metadata: Any = None, wait_for_ready: bool = False
+        ) -> _AnswerStream:
+            data = _apply(request_serializer, request)
+            return _AnswerStream(
+                self._network, self._address, path, data, timeout, response_deserializer, waits=wait_for_ready
+            )
 
         return call
 
@@ -342,26 +350,51 @@ class Channel:
 
 
 class _AnswerStream:
-    """The answers of a call that streams them."""
+    """The answers of a call that streams them. The call begins with the first read."""
 
-    def __init__(self, rpc: _Rpc, deserializer: Any) -> None:
-        self._rpc, self._deserializer = rpc, deserializer
+    def __init__(
+        self,
+        network: Network,
+        address: str,
+        path: str,
+        data: bytes,
+        timeout_s: float | None,
+        decode: Any,
+        *,
+        waits: bool,
+    ) -> None:
+        self._network, self._address, self._path, self._data = network, address, path, data
+        self._timeout_s, self._decode, self._waits = timeout_s, decode, waits
+        self._rpc: _Rpc | None = None
+        self._cancelled = False
 
     def __aiter__(self) -> _AnswerStream:
         return self
 
     async def __anext__(self) -> Any:
-        answer = await self._rpc.answer()
+        answer = await self._next()
         if answer is _END:
             raise StopAsyncIteration
-        return _apply(self._deserializer, answer)
+        return _apply(self._decode, answer)
 
     async def read(self) -> Any:
-        answer = await self._rpc.answer()
-        return grpc.aio.EOF if answer is _END else _apply(self._deserializer, answer)
+        answer = await self._next()
+        return grpc.aio.EOF if answer is _END else _apply(self._decode, answer)
+
+    async def _next(self) -> Any:
+        if self._rpc is None:
+            while self._waits and not self._network.is_running(self._address):
+                await asyncio.sleep(_RECONNECT_S)
+            if self._cancelled:
+                raise asyncio.CancelledError
+            self._rpc = self._network.open(self._address, self._path, self._timeout_s)
+            self._rpc.begin(self._data)
+        return await self._rpc.answer()
 
     def cancel(self) -> bool:
-        self._rpc.cancel()
+        self._cancelled = True
+        if self._rpc is not None:
+            self._rpc.cancel()
         return True
 
 

@@ -66,7 +66,7 @@ class Simulation:
         self.history = reference or History(dict(reference_of(self.job).versions), complete=True)
         self.loop = VirtualLoop(self.rng)
         self.network = Network(self.loop, self.rng, self.trace)
-        self.environment = Environment(self.network, self.rng)
+        self.environment = Environment(self.network, self.rng, one_host=quiet or self.rng.random() < 0.6)
         self._quiet = quiet
         self._faulty_until_s = 0.0
         self._restarting: set[str] = set()
@@ -129,7 +129,8 @@ class Simulation:
         return all(self._is_updated(server) for server in self.servers)
 
     def _is_updated(self, server: ServerNode) -> bool:
-        return all(version == self.job.steps for version in server.versions().values())
+        # A reservation without values may be left of a placement that was never stored.
+        return all(version in (None, self.job.steps) for version in server.versions().values())
 
     def _limit_s(self) -> float:
         return self._faulty_until_s + PROGRESS_S

@@ -84,6 +84,14 @@ class Client:
 
         return await self._mapped(collect())
 
+    def watch(self, rpc_name: str, request: Any) -> Any:
+        """Calls an rpc that returns messages until it is cancelled or breaks."""
+        method = self._service.methods_by_name[rpc_name]
+        stub = self._channel.unary_stream(
+            self._path(rpc_name), type(request).SerializeToString, GetMessageClass(method.output_type).FromString
+        )
+        return stub(request, wait_for_ready=True)
+
     def _path(self, rpc_name: str) -> str:
         return f"/{self._service.full_name}/{rpc_name}"
 
@@ -127,6 +135,8 @@ class Membership:
         self._coordinator = Client(COORDINATOR, COORDINATOR_SERVICE)
         self._servers: dict[str, Client] = {}
         self._ended: ShardwellError | None = None
+        self._acknowledged = 0
+        """Committed steps that anyone knew of when the last request was sent."""
         self._chunk_bytes = running().rng.choice(_CHUNK_BYTES)
         self._shards: dict[int, list[coordinator_pb2.ShardRange]] = {}
         self._items: dict[int, coordinator_pb2.WorkItem] = {}
@@ -134,10 +144,10 @@ class Membership:
 
     async def train(self) -> bool:
         """Trains to the end; returns False if the membership ended before."""
-        heartbeats = None
+        keeping: list[asyncio.Future[None]] = []
         try:
             await self._join()
-            heartbeats = asyncio.ensure_future(self._keep_lease())
+            keeping = [asyncio.ensure_future(work) for work in (self._keep_lease(), self._keep_stream())]
             for index, layout in enumerate(self._job.layouts):
                 await self._declare(index, layout)
             while self._step < self._job.steps:
@@ -148,8 +158,8 @@ class Membership:
             self._trace(f"membership ended: {error}")
             return False
         finally:
-            if heartbeats is not None:
-                heartbeats.cancel()
+            for work in keeping:
+                work.cancel()
 
     # ---- the coordinator ----
 
@@ -161,9 +171,8 @@ class Membership:
             trainer=self._node.name,
             host="h",
             incarnation=uuid.uuid4().hex,
+            process=self._node.identity,
         )
-        if "process" in request.DESCRIPTOR.fields_by_name:
-            request.process = self._node.identity
         while True:
             try:
                 joined = await self._poll("Join", request, lambda answer: answer.started)
@@ -173,7 +182,11 @@ class Membership:
                 await asyncio.sleep(LEASE_S / 4)
         self._run_id, self._epoch, self._lease_s = joined.run_id, joined.epoch, joined.lease_s
         self._step = joined.committed_step
-        self._history.check_committed(self._step, f"the answer to Join of {self._node.name}")
+        if self._step < self._acknowledged:
+            self._history.problems.append(
+                f"Join answered {self._node.name} that {self._step} steps are committed, but {self._acknowledged} were "
+                "acknowledged before it was called"
+            )
         self._history.note_acknowledged(self._step)
         self._set_items(joined.work.items)
         self._trace(f"joined with epoch {self._epoch} at step {self._step}, ranks {sorted(self._items)}")
@@ -220,8 +233,25 @@ class Membership:
             except StaleEpochError as error:
                 self._ended = error
                 return
-            except (UnavailableError, ShardwellError):
+            except ShardwellError:
                 continue
+
+    async def _keep_stream(self) -> None:
+        """Keeps the membership stream open, as ``shardwell.session.membership_stream`` does."""
+        request = coordinator_pb2.KeepMembershipRequest(
+            run=RUN, run_id=self._run_id, trainer=self._node.name, epoch=self._epoch
+        )
+        pauses = backoff(0.01, 1.0)
+        while True:
+            try:
+                async for _ in self._coordinator.watch("KeepMembership", request):
+                    pauses = backoff(0.01, 1.0)
+            except grpc.RpcError as error:
+                mapped = from_rpc_error(error, COORDINATOR)
+                if isinstance(mapped, StaleEpochError):
+                    self._ended = mapped
+                    return
+            await asyncio.sleep(next(pauses))
 
     async def _heartbeat(self, timeout_s: float) -> None:
         request = coordinator_pb2.HeartbeatRequest(
@@ -248,6 +278,7 @@ class Membership:
         async def attempt() -> Any:
             if self._ended is not None:
                 raise self._ended
+            self._acknowledged = self._history.acknowledged
             return await self._coordinator.call(rpc_name, request, _POLL_S + _RPC_S)
 
         return await retry_async(attempt, limit_s=600.0)
