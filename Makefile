@@ -21,7 +21,7 @@ GENERATE := -m grpc_tools.protoc -I. --python_out=$$out --grpc_python_out=$$out 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo larger-than-trainer test lint lint-protos format protos check-protos test-protobuf bench bench-full bench-network bench-growth compose-test soak clean
+.PHONY: help install demo larger-than-trainer test lint lint-protos format protos check-protos test-protobuf bench bench-full bench-network bench-growth compose-test chaos simulate clean
 
 help:  ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -104,8 +104,11 @@ bench-growth: $(BENCH_INSTALLED)  ## Measure overhead against the number of trai
 compose-test: install  ## Start the compose cluster and train on it (needs Docker)
 	@$(BIN)/pytest -m compose tests/compose
 
-soak: install  ## Train under random kills, stops and cut connections, and compare all bits (10 minutes)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak.random_failures $(SOAK_OPTIONS)
+chaos: install  ## Break processes and network of a training run, report goodput and recovery, compare bits (30 minutes)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos $(CHAOS_OPTIONS)
+
+simulate: install  ## Explore 20000 random schedules of a simulated cluster (about 20 minutes)
+	@$(BIN)/python -m tests.simulation --schedules 20000 $(SIMULATION_OPTIONS)
 
 clean:  ## Remove all generated files
 	rm -rf $(VENV) $(PROTOS_VENV) build dist *.egg-info demo-output .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
