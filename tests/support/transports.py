@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -106,16 +106,9 @@ class StreamedServer:
         )
 
     def prepare_push(
-        self,
-        shard: ShardAddress,
-        header: shard_pb2.ReduceScatterHeader,
-        part: GradientPart,
-        *,
-        wait_limit_s: float,
-    ) -> Callable[[NearlyDone], None]:
-        prepared = PreparedPush(shard, header, part)
+        self, shard: ShardAddress, header: shard_pb2.ReduceScatterHeader, part: GradientPart
+    ) -> PreparedPush:
+        return PreparedPush(shard, header, part)
 
-        def push(nearly_done: NearlyDone) -> None:
-            self.stream.push(prepared, timeout_s=wait_limit_s, retry_for_s=0.0, nearly_done=nearly_done)
-
-        return push
+    def push(self, prepared: PreparedPush, *, wait_limit_s: float, nearly_done: NearlyDone = ignore) -> None:
+        self.stream.push(prepared, timeout_s=wait_limit_s, retry_for_s=0.0, nearly_done=nearly_done)

@@ -49,8 +49,10 @@ class RemotePartition:
     def read(self, context: common_pb2.RequestContext) -> PartitionSegment:
         """Returns the segment of a prepared step, to be updated in place; raises as ``ShardClient.read_partition``."""
         cached, self._cached = self._cached, None  # the update is about to change it
-        return self._shard.server.read_partition(
-            self._shard.address, self._location, context, timeout_s=self._timeout_s, cached=cached
+        return self._shard.owner.run(
+            lambda server: server.read_partition(
+                self._shard.address, self._location, context, timeout_s=self._timeout_s, cached=cached
+            )
         )
 
     def cacheable_bytes(self, part: PartitionSegment) -> int:
@@ -65,8 +67,10 @@ class RemotePartition:
             part: The segment that ``read`` returned, updated.
             cache: Whether to cache values and state until the next step.
         """
-        request_id = self._shard.server.stage_partition(
-            self._shard.address, self._location, make_context, part, timeout_s=self._timeout_s
+        request_id = self._shard.owner.run(
+            lambda server: server.stage_partition(
+                self._shard.address, self._location, make_context, part, timeout_s=self._timeout_s
+            )
         )
         if cache and not self._is_shared:
             self._cached = CachedPartition(request_id, part)

@@ -11,12 +11,14 @@ import torch
 
 from shardwell.data_plane.error_feedback import EncodedGradients
 from shardwell.data_plane.host_cache import CachedShard
+from shardwell.data_plane.shard_owner import ShardOwner
 from shardwell.memory.buffer_pool import BufferPool
-from shardwell.transport.base import GradientPart, NearlyDone, ShardAddress, ignore
+from shardwell.transport.base import FetchTarget, GradientPart, NearlyDone, ShardAddress, ignore
 from shardwell.transport.selector import ServerConnection
 from shardwell.transport.shared_vector import SegmentLocation, SharedVector
 from shardwell_wire import fault_points, wire_dtypes
 from shardwell_wire.chunk_streams import memory_at
+from shardwell_wire.errors import UnavailableError
 from shardwell_wire.layout import Segment, UnitLayout
 from shardwell_wire.quantization_blocks import bytes_tensor
 from shardwell_wire.run_identity import RunIdentity
@@ -48,7 +50,7 @@ class RemoteShard:
     Args:
         run: The run.
         layout: Layout of the unit.
-        server: The server that owns the range.
+        server: The server that owns the range, or the owner of a shard that may move.
         start_bytes: Half-open range of the flat vector.
         stop_bytes: End of the range.
         wire: The dtypes in which values travel.
@@ -58,12 +60,13 @@ class RemoteShard:
         self,
         run: RunIdentity,
         layout: UnitLayout,
-        server: ServerConnection,
+        server: ServerConnection | ShardOwner,
         start_bytes: int,
         stop_bytes: int,
         wire: Wire,
     ) -> None:
-        self._address, self.server, self._wire = ShardAddress(run, layout, start_bytes, stop_bytes), server, wire
+        self._address, self._wire = ShardAddress(run, layout, start_bytes, stop_bytes), wire
+        self.owner = server if isinstance(server, ShardOwner) else ShardOwner(server)
         self.start_bytes, self.stop_bytes = start_bytes, stop_bytes
         self._plans = RangePlans(layout, start_bytes, stop_bytes)
         self.cached: CachedShard | None = None
@@ -72,7 +75,23 @@ class RemoteShard:
     def narrowed(self, start_bytes: int, stop_bytes: int) -> RemoteShard:
         """Returns a range inside this one, streamed as stored."""
         address = self._address
-        return RemoteShard(address.run, address.layout, self.server, start_bytes, stop_bytes, self._wire)
+        return RemoteShard(address.run, address.layout, self.owner, start_bytes, stop_bytes, self._wire)
+
+    @property
+    def server(self) -> ServerConnection:
+        """The server that owns the range now."""
+        return self.owner.server
+
+    @property
+    def wait_limit_s(self) -> float:
+        """The longest wait for a version to exist."""
+        return self._wire.wait_limit_s
+
+    def move(self, server: ServerConnection) -> None:
+        """Replaces the owner of the range. Until ``map`` is called again, fetches stream from the new owner."""
+        if self.owner.server is not server:
+            self._address.window = None
+            self.owner.move(server)
 
     @property
     def address(self) -> ShardAddress:
@@ -86,9 +105,13 @@ class RemoteShard:
 
     # ---- reading in place ----
 
-    def locate(self) -> SegmentLocation | None:
-        """Returns the shard's segment in shared memory of its server, or None if this process cannot map it."""
-        path = self.server.locate(self._address, wait_limit_s=self._wire.wait_limit_s)
+    def locate(self, version: int | None = None) -> SegmentLocation | None:
+        """Returns the shard's segment in shared memory of its server, or None if this process cannot map it.
+
+        Args:
+            version: Waits until the segment shows this version or a newer one. None: does not wait.
+        """
+        path = self.server.locate(self._address, version, wait_limit_s=self._wire.wait_limit_s)
         return None if path is None else SegmentLocation(path, self.start_bytes, self.stop_bytes)
 
     def map(self, location: SegmentLocation, *, ask: Callable[[], None] = lambda: None) -> None:
@@ -102,9 +125,17 @@ class RemoteShard:
 
     def await_version(self, version: int | None) -> int:
         """Waits until a shard that is read in place has a version; returns the version."""
-        if self.cached is not None and version is not None:
-            return self.cached.ensure(version, partial(self._fetch, version, self._wire.gather_dtype))
-        return self.server.await_version(self._address, version, wait_limit_s=self._wire.wait_limit_s)
+        if self.cached is None or version is None:
+            limit_s = self._wire.wait_limit_s
+            try:
+                return self.owner.run(
+                    lambda server: server.await_version(self._address, version, wait_limit_s=limit_s),
+                    member=version is not None,
+                )
+            except UnavailableError:
+                if self.cached is None or version is None:  # otherwise it has moved to another host
+                    raise
+        return self.cached.ensure(version, partial(self._fetch, version, self._wire.gather_dtype))
 
     def count_hit(self) -> None:
         """Counts a version that was found in the host cache."""
@@ -142,9 +173,7 @@ class RemoteShard:
         """
         if self.cached is None:
             cast = _CastTarget(self._address, self._plans, self._wire, layout, target)
-            return self.server.fetch(
-                self._address, version, cast, wait_limit_s=self._wire.wait_limit_s, nearly_done=nearly_done
-            )
+            return self._fetch_into(version, cast, nearly_done)
         with self._wire.encoded.acquired(self.stop_bytes - self.start_bytes) as stored:
             fetched = self.fetch(version, stored, nearly_done)
             _copy(
@@ -156,14 +185,21 @@ class RemoteShard:
     def fetch_average(self, version: int, target: memoryview) -> int:
         """Reads the values' moving average; see ``fetch``."""
         average = _RangeTarget(self._plans, AS_STORED, self.start_bytes, target, self._wire.encoded)
-        return self.server.fetch_average(self._address, version, average, wait_limit_s=self._wire.wait_limit_s)
+        return self.owner.run(
+            lambda server: server.fetch_average(self._address, version, average, wait_limit_s=self._wire.wait_limit_s)
+        )
 
     def _fetch(
         self, version: int | None, wire_dtype: WireDtype, target: memoryview, nearly_done: NearlyDone = ignore
     ) -> int:
         in_range = _RangeTarget(self._plans, wire_dtype, self.start_bytes, target, self._wire.encoded)
-        return self.server.fetch(
-            self._address, version, in_range, wait_limit_s=self._wire.wait_limit_s, nearly_done=nearly_done
+        return self._fetch_into(version, in_range, nearly_done)
+
+    def _fetch_into(self, version: int | None, target: FetchTarget, nearly_done: NearlyDone) -> int:
+        limit_s = self._wire.wait_limit_s
+        return self.owner.run(
+            lambda server: server.fetch(self._address, version, target, wait_limit_s=limit_s, nearly_done=nearly_done),
+            member=version is not None,
         )
 
     # ---- pushing ----
@@ -201,7 +237,14 @@ class RemoteShard:
         own.CopyFrom(header)
         own.parameter_indices[:] = indices
         own.start_bytes, own.stop_bytes = self.start_bytes, self.stop_bytes
-        push = self.server.prepare_push(self._address, own, part, wait_limit_s=self._wire.wait_limit_s)
+        prepared, limit_s = (
+            self.owner.run(lambda server: server.prepare_push(self._address, own, part)),
+            self.wait_limit_s,
+        )
+
+        def push(nearly_done: NearlyDone) -> None:
+            self.owner.run(lambda server: server.push(prepared, wait_limit_s=limit_s, nearly_done=nearly_done))
+
         return partial(_push_between_points, push, own) if fault_points.are_armed() else push
 
 

@@ -20,7 +20,7 @@ from shardwell.memory.device_copies import to_host
 from shardwell.transport.base import NearlyDone
 from shardwell.transport.selector import ServerConnection
 from shardwell.transport.shared_vector import SharedVector
-from shardwell_wire.errors import ShardwellError
+from shardwell_wire.errors import DeadlineError, ShardwellError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import shard_pb2
 
@@ -44,6 +44,8 @@ class RemoteUnit:
     index: int
     layout: UnitLayout
     shards: tuple[RemoteShard, ...]
+    placement: int = 0
+    """The run's placement when the shards were connected."""
     vector: SharedVector | None = None
     """The flat vector in shared memory of servers or of the host cache, if all of it can be read in place."""
 
@@ -105,14 +107,15 @@ class VersionInPlace(Future[int]):
     """A version of memory that is read in place. ``result`` polls for the version. No background thread waits.
 
     Args:
-        unit: The unit. All its servers share their memory.
+        unit: The unit.
         version: The version to wait for.
         stats: Counts the waiting time.
+        fetch: Fetches the shards that are in the host cache. None: there are none.
     """
 
-    def __init__(self, unit: RemoteUnit, version: int, stats: TrafficStats) -> None:
+    def __init__(self, unit: RemoteUnit, version: int, stats: TrafficStats, fetch: Future[int] | None = None) -> None:
         super().__init__()
-        self._unit, self._version, self._stats = unit, version, stats
+        self._unit, self._version, self._stats, self._fetch = unit, version, stats, fetch
 
     def result(self, timeout: float | None = None) -> int:
         if not self.done():
@@ -125,13 +128,26 @@ class VersionInPlace(Future[int]):
         return super().result(timeout)
 
     def _wait(self) -> int:
-        vector = self._unit.vector
+        vector, shards = self._unit.vector, self._unit.shards
         assert vector is not None
+        if self._fetch is not None:
+            Future.result(self._fetch)
         # An update takes milliseconds. An rpc that waits for it would cost almost as much processor time.
-        deadline, pause_s = time.perf_counter() + _POLL_LIMIT_S, _FIRST_PAUSE_S
+        started = time.perf_counter()
+        deadline, pause_s = started + _POLL_LIMIT_S, _FIRST_PAUSE_S
         while not vector.shows(self._version):
             if time.perf_counter() > deadline:
-                return min(shard.await_version(self._version) for shard in self._unit.shards)
+                # A segment of a server that is gone shows its last version for ever, until the shard's move is known.
+                for shard in shards:
+                    shard.await_version(self._version)
+                    shard.owner.settle()
+                if time.perf_counter() - started > shards[0].wait_limit_s:
+                    raise DeadlineError(
+                        f"version {self._version} of unit {self._unit.layout.unit!r} did not appear in shared memory, "
+                        "although its servers have it",
+                        unit=self._unit.layout.unit,
+                    )
+                deadline, pause_s = time.perf_counter() + _POLL_LIMIT_S, _FIRST_PAUSE_S
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         return self._version
@@ -207,7 +223,8 @@ class Traffic:
             return found
         if all(shard.cached is None for shard in unit.shards):
             return VersionInPlace(unit, version, self.stats)
-        return self._fetch_shards(unit, lambda shard: partial(_await_version, shard, version))
+        fetch = self._fetch_shards(unit, lambda shard: partial(_await_version, shard, version))
+        return VersionInPlace(unit, version, self.stats, fetch)
 
     def push(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Protocol
@@ -269,13 +269,18 @@ class RemoteBuffers:
         self._excuse = excuse
         self._membership, self._declarations, self._connect = membership, declarations, connect
         self._traffic, self._mappings = traffic, mappings
-        self._units: dict[int, RemoteUnit] = {}
+        self.units: dict[int, RemoteUnit] = {}
+        """The units by their index in the run."""
 
     def declare(self, layout: UnitLayout, values: InitialValues, step: int) -> int:
         """See ``BufferStore.declare``."""
         unit = self._declarations.declare(layout, values, step, lambda declared: self._connect(layout, declared))
-        self._units[unit.index] = self._mappings.map_stored(unit)
+        self.units[unit.index] = self._mappings.map_stored(unit)
         return unit.index
+
+    def remap(self, unit: RemoteUnit) -> RemoteUnit:
+        """Returns a unit whose shards have moved, mapped again if servers of this host share all its shards."""
+        return self._mappings.map_stored(replace(unit, vector=None))
 
     def push(
         self, unit_index: int, step: int, item: WorkItemState, buffers: Sequence[tuple[int, torch.Tensor]]
@@ -284,7 +289,7 @@ class RemoteBuffers:
         self._membership.check()
         if item.abandoned or self._membership.lapsed:
             return
-        unit = self._units[unit_index]
+        unit = self.units[unit_index]
         with uninterrupted:  # the servers wait for every part that is counted
             context = self._membership.context(step, epoch=item.item.epoch)
             header = item.start_part(context, unit.layout.unit, unit_index)
@@ -294,7 +299,7 @@ class RemoteBuffers:
     def read(self, unit_index: int, version: int, wanted: Sequence[tuple[int, torch.Tensor]]) -> None:
         """See ``BufferStore.read``."""
         self._membership.check()
-        unit = self._units[unit_index]
+        unit = self.units[unit_index]
         present = [(index, target) for index, target in wanted if target.nbytes]
         if not present:
             return

@@ -194,6 +194,15 @@ class Membership:
                 logger.log(log_level, "waiting for %s (%.0f s): %s", what, now - started, reasons)
                 last_report = now
 
+    def list_units(self) -> coordinator_pb2.ListUnitsResponse:
+        """Returns the run's units and the present owners of their shards. Works without a valid membership, too."""
+        self.check()
+        request = coordinator_pb2.ListUnitsRequest(run=self.run)
+        response: coordinator_pb2.ListUnitsResponse = self._coordinator.call(
+            "ListUnits", request, timeout_s=self._config.waits.rpc_timeout_s
+        )
+        return response
+
     def exchange_address(self, step: int, name: str, address: str | None) -> str:
         """Publishes an address under a name; without an address, waits until another trainer publishes one."""
         request = coordinator_pb2.ExchangeAddressRequest(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -27,6 +28,7 @@ from shardwell.session.run_units import ShardMappings, UnitDeclarations
 from shardwell.session.servers import ShardServers
 from shardwell.session.step_state import FinishedStep, StepState, WorkItemState
 from shardwell.transport.partitions import PartitionSegment
+from shardwell.transport.selector import ServerConnection
 from shardwell.transport.shared_vector import SharedVector
 from shardwell_wire import wire_dtypes
 from shardwell_wire.errors import StaleEpochError, UsageError
@@ -58,22 +60,32 @@ class RunStore:
         """Logical ranks whose work items this trainer held in the previous step."""
         self._partition_updates = PartitionUpdates(membership.world.dp, config.waits.wait_limit_s)
         self._wire, self._feedback = self._make_wire()
+        self._rollback_count = membership.joined.rollback_count
         self._servers = ShardServers(membership, config)
         self._declarations = UnitDeclarations(membership, config.waits.wait_limit_s)
         self._mappings = ShardMappings(membership, config)
+        self._buffer_wire = Wire(wait_limit_s=config.waits.wait_limit_s)
         self.buffers = RemoteBuffers(
             membership,
             self._declarations,
-            partial(self._servers.shards, Wire(wait_limit_s=config.waits.wait_limit_s)),
+            partial(self._servers.shards, self._buffer_wire),
             self._traffic,
             self._mappings,
             self._excuses,
         )
         """Stores the run's buffers."""
+        self._relocations = self._servers.relocations
+        self._replaced: list[ServerConnection] = []
+        """Connections to former owners of shards, which are not closed yet."""
+        self._unmapped: defaultdict[int, set[int]] = defaultdict(set)
+        """Numbers of moved shards that are not mapped again yet, by unit index."""
+        self._relocations.attach(self._move)
         membership.attach(
             transports=self._servers.transport_reports,
             unreachable=self._servers.unreachable,
             when_ended=self._servers.disconnect,
+            when_news=self._relocations.wake,
+            when_lapsed=self._relocations.refresh,
         )
         group = form_node_group(membership, config) if config.transfers.node_group != "none" else None
         self._node = NodeGathers(group, self._traffic) if group is not None else None
@@ -138,7 +150,57 @@ class RunStore:
         connect = partial(self._servers.shards, self._wire, layout)
         unit = self._declarations.declare(layout, initial_values, self._state.number, connect)
         self._units[unit.index] = self._mappings.map(unit, self._config.transfers.gather_dtype)
+        self._note_declared(unit)
         return unit.index
+
+    def _note_declared(self, unit: RemoteUnit) -> None:
+        """Has the shards of a new unit moved if they have moved while the unit was declared."""
+        if unit.placement < self._membership.placement or not self._servers.are_open(unit.shards):
+            self._relocations.recheck()
+
+    # ---- moves ----
+
+    def _move(self, listed: coordinator_pb2.ListUnitsResponse, anew: bool) -> None:
+        """Moves all shards to their owners. Called in the thread of ``ShardRelocations``, again if it has failed."""
+        if anew:
+            self._replaced += self._servers.forget()
+        owners = {unit.unit_index: unit.shards for unit in listed.units}
+        for units, wire in ((self._units, self._wire), (self.buffers.units, self._buffer_wire)):
+            for index, unit in list(units.items()):
+                units[index] = self._follow(unit, owners[index], wire, anew)
+        used = {shard.server for unit in self._all_units() for shard in unit.shards}
+        self._servers.retire([server for server in dict.fromkeys(self._replaced) if server not in used])
+        self._replaced.clear()
+        for index, moved in list(self._unmapped.items()):
+            if index in self._units:
+                gather_dtype = self._config.transfers.gather_dtype
+                self._mappings.remap(self._units[index], sorted(moved), gather_dtype, wait=not anew)
+            else:
+                self.buffers.units[index] = self.buffers.remap(self.buffers.units[index])
+            del self._unmapped[index]
+
+    def _all_units(self) -> list[RemoteUnit]:
+        return [*self._units.values(), *self.buffers.units.values()]
+
+    def _follow(self, unit: RemoteUnit, owners: Sequence[common_pb2.ShardRange], wire: Wire, anew: bool) -> RemoteUnit:
+        """Connects the shards of a unit to their owners; returns the unit."""
+        ranges = [(owner.start_bytes, owner.stop_bytes) for owner in owners]
+        if ranges != [(shard.start_bytes, shard.stop_bytes) for shard in unit.shards]:
+            # Only a rollback cuts a unit anew.
+            shards = tuple(self._servers.shard(wire, unit.layout, owner) for owner in owners)
+            self._replaced += [shard.server for shard in unit.shards]
+            if unit.vector is not None:
+                unit.vector.cut(ranges)
+            self._unmapped[unit.index] = set(range(len(shards)))
+            return replace(unit, shards=shards)
+        for number, (shard, owner) in enumerate(zip(unit.shards, owners, strict=True)):
+            server = self._servers.connect(owner)
+            if anew or server is not shard.server:
+                self._unmapped[unit.index].add(number)
+            if server is not shard.server:
+                self._replaced.append(shard.server)
+                shard.move(server)
+        return unit
 
     # ---- gathers ----
 
@@ -342,12 +404,18 @@ class RunStore:
         if self._feedback is not None:
             self._feedback.reset(item.item.dp_rank)
 
-    def rejoin(self, *, moved: bool) -> None:
+    def rejoin(self, joined: coordinator_pb2.JoinResponse, *, moved: bool) -> None:
         """Called when this trainer has joined the run again and the state has the new items.
 
         Args:
+            joined: The coordinator's answer.
             moved: Whether the run is at another step, or was rolled back.
         """
+        if joined.rollback_count != self._rollback_count:
+            self._rollback_count = joined.rollback_count
+            self._mappings.start_over(joined.rollback_count)
+            self._relocations.refresh()
+        self._relocations.settle()
         self._traffic.discard()
         self._servers.release_gradient_buffers()
         self._partition_updates.drop_cache()

@@ -17,7 +17,7 @@ from shardwell.session.config import JoinConfig
 from shardwell.session.membership import Membership
 from shardwell.transport.shared_vector import CAN_MAP, SegmentLocation, SharedVector
 from shardwell_wire import wire_dtypes
-from shardwell_wire.errors import DeadlineError, ShardwellError, UnavailableError
+from shardwell_wire.errors import CapacityError, DeadlineError, ShardwellError, UnavailableError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.retry import backoff
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2
@@ -67,7 +67,7 @@ class UnitDeclarations:
         while not declared.HasField("version"):
             if declared.initialize:
                 try:
-                    unit = RemoteUnit(declared.unit_index, layout, connect(declared))
+                    unit = RemoteUnit(declared.unit_index, layout, connect(declared), declared.placement)
                     self._initialize(unit, values, declared.epoch)
                     return unit
                 except ShardwellError as error:
@@ -86,7 +86,7 @@ class UnitDeclarations:
                 )
             time.sleep(next(pauses))
             declared = self._declare(layout, step)  # a unit without values may have moved to other servers
-        return RemoteUnit(declared.unit_index, layout, connect(declared))
+        return RemoteUnit(declared.unit_index, layout, connect(declared), declared.placement)
 
     def _declare(self, layout: UnitLayout, step: int) -> coordinator_pb2.DeclareUnitResponse:
         request = coordinator_pb2.DeclareUnitRequest(
@@ -140,6 +140,7 @@ class ShardMappings:
 
     def __init__(self, membership: Membership, config: JoinConfig) -> None:
         self._membership, self._config = membership, config
+        self._rollback_count = membership.joined.rollback_count
         self._cache = self._open_cache() if config.transfers.host_cache_bytes else None
 
     @property
@@ -177,6 +178,70 @@ class ShardMappings:
         """Maps a unit and puts its other shards into the host cache, even beyond the cache's budget."""
         self._cache = self._cache or self._open_cache()
         return self._map(unit, gather_dtype, beyond_budget=True)
+
+    def remap(self, unit: RemoteUnit, moved: Sequence[int], gather_dtype: str, *, wait: bool) -> None:
+        """Maps shards again that have moved, at the addresses where they were read in place before.
+
+        The part of a unit that moved out of reach of shared memory is read from the host cache from now on.
+
+        Args:
+            unit: The unit. Its shards are changed.
+            moved: Numbers of the shards.
+            gather_dtype: Dtype in which 32-bit floats travel to this trainer.
+            wait: Whether to wait until the new owners have the versions that were read in place.
+
+        Raises:
+            CapacityError: This host has no shared memory for the host cache.
+            OSError: A segment cannot be mapped.
+        """
+        if not CAN_MAP or not unit.layout.size_bytes:
+            return
+        vector, exact = unit.vector, not wire_dtypes.NAMES[gather_dtype]
+        others = []
+        for number in moved:
+            shard = unit.shards[number]
+            if shard.start_bytes == shard.stop_bytes:
+                continue
+            shown = vector.shown(shard.start_bytes) if vector is not None and wait else None
+            if (location := shard.locate(shown)) is not None:
+                shard.map(location, ask=self._membership.ask)
+            if vector is None:
+                continue
+            if location is not None and exact:
+                shard.cached = None
+                vector.replace(location)
+            elif shard.cached is None or not wait:
+                others.append(number)
+        if others:
+            assert vector is not None
+            self._cache = self._cache or self._open_cache()
+            for number, location in self._cached_locations(unit, others, gather_dtype).items():
+                if wait and (shown := vector.shown(location.start_bytes)) is not None:
+                    unit.shards[number].await_version(shown)
+                vector.replace(location)
+
+    def _cached_locations(
+        self, unit: RemoteUnit, numbers: Sequence[int], gather_dtype: str
+    ) -> dict[int, SegmentLocation]:
+        """Puts shards that must be read in place into the host cache."""
+        locations = self._cache_shards(unit, numbers, gather_dtype, beyond_budget=True)
+        if len(locations) < len(numbers):
+            size_bytes = sum(unit.shards[number].stop_bytes - unit.shards[number].start_bytes for number in numbers)
+            raise CapacityError(
+                f"unit {unit.layout.unit!r} was read in place, and {size_bytes} bytes of it have moved to a server "
+                "whose memory this process cannot map. They need as much shared memory on this host: enlarge /dev/shm",
+                unit=unit.layout.unit,
+            )
+        return locations
+
+    def start_over(self, rollback_count: int) -> None:
+        """Leaves the host cache: the run was rolled back, and the next versions have other values."""
+        former, self._cache = self._cache, None
+        self._rollback_count = rollback_count
+        if former is not None:
+            former.close()
+        if self._config.transfers.host_cache_bytes:
+            self._cache = self._open_cache()
 
     def close(self) -> None:
         """Leaves the host cache."""
@@ -226,7 +291,8 @@ class ShardMappings:
         if not CAN_MAP:
             return None
         try:
-            return HostCache((run.name, run.run_id), budget_bytes, wait_limit_s=limit_s)
+            key = (run.name, run.run_id, self._rollback_count)  # versions are made again after a rollback
+            return HostCache(key, budget_bytes, wait_limit_s=limit_s)
         except OSError as error:
             logger.warning("no host cache, each trainer fetches its own copy: no shared memory: %s", error)
             return None

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from shardwell.data_plane.remote_shard import RemoteShard, Wire
+from shardwell.data_plane.shard_owner import ShardOwner
 from shardwell.session.config import JoinConfig
 from shardwell.session.membership import Membership
+from shardwell.session.relocation import ShardRelocations
 from shardwell.transport.selector import ServerConnection
 from shardwell.transport.server_guard import ServerGuard
 from shardwell.transport.shard_client import ShardClient
 from shardwell_wire.credentials import Credentials
 from shardwell_wire.errors import DeadlineError, ShardwellError, UnavailableError
 from shardwell_wire.layout import UnitLayout
-from shardwell_wire.v1 import coordinator_pb2, shard_pb2
+from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 
 _PROBE_INTERVAL_S = 1.0
 _PROBE_AFTER_S = 2.0
 """Seconds an operation on a server takes before the server is probed. Most slow operations wait for other trainers."""
 _PROBE_TIMEOUT_S = 2.0
+
+ServerKey = tuple[str, str]
+"""Address and incarnation of a server process."""
 
 
 class ShardServers:
@@ -34,23 +39,28 @@ class ShardServers:
 
     def __init__(self, membership: Membership, config: JoinConfig) -> None:
         self._membership, self._config = membership, config
-        self._connections: dict[str, ServerConnection] = {}
-        self._guards: dict[str, ServerGuard] = {}
+        self.relocations = ShardRelocations(membership, config.waits.wait_limit_s)
+        """Moves shards to their present owners."""
+        self._connections: dict[ServerKey, ServerConnection] = {}
+        self._guards: dict[ServerKey, ServerGuard] = {}
+        self._connecting = threading.Lock()
+        self._former_received_bytes = self._former_sent_bytes = 0
+        self._former_received_bytes = self._former_sent_bytes = 0
         self._probe = ReachabilityProbe(lambda: list(self._guards.values()), membership.credentials)
 
     @property
     def received_bytes(self) -> int:
         """Bytes received from all servers, in wire dtypes."""
-        return sum(server.counter.received_bytes for server in self._connections.values())
+        return self._former_received_bytes + sum(at.counter.received_bytes for at in self._present)
 
     @property
     def sent_bytes(self) -> int:
         """Bytes sent to all servers, in wire dtypes."""
-        return sum(server.counter.sent_bytes for server in self._connections.values())
+        return self._former_sent_bytes + sum(at.counter.sent_bytes for at in self._present)
 
     def describe(self) -> list[dict[str, Any]]:
         """Returns each server's transport and its statistics; see ``Session.transports``."""
-        return [server.describe() for server in self._connections.values()]
+        return [server.describe() for server in self._present]
 
     def transport_reports(self) -> list[coordinator_pb2.TransportReport]:
         """Returns the transports for a heartbeat. Thread-safe."""
@@ -58,8 +68,13 @@ class ShardServers:
             coordinator_pb2.TransportReport(
                 address=server.address, kind=server.transport.kind, bytes_per_s=server.bytes_per_s
             )
-            for server in list(self._connections.values())
+            for server in self._present
         ]
+
+    @property
+    def _present(self) -> list[ServerConnection]:
+        """All connections. Thread-safe."""
+        return list(self._connections.values())
 
     def unreachable(self) -> list[coordinator_pb2.UnreachableServer]:
         """Returns the servers that did not answer the last probe, for a heartbeat. Thread-safe."""
@@ -69,44 +84,71 @@ class ShardServers:
         self, wire: Wire, layout: UnitLayout, declared: coordinator_pb2.DeclareUnitResponse
     ) -> tuple[RemoteShard, ...]:
         """Returns the shards of a declared unit, connected to the servers that own them."""
-        run = self._membership.identity
-        return tuple(
-            RemoteShard(run, layout, self._connect(shard.address), shard.start_bytes, shard.stop_bytes, wire)
-            for shard in declared.shards
-        )
+        return tuple(self.shard(wire, layout, shard) for shard in declared.shards)
 
-    def _connect(self, address: str) -> ServerConnection:
-        if address not in self._connections:
-            membership, config = self._membership, self._config
-            guard = self._guards[address] = ServerGuard(address, membership.ask, config.waits.wait_limit_s)
-            self._connections[address] = guard.run(
-                "connecting",
-                lambda: ServerConnection(
-                    address,
-                    membership.identity,
-                    transports=config.transfers.transport_names,
-                    chunk_bytes=config.transfers.chunk_bytes,
-                    check=membership.check,
-                    credentials=membership.credentials,
-                    guard=guard,
-                ),
-                repeat=False,
-            )
-        return self._connections[address]
+    def shard(self, wire: Wire, layout: UnitLayout, shard: common_pb2.ShardRange) -> RemoteShard:
+        """Returns one shard of a unit, connected to the server that owns it."""
+        owner = ShardOwner(self.connect(shard), self.relocations)
+        return RemoteShard(self._membership.identity, layout, owner, shard.start_bytes, shard.stop_bytes, wire)
+
+    def connect(self, shard: common_pb2.ShardRange) -> ServerConnection:
+        """Returns the connection to the server process that owns a shard. Thread-safe."""
+        key: ServerKey = shard.address, shard.incarnation
+        with self._connecting:
+            if key not in self._connections:
+                membership, config = self._membership, self._config
+                guard = self._guards[key] = ServerGuard(shard.address, membership.ask, config.waits.wait_limit_s)
+                self._connections[key] = guard.run(
+                    "connecting",
+                    lambda: ServerConnection(
+                        shard.address,
+                        membership.identity,
+                        transports=config.transfers.transport_names,
+                        chunk_bytes=config.transfers.chunk_bytes,
+                        check=membership.check,
+                        credentials=membership.credentials,
+                        guard=guard,
+                    ),
+                    repeat=False,
+                )
+            return self._connections[key]
+
+    def forget(self) -> list[ServerConnection]:
+        """Forgets all connections, so that ``connect`` opens new ones; returns the forgotten ones."""
+        with self._connecting:
+            former = self._present
+            self._connections.clear()
+            self._guards.clear()
+        return former
+
+    def are_open(self, shards: Iterable[RemoteShard]) -> bool:
+        """Returns whether the connections to the servers of all shards are open."""
+        return all(shard.server in self._present for shard in shards)
+
+    def retire(self, former: Collection[ServerConnection]) -> None:
+        """Closes connections through which no shard is reached any more. Transfers in flight fail."""
+        with self._connecting:
+            for key in [key for key, server in self._connections.items() if server in former]:
+                del self._connections[key], self._guards[key]
+        for server in former:
+            self._former_received_bytes += server.counter.received_bytes
+            self._former_sent_bytes += server.counter.sent_bytes
+            server.close()
 
     def release_gradient_buffers(self, dp_rank: int | None = None) -> None:
         """Releases the shared gradient buffers of a dp rank for reuse; None: of all dp ranks."""
-        for server in self._connections.values():
+        for server in self._present:
             server.release(dp_rank)
 
     def free_gradient_buffers(self) -> None:
         """Frees the memory of the shared gradient buffers, which the next owner of the ranks needs."""
-        for server in self._connections.values():
+        for server in self._present:
             server.free_memory()
 
     def disconnect(self) -> None:
         """Closes the connections: transfers in flight fail with the error that ended the membership. Thread-safe."""
-        for server in list(self._connections.values()):
+        self.relocations.close()
+        for server in self._present:
             server.close()
 
     def stop_probes(self) -> None:

@@ -216,7 +216,7 @@ class StepInFlight:
         moved = joined.committed_step != before or joined.rollback_count != self._rollbacks
         self._rollbacks = joined.rollback_count
         self.state.restart(joined.committed_step, joined.work.items)
-        self._store.rejoin(moved=moved)
+        self._store.rejoin(joined, moved=moved)
         self._units.zero_grad()
         try:
             self._units.invalidate()

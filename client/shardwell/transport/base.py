@@ -20,6 +20,7 @@ from typing import ClassVar, Protocol
 
 from shardwell.transport.partitions import PartitionLocation, PartitionSegment
 from shardwell.transport.shared_vector import SharedVector
+from shardwell_wire.errors import UnavailableError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.v1 import common_pb2, shard_pb2
@@ -69,11 +70,18 @@ class ShardAddress:
 
         Raises:
             VersionGoneError: The server replaced the version during the copy.
+            UnavailableError: The shard has moved to another server.
         """
-        assert self.window is not None
-        target.copy_from(self.window)
-        self.window.check(version)
+        window = self.require_window()
+        target.copy_from(window)
+        window.check(version)
         return version
+
+    def require_window(self) -> SharedVector:
+        """Returns the mapped shard. Raises UnavailableError if the shard has moved since the caller found it mapped."""
+        if (window := self.window) is None:
+            raise UnavailableError(f"unit {self.layout.unit!r}: the shard has moved to another server")
+        return window
 
 
 class FetchTarget(Protocol):

@@ -123,7 +123,7 @@ class ServiceClient:
         self._service = service
         self._channel = self.endpoint.open_channel()
         self._unary: dict[str, Any] = {}
-        self._is_closed = False
+        self._closed = threading.Event()
 
     def call(self, rpc_name: str, request: Any, *, timeout_s: float = 10.0, retry_for_s: float = 0.0) -> Any:
         """Calls a unary rpc.
@@ -222,15 +222,20 @@ class ServiceClient:
             except grpc.RpcError as error:
                 raise from_rpc_error(error, self.peer) from error
             except ValueError as error:  # gRPC raises this error for a closed channel
-                if not self._is_closed:
+                if not self._closed.is_set():
                     raise
                 raise UnavailableError(f"{self.peer}: this process closed the connection", peer=self.peer) from error
 
-        return retry(mapped, limit_s=retry_for_s, check=lambda _: self._check())
+        def check(error: Exception) -> None:
+            if self._closed.is_set():
+                raise error
+            self._check()
+
+        return retry(mapped, limit_s=retry_for_s, check=check, sleep=self._closed.wait)
 
     def close(self) -> None:
         """Closes the connection. Rpcs in flight are cancelled."""
-        self._is_closed = True
+        self._closed.set()
         self._channel.close()
 
     def _path(self, rpc_name: str) -> str:

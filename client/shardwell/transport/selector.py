@@ -6,7 +6,6 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 from shardwell.transport.base import (
@@ -33,7 +32,14 @@ from shardwell.transport.shard_client import ShardClient
 from shardwell.transport.shm_transport import ShmTransport
 from shardwell.transport.socket_transport import SocketTransport
 from shardwell_wire.credentials import Credentials
-from shardwell_wire.errors import CapacityError, ConflictError, ShardwellError, UnavailableError, UsageError
+from shardwell_wire.errors import (
+    CapacityError,
+    ConflictError,
+    ShardwellError,
+    UnavailableError,
+    UsageError,
+    VersionGoneError,
+)
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
@@ -171,14 +177,14 @@ class ServerConnection:
         nearly_done: NearlyDone = ignore,
     ) -> int:
         """Fetches one version of a shard, waiting until it exists; see ``Transport.fetch``."""
-        retry_for_s = min(_RETRY_S, wait_limit_s)
-        if shard.window is None:
+        retry_for_s, window = min(_RETRY_S, wait_limit_s), shard.window
+        if window is None:
             return self._over_stream(
                 lambda stream: stream.fetch(
                     shard, version, target, timeout_s=wait_limit_s, retry_for_s=retry_for_s, nearly_done=nearly_done
                 )
             )
-        if version is not None and shard.window.shows(version):
+        if version is not None and window.shows(version):
             return shard.read(version, target)  # no message to the server
         return self._over_shared(
             lambda shared: shared.fetch(shard, version, target, timeout_s=wait_limit_s, retry_for_s=retry_for_s)
@@ -195,19 +201,29 @@ class ServerConnection:
 
     def await_version(self, shard: ShardAddress, version: int | None, *, wait_limit_s: float) -> int:
         """Waits until a shard in shared memory has a version; returns the version."""
-        if shard.window is not None and version is not None and shard.window.shows(version):
+        if (window := shard.window) is not None and version is not None and window.shows(version):
             return version
+        if self._shared is None:
+            raise UnavailableError(f"shard server at {self.address}: this process cannot map its memory")
         retry_for_s = min(_RETRY_S, wait_limit_s)
         return self._over_shared(
             lambda shared: shared.locate(shard, version, timeout_s=wait_limit_s, retry_for_s=retry_for_s)
         ).version
 
-    def locate(self, shard: ShardAddress, *, wait_limit_s: float) -> str | None:
-        """Returns the file in which the server stores a shard, or None if this process cannot map it."""
+    def locate(self, shard: ShardAddress, version: int | None = None, *, wait_limit_s: float) -> str | None:
+        """Returns the file in which the server stores a shard, or None if this process cannot map it.
+
+        Args:
+            shard: The shard.
+            version: Waits until the server has this version or a newer one. None: does not wait.
+            wait_limit_s: The longest wait.
+        """
         if self._shared is None:
             return None
         try:
-            found = self._shared.locate(shard, None, timeout_s=wait_limit_s, retry_for_s=wait_limit_s)
+            found = self._shared.locate(shard, version, timeout_s=wait_limit_s, retry_for_s=wait_limit_s)
+        except VersionGoneError:
+            return self.locate(shard, wait_limit_s=wait_limit_s)
         except ConflictError as error:
             logger.warning("unit %r is fetched instead of read in place: %s", shard.layout.unit, error)
             return None
@@ -220,24 +236,26 @@ class ServerConnection:
         shard: ShardAddress,
         header: shard_pb2.ReduceScatterHeader,
         part: GradientPart,
-        *,
-        wait_limit_s: float,
-    ) -> Callable[[NearlyDone], None]:
-        """Returns a function that pushes one part of a contribution, in any thread; see ``Transport.push``.
-
-        Copies the gradients to shared memory first if ``copies_gradients``.
-        """
+    ) -> PreparedPush:
+        """Prepares a push of one part of a contribution. Copies the gradients to shared memory if
+        ``copies_gradients``."""
         if self.copies_gradients:
             try:
-                copied = self._over_shared(lambda shared: shared.prepare_push(shard, header, part))
-                return partial(self._push, copied, wait_limit_s)
+                return self._over_shared(lambda shared: shared.prepare_push(shard, header, part))
             except (CapacityError, OSError) as error:
                 self._stop_sharing_gradients(error)
-        return partial(self._push, PreparedPush(shard, header, part), wait_limit_s)
+        return PreparedPush(shard, header, part)
 
-    def _push(self, prepared: PreparedPush, wait_limit_s: float, nearly_done: NearlyDone) -> None:
+    def push(self, prepared: PreparedPush, *, wait_limit_s: float, nearly_done: NearlyDone = ignore) -> None:
+        """Pushes one part of a contribution, in any thread; see ``Transport.push``.
+
+        Args:
+            prepared: The push. The connection to a former owner of the shard may have prepared it.
+            wait_limit_s: Deadline.
+            nearly_done: See ``Transport.push``.
+        """
         retry_for_s = min(_RETRY_S, wait_limit_s)
-        if prepared.is_shared:
+        if prepared.is_shared and self._shared is not None:
             try:
                 self._over_shared(lambda shared: shared.push(prepared, timeout_s=wait_limit_s, retry_for_s=retry_for_s))
                 return

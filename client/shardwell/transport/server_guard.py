@@ -102,12 +102,11 @@ class ServerGuard:
                 self._ask()
                 pauses = pauses or backoff()
                 pause_s, tried_s = next(pauses), time.monotonic() - started
-                if tried_s + pause_s > self._wait_limit_s or self._closed.is_set():
+                if tried_s + pause_s > self._wait_limit_s or self._closed.wait(pause_s):
                     raise self._unavailable(what, error, tried_s) from error
             except _EXPLAINABLE as error:
                 self.explain(error)
                 raise
-            self._closed.wait(pause_s)
 
     def _unavailable(self, what: str, error: UnavailableError, tried_s: float) -> UnavailableError:
         return UnavailableError(

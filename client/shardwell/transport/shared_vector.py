@@ -16,7 +16,7 @@ import torch
 from shardwell_wire.errors import VersionGoneError
 from shardwell_wire.layout import BLOCK_BYTES
 from shardwell_wire.shared_files import open_in_folder, opened
-from shardwell_wire.shared_segment import HEAD_BYTES, UPDATING, order_loads, read_version
+from shardwell_wire.shared_segment import HEAD_BYTES, UPDATING, order_loads, read_version, write_version
 
 _PROT_NONE, _MAP_FIXED = 0, 0x10
 _PRESENT, _SWAPPED, _SHARED_OR_FILE = np.uint64(1 << 63), np.uint64(1 << 62), np.uint64(1 << 61)
@@ -93,6 +93,13 @@ class SharedVector:
         if place.stop_bytes > place.start_bytes:
             with self._lock:
                 self._heads[place.start_bytes] = self._map_segment(place)
+
+    def cut(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Divides the vector into other segments, which show no version until ``replace`` maps each of them."""
+        with self._lock:
+            nothing = memoryview(bytearray(HEAD_BYTES))
+            write_version(nothing, UPDATING)
+            self._heads = {start: nothing for start, stop in ranges if stop > start}
 
     def shown(self, start_bytes: int) -> int | None:
         """Returns the version of the segment that starts at a byte; None while the segment shows none."""

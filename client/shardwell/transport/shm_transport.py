@@ -307,11 +307,11 @@ class ShmTransport(SharedTransport):
         for path in (answer.path, answer.state_path, answer.new_state_path):
             if path:
                 require_folder(path, self._folder)
-        assert shard.window is not None
-        values = shard.window.bytes[location.start_bytes - shard.start_bytes : location.stop_bytes - shard.start_bytes]
+        window = shard.require_window()
+        values = window.bytes[location.start_bytes - shard.start_bytes : location.stop_bytes - shard.start_bytes]
         key = location.layout.unit, location.dp_rank, location.start_bytes
         segment = self._staging_buffers.setdefault(key, StagingBuffer(location)).lay_out(answer, values)
-        shard.window.check(answer.header.version)
+        window.check(answer.header.version)
         return segment
 
     def stage_partition(

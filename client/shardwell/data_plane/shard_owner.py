@@ -1,0 +1,85 @@
+"""The server that owns a shard now, and the repetition of operations that a move of the shard has broken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from shardwell.transport.selector import ServerConnection
+from shardwell_wire.errors import ShardwellError
+
+Result = TypeVar("Result")
+
+
+class Moves(Protocol):
+    """Learns from the coordinator which shards have moved, and applies the moves."""
+
+    def settle(self) -> None:
+        """Waits until all moves that the coordinator has reported are applied.
+
+        Raises:
+            UnavailableError: They could not be applied in time.
+        """
+        ...
+
+    def require_valid(self) -> None:
+        """Raises StaleEpochError if this trainer is no member of the run now."""
+        ...
+
+
+class _NoMoves:
+    """The shards never move."""
+
+    def settle(self) -> None:
+        """See ``Moves``."""
+
+    def require_valid(self) -> None:
+        """See ``Moves``."""
+
+
+class ShardOwner:
+    """The server that owns a shard. All views of the shard share one such object. Thread-safe.
+
+    Args:
+        server: The present owner.
+        moves: Moves the shard.
+    """
+
+    def __init__(self, server: ServerConnection, moves: Moves | None = None) -> None:
+        self._server, self._moves = server, moves or _NoMoves()
+
+    @property
+    def server(self) -> ServerConnection:
+        """The present owner."""
+        return self._server
+
+    def move(self, server: ServerConnection) -> None:
+        """Replaces the owner. Operations that fail at the former owner are repeated at the new one."""
+        self._server = server
+
+    def settle(self) -> None:
+        """See ``Moves.settle``."""
+        self._moves.settle()
+
+    def run(self, action: Callable[[ServerConnection], Result], *, member: bool = True) -> Result:
+        """Runs an operation at the owner. Repeats it if it fails and the shard has another owner by then.
+
+        Args:
+            action: The operation. It may be repeated.
+            member: Whether to repeat it only while this trainer is a member of the run.
+
+        Raises:
+            ShardwellError: The operation's error at the present owner.
+            StaleEpochError: This trainer is no member of the run now.
+        """
+        while True:
+            server = self._server
+            try:
+                return action(server)
+            except ShardwellError:
+                if self._server is server:
+                    self._moves.settle()
+                if self._server is server:
+                    raise
+            if member:
+                self._moves.require_valid()
