@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from shardwell.session.config import TransferOptions, WaitOptions
     from shardwell.session.session import Session, join
     from shardwell.session.step import Step
+    from shardwell.weights.checkpoint_reader import CheckpointReader, open_checkpoint
     from shardwell.weights.loading import from_safetensors
     from shardwell.weights.reader import Reader, attach
     from shardwell.weights.saving import save_dcp, save_safetensors
@@ -80,6 +81,7 @@ __all__ = [
     "ActivationOffload",
     "BackwardPrefetch",
     "CapacityError",
+    "CheckpointReader",
     "ChunkError",
     "ClientSide",
     "ConflictError",
@@ -141,6 +143,7 @@ __all__ = [
     "local_ratio",
     "num_parameters",
     "offload_activations",
+    "open_checkpoint",
     "optim",
     "register_forward_method",
     "save_dcp",
@@ -152,6 +155,7 @@ __all__ = [
 _MODULES = {
     "ActivationOffload": "shardwell.module.activation_offload",
     "BackwardPrefetch": "shardwell.module.strategy",
+    "CheckpointReader": "shardwell.weights.checkpoint_reader",
     "ClientSide": "shardwell.optimizers.client_side",
     "CustomPolicy": "shardwell.wrapping.policies",
     "FlatClientSide": "shardwell.optimizers.client_side",
@@ -187,6 +191,7 @@ _MODULES = {
     "local_ratio": "shardwell.module.memory_report",
     "num_parameters": "shardwell.module.memory_report",
     "offload_activations": "shardwell.module.activation_offload",
+    "open_checkpoint": "shardwell.weights.checkpoint_reader",
     "optim": "shardwell.optim",
     "register_forward_method": "shardwell.module.fully_shard",
     "save_dcp": "shardwell.weights.saving",

@@ -1,4 +1,4 @@
-"""``shardwell checkpoints`` and ``shardwell verify``: list checkpoints, and compare their checksums."""
+"""``shardwell checkpoint``, ``checkpoints`` and ``verify``: save and list checkpoints, and compare their checksums."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from datetime import datetime
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,13 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
-from shardwell.command.inspect_commands import DEFAULT_ADDRESS, add_token_file_argument, positive_seconds
+from shardwell.command.inspect_commands import (
+    DEFAULT_ADDRESS,
+    add_token_file_argument,
+    open_coordinator,
+    positive_seconds,
+)
+from shardwell.session.checkpoints import follow_checkpoint, is_writing, request_checkpoint, require_not_failed
 from shardwell.sizes import format_size
 from shardwell_wire.checkpoints.folder import Entry, entries_below
 from shardwell_wire.checkpoints.opening import open_storage
@@ -38,6 +45,11 @@ examples:
   shardwell verify s3://bucket/gpt-runs/gpt/step-000000042-6fd1c0a2
   shardwell verify gpt                              the shards of the live run "gpt"
 """
+_SAVE_EPILOG = """\
+examples:
+  shardwell checkpoint gpt                          return when the servers have begun
+  shardwell checkpoint gpt --wait                   return when the checkpoint is complete
+"""
 _LIST_EPILOG = """\
 examples:
   shardwell checkpoints /mnt/checkpoints
@@ -46,7 +58,8 @@ examples:
 
 
 def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds ``shardwell checkpoints`` and ``shardwell verify``."""
+    """Adds ``shardwell checkpoint``, ``shardwell checkpoints`` and ``shardwell verify``."""
+    _add_save_parser(subparsers)
     listing = subparsers.add_parser(
         "checkpoints",
         help="list the checkpoints in a folder or bucket",
@@ -69,17 +82,65 @@ def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         metavar="TARGET",
         help="path or URL of a checkpoint or of a folder of checkpoints (with a '/'), or the name of a run",
     )
-    verifying.add_argument(
+    _add_coordinator_arguments(verifying, "for a run: ")
+    verifying.set_defaults(handler=_verify)
+
+
+def _add_save_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    saving = subparsers.add_parser(
+        "checkpoint",
+        help="save a checkpoint of a run during training",
+        description="Saves a checkpoint of the newest committed version. The servers write it while training goes on.",
+        epilog=_SAVE_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    saving.add_argument("run", metavar="RUN", help="name of the run, which needs a checkpoint_dir")
+    saving.add_argument("--wait", action="store_true", help="show the progress, and return when it is complete")
+    _add_coordinator_arguments(saving, "")
+    saving.set_defaults(handler=_save)
+
+
+def _add_coordinator_arguments(parser: argparse.ArgumentParser, condition: str) -> None:
+    parser.add_argument(
         "--address",
         default=os.environ.get("SHARDWELL_ADDRESS") or DEFAULT_ADDRESS,
         metavar="HOST:PORT",
-        help="for a run: address of the coordinator (default: SHARDWELL_ADDRESS, else localhost:50051)",
+        help=f"{condition}address of the coordinator (default: SHARDWELL_ADDRESS, else localhost:50051)",
     )
-    add_token_file_argument(verifying)
-    verifying.add_argument(
-        "--timeout", type=positive_seconds, default=60.0, metavar="S", help="for a run: seconds to wait (default: 60)"
+    add_token_file_argument(parser)
+    parser.add_argument(
+        "--timeout",
+        type=positive_seconds,
+        default=60.0,
+        metavar="S",
+        help=f"{condition}seconds to wait for an answer of the coordinator (default: 60)",
     )
-    verifying.set_defaults(handler=_verify)
+
+
+# ---- saving ----
+
+
+def _save(arguments: argparse.Namespace) -> int:
+    run: str = arguments.run
+    with open_coordinator(arguments.address, arguments.token_file) as coordinator:
+        call = partial(coordinator.call, timeout_s=arguments.timeout)
+        progress = request_checkpoint(call, run)
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(binary_units=True),
+            TimeRemainingColumn(),
+        )
+        console = Console(stderr=True, highlight=False)
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task("saving", total=None)
+            while is_writing(progress) and (arguments.wait or not progress.url):
+                progress = follow_checkpoint(call, run, progress)
+                bar.update(task, completed=progress.written_bytes, total=progress.total_bytes or None)
+    require_not_failed(progress, run)
+    what = "is being written to" if is_writing(progress) else "is complete:"
+    print(f"the checkpoint of step {progress.step} of run {run!r} {what} {progress.url}")
+    return 0
 
 
 # ---- the list ----

@@ -13,12 +13,15 @@ from shardwell.data_plane.node_group import BACKENDS
 from shardwell.module.strategy import BackwardPrefetch
 from shardwell.transport.selector import TRANSPORT_NAMES, parse_transports
 from shardwell_wire import chunk_streams
+from shardwell_wire.checkpoints.opening import absolute
 from shardwell_wire.errors import InvalidRequestError, UsageError, WorldError
 from shardwell_wire.names import check_name
 from shardwell_wire.topology import World
 from shardwell_wire.wire_dtypes import NAMES
 
 ENVIRONMENT_PREFIX = "SHARDWELL_"
+LATEST = "latest"
+"""Value of ``resume`` for the newest checkpoint of the run."""
 _ONLY_ARGUMENT = {"environment": False}
 """Metadata of a field that no environment variable sets."""
 
@@ -220,6 +223,14 @@ class JoinConfig:
     """Number of trainers that the launcher started, checked against the world. 0: unknown."""
     num_layers: int = 0
     """Number of layers to split over pipeline stages, checked against the world. 0: unknown."""
+    checkpoint_dir: str | None = None
+    """Folder of checkpoints: a path or fsspec URL, for the coordinator and the shard servers. None: as the run has."""
+    checkpoint_every: int | None = None
+    """Commits between two checkpoints. 0: only on request. None: as the run has."""
+    keep: int | None = None
+    """Number of checkpoints to keep. 0: all. None: as the run has."""
+    resume: str = ""
+    """Checkpoint from which to create the run, if it does not exist: ``latest``, or a path or URL. Empty: none."""
     transfers: TransferOptions = field(default_factory=TransferOptions)
     """How weights and gradients travel."""
     waits: WaitOptions = field(default_factory=WaitOptions)
@@ -236,10 +247,24 @@ class JoinConfig:
                 "push_error_feedback=True with push_dtype='float32': float32 gradients are not rounded. Set push_dtype "
                 "to bfloat16, float16 or int8, or leave push_error_feedback out"
             )
+        self._check_checkpoints()
         if self.min_trainers is not None and not 1 <= self.min_trainers <= self.world.size:
             raise WorldError(
                 f"min_trainers={self.min_trainers}: expected 1 to {self.world.size}, the size of {self.world}"
             )
+
+    def _check_checkpoints(self) -> None:
+        for name in ("checkpoint_every", "keep"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not 0 <= value < 1 << 32):
+                raise UsageError(f"{name}={value!r}: expected an integer from 0 to 2**32 - 1")
+        if self.resume == LATEST and not self.checkpoint_dir:
+            raise UsageError(f"resume={LATEST!r} needs checkpoint_dir: name the folder with the run's checkpoints")
+        # The coordinator and the servers have other working directories.
+        if self.checkpoint_dir:
+            object.__setattr__(self, "checkpoint_dir", absolute(self.checkpoint_dir))
+        if self.resume and self.resume != LATEST:
+            object.__setattr__(self, "resume", absolute(self.resume))
 
     def _check_names(self) -> None:
         try:

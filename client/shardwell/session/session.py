@@ -20,6 +20,7 @@ from shardwell.module.strategy import BackwardPrefetch
 from shardwell.module.units import Units
 from shardwell.seeds import derive_seed
 from shardwell.session import process_groups
+from shardwell.session.checkpoints import save_checkpoint
 from shardwell.session.config import JoinConfig, TransferOptions, WaitOptions
 from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell.session.iteration import Iteration
@@ -301,6 +302,23 @@ class Session:
         """
         return self.store.transports
 
+    def save_checkpoint(self, *, wait: bool = False) -> str:
+        """Saves a checkpoint of the newest committed version. Training goes on while the servers write it.
+
+        Args:
+            wait: Return when the checkpoint is complete. Otherwise it is complete later, or an event and a warning of
+                the coordinator say why it failed.
+
+        Returns:
+            Path or URL of the checkpoint, for ``join(resume=)`` and ``open_checkpoint``.
+
+        Raises:
+            StepStateError: The run has no ``checkpoint_dir``, or no values yet.
+            UnavailableError: The checkpoint could not be written, as far as this was known; or an earlier checkpoint
+                was still being written after ``wait_limit_s``.
+        """
+        return save_checkpoint(self._membership, wait=wait)
+
     def explain_stall(self) -> list[str]:
         """Returns what the run waits for, one line per reason."""
         request = coordinator_pb2.ExplainStallRequest(run=self.run)
@@ -378,6 +396,10 @@ def join(
     global_rank: int | None = None,
     num_layers: int | None = None,
     token_file: str | None = None,
+    checkpoint_dir: str | None = None,
+    checkpoint_every: int | None = None,
+    keep: int | None = None,
+    resume: str | None = None,
     transfers: TransferOptions | None = None,
     waits: WaitOptions | None = None,
 ) -> Session:
@@ -401,11 +423,22 @@ def join(
         num_layers: Number of layers to split over pipeline stages, checked against the world. Default: not checked.
         token_file: File with the cluster's token, readable by its user only. Default: the token of this user's local
             cluster at the address, else of the file in ``SHARDWELL_TOKEN_FILE``.
+        checkpoint_dir: Folder of checkpoints: a path, or an fsspec URL such as ``s3://bucket/folder``. The coordinator
+            and all shard servers must reach it. Checkpoints are written to ``checkpoint_dir/RUN/``. The newest value
+            that a trainer passes counts. Default: unchanged; a new run writes no checkpoints.
+        checkpoint_every: Number of commits between two checkpoints. 0: only on request. Default: as checkpoint_dir.
+        keep: Number of checkpoints to keep; older ones are deleted. 0: all. Default: as checkpoint_dir.
+        resume: Checkpoint from which to create the run, if it does not exist: ``latest`` for the newest one of this
+            run in ``checkpoint_dir`` (without any, the run starts at step 0), or the path or URL of one checkpoint.
+            The numbers of trainers and servers may differ from those at the time of the checkpoint.
         transfers: How weights and gradients travel.
         waits: How long to wait for other processes.
 
     Raises:
-        RunMismatchError: The run exists with another world, seed or min_trainers.
+        RunMismatchError: The run exists with another world, seed or min_trainers; or the checkpoint has another world
+            or seed.
+        NotFoundError: The checkpoint to resume from does not exist.
+        CorruptDataError: The checkpoint to resume from is damaged.
         WorldError: The world is invalid, or does not fit ``min_trainers``, ``num_layers`` or the launcher.
         DuplicateError: A live trainer has this name or plays the requested rank.
         DeadlineError: Too few trainers joined in time.

@@ -34,6 +34,12 @@ def local_path(url: str) -> Path | None:
     return None if "://" in url or "::" in url else Path(url).expanduser().absolute()
 
 
+def absolute(url: str | Path) -> str:
+    """Returns a path or URL that means the same in processes with another working directory."""
+    path = local_path(str(url))
+    return str(url) if path is None else str(path)
+
+
 def check_writable(url: str | Path) -> None:
     """Writes and removes a small file, so that a folder that cannot be written is reported early.
 

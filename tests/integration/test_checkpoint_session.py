@@ -1,0 +1,125 @@
+"""Checkpoints from a training script: saving, listing, reading by name, and resuming."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardwell
+from shardwell.command.cli import main
+from shardwell.session.config import JoinConfig
+from shardwell_wire.checkpoints.folder import RunFolder
+from shardwell_wire.errors import StepStateError, UsageError
+from tests.support.cluster import small_run, wait_until
+from tests.support.named_training import join, plain, train
+from tests.support.reference import sha256
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def saved_steps(folder: Path, run: str) -> list[int]:
+    return [entry.step for entry in RunFolder.of(folder, run).entries() if entry.is_valid]
+
+
+def test_a_checkpoint_has_the_bits_of_plain_training(
+    cluster: shardwell.LocalCluster, run_name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with join(cluster.address, run_name, tmp_path) as session:
+        train(session, steps=3)
+        url = session.save_checkpoint(wait=True)
+    checkpoint = shardwell.open_checkpoint(url)
+    weights, state = plain(3)
+    assert checkpoint.step == 3
+    assert {name for name in weights if name != "head.weight"} == set(checkpoint.parameters)  # tied to tokens.weight
+    for name in checkpoint.parameters:
+        assert torch.equal(checkpoint.read(name), weights[name]), name
+        stored = checkpoint.optimizer_state(name)
+        assert set(stored) == {"exp_avg", "exp_avg_sq", "step"}
+        for each, tensor in stored.items():
+            assert torch.equal(tensor, state[name][each]), (name, each)
+        assert checkpoint.optimizer(name) == ("adamw", 3)
+    assert len(checkpoint.manifest.files) == 2  # one per shard server
+    assert main(["verify", url]) == 0
+    assert "is intact" in capsys.readouterr().out
+
+
+def test_a_resumed_run_ends_with_the_same_bits(
+    cluster: shardwell.LocalCluster, cluster_of_three: shardwell.LocalCluster, run_name: str, tmp_path: Path
+) -> None:
+    with join(cluster.address, run_name, tmp_path, checkpoint_every=2, resume="latest") as session:
+        assert session.step == 0  # there is none yet
+        train(session, steps=4)
+        wait_until(lambda: 4 in saved_steps(tmp_path, run_name), "checkpoint of step 4")
+    with join(cluster_of_three.address, run_name, tmp_path, resume="latest") as session:
+        assert session.step == 4
+        state = train(session, steps=6)
+    assert sha256(state) == sha256(plain(6)[0])
+    older = next(at for at in RunFolder.of(tmp_path, run_name).entries() if at.step == 2)
+    with join(cluster_of_three.address, f"{run_name}-2", tmp_path, resume=older.url) as session:
+        assert session.step == 2
+        state = train(session, steps=6)
+    assert sha256(state) == sha256(plain(6)[0])
+
+
+def test_only_the_newest_are_kept(cluster: shardwell.LocalCluster, run_name: str, tmp_path: Path) -> None:
+    with join(cluster.address, run_name, tmp_path, checkpoint_every=1, keep=2) as session:
+        train(session, steps=5)
+        wait_until(lambda: saved_steps(tmp_path, run_name) == [5, 4], "two checkpoints")
+
+
+def test_save_checkpoint_needs_a_folder(cluster: shardwell.LocalCluster, run_name: str) -> None:
+    with (
+        small_run(cluster.address, run_name) as session,
+        pytest.raises(StepStateError, match="has no folder for checkpoints: pass checkpoint_dir"),
+    ):
+        session.save_checkpoint()
+
+
+def test_shardwell_checkpoint_saves_during_training(
+    cluster: shardwell.LocalCluster, run_name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["checkpoint", run_name, "--address", cluster.address]
+    with join(cluster.address, run_name, tmp_path) as session:
+        train(session, steps=1)
+        assert main([*command, "--wait"]) == 0
+        out = capsys.readouterr().out
+        assert out.startswith(f"the checkpoint of step 1 of run {run_name!r} is complete: {tmp_path}")
+        assert saved_steps(tmp_path, run_name) == [1]
+    assert main(["checkpoint", "nothing", "--address", cluster.address]) == 1
+    assert "nothing" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_stops_no_training(
+    cluster: shardwell.LocalCluster, run_name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    with join(cluster.address, run_name, tmp_path / "file", checkpoint_every=1) as session:
+        state = train(session, steps=3)
+        with pytest.raises(shardwell.UnavailableError, match=r"was not written: cannot .*Not a directory"):
+            session.save_checkpoint(wait=True)
+    assert sha256(state) == sha256(plain(3)[0])
+
+
+def test_options_are_read_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    variables = {"CHECKPOINT_DIR": "here", "CHECKPOINT_EVERY": "20", "KEEP": "3", "RESUME": "latest"}
+    config = JoinConfig.from_env({}, {f"SHARDWELL_{name}": value for name, value in variables.items()})
+    assert (config.checkpoint_every, config.keep, config.resume) == (20, 3, "latest")
+    assert config.checkpoint_dir == os.path.join(tmp_path, "here")  # the servers have another working directory
+    assert JoinConfig.from_env({"resume": "s3://bucket/x"}, {}).resume == "s3://bucket/x"
+    assert JoinConfig.from_env({"resume": "x"}, {}).resume == os.path.join(tmp_path, "x")
+    for wrong in ({"checkpoint_every": -1}, {"keep": True}, {"resume": "latest"}):
+        with pytest.raises(UsageError):
+            JoinConfig.from_env(wrong, {})
