@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from shardwell.session.config import TransferOptions, WaitOptions
     from shardwell.session.session import Session, join
     from shardwell.session.step import Step
+    from shardwell.weights.checkpoint_conversion import checkpoint_to_dcp, dcp_to_checkpoint
     from shardwell.weights.checkpoint_reader import CheckpointReader, open_checkpoint
     from shardwell.weights.loading import from_safetensors
     from shardwell.weights.reader import Reader, attach
@@ -133,6 +134,8 @@ __all__ = [
     "amp",
     "attach",
     "auto_wrap",
+    "checkpoint_to_dcp",
+    "dcp_to_checkpoint",
     "from_safetensors",
     "full_state_dict",
     "fully_shard",
@@ -181,6 +184,8 @@ _MODULES = {
     "amp": "shardwell.amp",
     "attach": "shardwell.weights.reader",
     "auto_wrap": "shardwell.wrapping.auto_wrap",
+    "checkpoint_to_dcp": "shardwell.weights.checkpoint_conversion",
+    "dcp_to_checkpoint": "shardwell.weights.checkpoint_conversion",
     "from_safetensors": "shardwell.weights.loading",
     "full_state_dict": "shardwell.weights.state_dict",
     "fully_shard": "shardwell.module.fully_shard",

@@ -24,10 +24,11 @@ def train_plain(
     dp: int,
     steps: int,
     seed: int = 0,
+    first: int = 0,
 ) -> list[float]:
-    """Trains in place. Returns the losses by step, then rank."""
+    """Trains the steps ``[first, steps)`` in place. Returns the losses by step, then rank."""
     losses = []
-    for step in range(steps):
+    for step in range(first, steps):
         sums: dict[nn.Parameter, torch.Tensor] = {}
         for dp_rank in range(dp):
             torch.manual_seed(derive_seed(seed, step, dp_rank))

@@ -31,6 +31,10 @@ INTERRUPTED = 130
 _WITH_TORCH = {
     "plan": ("shardwell.planning.plan_command", "estimate the memory, bytes per step and transfer time of a model"),
     "export": ("shardwell.command.export_command", "write a run's weights to files during training"),
+    "convert-checkpoint": (
+        "shardwell.command.convert_command",
+        "convert a checkpoint to torch.distributed.checkpoint, or back",
+    ),
 }
 """Module and help line of each command that needs torch. The module is imported when the command is used, because torch
 takes seconds to import."""

@@ -64,8 +64,11 @@ def write_safetensors(
     return [folder / file.name for file in files]
 
 
-def write_dcp(folder: Path, tensors: Mapping[str, torch.Tensor], values: Values) -> None:
-    """Writes a ``torch.distributed.checkpoint``. Arguments and OSError as in ``write_safetensors``."""
+def write_dcp(folder: Path, tensors: Mapping[str, Any], values: Values) -> None:
+    """Writes a ``torch.distributed.checkpoint``. Arguments and OSError as in ``write_safetensors``.
+
+    ``tensors`` may be a nested state dict with other values, too; see ``dcp_writing.write_checkpoint``.
+    """
     from shardwell.weights.dcp_writing import write_checkpoint
 
     with staged(folder, markers=(".metadata",), is_exported=lambda name: name.endswith(".distcp")) as stage:

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 
 class _StreamingPlanner(DefaultSavePlanner):
-    """Takes each value from an iterator when the writer needs it.
+    """Takes each tensor from an iterator when the writer needs it.
 
     Args:
-        values: Names and values, in the order of the state dict.
+        values: Names and tensors, in the order of the state dict.
     """
 
     def __init__(self, values: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -28,22 +28,22 @@ class _StreamingPlanner(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         """Returns the value of an item. Called once per item, in the order of the plan."""
+        if write_item.type == WriteItemType.BYTE_IO:
+            return super().resolve_data(write_item)
         name, value = next(self._values)
         assert name == write_item.index.fqn, f"the next value is {name}, expected {write_item.index.fqn}"
         return value
 
 
-def write_checkpoint(
-    folder: Path, tensors: Mapping[str, torch.Tensor], values: Iterator[tuple[str, torch.Tensor]]
-) -> None:
+def write_checkpoint(folder: Path, state: Mapping[str, Any], values: Iterator[tuple[str, torch.Tensor]]) -> None:
     """Writes a checkpoint with the library's own writer.
 
     Args:
         folder: An empty folder.
-        tensors: Names and tensors with the right shapes and dtypes. Their memory is not read.
-        values: The same names in the same order, with values.
+        state: The state dict, which may be nested. Tensors have the right shapes and dtypes. Their memory is not read.
+        values: The tensors in the same order, with values, by name. Names of nested tensors are joined with dots.
     """
-    meta = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
+    meta = _as_meta(state)
     # One file per tensor: the writer holds all tensors of a file until it closes the file.
     writer = FileSystemWriter(folder, single_file_per_rank=False, thread_count=1)
     planner = _StreamingPlanner(values)
@@ -57,3 +57,11 @@ def write_checkpoint(
     (plan,) = writer.prepare_global_plan(global_plans)
     written = writer.write_data(planner.finish_plan(plan), planner)
     writer.finish(metadata, [written.wait()])
+
+
+def _as_meta(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+    if isinstance(value, Mapping):
+        return {name: _as_meta(item) for name, item in value.items()}
+    return value

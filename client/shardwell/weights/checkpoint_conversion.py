@@ -1,0 +1,371 @@
+"""Converts checkpoints of runs to ``torch.distributed.checkpoint`` and back, with optimizer state.
+
+The other side has the layout of ``torch.distributed.checkpoint.state_dict.get_state_dict``, saved as
+``{"model": model_state, "optim": optimizer_state}``.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwell.weights.checkpoint_files import memory_of, write_dcp
+from shardwell.weights.checkpoint_reader import CheckpointReader
+from shardwell.weights.dcp_reading import DcpReader, EntryPath
+from shardwell.weights.torch_optimizers import find_algorithm, hyperparameters, torch_group
+from shardwell_wire.checkpoints.folder import RunFolder
+from shardwell_wire.checkpoints.format import VALUES, FilePlan, Part, Piece, PieceKind
+from shardwell_wire.checkpoints.manifest import FileRecord, Manifest, message_from_dict, message_to_dict
+from shardwell_wire.checkpoints.opening import open_storage
+from shardwell_wire.checkpoints.writing import CheckpointFileWriter
+from shardwell_wire.errors import UsageError
+from shardwell_wire.layout import Parameter
+from shardwell_wire.optimizers import NO_GROUP, OPTIMIZERS, StateShape, StateTensor
+from shardwell_wire.v1 import common_pb2, coordinator_pb2
+
+NoteBytes = Callable[[int], None]
+"""Called with the number of bytes that were converted."""
+
+_OPTIMIZER_KEYS = ("optim", "optimizer")
+_SERVER_ID = "converted"
+_MAX_NAMES = 5
+
+
+def _nothing(_: int) -> None:
+    pass
+
+
+# ---- to torch ----
+
+
+def checkpoint_to_dcp(checkpoint: CheckpointReader, folder: str | Path, *, note: NoteBytes = _nothing) -> None:
+    """Writes a checkpoint of a run as a ``torch.distributed.checkpoint``. Holds one tensor at a time.
+
+    Load it with ``torch.distributed.checkpoint.load`` into ``{"model": ..., "optim": ...}`` of
+    ``get_state_dict(model, optimizer)``, then pass both to ``set_state_dict``.
+
+    Args:
+        checkpoint: The checkpoint.
+        folder: Destination. Created if it does not exist.
+        note: Called for each tensor.
+
+    Raises:
+        UsageError: The run's optimizer runs on the trainers, or several optimizers alternate.
+        CorruptDataError: The checkpoint is damaged.
+        OSError: The folder cannot be written. It is unchanged.
+    """
+    names = {
+        name: parameter
+        for unit in checkpoint.manifest.units
+        for parameter in unit.parameters
+        for name in (parameter.name, *parameter.aliases)
+    }
+    model = {name: _meta(parameter) for name, parameter in names.items()}
+    states: dict[str, dict[str, torch.Tensor]] = {}
+    for name in checkpoint.parameters:
+        if found := checkpoint.optimizer_tensors(name):
+            states[name] = found
+    state = {"model": model, "optim": {"state": states, "param_groups": _torch_groups(checkpoint)}}
+
+    def values() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in names.items():
+            yield f"model.{name}", _noted(checkpoint.read(parameter.name), note)
+        for name, tensors in states.items():
+            for each in tensors:
+                yield f"optim.state.{name}.{each}", _noted(checkpoint.read(name, each), note)
+
+    write_dcp(Path(folder), state, values())
+
+
+def _meta(parameter: Parameter) -> torch.Tensor:
+    return torch.empty(parameter.shape, dtype=getattr(torch, parameter.dtype), device="meta")
+
+
+def _noted(value: torch.Tensor, note: NoteBytes) -> torch.Tensor:
+    note(value.nbytes)
+    return value
+
+
+def _torch_groups(checkpoint: CheckpointReader) -> list[dict[str, Any]]:
+    commits = checkpoint.manifest.commits
+    if not commits:
+        return []
+    optimizer = message_from_dict(commits[-1]["optimizer"], common_pb2.OptimizerStep())
+    groups = []
+    for group in optimizer.groups:
+        algorithm = group.algorithm or optimizer.algorithm
+        if algorithm not in OPTIMIZERS:
+            raise UsageError(
+                f"the optimizer of run {checkpoint.run!r} is {algorithm!r}, which runs on the trainers: its state "
+                "cannot be converted"
+            )
+        groups.append({**torch_group(algorithm, group.hyperparameters), "params": list[str]()})
+    layouts = checkpoint.manifest.units
+    for unit in optimizer.units:
+        for parameter, index in zip(layouts[unit.unit_index].parameters, unit.group_indices, strict=True):
+            if index >= 0:
+                groups[index]["params"].append(parameter.name)
+    return groups
+
+
+# ---- from torch ----
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Entries of a torch checkpoint by the names of the model."""
+
+    model: Mapping[str, EntryPath]
+    states: Mapping[str, Mapping[str, EntryPath]]
+    """Paths of optimizer state by parameter and name."""
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    """Parameter groups. ``params`` has names."""
+
+
+def dcp_to_checkpoint(
+    source: str | Path,
+    folder: str | Path,
+    *,
+    like: CheckpointReader,
+    run: str | None = None,
+    step: int | None = None,
+    optimizer: str | None = None,
+    note: NoteBytes = _nothing,
+) -> str:
+    """Writes a ``torch.distributed.checkpoint`` as a checkpoint of a run. Holds one tensor at a time.
+
+    Args:
+        source: Folder of the torch checkpoint.
+        folder: Path or URL of the folder of checkpoints, as in ``join(checkpoint_dir=)``.
+        like: A checkpoint of a run with the same model, at any step. Units, world and seed are taken from it.
+        run: Name of the run. Default: that of ``like``.
+        step: Number of committed steps. Default: the largest ``step`` in the optimizer's state.
+        optimizer: Name of the optimizer, such as ``adamw``. Default: the one whose settings and state fit.
+        note: Called for each tensor.
+
+    Returns:
+        Path or URL of the new checkpoint, for ``join(resume=)``.
+
+    Raises:
+        UsageError: The two models differ, or the step or the optimizer is not known.
+        NotFoundError: ``source`` is no torch checkpoint, or a file is missing.
+        CorruptDataError: ``source`` is damaged.
+        ShardwellError: The folder cannot be written.
+    """
+    reader = DcpReader(source)
+    found = _find_entries(reader)
+    _require_same_model(reader, found, like)
+    algorithm = optimizer
+    if algorithm is None and found.states:
+        algorithm = find_algorithm(found.groups, {name for state in found.states.values() for name in state})
+    if algorithm is not None and algorithm not in OPTIMIZERS:
+        raise UsageError(f"optimizer {algorithm!r}: expected one of {', '.join(OPTIMIZERS)}")
+    step = _newest_step(reader, found) if step is None else step
+    run_id, runs = uuid.uuid4().hex, RunFolder.of(folder, like.run if run is None else run)
+    tensors = dict(_tensors(reader, found, like, algorithm))
+    parts = [_part(name, shape, found, algorithm, reader, step) for name, shape in like.parameters.items()]
+    name = runs.begin(step, uuid.uuid4().hex[:8])
+    url = runs.url_of(name)
+    plan = FilePlan(tensors, parts, run_id=run_id, step=step)
+    record = _write(url, plan, tensors, note)
+    commits = () if step == 0 or algorithm is None else (_commit(found, like, algorithm, step),)
+    manifest = Manifest(
+        run=runs.run,
+        run_id=run_id,
+        checkpoint_id=name.rpartition("-")[2],
+        step=step,
+        created=time.time(),
+        world=like.manifest.world,
+        seed=like.manifest.seed,
+        units=like.manifest.units,
+        files=(record,),
+        commits=commits,
+        run_state=_run_state(like, step),
+        extra={**like.manifest.extra, "converted_from": "torch.distributed.checkpoint"},
+    )
+    runs.publish(name, manifest)
+    return url
+
+
+def _find_entries(reader: DcpReader) -> _Source:
+    top = {str(path[0]) for path in (*reader.tensors, *reader.values)}
+    key = next((key for key in _OPTIMIZER_KEYS if key in top), None)
+    model: dict[str, EntryPath] = {}
+    states: dict[str, dict[str, EntryPath]] = {}
+    settings: dict[str, dict[str, Any]] = {}
+    for path in (*reader.tensors, *reader.values):
+        if path[0] != key:
+            names = path[1:] if "model" in top and path[0] == "model" else path
+            model[".".join(map(str, names))] = path
+            continue
+        # Nested as by default, or flattened: "state.NAME.exp_avg", "param_groups.NAME.lr".
+        kind, _, rest = ".".join(map(str, path[1:])).partition(".")
+        owner, _, name = rest.rpartition(".")
+        if kind == "state":
+            states.setdefault(owner, {})[name] = path
+        elif kind == "param_groups" and path in reader.values:
+            settings.setdefault(owner, {})[name] = reader.value(path)
+    groups: list[dict[str, Any]] = []
+    for owner, group in settings.items():
+        if "params" in group:
+            groups.append(group)
+        else:
+            _add_to_equal_group(groups, owner, group)
+    return _Source(model, states, groups)
+
+
+def _add_to_equal_group(groups: list[dict[str, Any]], owner: str, settings: dict[str, Any]) -> None:
+    for group in groups:
+        if {**group, "params": None} == {**settings, "params": None}:
+            group["params"].append(owner)
+            return
+    groups.append({**settings, "params": [owner]})
+
+
+def _require_same_model(reader: DcpReader, found: _Source, like: CheckpointReader) -> None:
+    problems = []
+    for parameter in _all_parameters(like):
+        path = _path_of(found, parameter)
+        described = reader.tensors.get(path) if path is not None else None
+        dtype = getattr(torch, parameter.dtype)
+        if described is None:
+            problems.append(f"{parameter.name!r} is missing")
+        elif (described.shape, described.dtype) != (parameter.shape, dtype):
+            problems.append(
+                f"{parameter.name!r} is {described.dtype} {described.shape}, expected {dtype} {parameter.shape}"
+            )
+    if problems:
+        more = f" and {len(problems) - _MAX_NAMES} more" if len(problems) > _MAX_NAMES else ""
+        raise UsageError(
+            f"{reader.folder} has another model than {like.url}: {', '.join(problems[:_MAX_NAMES])}{more}. Train one "
+            "step of the same model with Shardwell, save a checkpoint, and pass that one"
+        )
+
+
+def _all_parameters(like: CheckpointReader) -> list[Parameter]:
+    return [parameter for unit in like.manifest.units for parameter in unit.parameters]
+
+
+def _path_of(found: _Source, parameter: Parameter) -> EntryPath | None:
+    return next((found.model[name] for name in (parameter.name, *parameter.aliases) if name in found.model), None)
+
+
+def _newest_step(reader: DcpReader, found: _Source) -> int:
+    steps = [_number(reader, state["step"]) for state in found.states.values() if "step" in state]
+    if not steps:
+        raise UsageError(f"the optimizer in {reader.folder} does not count steps: name the step (step=, --step)")
+    return int(max(steps))
+
+
+def _number(reader: DcpReader, path: EntryPath) -> float:
+    return float(reader.tensor(path) if path in reader.tensors else reader.value(path))
+
+
+def _tensors(
+    reader: DcpReader, found: _Source, like: CheckpointReader, algorithm: str | None
+) -> Iterator[tuple[Piece, Callable[[], torch.Tensor]]]:
+    """Yields the pieces of the new file, with functions that read them."""
+    known = {tensor.name: tensor for tensor in OPTIMIZERS[algorithm].state} if algorithm is not None else {}
+    for parameter in _all_parameters(like):
+        path = _path_of(found, parameter)
+        assert path is not None
+        numel = parameter.numel
+        yield (
+            Piece(parameter.name, VALUES, 0, numel, parameter.dtype, (numel,)),
+            lambda path=path: reader.tensor(path),  # type: ignore[misc]
+        )
+        for name, entry in found.states.get(parameter.name, {}).items():
+            if name not in known:
+                raise UsageError(
+                    f"{algorithm!r} has no state {name!r}, which {reader.folder} has of {parameter.name!r}"
+                )
+            yield _state_piece(reader, parameter, known[name], entry)
+
+
+def _state_piece(
+    reader: DcpReader, parameter: Parameter, spec: StateTensor, path: EntryPath
+) -> tuple[Piece, Callable[[], torch.Tensor]]:
+    if spec.shape is StateShape.SCALAR:
+        piece = Piece(parameter.name, spec.name, 0, parameter.numel, "float32", (), "whole")
+        return piece, lambda: torch.tensor(_number(reader, path), dtype=torch.float32)
+    described = reader.tensors[path]
+    dtype = str(described.dtype).removeprefix("torch.")
+    is_elements = spec.shape in (StateShape.PARAMETER, StateShape.VECTOR)
+    if dtype != parameter.dtype or (is_elements and described.shape != parameter.shape):
+        raise UsageError(
+            f"{spec.name!r} of {parameter.name!r} is {described.dtype} {described.shape}, expected {parameter.dtype} "
+            f"{parameter.shape}"
+        )
+    shape = (parameter.numel,) if is_elements else described.shape
+    kind: PieceKind = "elements" if is_elements else "whole"
+    return Piece(parameter.name, spec.name, 0, parameter.numel, dtype, shape, kind), lambda: reader.tensor(path)
+
+
+def _part(
+    name: str, shape: tuple[int, ...], found: _Source, algorithm: str | None, reader: DcpReader, step: int
+) -> Part:
+    numel, state = torch.Size(shape).numel(), found.states.get(name, {})
+    if not state or algorithm is None:
+        return Part(name, 0, numel)
+    return Part(name, 0, numel, algorithm, int(_number(reader, state["step"])) if "step" in state else step)
+
+
+def _write(
+    url: str, plan: FilePlan, tensors: Mapping[Piece, Callable[[], torch.Tensor]], note: NoteBytes
+) -> FileRecord:
+    writer = CheckpointFileWriter(open_storage(url), _SERVER_ID, plan)
+    try:
+        for piece, read in tensors.items():
+            writer.write(piece, memory_of(read()))
+            note(piece.size_bytes)
+        return writer.finish()
+    except BaseException:
+        writer.abort()
+        raise
+
+
+def _commit(found: _Source, like: CheckpointReader, algorithm: str, step: int) -> dict[str, Any]:
+    group_of = {name: number for number, group in enumerate(found.groups) for name in group["params"]}
+    groups = [
+        common_pb2.ParameterGroup(hyperparameters=hyperparameters(algorithm, group), algorithm=algorithm)
+        for group in found.groups
+    ]
+    units = [
+        common_pb2.UnitGroups(
+            unit_index=index,
+            group_indices=[group_of.get(parameter.name, NO_GROUP) for parameter in unit.parameters],
+        )
+        for index, unit in enumerate(like.manifest.units)
+        if not unit.holds_buffers
+    ]
+    optimizer = common_pb2.OptimizerStep(algorithm=algorithm, groups=groups, units=units)
+    return {
+        "step": step - 1,
+        "time": time.time(),
+        "leader": _SERVER_ID,
+        "optimizer": message_to_dict(optimizer),
+        "clip_coefficient": 1.0,
+        "unit_order": [unit.unit_index for unit in units],
+        "grad_norm": 0.0,
+        "norm_type": None,
+        "other_norm": None,
+        "skipped": False,
+    }
+
+
+def _run_state(like: CheckpointReader, step: int) -> coordinator_pb2.RunState | None:
+    """Returns a state in which all buffers have changed, so that trainers read them. Nothing is tracked."""
+    units = [(index, unit) for index, unit in enumerate(like.manifest.units) if unit.holds_buffers]
+    if not units or not step:
+        return None
+    versions = [
+        coordinator_pb2.BufferVersions(unit_index=index, versions=[step] * len(unit.parameters))
+        for index, unit in units
+    ]
+    return coordinator_pb2.RunState(step=step - 1, buffer_versions=versions)
