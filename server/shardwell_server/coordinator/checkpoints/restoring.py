@@ -143,26 +143,26 @@ class RunRestorer:
                 'resume is "latest", but checkpoint_dir is not set: set the folder of checkpoints'
             )
         entries = await self._files(lambda: RunFolder.of(options.directory, run_name).entries())
-        damaged = []
-        for entry in entries:
-            if entry.is_incomplete:
-                continue
-            if entry.manifest is None or not entry.is_valid:
-                damaged.append(entry.checkpoint_id)
+        # A checkpoint whose manifest is damaged has no time: it comes last in the list, and may be the newest.
+        usable = next((at for at in entries if at.manifest is not None and at.is_valid), None)
+        damaged = [at for at in entries if not at.is_incomplete and not at.is_valid]
+        for entry in damaged:
+            if usable is None or entry.step >= usable.step:
                 self._report_damaged(run_name, entry.url, entry.problem)
-                continue
-            require_same_run(entry.manifest, run_name, settings, entry.url)
+        if usable is not None and usable.manifest is not None:
+            require_same_run(usable.manifest, run_name, settings, usable.url)
             return Restore(
-                url=entry.url,
-                checkpoint_id=entry.checkpoint_id,
-                step=entry.step,
+                url=usable.url,
+                checkpoint_id=usable.checkpoint_id,
+                step=usable.step,
                 may_fall_back=True,
-                damaged=tuple(damaged),
+                damaged=tuple(entry.checkpoint_id for entry in damaged),
             )
         if damaged:
             raise CorruptDataError(
                 f"run {run_name!r} cannot be resumed: all {len(damaged)} checkpoints in {options.directory} are "
-                "damaged. See the events (shardwell events), or join without resume to start from step 0"
+                f"damaged, the newest because {damaged[0].problem}. Repair one, or join without resume to start from "
+                "step 0"
             )
         logger.info("run %r: there is no checkpoint in %s yet: the run starts at step 0", run_name, options.directory)
         return None

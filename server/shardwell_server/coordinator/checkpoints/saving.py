@@ -142,6 +142,8 @@ class CheckpointSaver:
             await self._fail(run, checkpoint, f"{type(error).__name__}: {error}")
         else:
             await self._delete_old(run)
+            if not run.commits.pending_updates:
+                self.start_if_due(run)  # more commits than wanted may have passed meanwhile
 
     async def _write(self, run: Run, checkpoint: CheckpointInFlight) -> None:
         started = self._state.clock()
