@@ -10,6 +10,7 @@ import random
 import secrets
 import sqlite3
 import sys
+import threading
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,12 +21,16 @@ from typing import Any
 
 from shardwell_server.coordinator.servers import shard_client
 from shardwell_server.coordinator.storage import database
+from shardwell_server.shard.checkpoints import writing as checkpoint_writing
 from shardwell_wire import channel, names, process_identity
 from tests.simulation.loop import current_process
 from tests.simulation.network import Channel, Network
 
 DISK = Path("/dev/shm")
-"""A folder that exists. Nothing is written to it."""
+"""A folder in memory, for checkpoints. The coordinator's databases are not written to it."""
+
+_WRITE_S = 0.002
+"""Mean time to write a file of a checkpoint."""
 
 
 class Disk:
@@ -119,6 +124,8 @@ def _install() -> None:
     _replace(process_identity.own_identity, _own_identity)
     _replace(process_identity.has_ended, _has_ended)
     _replace(process_identity.runs_here, _runs_here)
+    checkpoint_writing.threading = _Threading()  # type: ignore[attr-defined]
+    checkpoint_writing._NICENESS = 0
     # Both take long, and neither is a part of the protocol.
     _replace(metadata.version, lambda distribution: "0")
     _replace(names.check_names, lambda message: None)
@@ -165,6 +172,21 @@ def _connect(address: str) -> None:
         raise TimeoutError(110, "Connection timed out")
     if not network.is_running(address):
         raise ConnectionRefusedError(111, "Connection refused")
+
+
+class _Threading:
+    """``threading`` whose threads do their work at one instant on the event loop."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(threading, name)
+
+    class Thread:
+        def __init__(self, target: Callable[[], None], **options: Any) -> None:
+            self._target = target
+
+        def start(self) -> None:
+            loop = running().network.loop
+            loop.call_later(running().rng.expovariate(1 / _WRITE_S), self._target)
 
 
 class _Sqlite:

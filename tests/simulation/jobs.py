@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import numpy as np
@@ -24,6 +24,17 @@ class Job:
     dp: int
     steps: int
     algorithm: str = "sgd"
+    backups: int = 0
+
+    @property
+    def options(self) -> dict[str, int]:
+        """More fields of ``RunConfig``."""
+        return {"backups": self.backups} if self.backups else {}
+
+    @property
+    def plain(self) -> Job:
+        """The job that gives the same bits and has no copies."""
+        return replace(self, backups=0)
 
     @property
     def layouts(self) -> tuple[UnitLayout, ...]:
@@ -80,19 +91,18 @@ def _noise(salt: int, unit: int, number: int, size: int) -> torch.Tensor:
 
 @dataclass
 class History:
-    """What must be the same in every schedule of a job: the bytes of each version.
-
-    Attributes:
-        versions: Bytes of whole units, by version and unit name.
-        acknowledged: Highest number of committed steps that anyone was told of.
-        problems: What went wrong.
-    """
+    """What must be the same in every schedule of a job: the bytes of each version."""
 
     versions: dict[tuple[int, str], bytes] = field(default_factory=dict)
-    acknowledged: int = 0
+    """Bytes of whole units, by version and unit name."""
+    state: dict[str, bytes] = field(default_factory=dict)
+    """Final values and optimizer state of each parameter, such as ``a.w|exp_avg``."""
     problems: list[str] = field(default_factory=list)
+    """What went wrong."""
     complete: bool = False
     """True if ``versions`` has every version, so that no reader may add one."""
+    acknowledged: dict[int, int] = field(default_factory=dict)
+    """Highest number of committed steps that anyone was told of, by the number of rollbacks before."""
 
     def note_read(self, reader: str, version: int, unit: str, content: bytes) -> None:
         """Compares what a reader got with the version's bytes."""
@@ -102,11 +112,16 @@ class History:
         elif known != content:
             self.problems.append(f"{reader} read other bytes of unit {unit!r} at version {version} than the run has")
 
-    def note_acknowledged(self, committed: int) -> None:
-        """Records that a trainer or an operator was told of committed steps."""
-        self.acknowledged = max(self.acknowledged, committed)
+    def note_acknowledged(self, rollbacks: int, committed: int) -> None:
+        """Records that someone was told of committed steps."""
+        self.acknowledged[rollbacks] = max(committed, self.acknowledged.get(rollbacks, 0))
 
-    def check_committed(self, committed: int, what: str) -> None:
-        """Checks that no acknowledged step was lost."""
-        if committed < self.acknowledged:
-            self.problems.append(f"{what} has {committed} committed steps, but {self.acknowledged} were acknowledged")
+    def check_joined(self, trainer: str, rollbacks: int, committed: int, before: dict[int, int]) -> None:
+        """Checks that no step was lost that was acknowledged before a trainer called Join."""
+        if committed < before.get(rollbacks, 0):
+            self.problems.append(
+                f"Join answered {trainer} that {committed} steps are committed after {rollbacks} rollbacks, but "
+                f"{before[rollbacks]} were acknowledged before it was called"
+            )
+        if rollbacks < max(before, default=0):
+            self.problems.append(f"Join answered {trainer} with {rollbacks} rollbacks after {max(before)}")

@@ -13,6 +13,7 @@ from shardwell_server.coordinator.settings import Settings
 from shardwell_server.coordinator.storage.storage import Storage
 from shardwell_server.shard.process.registration import Registration
 from shardwell_server.shard.servicer import ShardServicer
+from shardwell_server.shard.state.portable_state import export
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_server.shard.state.unit_shard import UnitShard
 from shardwell_server.shard.transports.base import ServerTransports
@@ -104,11 +105,13 @@ class ServerNode(Node):
         self.address = f"{name}:1"
         running().network.register_name(self.address, name)
         self.store: ShardStore | None = None
+        self.incarnation = ""
 
     async def main(self) -> None:
         fault_points.describe_process(server=self.name)
         store = self.store = ShardStore(BUDGET_BYTES, ThreadPoolExecutor(2))
         registration = Registration(COORDINATOR, self.name, store)
+        self.incarnation = registration.incarnation
         servicer = ShardServicer(
             self.name, registration.incarnation, store, registration.term, ServerTransports(self.name)
         )
@@ -126,10 +129,10 @@ class ServerNode(Node):
         """Returns the version of each shard, by unit name and first byte."""
         return {(shard.unit, shard.start_bytes): shard.version for shard in self.shards()}
 
-    def values(self) -> dict[tuple[str, int], bytes]:
-        """Returns the bytes of each shard, by unit name and first byte."""
-        return {
-            (shard.unit, shard.start_bytes): shard.values.live.buffer.numpy().tobytes()
+    def states(self) -> list[tuple[UnitShard, dict[str, bytes]]]:
+        """Returns the published shards, with the bytes of their values and optimizer state by label."""
+        return [
+            (shard, {label: tensor.detach().numpy().tobytes() for label, tensor in export(shard).tensors()})
             for shard in self.shards()
-            if shard.values.live is not None
-        }
+            if shard.version is not None
+        ]

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cache, partial
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from shardwell_wire import fault_points
 from shardwell_wire.errors import ShardwellError, UnavailableError
+from shardwell_wire.v1 import coordinator_pb2
 from tests.simulation import environment
 from tests.simulation.environment import Environment
 from tests.simulation.jobs import History, Job
@@ -19,11 +21,16 @@ from tests.simulation.network import Network
 from tests.simulation.nodes import LEASE_S, CoordinatorNode, Node, ServerNode
 from tests.simulation.trainer import RUN, TrainerNode
 
+CHECKPOINTED = 0.15
+"""Share of the schedules with checkpoints. They take longer."""
+
+CAN_HAVE_BACKUPS = "backups" in coordinator_pb2.RunConfig.DESCRIPTOR.fields_by_name
+
 PROGRESS_S = 120.0
 """Virtual seconds after the last fault in which the run must finish."""
 
-KILL_POINTS = tuple(name for name in fault_points.POINTS if name.startswith("coordinator."))
-ERROR_POINTS = tuple(name for name in fault_points.POINTS if name.startswith("server.") and "update" not in name)
+KILL_POINTS = tuple(name for name in fault_points.POINTS if name.startswith(("coordinator.", "server.")))
+ERROR_POINTS = ("server.stream.middle", "server.push.accepted", "server.gather.middle", "server.fence.after")
 
 
 @dataclass
@@ -63,7 +70,7 @@ class Simulation:
         self.lines: list[str] = []
         self.faults: list[str] = []
         self.job = job or self._draw_job()
-        self.history = reference or History(dict(reference_of(self.job).versions), complete=True)
+        self.history = reference or expected_history(self.job)
         self.loop = VirtualLoop(self.rng)
         self.network = Network(self.loop, self.rng, self.trace)
         self.environment = Environment(self.network, self.rng, one_host=quiet or self.rng.random() < 0.6)
@@ -72,8 +79,12 @@ class Simulation:
         self._restarting: set[str] = set()
 
     def _draw_job(self) -> Job:
-        dp = self.rng.choice((1, 2, 2, 3))
-        return Job(dp, steps=self.rng.choice((2, 3)), algorithm=self.rng.choice(("sgd", "adamw")))
+        return Job(
+            dp=self.rng.choice((1, 2, 2, 3)),
+            steps=self.rng.choice((2, 3)),
+            algorithm=self.rng.choice(("sgd", "adamw")),
+            backups=self.rng.choice((0, 1)) if CAN_HAVE_BACKUPS else 0,
+        )
 
     def trace(self, line: str) -> None:
         """Notes an event."""
@@ -99,11 +110,17 @@ class Simulation:
 
     def _start(self, stack: ExitStack) -> None:
         self.coordinator = CoordinatorNode(self.loop)
-        self.servers = [ServerNode(f"shard-{index}", self.loop) for index in range(2)]
+        count = 2 if self._quiet else 2 + self.job.backups
+        self.servers = [ServerNode(f"shard-{index}", self.loop) for index in range(count)]
         spare = 0 if self._quiet else self.rng.choice((0, 0, 1))
         self.trainers = [
             TrainerNode(f"trainer-{index}", self.loop, self.job, self.history) for index in range(self.job.dp + spare)
         ]
+        self._checkpoints = ""
+        if not self._quiet and self.rng.random() < CHECKPOINTED:
+            self._checkpoints = stack.enter_context(TemporaryDirectory(dir=environment.DISK))
+            for trainer in self.trainers:
+                trainer.options |= {"checkpoint_dir": self._checkpoints, "checkpoint_every": 1}
         for node in (self.coordinator, *self.servers, *self.trainers):
             node.when_failed = partial(self._node_failed, node)
         self.coordinator.start()
@@ -130,7 +147,7 @@ class Simulation:
 
     def _is_updated(self, server: ServerNode) -> bool:
         # A reservation without values may be left of a placement that was never stored.
-        return all(version in (None, self.job.steps) for version in server.versions().values())
+        return not server.alive or all(version in (None, self.job.steps) for version in server.versions().values())
 
     def _limit_s(self) -> float:
         return self._faulty_until_s + PROGRESS_S
@@ -154,16 +171,24 @@ class Simulation:
                 f"still trains: {'; '.join(why)}"
             )
             return
-        self.history.check_committed(committed, "the coordinator")
-        for server in self.servers:
-            for (unit, start), content in server.values().items():
-                expected = self.history.versions.get((self.job.steps, unit))
-                if expected is None:
-                    continue
-                if content != expected[start : start + len(content)]:
-                    self.history.problems.append(f"{server.name} has other final bytes of unit {unit!r} at {start}")
-            if not self._is_updated(server):
-                self.history.problems.append(f"{server.name} is at versions {server.versions()}")
+        assert run is not None
+        for unit in run.units:
+            for holder in (*unit.shards, *(backup for backup in unit.backups if backup.in_sync)):
+                self._check_copy(unit.layout.unit, holder)
+
+    def _check_copy(self, unit: str, holder: Any) -> None:
+        """Checks that a server has the expected values and optimizer state of a shard."""
+        server = next(server for server in self.servers if server.name == holder.server_id)
+        what = f"{server.name}, {unit!r} at byte {holder.start_bytes}"
+        for shard, state in server.states():
+            if (shard.unit, shard.start_bytes) == (unit, holder.start_bytes):
+                if shard.version != self.job.steps:
+                    self.history.problems.append(f"{what}: version {shard.version}")
+                for label, content in state.items():
+                    if self.history.complete and not matches(self.history.state, label, content):
+                        self.history.problems.append(f"{what}: other bytes of {label} than the run without faults")
+                return
+        self.history.problems.append(f"{what}: the server does not hold this shard")
 
     def _stall(self, coordinator: Any, run: Any) -> list[str]:
         from shardwell_server.coordinator.inspection.stall import explain_stall
@@ -182,6 +207,7 @@ class Simulation:
             *[self._crash_trainer] * 3,
             *[self._crash_coordinator] * 3,
             *[self._stop_node] * 3,
+            *[self._crash_server] * 3,
             self._cut_node,
             self._cut_pair,
             self._break_calls,
@@ -229,6 +255,28 @@ class Simulation:
     def _crash_coordinator(self) -> None:
         self._kill(self.coordinator, "")
 
+    def _crash_server(self) -> None:
+        server = self.rng.choice(self.servers)
+        if self._may_lose(server):
+            self._kill(server, "")
+
+    def _may_lose(self, server: ServerNode) -> bool:
+        """True if a server may die: the run has copies of its shards, or a checkpoint."""
+        coordinator = self.coordinator.coordinator
+        run = None if coordinator is None else coordinator.state.runs.get(RUN)
+        if not server.alive or run is None or not self.coordinator.alive:
+            return False
+        if self._checkpoints and run.checkpoints.saved:
+            return True
+        live = {(each.name, each.incarnation) for each in self.servers if each.alive and each is not server}
+        return all(
+            shard.server_id != server.name
+            or not unit.published
+            or any(backup.in_sync and backup.process in live for backup in unit.backups_of(shard))
+            for unit in run.units
+            for shard in unit.shards
+        )
+
     def _stop_node(self) -> None:
         node = self._node()
         if not node.alive or node.process.stopped:
@@ -271,8 +319,9 @@ class Simulation:
     def _arm_kill(self, stack: ExitStack, point: str) -> None:
         def die(details: Any) -> None:
             process = current_process()
-            node = self.coordinator if process is self.coordinator.process else None
-            assert node is not None, f"{point} was reached by {process.name}"
+            node = next(node for node in (self.coordinator, *self.servers) if node.process is process)
+            if isinstance(node, ServerNode) and not self._may_lose(node):
+                return
             self._note(f"{process.name} is killed at {point} {dict(details)}")
             process.kill()
             self._restart(node)
@@ -288,6 +337,12 @@ class Simulation:
         stack.enter_context(fault_points.armed(point, fail, nth=self.rng.randint(1, 6)))
 
 
+def expected_history(job: Job) -> History:
+    """Returns what must be the same as in the run of a job without faults."""
+    recorded = reference_of(job.plain)
+    return History(dict(recorded.versions), dict(recorded.state), complete=True)
+
+
 @cache
 def reference_of(job: Job) -> History:
     """Returns the bytes of every version of a job, from a run without faults."""
@@ -295,11 +350,34 @@ def reference_of(job: Job) -> History:
     simulation = Simulation(0, job, recorded, quiet=True)
     outcome = simulation.run()
     assert not outcome.problems, outcome.problems
+    pieces: dict[str, dict[int, bytes]] = {}
+    for server in simulation.servers:
+        for _, state in server.states():
+            for label, content in state.items():
+                name, place = label.rsplit("|", 1)
+                pieces.setdefault(name, {})[int(place.split(":")[0])] = content
+    for name, by_start in pieces.items():
+        scalar = len(set(by_start.values())) == 1 and len(by_start[min(by_start)]) == 4
+        ordered = [content for _, content in sorted(by_start.items())]
+        recorded.state[name] = ordered[0] if scalar else b"".join(ordered)
     for layout in job.layouts:
         whole = bytearray(layout.size_bytes)
-        for server in simulation.servers:
-            for (unit, start), content in server.values().items():
-                if unit == layout.unit:
-                    whole[start : start + len(content)] = content
+        for parameter, start in zip(layout.parameters, layout.starts, strict=True):
+            values = recorded.state[f"{parameter.name}|values"]
+            whole[start : start + len(values)] = values
         recorded.versions[job.steps, layout.unit] = bytes(whole)
     return recorded
+
+
+def matches(expected: dict[str, bytes], label: str, content: bytes) -> bool:
+    """Returns whether a part of a tensor has the expected bytes.
+
+    Args:
+        expected: Whole tensors by name.
+        label: Name of the tensor and half-open range of elements, such as ``a.w|exp_avg|0:512``.
+        content: The part. Scalars are whole in every part.
+    """
+    name, place = label.rsplit("|", 1)
+    start, stop = map(int, place.split(":"))
+    whole = expected.get(name, b"")
+    return content in (whole[4 * start : 4 * stop], whole if len(whole) == 4 else None)

@@ -116,6 +116,8 @@ class TrainerNode(Node):
         super().__init__(name, loop)
         self.job, self.history = job, history
         self.finished = False
+        self.options: dict[str, Any] = dict(job.options)
+        """More fields of ``RunConfig``."""
 
     async def main(self) -> None:
         while not await Membership(self).train():
@@ -135,10 +137,10 @@ class Membership:
         self._coordinator = Client(COORDINATOR, COORDINATOR_SERVICE)
         self._servers: dict[str, Client] = {}
         self._ended: ShardwellError | None = None
-        self._acknowledged = 0
-        """Committed steps that anyone knew of when the last request was sent."""
+        self._acknowledged: dict[int, int] = {}
+        """``History.acknowledged`` when the last request was sent."""
         self._chunk_bytes = running().rng.choice(_CHUNK_BYTES)
-        self._shards: dict[int, list[coordinator_pb2.ShardRange]] = {}
+        self._shards: dict[int, list[common_pb2.ShardRange]] = {}
         self._items: dict[int, coordinator_pb2.WorkItem] = {}
         self._done: dict[int, coordinator_pb2.FinishedItem] = {}
 
@@ -167,7 +169,11 @@ class Membership:
         world = World(dp=self._job.dp)
         request = coordinator_pb2.JoinRequest(
             run=RUN,
-            config=coordinator_pb2.RunConfig(world=world.to_proto(), min_trainers=self._job.dp),
+            config=coordinator_pb2.RunConfig(
+                world=world.to_proto(),
+                min_trainers=self._job.dp,
+                **self._node.options,
+            ),
             trainer=self._node.name,
             host="h",
             incarnation=uuid.uuid4().hex,
@@ -182,12 +188,9 @@ class Membership:
                 await asyncio.sleep(LEASE_S / 4)
         self._run_id, self._epoch, self._lease_s = joined.run_id, joined.epoch, joined.lease_s
         self._step = joined.committed_step
-        if self._step < self._acknowledged:
-            self._history.problems.append(
-                f"Join answered {self._node.name} that {self._step} steps are committed, but {self._acknowledged} were "
-                "acknowledged before it was called"
-            )
-        self._history.note_acknowledged(self._step)
+        self._rollbacks = joined.rollback_count
+        self._history.check_joined(self._node.name, self._rollbacks, self._step, self._acknowledged)
+        self._history.note_acknowledged(self._rollbacks, self._step)
         self._set_items(joined.work.items)
         self._trace(f"joined with epoch {self._epoch} at step {self._step}, ranks {sorted(self._items)}")
 
@@ -278,7 +281,7 @@ class Membership:
         async def attempt() -> Any:
             if self._ended is not None:
                 raise self._ended
-            self._acknowledged = self._history.acknowledged
+            self._acknowledged = dict(self._history.acknowledged)
             return await self._coordinator.call(rpc_name, request, _POLL_S + _RPC_S)
 
         return await retry_async(attempt, limit_s=600.0)
@@ -317,7 +320,7 @@ class Membership:
                 self._trace(f"CommitStep of step {step}: {error}")
                 continue
             self._trace(f"step {step} is committed, next {answer.next_work.step}")
-            self._history.note_acknowledged(answer.next_work.step)
+            self._history.note_acknowledged(self._rollbacks, answer.next_work.step)
             self._step = answer.next_work.step
             self._set_items(answer.next_work.items)
             return
@@ -361,7 +364,8 @@ class Membership:
                 for start, size in zip(layout.starts, (p.numel for p in layout.parameters), strict=True)
             ]
             gradients = self._job.gradient(index, values, self._step, item.dp_rank)
-            await asyncio.gather(*(self._push(item, layout, shard, gradients) for shard in self._shards[index]))
+            starts = range(len(self._shards[index]))
+            await asyncio.gather(*(self._push(item, index, number, gradients) for number in starts))
             parts.append(common_pb2.UnitParts(unit_index=index, part_count=1))
         self._done[item.global_rank] = coordinator_pb2.FinishedItem(
             global_rank=item.global_rank, epoch=item.epoch, attempt=item.attempt, units=parts
@@ -370,24 +374,24 @@ class Membership:
     async def _gather(self, index: int, layout: UnitLayout) -> torch.Tensor:
         """Reads a unit at the step's version. [size_bytes]"""
         flat = torch.zeros(layout.size_bytes, dtype=torch.uint8)
-        await asyncio.gather(*(self._read(layout, shard, flat) for shard in self._shards[index]))
+        await asyncio.gather(*(self._read(index, number, flat) for number in range(len(self._shards[index]))))
         self._history.note_read(self._node.name, self._step, layout.unit, flat.numpy().tobytes())
         return flat
 
-    async def _read(self, layout: UnitLayout, shard: coordinator_pb2.ShardRange, flat: torch.Tensor) -> None:
-        request = shard_pb2.GatherRequest(
-            run=RUN,
-            run_id=self._run_id,
-            unit=layout.unit,
-            version=self._step,
-            start_bytes=shard.start_bytes,
-            stop_bytes=shard.stop_bytes,
-            chunk_bytes=self._chunk_bytes,
-        )
-        target = memoryview(flat.numpy())[shard.start_bytes : shard.stop_bytes]
-
-        async def read() -> None:
-            receiver = chunk_streams.StreamReceiver([target], "Gather")
+    async def _read(self, index: int, number: int, flat: torch.Tensor) -> None:
+        async def read(shard: common_pb2.ShardRange) -> None:
+            request = shard_pb2.GatherRequest(
+                run=RUN,
+                run_id=self._run_id,
+                unit=self._job.layouts[index].unit,
+                version=self._step,
+                start_bytes=shard.start_bytes,
+                stop_bytes=shard.stop_bytes,
+                chunk_bytes=self._chunk_bytes,
+            )
+            receiver = chunk_streams.StreamReceiver(
+                [memoryview(flat.numpy())[shard.start_bytes : shard.stop_bytes]], "Gather"
+            )
             for data in await self._server(shard).receive("Gather", request):
                 message, chunk = chunk_streams.decode_message(data, shard_pb2.GatherResponse)
                 if message.HasField("header") and message.header.version != self._step:
@@ -395,43 +399,65 @@ class Membership:
                 receiver.feed(chunk)
             receiver.require_complete()
 
-        await self._on_server(read)
+        await self._on_owner(index, number, read)
 
     async def _push(
-        self,
-        item: coordinator_pb2.WorkItem,
-        layout: UnitLayout,
-        shard: coordinator_pb2.ShardRange,
-        gradients: list[torch.Tensor],
+        self, item: coordinator_pb2.WorkItem, index: int, number: int, gradients: list[torch.Tensor]
     ) -> None:
-        header = shard_pb2.ReduceScatterHeader(
-            context=self._context(self._step, epoch=item.epoch),
-            unit=layout.unit,
-            dp_rank=item.dp_rank,
-            attempt=item.attempt,
-            part=0,
-            parameter_indices=range(len(layout.parameters)),
-            start_bytes=shard.start_bytes,
-            stop_bytes=shard.stop_bytes,
-        )
-        messages = _encode(layout, shard, shard_pb2.ReduceScatterRequest(header=header), gradients, self._chunk_bytes)
-        await self._on_server(lambda: self._server(shard).send("ReduceScatter", messages))
+        layout = self._job.layouts[index]
 
-    async def _on_server(self, action: Callable[[], Awaitable[Any]]) -> None:
-        """Repeats an operation while the server is unavailable, as ``shardwell.transport.server_guard`` does."""
+        async def push(shard: common_pb2.ShardRange) -> None:
+            header = shard_pb2.ReduceScatterHeader(
+                context=self._context(self._step, epoch=item.epoch),
+                unit=layout.unit,
+                dp_rank=item.dp_rank,
+                attempt=item.attempt,
+                part=0,
+                parameter_indices=range(len(layout.parameters)),
+                start_bytes=shard.start_bytes,
+                stop_bytes=shard.stop_bytes,
+            )
+            first = shard_pb2.ReduceScatterRequest(header=header)
+            await self._server(shard).send("ReduceScatter", _encode(layout, shard, first, gradients, self._chunk_bytes))
+
+        await self._on_owner(index, number, push)
+
+    async def _on_owner(
+        self, index: int, number: int, action: Callable[[common_pb2.ShardRange], Awaitable[None]]
+    ) -> None:
+        """Repeats an operation on a shard while its server is unavailable, and on its next owner if it moves."""
         pauses = backoff()
         while True:
             if self._ended is not None:
                 raise self._ended
+            shard = self._shards[index][number]
             try:
-                await action()
+                await action(shard)
                 return
-            except UnavailableError:
+            except UnavailableError as error:
+                self._trace(f"{self._job.layouts[index].unit!r} on {shard.server_id}: {error}")
                 await self._ask()
+                await self._relocate()
             except (StaleEpochError, VersionGoneError, StepStateError, NotFoundError, ConflictError) as error:
                 await self._ask()
-                raise AbandonedItem(f"{type(error).__name__}: {error}") from error
+                await self._relocate()
+                owner = self._shards[index][number]
+                if (owner.server_id, owner.incarnation) == (shard.server_id, shard.incarnation):
+                    raise AbandonedItem(f"{type(error).__name__}: {error}") from error
+                continue
             await asyncio.sleep(next(pauses))
+
+    async def _relocate(self) -> None:
+        """Learns the owners of all shards."""
+        try:
+            units = await self._coordinator.call("ListUnits", coordinator_pb2.ListUnitsRequest(run=RUN), 5.0)
+        except ShardwellError as error:
+            self._trace(f"ListUnits: {error}")
+            return
+        for unit in units.units:
+            ranges = [(shard.start_bytes, shard.stop_bytes) for shard in unit.shards]
+            if ranges == [(shard.start_bytes, shard.stop_bytes) for shard in self._shards[unit.unit_index]]:
+                self._shards[unit.unit_index] = list(unit.shards)
 
     async def _ask(self) -> None:
         """Sends a heartbeat, to learn whether the membership is still valid."""
@@ -442,7 +468,7 @@ class Membership:
         except ShardwellError as error:
             self._trace(f"heartbeat: {error}")
 
-    def _server(self, shard: coordinator_pb2.ShardRange) -> Client:
+    def _server(self, shard: common_pb2.ShardRange) -> Client:
         if shard.address not in self._servers:
             self._servers[shard.address] = Client(shard.address, SHARD_SERVICE)
         return self._servers[shard.address]
