@@ -7,12 +7,12 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cache, partial
+from importlib.util import find_spec
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from shardwell_wire import fault_points
 from shardwell_wire.errors import ShardwellError, UnavailableError
-from shardwell_wire.v1 import coordinator_pb2
 from tests.simulation import environment
 from tests.simulation.environment import Environment
 from tests.simulation.jobs import History, Job
@@ -24,7 +24,7 @@ from tests.simulation.trainer import RUN, TrainerNode
 CHECKPOINTED = 0.15
 """Share of the schedules with checkpoints. They take longer."""
 
-CAN_HAVE_BACKUPS = "backups" in coordinator_pb2.RunConfig.DESCRIPTOR.fields_by_name
+CAN_HAVE_BACKUPS = find_spec("shardwell_server.coordinator.relocation") is not None
 
 PROGRESS_S = 120.0
 """Virtual seconds after the last fault in which the run must finish."""
@@ -267,7 +267,7 @@ class Simulation:
         if not server.alive or run is None or not self.coordinator.alive:
             return False
         if self._checkpoints and run.checkpoints.saved:
-            return True
+            return CAN_HAVE_BACKUPS  # with backups came rollbacks
         live = {(each.name, each.incarnation) for each in self.servers if each.alive and each is not server}
         return all(
             shard.server_id != server.name

@@ -207,7 +207,7 @@ class Membership:
             if declared.initialize:
                 try:
                     await self._initialize(index, layout, declared.epoch)
-                    return
+                    continue  # the unit may have been placed again meanwhile
                 except (UnavailableError, NotFoundError, StepStateError) as error:
                     self._trace(f"initial values of {layout.unit!r}: {error}")
             await asyncio.sleep(next(pauses))

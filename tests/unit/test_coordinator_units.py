@@ -389,6 +389,33 @@ def test_one_of_two_concurrent_registrations_of_an_id_succeeds(tmp_path: Path) -
     run_async(scenario())
 
 
+def test_unit_that_is_placed_again_while_it_is_published_needs_its_values_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await cluster.team("a", "b")
+            declared = await a.declare(unit("u", (64, 64)))
+            assert declared.initialize
+            unavailable = True
+
+            def fail(rpc_name: str, request: Any) -> None:
+                if rpc_name == "PublishUnit" and unavailable:
+                    raise UnavailableError("fake: temporary failure")
+
+            cluster.shards["s0"].fail = fail
+            publishing = asyncio.create_task(a.publish("u", declared.epoch))
+            await cluster.until(lambda: bool(cluster.shards["s1"].calls["PublishUnit"]), "publication on s1")
+            cluster.shards["s1"].restart("2")
+            await cluster.register("s1", incarnation="2")
+            again = await b.declare(unit("u", (64, 64)))
+            assert sorted(at.incarnation for at in again.shards) == ["1", "2"]
+            unavailable = False
+            await publishing
+            # The new process of s1 was asked to publish as well, which a real server refuses without values.
+            assert cluster.shards["s1"].runs["r"].units[0].version == 0
+
+    run_async(scenario())
+
+
 def test_requests_that_need_a_lost_server_fail_until_it_returns(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:

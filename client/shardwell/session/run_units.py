@@ -69,7 +69,11 @@ class UnitDeclarations:
                 try:
                     unit = RemoteUnit(declared.unit_index, layout, connect(declared), declared.placement)
                     self._initialize(unit, values, declared.epoch)
-                    return unit
+                    former, declared = declared, self._declare(layout, step)
+                    if declared.shards == former.shards:
+                        return unit
+                    # A server ended meanwhile. The unit was placed again, and another trainer may have published it.
+                    continue
                 except ShardwellError as error:
                     former, declared = declared, self._declare(layout, step)
                     if declared.shards == former.shards and not isinstance(error, UnavailableError):

@@ -244,9 +244,13 @@ class UnitPlacer:
             unit=unit.layout.unit,
             coordinator_epoch=self._state.term,
         )
+        shards = unit.shards
         await self._servers.call_all(unit.owners, "PublishUnit", lambda _: request)
-        await self._state.save_unit(run, unit, published=True)
-        unit.mark_published()
+        async with run.units.placement_lock:
+            if unit.shards != shards:
+                return  # the unit was placed again, because an owner ended: its new owners have no values yet
+            await self._state.save_unit(run, unit, published=True)
+            unit.mark_published()
         self._state.events.add(EventKind.UNIT_PUBLISHED, f"unit {unit.layout.unit!r} is version 0", run=run.name)
 
 
