@@ -160,8 +160,11 @@ class StepInFlight:
                     return self.state.unfinished
             try:
                 self._store.drain()
+                # The pushes of an abandoned item were dropped. A plain loop reports it to learn the next attempt.
                 reported = [
-                    item.to_proto() for item in self.state.items.values() if item.finished and not item.abandoned
+                    item.to_proto()
+                    for item in self.state.items.values()
+                    if item.finished and not (item.abandoned and self.state.in_batches)
                 ]
                 response = self._committer.finish_work(self.state.number, reported, accept_work=accept_work)
             except StaleEpochError:
@@ -251,8 +254,8 @@ class StepInFlight:
             self._units.zero_grad()
             self._iteration.void(self.state.number, str(error))
             return
-        if not self.state.in_batches:
-            self.finish_work(accept_work=False)
+        if not self.state.in_batches and not self.state.unfinished:
+            self.finish_work(accept_work=False)  # raises if the items of this trainer were restarted, too
         raise error
 
     def _plain_loop_error(self) -> StepRestartedError:
