@@ -336,6 +336,7 @@ def finished_item(item: coordinator_pb2.WorkItem, parts: dict[int, int] | None =
         global_rank=item.global_rank,
         epoch=item.epoch,
         attempt=item.attempt,
+        copy=item.copy,
         units=[
             common_pb2.UnitParts(unit_index=unit_index, part_count=count)
             for unit_index, count in ({0: 1} if parts is None else parts).items()

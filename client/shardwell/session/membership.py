@@ -7,6 +7,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -35,10 +36,26 @@ _POLL_S = 10.0
 """Longest server-side wait of one poll. A restarted coordinator is noticed within this time."""
 
 _ASK_TIMEOUT_S = 5.0
+_REPORT_ITEM_AFTER_S = 0.25
+"""Time after which a heartbeat reports a work item in progress, beside those that keep the lease."""
 _LEAVE_TIMEOUT_S = 2.0
 
 _MAX_REJOINS = 5
 """Memberships in a row that may lapse without a commit in between. More often, the cause is not going to disappear."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Item:
+    """A work item in progress."""
+
+    step: int
+    global_rank: int
+    since_s: float
+    """Start of the item, by ``time.monotonic``."""
+
+    def to_proto(self) -> coordinator_pb2.ItemInProgress:
+        for_s = time.monotonic() - self.since_s
+        return coordinator_pb2.ItemInProgress(step=self.step, global_rank=self.global_rank, for_s=for_s)
 
 
 class Membership:
@@ -69,6 +86,7 @@ class Membership:
         self._when_ended: Callable[[], None] = lambda: None
         self._when_news: Callable[[], None] = lambda: None
         self._news_lock = threading.Lock()
+        self._item: _Item | None = None
         self.committed_step = 0
         """Number of committed steps, as far as the coordinator has told outside of the training thread's rpcs."""
         self.placement = 0
@@ -202,6 +220,14 @@ class Membership:
             "ListUnits", request, timeout_s=self._config.waits.rpc_timeout_s
         )
         return response
+
+    def start_item(self, step: int, global_rank: int) -> None:
+        """Records that this trainer computes a work item, which another trainer may copy if it takes long."""
+        self._item = _Item(step, global_rank, time.monotonic())
+
+    def end_item(self) -> None:
+        """Records that this trainer computes no work item."""
+        self._item = None
 
     def exchange_address(self, step: int, name: str, address: str | None) -> str:
         """Publishes an address under a name; without an address, waits until another trainer publishes one."""
@@ -373,8 +399,14 @@ class Membership:
         return call(retry_for_s=waits.wait_limit_s)
 
     def _send_heartbeats(self, stop: threading.Event) -> None:
-        reached, epoch = True, self.epoch
-        while not stop.wait(self._lease_s / 3):
+        reached, epoch, interval_s = True, self.epoch, self._lease_s / 3
+        sent_s, reported = time.monotonic(), None
+        while not stop.wait(min(_REPORT_ITEM_AFTER_S, interval_s / 2)):
+            now, item = time.monotonic(), self._item
+            long = item is not None and item is not reported and now - item.since_s > _REPORT_ITEM_AFTER_S
+            if not long and now - sent_s < interval_s:
+                continue
+            sent_s, reported = now, item
             try:
                 self._send_heartbeat(self._lease_s / 3)
                 reached = True
@@ -394,6 +426,7 @@ class Membership:
             epoch=self.epoch,
             transports=self._transports(),
             unreachable=self._unreachable(),
+            item_in_progress=None if (item := self._item) is None else item.to_proto(),
         )
         response = self._coordinator.call("Heartbeat", request, timeout_s=timeout_s)
         self._note_news(response.committed_step, response.placement)

@@ -31,7 +31,7 @@ from shardwell.transport.partitions import PartitionSegment
 from shardwell.transport.selector import ServerConnection
 from shardwell.transport.shared_vector import SharedVector
 from shardwell_wire import wire_dtypes
-from shardwell_wire.errors import StaleEpochError, UsageError
+from shardwell_wire.errors import CapacityError, StaleEpochError, UsageError, VersionGoneError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
@@ -337,7 +337,9 @@ class RunStore:
 
     def _excuses(self, item: WorkItemState, key: tuple[int, int], error: BaseException) -> bool:
         """Returns whether a failed push does not matter, because the attempt of its item is over. In any thread."""
-        if isinstance(error, StaleEpochError):
+        # The work of another trainer counts, or the server has no memory for the copy of a late work item.
+        over = isinstance(error, StaleEpochError | VersionGoneError)
+        if over or (isinstance(error, CapacityError) and item.item.copy):
             item.abandon(key)
         return self._membership.lapsed or item.abandoned or item.key != key
 
@@ -373,6 +375,8 @@ class RunStore:
         if self._membership.lapsed:
             return
         for item in [current] if current else list(self._state.items.values()):
+            if item.item.copy:
+                item.abandon(item.key)  # the trainer of the late work item computes it, too
             if item.abandoned:
                 self._traffic.discard()
             elif item.parts or (include_empty and item.finished):
@@ -396,6 +400,14 @@ class RunStore:
         self._servers.release_gradient_buffers(item.item.dp_rank)
         if self._feedback is not None:
             self._feedback.reset(item.item.dp_rank)
+
+    @property
+    def can_copy_items(self) -> bool:
+        """True if a copy of a work item gives the same bits here as on another trainer.
+
+        With error feedback, gradients depend on the rounding errors that each trainer has stored.
+        """
+        return self._feedback is None
 
     def forget_pushes(self, item: WorkItemState) -> None:
         """Forgets the pushes of an attempt that is over. Call it before the item's next attempt."""

@@ -130,7 +130,10 @@ class Step:
             self.global_ranks.append(item.item.global_rank)
         step = work.state.number
         torch.manual_seed(derive_seed(self._seed, step, dp_rank))
-        yield make_batch(self.number, dp_rank)
+        try:
+            yield make_batch(self.number, dp_rank)
+        finally:
+            work.stop_item()
         if work.state.number != step:
             raise UsageError(
                 f"optimizer.step() was called inside the loop over step.batches of step {self.number}: "

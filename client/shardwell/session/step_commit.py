@@ -63,12 +63,25 @@ class StepCommitter:
         """Joins the run again; see ``Membership.rejoin``."""
         return self._membership.rejoin()
 
+    def start_item(self, step: int, global_rank: int) -> None:
+        """Records that this trainer computes a work item, which another trainer may copy if it takes long."""
+        self._membership.start_item(step, global_rank)
+
+    def end_item(self) -> None:
+        """Records that this trainer computes no work item."""
+        self._membership.end_item()
+
     def check(self) -> None:
         """Raises the error that ended the trainer's membership, if it has ended for good."""
         self._membership.check()
 
     def finish_work(
-        self, step: int, finished: Sequence[coordinator_pb2.FinishedItem], *, accept_work: bool
+        self,
+        step: int,
+        finished: Sequence[coordinator_pb2.FinishedItem],
+        *,
+        accept_work: bool,
+        accept_copies: bool = False,
     ) -> coordinator_pb2.FinishWorkResponse:
         """Reports finished items; returns when all items of the step are finished or this trainer gets more work.
 
@@ -76,6 +89,7 @@ class StepCommitter:
             step: Number of the step.
             finished: All items that this trainer has finished in the step.
             accept_work: Whether this trainer can compute items of lost trainers.
+            accept_copies: Whether this trainer can compute copies of items that are late at other trainers.
 
         Returns:
             Whether all items are finished, or the items that this trainer must compute: those of lost trainers, and
@@ -89,6 +103,7 @@ class StepCommitter:
             trainer=self._membership.trainer,
             items=finished,
             accept_work=accept_work,
+            accept_copies=accept_copies,
         )
         fault_points.reach("client.finish_work.before", step=step)
         started = time.perf_counter()

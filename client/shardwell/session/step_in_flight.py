@@ -119,7 +119,12 @@ class StepInFlight:
             self.state.leave_item()
             return False
         item.record_written(self._buffers.written())
+        self._committer.start_item(self.state.number, item.item.global_rank)
         return True
+
+    def stop_item(self) -> None:
+        """Called when ``step.batches`` gets back the control, also if the loop ends early or raises."""
+        self._committer.end_item()
 
     def end_item(self) -> None:
         """Ends the current item: sends its remaining gradients and, for rank 0, its buffers.
@@ -166,7 +171,9 @@ class StepInFlight:
                     for item in self.state.items.values()
                     if item.finished and not (item.abandoned and self.state.in_batches)
                 ]
-                response = self._committer.finish_work(self.state.number, reported, accept_work=accept_work)
+                response = self._committer.finish_work(
+                    self.state.number, reported, accept_work=accept_work, accept_copies=self._accepts_copies
+                )
             except StaleEpochError:
                 if not self._committer.lapsed:
                     raise
@@ -176,6 +183,12 @@ class StepInFlight:
             elif work := self._take(response.work.items):
                 return work
         return []
+
+    @property
+    def _accepts_copies(self) -> bool:
+        """True if this trainer may compute a copy of an item that is late, and none has failed in this step."""
+        failed = any(item.item.copy and item.abandoned for item in self.state.items.values())
+        return self.state.in_batches and self._store.can_copy_items and not failed
 
     def _take(self, items: Iterable[coordinator_pb2.WorkItem]) -> list[WorkItemState]:
         """Adds work items that the coordinator has leased to this trainer; returns those to compute."""
@@ -322,13 +335,18 @@ class StepInFlight:
             unit_indices: Units to include. Empty: all.
 
         Returns:
-            The norm; NaN if the loop's iteration has lost its effect.
+            The norm; NaN if the loop's iteration has lost its effect; 0 if the other trainers have committed the step
+            long ago with a copy of this trainer's work.
         """
         try:
             if not self.voided and self.join_again():
                 if step == self.state.number:
                     self._finish_plain_loop()
                 return self._committer.grad_norm(step, norm_type, unit_indices)
+        except VersionGoneError:
+            if not self.state.in_batches:
+                raise
+            return GradNorm(0.0, 0)  # nothing is clipped: the step was committed without this trainer
         except (StepRestartedError, StaleEpochError) as error:
             self._restarted(error)
         return GradNorm(math.nan, 0)

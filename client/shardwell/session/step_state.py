@@ -80,6 +80,7 @@ class WorkItemState:
             attempt=self.item.attempt,
             part=part,
             dropped_indices=dropped,
+            copy=self.item.copy,
         )
 
     def drop(self, unit_index: int, parameter_indices: Iterable[int]) -> None:
@@ -123,6 +124,7 @@ class WorkItemState:
                 common_pb2.UnitParts(unit_index=unit, part_count=count) for unit, count in sorted(self.parts.items())
             ],
             written_buffers=self.written,
+            copy=self.item.copy,
         )
 
 

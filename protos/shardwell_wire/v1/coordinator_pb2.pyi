@@ -691,6 +691,7 @@ class WorkItem(google.protobuf.message.Message):
     DP_RANK_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
     ATTEMPT_FIELD_NUMBER: builtins.int
+    COPY_FIELD_NUMBER: builtins.int
     global_rank: builtins.int
     """The logical rank."""
     dp_rank: builtins.int
@@ -699,6 +700,10 @@ class WorkItem(google.protobuf.message.Message):
     """Fencing number of the lease. Increases when the item is leased to another trainer."""
     attempt: builtins.int
     """Number of times the item was restarted."""
+    copy: builtins.bool
+    """True: a copy of an item that another trainer computes, too, because it is late. The first contribution that is
+    complete counts.
+    """
     def __init__(
         self,
         *,
@@ -706,8 +711,9 @@ class WorkItem(google.protobuf.message.Message):
         dp_rank: builtins.int = ...,
         epoch: builtins.int = ...,
         attempt: builtins.int = ...,
+        copy: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "dp_rank", b"dp_rank", "epoch", b"epoch", "global_rank", b"global_rank"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "copy", b"copy", "dp_rank", b"dp_rank", "epoch", b"epoch", "global_rank", b"global_rank"]) -> None: ...
 
 global___WorkItem = WorkItem
 
@@ -893,6 +899,32 @@ class JoinResponse(google.protobuf.message.Message):
 global___JoinResponse = JoinResponse
 
 @typing.final
+class ItemInProgress(google.protobuf.message.Message):
+    """The work item that a trainer is computing."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: builtins.int
+    GLOBAL_RANK_FIELD_NUMBER: builtins.int
+    FOR_S_FIELD_NUMBER: builtins.int
+    step: builtins.int
+    """The step."""
+    global_rank: builtins.int
+    """The logical rank."""
+    for_s: builtins.float
+    """Seconds since the trainer started the item."""
+    def __init__(
+        self,
+        *,
+        step: builtins.int = ...,
+        global_rank: builtins.int = ...,
+        for_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["for_s", b"for_s", "global_rank", b"global_rank", "step", b"step"]) -> None: ...
+
+global___ItemInProgress = ItemInProgress
+
+@typing.final
 class HeartbeatRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -902,6 +934,7 @@ class HeartbeatRequest(google.protobuf.message.Message):
     RUN_ID_FIELD_NUMBER: builtins.int
     TRANSPORTS_FIELD_NUMBER: builtins.int
     UNREACHABLE_FIELD_NUMBER: builtins.int
+    ITEM_IN_PROGRESS_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run."""
     trainer: builtins.str
@@ -918,6 +951,10 @@ class HeartbeatRequest(google.protobuf.message.Message):
     def unreachable(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___UnreachableServer]:
         """Shard servers that the trainer waits for and cannot reach. The coordinator records at most 64."""
 
+    @property
+    def item_in_progress(self) -> global___ItemInProgress:
+        """The item that the trainer is computing. Unset: none, or the trainer's loop does not yield batches again."""
+
     def __init__(
         self,
         *,
@@ -927,8 +964,11 @@ class HeartbeatRequest(google.protobuf.message.Message):
         run_id: builtins.str = ...,
         transports: collections.abc.Iterable[global___TransportReport] | None = ...,
         unreachable: collections.abc.Iterable[global___UnreachableServer] | None = ...,
+        item_in_progress: global___ItemInProgress | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "run", b"run", "run_id", b"run_id", "trainer", b"trainer", "transports", b"transports", "unreachable", b"unreachable"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_item_in_progress", b"_item_in_progress", "item_in_progress", b"item_in_progress"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_item_in_progress", b"_item_in_progress", "epoch", b"epoch", "item_in_progress", b"item_in_progress", "run", b"run", "run_id", b"run_id", "trainer", b"trainer", "transports", b"transports", "unreachable", b"unreachable"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_item_in_progress", b"_item_in_progress"]) -> typing.Literal["item_in_progress"] | None: ...
 
 global___HeartbeatRequest = HeartbeatRequest
 
@@ -1274,12 +1314,15 @@ class FinishedItem(google.protobuf.message.Message):
     ATTEMPT_FIELD_NUMBER: builtins.int
     UNITS_FIELD_NUMBER: builtins.int
     WRITTEN_BUFFERS_FIELD_NUMBER: builtins.int
+    COPY_FIELD_NUMBER: builtins.int
     global_rank: builtins.int
     """The logical rank."""
     epoch: builtins.int
     """Epoch of the lease under which the item was computed."""
     attempt: builtins.int
     """Attempt at the item."""
+    copy: builtins.bool
+    """WorkItem.copy. A copy has no effect if the other trainer has finished the item before."""
     @property
     def units(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[shardwell_wire.v1.common_pb2.UnitParts]:
         """Number of parts pushed per unit, including units of buffers."""
@@ -1296,8 +1339,9 @@ class FinishedItem(google.protobuf.message.Message):
         attempt: builtins.int = ...,
         units: collections.abc.Iterable[shardwell_wire.v1.common_pb2.UnitParts] | None = ...,
         written_buffers: collections.abc.Iterable[global___WrittenBuffer] | None = ...,
+        copy: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "epoch", b"epoch", "global_rank", b"global_rank", "units", b"units", "written_buffers", b"written_buffers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "copy", b"copy", "epoch", b"epoch", "global_rank", b"global_rank", "units", b"units", "written_buffers", b"written_buffers"]) -> None: ...
 
 global___FinishedItem = FinishedItem
 
@@ -1336,12 +1380,15 @@ class FinishWorkRequest(google.protobuf.message.Message):
     ITEMS_FIELD_NUMBER: builtins.int
     ACCEPT_WORK_FIELD_NUMBER: builtins.int
     WAIT_S_FIELD_NUMBER: builtins.int
+    ACCEPT_COPIES_FIELD_NUMBER: builtins.int
     trainer: builtins.str
     """Name of the trainer."""
     accept_work: builtins.bool
     """True if the trainer can compute items of other ranks."""
     wait_s: builtins.float
     """Longest time to wait, in seconds. 0: do not wait."""
+    accept_copies: builtins.bool
+    """True: the caller may compute a copy of an item that is late. False: a copy that it holds is given up."""
     @property
     def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
         """context.epoch: JoinResponse.epoch."""
@@ -1358,9 +1405,10 @@ class FinishWorkRequest(google.protobuf.message.Message):
         items: collections.abc.Iterable[global___FinishedItem] | None = ...,
         accept_work: builtins.bool = ...,
         wait_s: builtins.float = ...,
+        accept_copies: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accept_work", b"accept_work", "context", b"context", "items", b"items", "trainer", b"trainer", "wait_s", b"wait_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accept_copies", b"accept_copies", "accept_work", b"accept_work", "context", b"context", "items", b"items", "trainer", b"trainer", "wait_s", b"wait_s"]) -> None: ...
 
 global___FinishWorkRequest = FinishWorkRequest
 

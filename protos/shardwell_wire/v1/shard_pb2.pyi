@@ -520,6 +520,7 @@ class ReduceScatterHeader(google.protobuf.message.Message):
     STOP_BYTES_FIELD_NUMBER: builtins.int
     WIRE_DTYPE_FIELD_NUMBER: builtins.int
     DROPPED_INDICES_FIELD_NUMBER: builtins.int
+    COPY_FIELD_NUMBER: builtins.int
     unit: builtins.str
     """Name of the unit."""
     dp_rank: builtins.int
@@ -536,6 +537,10 @@ class ReduceScatterHeader(google.protobuf.message.Message):
     """End of the reserved shard, exclusive."""
     wire_dtype: shardwell_wire.v1.common_pb2.WireDtype.ValueType
     """Encoding of FLOAT32 values."""
+    copy: builtins.bool
+    """WorkItem.copy. The server keeps the contribution of a copy apart until PrepareStep names the attempt that counts.
+    RESOURCE_EXHAUSTED: there is no memory beyond the reservation. The copy must then be given up.
+    """
     @property
     def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
         """Run, step, request id, and epoch of the lease on the logical rank."""
@@ -563,9 +568,10 @@ class ReduceScatterHeader(google.protobuf.message.Message):
         stop_bytes: builtins.int = ...,
         wire_dtype: shardwell_wire.v1.common_pb2.WireDtype.ValueType = ...,
         dropped_indices: collections.abc.Iterable[builtins.int] | None = ...,
+        copy: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "context", b"context", "dp_rank", b"dp_rank", "dropped_indices", b"dropped_indices", "parameter_indices", b"parameter_indices", "part", b"part", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit", "wire_dtype", b"wire_dtype"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "context", b"context", "copy", b"copy", "dp_rank", b"dp_rank", "dropped_indices", b"dropped_indices", "parameter_indices", b"parameter_indices", "part", b"part", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit", "wire_dtype", b"wire_dtype"]) -> None: ...
 
 global___ReduceScatterHeader = ReduceScatterHeader
 

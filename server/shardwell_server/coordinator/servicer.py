@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 from shardwell_server.coordinator.coordinator import Coordinator
 from shardwell_server.coordinator.inspection import describe
 from shardwell_server.coordinator.inspection.stall import explain_stall
-from shardwell_server.coordinator.runs.members import Member, TransportReport
+from shardwell_server.coordinator.runs.members import ItemInProgress, Member, TransportReport
 from shardwell_server.coordinator.runs.proposals import StepProposal
 from shardwell_server.coordinator.runs.rank_assignment import Applicant
 from shardwell_server.coordinator.runs.run import Run
@@ -126,6 +126,8 @@ class CoordinatorServicer:
         member = self._coordinator.trainers.require_member(run, request.trainer, request.epoch)
         with member.serving_rpc(self._state.clock):
             member.note_connections(transports, request.unreachable, self._state.clock())
+            if member.note_in_progress(_in_progress(request, self._state.clock())) and run.members.waiting_for_work:
+                run.changed.notify()
             check_recoverable(run, self._state.cluster)
             return coordinator_pb2.HeartbeatResponse(
                 committed_step=run.committed_step, placement=run.announced_placement
@@ -218,6 +220,7 @@ class CoordinatorServicer:
                 request.context.step,
                 request.items,
                 accept_work=request.accept_work,
+                accept_copies=request.accept_copies and request.accept_work,
                 wait_s=_wait_s(call, request.wait_s),
             )
 
@@ -372,6 +375,7 @@ class CoordinatorServicer:
         member = self._coordinator.trainers.require_member(run, request.trainer, epoch)
         # After the membership check, so that stale trainers cannot fill the log of request ids.
         self._requests.check(context.request_id, _fingerprint(request))
+        member.note_behind(False)
         return run, member
 
 
@@ -384,6 +388,14 @@ def _applicant(request: coordinator_pb2.JoinRequest, world: World) -> Applicant:
     if request.process:
         check_name("process", request.process)
     return Applicant(request.trainer, request.host, rank, request.process)
+
+
+def _in_progress(request: coordinator_pb2.HeartbeatRequest, now: float) -> ItemInProgress | None:
+    if not request.HasField("item_in_progress"):
+        return None
+    item = request.item_in_progress
+    _check_seconds("item_in_progress.for_s", item.for_s)
+    return ItemInProgress(item.step, item.global_rank, now - item.for_s)
 
 
 def _check_seconds(what: str, value: float) -> None:

@@ -257,7 +257,15 @@ def _rank_records(run: Run) -> tuple[RankRecord, ...]:
     if run.step is None:
         return ()
     return tuple(
-        RankRecord(rank, run.rank_assignments[rank], item.trainer, item.epoch, run.step.number, item.attempt)
+        RankRecord(
+            rank,
+            run.rank_assignments[rank],
+            item.trainer,
+            item.epoch,
+            run.step.number,
+            item.attempt,
+            item.last_attempt,
+        )
         for rank, item in sorted(run.step.items.items())
     )
 
@@ -336,6 +344,7 @@ def _restore_item(run: Run, rank: RankRecord, present: Collection[str], now: flo
         state=WorkState.LEASED if leased else WorkState.VACANT,
         since_s=now,
         fenced=leased,
+        last_attempt=rank.last_attempt,
     )
 
 

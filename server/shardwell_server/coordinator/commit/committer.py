@@ -122,6 +122,10 @@ class Committer:
                 unit=unpublished[0],
             )
         await run.wait_until_updated()
+        if any(item.is_copy for item in step.items.values()):
+            # The servers drop the contributions of trainers that lost to a copy. A restarted coordinator must not wait
+            # for these trainers.
+            await self._state.save(run)
         if generation != step.generation or step is not run.step:
             # An item was reset and is unfinished. The servers would accept an incomplete manifest.
             return

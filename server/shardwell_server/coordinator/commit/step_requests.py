@@ -51,6 +51,7 @@ class StepRequests:
         reports: Sequence[coordinator_pb2.FinishedItem],
         *,
         accept_work: bool,
+        accept_copies: bool,
         wait_s: float,
     ) -> coordinator_pb2.FinishWorkResponse:
         """Marks items as finished. Waits until all items are finished, or the caller has to compute an item.
@@ -64,14 +65,18 @@ class StepRequests:
         reported = {report.global_rank for report in reports}
         finished = step.check_finished(member.name, reports, len(run.units))
         written = check_written_buffers(step, [item for item, _ in finished], reports, run.units.layouts)
-        if step.finish(finished, self._state.clock(), written):
+        if run.finish_items(member, finished, written):
             run.changed.notify()
             self._committer.start_preparing(run)
         if member.note_accepts_reassigned_work(accept_work):
             run.touch()
+        if not accept_copies:
+            step.drop_copies(member.name)
 
         async def check() -> coordinator_pb2.FinishWorkResponse | None:
-            return await self._find_work(run, member, step, reported, accept_work=accept_work)
+            return await self._find_work(
+                run, member, step, reported, accept_work=accept_work, accept_copies=accept_copies
+            )
 
         try:
             response = await poll(run.changed, check, wait_s)
@@ -84,7 +89,14 @@ class StepRequests:
         return response
 
     async def _find_work(
-        self, run: Run, member: Member, step: Step, reported: Collection[int], *, accept_work: bool
+        self,
+        run: Run,
+        member: Member,
+        step: Step,
+        reported: Collection[int],
+        *,
+        accept_work: bool,
+        accept_copies: bool,
     ) -> coordinator_pb2.FinishWorkResponse | None:
         run.require_member(member.name, member.epoch)
         if step is not run.step:
@@ -100,11 +112,14 @@ class StepRequests:
             run.members.wait_for_work(member.name)
             self._trainers.revoke_unfinished(run)
             self._trainers.lease_vacant_items(run)
+            if accept_copies and not step.leased_to(member.name):
+                self._trainers.copy_late_item(run, member)
         # A server that has not fenced the former attempt of a restarted item would mix its parts with those of the new
         # attempt.
         leased = step.leased_to(member.name)
         restarted = any(item.global_rank in reported for item in leased)
-        if leased and (accept_work or restarted) and all(item.fenced for item in leased):
+        copied = step.copied_by(member.name) is not None
+        if (copied or (leased and (accept_work or restarted))) and all(item.fenced for item in leased):
             return coordinator_pb2.FinishWorkResponse(work=run.work_of(member.name))
         return None
 

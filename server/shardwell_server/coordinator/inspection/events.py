@@ -53,6 +53,8 @@ class EventKind(StrEnum):
     """A trainer was silent for longer than its lease. Its work may be reassigned."""
     WORK_LEASED = "work_leased"
     """A lost trainer's work item was leased to another trainer."""
+    WORK_COPIED = "work_copied"
+    """A trainer's work item is late, and an idle trainer computes a copy. The first one that is finished counts."""
     WORK_RESET = "work_reset"
     """A trainer started a new attempt of a work item."""
     UNIT_PLACED = "unit_placed"
@@ -83,6 +85,7 @@ _ROUTINE = frozenset(
     (
         EventKind.STEP_COMMITTED,
         EventKind.WORK_LEASED,
+        EventKind.WORK_COPIED,
         EventKind.WORK_RESET,
         EventKind.UNIT_PLACED,
         EventKind.UNIT_PUBLISHED,

@@ -356,6 +356,33 @@ class TrainerLeases:
         except NotFoundError:
             return  # the server has no data of the run, so no push can succeed
 
+    def copy_late_item(self, run: Run, member: Member) -> None:
+        """Lets a waiting trainer compute a copy of a late item. Wakes the run's waiters when an item will be late.
+
+        See Note: [Copies of late items] in ``copies.py``.
+        """
+        if (found := run.next_late_item(excluding=member.name)) is None:
+            return
+        item, late_s = found
+        remaining_s = late_s - self._state.clock()
+        if remaining_s > 0:
+            self._wake_later(run, remaining_s)
+            return
+        run.start_copy(item, member.name)
+        message = (
+            f"rank {item.global_rank} of step {run.committed_step} is late at trainer {item.trainer!r}: trainer "
+            f"{member.name!r} computes a copy"
+        )
+        self._state.events.add(EventKind.WORK_COPIED, message, run=run.name)
+
+    def _wake_later(self, run: Run, seconds: float) -> None:
+        async def wake() -> None:
+            await asyncio.sleep(seconds)
+            run.changed.notify()
+
+        if not run.calls.waking.in_flight:
+            self._state.tasks.start(run.calls.waking(wake))
+
     def lease_vacant_items(self, run: Run) -> None:
         """Leases vacant items to trainers that wait for work."""
         for item in run.lease_vacant_items():

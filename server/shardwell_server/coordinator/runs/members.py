@@ -89,6 +89,20 @@ class UnreachableServer:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class ItemInProgress:
+    """The work item that a trainer is computing in a loop over ``step.batches``."""
+
+    step: int
+    global_rank: int
+    since_s: float
+    """Clock time at which the trainer started the item."""
+
+    def is_item(self, step: int, global_rank: int) -> bool:
+        """True if this is the item of a rank in a step."""
+        return (self.step, self.global_rank) == (step, global_rank)
+
+
 @dataclass(slots=True)
 class Member:
     """A trainer of a run."""
@@ -111,6 +125,11 @@ class Member:
     """Transports in the last heartbeat."""
     unreachable: tuple[UnreachableServer, ...] = ()
     """Unreachable servers in the last heartbeat."""
+    in_progress: ItemInProgress | None = None
+    """The item in the last heartbeat. None: the trainer computes none, or its loop cannot repeat batches."""
+    behind: bool = False
+    """True while the trainer computes a work item in vain: another trainer has finished the item or its copy. Ends with
+    the trainer's next request about steps. See Note: [Copies of late items] in ``copies.py``."""
     revoked_because: str = ""
     """Why the lease was revoked although the trainer was sending requests."""
     rpcs_in_progress: int = 0
@@ -159,6 +178,15 @@ class Member:
             UnreachableServer(report.address, now - max(0.0, report.for_s), report.reason[:_MAX_REASON_LENGTH])
             for report in itertools.islice(unreachable, _MAX_UNREACHABLE)
         )
+
+    def note_in_progress(self, item: ItemInProgress | None) -> bool:
+        """Records the item that a heartbeat reports. Returns True if it changed."""
+        changed, self.in_progress = item != self.in_progress, item
+        return changed
+
+    def note_behind(self, behind: bool) -> None:
+        """Records whether the trainer computes a work item in vain."""
+        self.behind = behind
 
     def note_revoked(self, reason: str) -> None:
         """Records why the lease is revoked although the trainer sends requests."""

@@ -7,11 +7,12 @@ stores the run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardwell_server.coordinator.runs.checkpoints import RunCheckpoints
 from shardwell_server.coordinator.runs.committed_steps import CommittedSteps
+from shardwell_server.coordinator.runs.copies import WorkTimes, next_late_item
 from shardwell_server.coordinator.runs.members import Member, Members, MemberState
 from shardwell_server.coordinator.runs.proposals import committed_optimizer, require_same_algorithms
 from shardwell_server.coordinator.runs.rank_assignment import (
@@ -65,6 +66,8 @@ class StepCalls:
     """Writes the commit record."""
     fencing: SharedCall[None] = field(default_factory=SharedCall)
     """Fences former trainers of work items on the servers."""
+    waking: SharedCall[None] = field(default_factory=SharedCall)
+    """Waits until a work item is late, then wakes the trainers that wait for work."""
 
 
 class Run:
@@ -101,6 +104,7 @@ class Run:
         self.step: Step | None = None
         """The step in flight. None until the run starts."""
         self.calls = StepCalls()
+        self.work_times = WorkTimes()
         self.commits = CommittedSteps()
         self.placement = 0
         """Number of relocations of the run's shards. Trainers learn ``announced_placement``."""
@@ -242,6 +246,7 @@ class Run:
         if self.step is None:
             self.members.remove(member)
         else:
+            self.step.drop_copies(member.name)
             for item in self.step.items.values():
                 if item.trainer == member.name and item.state is not WorkState.VACANT:
                     self.step.revoke(item, self.next_epoch(), self.clock())
@@ -295,8 +300,10 @@ class Run:
         return self.units.initializer
 
     def _lowest_live_trainer(self) -> str | None:
-        """Returns the live trainer that owns the lowest rank."""
-        ranks = {name: min(self.ranks_of(name), default=len(self.rank_assignments)) for name in self.members.live}
+        """Returns the live trainer that owns the lowest rank. Prefers trainers that are not behind."""
+        live = self.members.live
+        names = [name for name, member in live.items() if not member.behind] or list(live)
+        ranks = {name: min(self.ranks_of(name), default=len(self.rank_assignments)) for name in names}
         return min(ranks, key=lambda name: (ranks[name], natural_key(name)), default=None)
 
     # Checkpoints
@@ -328,8 +335,11 @@ class Run:
         """Starts a step and leases its items. ``previous`` contains the items of the previous step."""
         now, live = self.clock(), self.members.live
         expired = {member.name for member in self.members.expired}
+        present = [name for name, member in live.items() if not member.behind]
+        if not any(live[name].accepts_reassigned_work is not False for name in present):
+            present = list(live)
         trainers = distribute_items(
-            self.rank_assignments, live, lambda name: live[name].accepts_reassigned_work is not False, expired
+            self.rank_assignments, present, lambda name: live[name].accepts_reassigned_work is not False, expired
         )
         items = {}
         for rank, trainer in trainers.items():
@@ -384,6 +394,38 @@ class Run:
         self._require_step().lease(item, name, self.next_epoch(), self.clock())
         self.members.stop_waiting_for_work(name)
 
+    # Copies of late items
+
+    def finish_items(
+        self,
+        member: Member,
+        items: Sequence[tuple[WorkItem, dict[int, int]]],
+        written_buffers: Mapping[int, dict[tuple[int, int], int]],
+    ) -> bool:
+        """Marks items of the step in flight as finished by a trainer. Returns True if they were the last ones."""
+        step, now = self._require_step(), self.clock()
+        for item, _ in items:
+            if item.copy is None:
+                self.work_times.add((now - item.since_s) / len(items))
+                continue
+            copy_wins = item.copy.trainer == member.name
+            self.work_times.add(now - (item.copy.since_s if copy_wins else item.since_s))
+            loser = self.members.by_name.get(item.trainer if copy_wins else item.copy.trainer)
+            if loser is not None:
+                loser.note_behind(True)
+            self.touch()
+        return step.finish(items, now, written_buffers, trainer=member.name)
+
+    def next_late_item(self, *, excluding: str) -> tuple[WorkItem, float] | None:
+        """Returns the item that a trainer may copy next, and the clock time from which it is late."""
+        step = self._require_step()
+        return next_late_item(step, self.members.by_name, self.work_times.late_after_s, excluding=(excluding,))
+
+    def start_copy(self, item: WorkItem, name: str) -> None:
+        """Lets a trainer compute a copy of a late item."""
+        self._require_step().start_copy(item, name, self.next_epoch(), self.clock())
+        self.members.stop_waiting_for_work(name)
+
     def lease_own_items(self, name: str) -> bool:
         """Leases the vacant items of a trainer's own ranks to it. Returns False if they are not fenced yet."""
         step = self._require_step()
@@ -401,7 +443,10 @@ class Run:
     def work_of(self, name: str) -> coordinator_pb2.StepWork:
         """Returns the items that a trainer has to compute now."""
         step = self._require_step()
-        return coordinator_pb2.StepWork(step=step.number, items=[item.to_proto() for item in step.leased_to(name)])
+        items = [item.to_proto() for item in step.leased_to(name)]
+        if (copied := step.copied_by(name)) is not None:
+            items.append(copied.copy_to_proto())
+        return coordinator_pb2.StepWork(step=step.number, items=items)
 
     def reset_item(self, item: WorkItem, request_id: str) -> None:
         """Starts a new attempt of an item, and of finished items whose trainers are lost and cannot reset them."""
@@ -451,11 +496,11 @@ class Run:
                 return  # this optimizer updated all units; otherwise earlier steps used other optimizers
 
     def leader(self) -> str | None:
-        """Returns the trainer whose proposal is committed: the one that plays the lowest rank, if it is live."""
+        """Returns the trainer whose proposal is committed: the one that plays the lowest rank, if it is present."""
         step = self._require_step()
         trainer = step.items[0].trainer
         member = self.members.by_name.get(trainer)
-        if (member is not None and member.live) or trainer in step.proposals:
+        if (member is not None and member.live and not member.behind) or trainer in step.proposals:
             return trainer
         return self._lowest_live_trainer()
 

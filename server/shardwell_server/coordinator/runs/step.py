@@ -33,6 +33,21 @@ class WorkState(Enum):
     """Every server has acknowledged its contributions."""
 
 
+@dataclass(frozen=True, slots=True)
+class WorkCopy:
+    """A copy of a late work item, which another trainer computes. See Note: [Copies of late items] in ``copies.py``."""
+
+    trainer: str
+    epoch: int
+    attempt: int
+    since_s: float
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """Trainer, epoch and attempt, which identify the computation of the copy."""
+        return self.trainer, self.epoch, self.attempt
+
+
 @dataclass(slots=True)
 class WorkItem:
     """The part of a step that belongs to one logical rank."""
@@ -56,11 +71,42 @@ class WorkItem:
     """Checksums, by unit and layout index, of buffers that the training script changed before the item started."""
     reset_id: str = ""
     """Id of the request that started the current attempt."""
+    last_attempt: int = 0
+    """Highest attempt of the item and its copies. No number is given twice."""
+    copy: WorkCopy | None = None
+    """The copy that another trainer computes. None: there is none."""
+    is_copy: bool = False
+    """True if ``trainer`` computed a copy, which has won or has become the only one."""
 
     def to_proto(self) -> coordinator_pb2.WorkItem:
         return coordinator_pb2.WorkItem(
-            global_rank=self.global_rank, dp_rank=self.dp_rank, epoch=self.epoch, attempt=self.attempt
+            global_rank=self.global_rank,
+            dp_rank=self.dp_rank,
+            epoch=self.epoch,
+            attempt=self.attempt,
+            copy=self.is_copy,
         )
+
+    def copy_to_proto(self) -> coordinator_pb2.WorkItem:
+        """Returns the copy, for the trainer that computes it."""
+        assert self.copy is not None
+        return coordinator_pb2.WorkItem(
+            global_rank=self.global_rank,
+            dp_rank=self.dp_rank,
+            epoch=self.copy.epoch,
+            attempt=self.copy.attempt,
+            copy=True,
+        )
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """Trainer, epoch and attempt, which identify the computation of the item."""
+        return self.trainer, self.epoch, self.attempt
+
+    def next_attempt(self) -> int:
+        """Returns a new attempt number."""
+        self.last_attempt = max(self.last_attempt, self.attempt) + 1
+        return self.last_attempt
 
     def to_finished_proto(self) -> coordinator_pb2.FinishedItem:
         """Returns the item as its trainer reported it finished."""
@@ -137,13 +183,27 @@ class Step:
         """Returns the items whose current or last trainer is this trainer."""
         return [item for item in self._items_by_trainer.get(trainer, {}).values() if item.trainer == trainer]
 
+    @property
+    def copied(self) -> WorkItem | None:
+        """The item of which a trainer computes a copy."""
+        return next((item for item in self.items.values() if item.copy is not None), None)
+
+    def copied_by(self, trainer: str) -> WorkItem | None:
+        """Returns the item of which a trainer computes a copy."""
+        item = self.copied
+        return item if item is not None and item.copy is not None and item.copy.trainer == trainer else None
+
     def waiting_for(self) -> list[str]:
         """Returns one line per unfinished item, for trainers that wait."""
         lines = {
             WorkState.LEASED: "trainer {!r} is computing it",
             WorkState.VACANT: "vacant, because trainer {!r} is gone",
         }
-        return [f"rank {item.global_rank}: {lines[item.state].format(item.trainer)}" for item in self.unfinished]
+        return [
+            f"rank {item.global_rank}: {lines[item.state].format(item.trainer)}"
+            + (f", and trainer {item.copy.trainer!r} a copy" if item.copy is not None else "")
+            for item in self.unfinished
+        ]
 
     # Work items
 
@@ -152,7 +212,8 @@ class Step:
     ) -> list[tuple[WorkItem, dict[int, int]]]:
         """Returns the newly finished items among the reported ones, with their parts. Changes nothing.
 
-        Reports of former epochs and attempts are skipped: the item was restarted, or leased to another trainer.
+        Reports of former epochs and attempts are skipped: the item was restarted, or leased to another trainer. Reports
+        of copies that have lost are skipped, too.
 
         Raises:
             InvalidRequestError: A report is malformed.
@@ -164,9 +225,15 @@ class Step:
         for report in reports:
             item, parts = self.item_of(report.global_rank), _parts(report, unit_count)
             where = f"rank {item.global_rank} of step {self.number}"
+            key = trainer, report.epoch, report.attempt
+            if item.copy is not None and key == item.copy.key:
+                newly_finished.append((item, parts))
+                continue
+            if report.copy and key != item.key:
+                continue  # the copy has lost
             if report.epoch < item.epoch or (report.epoch == item.epoch and report.attempt < item.attempt):
                 continue
-            if (report.epoch, report.attempt, trainer) != (item.epoch, item.attempt, item.trainer):
+            if key != item.key:
                 raise StepStateError(
                     f"trainer {trainer!r} reports {where} as finished under epoch {report.epoch}, attempt "
                     f"{report.attempt}, but the item was leased to {item.trainer!r} under epoch {item.epoch}, "
@@ -184,15 +251,23 @@ class Step:
         items: Sequence[tuple[WorkItem, dict[int, int]]],
         now: float,
         written_buffers: Mapping[int, dict[tuple[int, int], int]] | None = None,
+        *,
+        trainer: str = "",
     ) -> bool:
         """Marks items as finished. Returns True if they were the last unfinished items.
+
+        The copy of an item wins if its trainer finished the item. Otherwise it has lost.
 
         Args:
             items: Result of ``check_finished``.
             now: Clock time.
             written_buffers: Checksums of buffers that the training script changed, by rank.
+            trainer: Trainer that finished the items.
         """
         for item, parts in items:
+            if item.copy is not None and item.copy.trainer == trainer:
+                self._adopt_copy(item)
+            item.copy = None
             item.state, item.parts, item.since_s = WorkState.FINISHED, parts, now
             item.written_buffers = (written_buffers or {}).get(item.global_rank, {})
         if self.finished_s is not None or any(item.state is not WorkState.FINISHED for item in self.items.values()):
@@ -227,16 +302,22 @@ class Step:
 
         A finished item stays finished. An unfinished item becomes vacant and starts a new attempt: the next trainer may
         compute it from other batches, so the servers must drop the parts that the former trainer pushed. All parts of
-        one attempt come from one trainer.
+        one attempt come from one trainer. If another trainer computes a copy, that trainer gets the item.
         """
-        item.epoch, item.fenced = epoch, False
+        item.fenced = False
+        if item.copy is not None:
+            self._adopt_copy(item)
+            return
+        item.epoch = epoch
         if item.state is WorkState.LEASED:
-            item.state, item.since_s, item.attempt = WorkState.VACANT, now, item.attempt + 1
+            item.state, item.since_s, item.attempt = WorkState.VACANT, now, item.next_attempt()
+            item.is_copy = False
         item.trainer_lost = item.state is WorkState.FINISHED
 
     def reset(self, item: WorkItem, request_id: str, now: float) -> None:
         """Starts a new attempt of an item. Invalidates what was prepared, proposed or staged in the step."""
-        item.attempt += 1
+        item.attempt = item.next_attempt()
+        item.copy, item.is_copy = None, False
         item.state, item.since_s, item.reset_id = WorkState.LEASED, now, request_id
         item.parts, item.written_buffers = {}, {}
         self.generation += 1
@@ -246,6 +327,23 @@ class Step:
         self.proposals.clear()
         self._staged_partitions.clear()
         self._partition_substitutes.clear()
+
+    def start_copy(self, item: WorkItem, trainer: str, epoch: int, now: float) -> None:
+        """Lets a trainer compute a copy of an item that another trainer computes."""
+        item.copy = WorkCopy(trainer, epoch, item.next_attempt(), now)
+
+    def drop_copies(self, trainer: str) -> None:
+        """Ends the copy that a trainer computes: it gave up, or is gone."""
+        if (item := self.copied_by(trainer)) is not None:
+            item.copy = None
+
+    def _adopt_copy(self, item: WorkItem) -> None:
+        """Gives an item to the trainer of its copy."""
+        copy = item.copy
+        assert copy is not None
+        item.trainer, item.epoch, item.attempt, item.since_s = copy.trainer, copy.epoch, copy.attempt, copy.since_s
+        item.copy, item.is_copy = None, True
+        self._items_by_trainer.setdefault(copy.trainer, {})[item.global_rank] = item
 
     def restart(self, now: float) -> None:
         """Starts a new attempt of every item, because a shard server was lost with contributions.

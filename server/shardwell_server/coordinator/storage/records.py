@@ -79,6 +79,8 @@ class RankRecord(Row):
     step: int
     """Step that ``attempt`` belongs to."""
     attempt: int
+    last_attempt: int = 0
+    """Highest attempt of the work item and its copies."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ CREATE TABLE members (
 ) WITHOUT ROWID;
 CREATE TABLE ranks (
     run TEXT NOT NULL, global_rank INTEGER NOT NULL, owner TEXT NOT NULL, trainer TEXT NOT NULL, epoch INTEGER NOT NULL,
-    step INTEGER NOT NULL, attempt INTEGER NOT NULL, PRIMARY KEY (run, global_rank)
+    step INTEGER NOT NULL, attempt INTEGER NOT NULL, last_attempt INTEGER NOT NULL, PRIMARY KEY (run, global_rank)
 ) WITHOUT ROWID;
 CREATE TABLE addresses (
     run TEXT NOT NULL, name TEXT NOT NULL, address TEXT NOT NULL, PRIMARY KEY (run, name)

@@ -292,6 +292,30 @@ class Memory:
     # ---- buffers ----
 
     @asynccontextmanager
+    async def incoming_spare(self, size_bytes: int, what: str) -> AsyncIterator[IncomingBuffer]:
+        """Acquires a buffer that nothing depends on, such as that of a copy of a work item.
+
+        The buffer uses unreserved memory only. It leaves enough for one buffer of the largest shard, which the streams
+        of other contributions may need.
+
+        Args:
+            size_bytes: Size of the buffer.
+            what: Names the stream in errors.
+
+        Raises:
+            CapacityError: No such memory is free, or the operating system has none.
+        """
+        if not self.unreserved.try_acquire(size_bytes, keep_bytes=self._largest_bytes()):
+            raise CapacityError(f"{what}: {size_bytes} bytes beyond the reservations are not free")
+        grant = Grant(self, BufferQuota(0), size_bytes, reserved=False)
+        incoming = IncomingBuffer(grant.acquire_buffer(size_bytes), grant)
+        try:
+            yield incoming
+        finally:
+            if not incoming.claimed:
+                incoming.release()
+
+    @asynccontextmanager
     async def incoming(
         self, size_bytes: int, quota: BufferQuota, *, wait_s: float, what: str
     ) -> AsyncIterator[IncomingBuffer]:

@@ -112,9 +112,9 @@ class UnreservedMemory:
         self._limit_bytes = limit_bytes
         self._admit()
 
-    def try_acquire(self, size_bytes: int) -> bool:
-        """Acquires memory if some is free and no caller waits for it."""
-        if self._waiting or self.used_bytes + size_bytes > self._limit_bytes:
+    def try_acquire(self, size_bytes: int, *, keep_bytes: int = 0) -> bool:
+        """Acquires memory if some is free and no caller waits for it. Leaves ``keep_bytes`` for others."""
+        if self._waiting or self.used_bytes + size_bytes + keep_bytes > self._limit_bytes:
             return False
         self.used_bytes += size_bytes
         return True

@@ -59,7 +59,7 @@ def summarize(shard: UnitShard) -> shard_pb2.ShardSummary:
         version=shard.version,
         parameter_bytes=shard.size_bytes,
         optimizer_bytes=shard.optimizer_bytes,
-        contribution_bytes=shard.contributions.size_bytes,
+        contribution_bytes=shard.contributions.size_bytes + shard.copies.size_bytes,
     )
 
 

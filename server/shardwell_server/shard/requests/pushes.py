@@ -8,7 +8,7 @@ from typing import Protocol
 
 from shardwell_server.shard.memory.budget import IncomingBuffer
 from shardwell_server.shard.requests.streams import IncomingStream
-from shardwell_server.shard.state.contributions import ContributionMemory
+from shardwell_server.shard.state.contributions import ContributionMemory, Contributions
 from shardwell_server.shard.state.runs import HostedRun
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_server.shard.state.unit_shard import UnitShard
@@ -59,7 +59,7 @@ class Push:
             StaleEpochError: The lease or attempt is over, or a newer stream replaced this one.
             VersionGoneError: The step is committed.
             StepStateError: The step is prepared or has not begun, or an earlier part is missing.
-            CapacityError: No memory became free in time.
+            CapacityError: No memory became free in time; for a copy of a work item, no memory is free.
         """
         self._check_header()
         await self._await_due_update(wait_s)
@@ -70,7 +70,10 @@ class Push:
 
         async def receive() -> bool:
             # The rank's earlier contribution stays until this stream is complete; then one of the two is dropped.
-            buffer = memory.incoming(shard.size_bytes, shard.contribution_quota, wait_s=wait_s, what=self._what)
+            if self._header.copy:
+                buffer = memory.incoming_spare(shard.size_bytes, self._what)
+            else:
+                buffer = memory.incoming(shard.size_bytes, shard.contribution_quota, wait_s=wait_s, what=self._what)
             async with buffer as received:
                 checksum = await self._receive(incoming, received)
                 return await self._accept_exclusively(received, checksum)
@@ -160,16 +163,23 @@ class Push:
             )
         oldest = max(
             self._run.fences.attempt(self._dp_rank, step),
-            shard.contributions.attempt(self._dp_rank),
+            self._contributions.attempt(self._dp_rank),
         )
         if self._attempt < oldest:
             raise StaleEpochError(f"{self._what}: the attempt is over, attempt {oldest} has begun")
 
+    @property
+    def _contributions(self) -> Contributions:
+        """The contributions that the push belongs to."""
+        return self._shard.contributions_of(self._dp_rank, self._attempt, copy=self._header.copy)
+
     def _is_duplicate(self) -> bool:
-        accepted = self._shard.contributions.part_count(self._dp_rank, self._epoch, self._attempt)
+        accepted = self._contributions.part_count(self._dp_rank, self._epoch, self._attempt)
         if self._part < accepted:
             return True
         if self._run.is_prepared(self._step):
+            if not self._run.counts(self._dp_rank, self._attempt):
+                raise StaleEpochError(f"{self._what}: another trainer's copy of this work item counts")
             raise StepStateError(f"{self._what}: step {self._step} is prepared and accepts no more gradients")
         if self._part > accepted:
             raise StepStateError(f"{self._what}: part {accepted} must be pushed first")
@@ -195,7 +205,7 @@ class Push:
         return False
 
     def _count_duplicate(self, checksum: int | None) -> None:
-        contribution = self._shard.contributions.by_rank.get(self._dp_rank)
+        contribution = self._contributions.by_rank.get(self._dp_rank)
         self._run.count_duplicate(differs=contribution is not None and contribution.part_differs(self._part, checksum))
 
     # ---- the stream ----

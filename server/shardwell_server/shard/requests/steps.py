@@ -72,6 +72,7 @@ async def _prepare(
     run: HostedRun, in_thread: InThread, request: shard_pb2.PrepareStepRequest
 ) -> shard_pb2.PrepareStepResponse:
     step, manifest = request.context.step, _manifest(request)
+    attempts = {rank.dp_rank: rank.attempt for rank in request.ranks}
     if not request.norm_type >= 0:
         raise InvalidRequestError(f"norm_type is {request.norm_type}, expected a number above 0, or 0 for no norm")
     former = run.prepared
@@ -81,14 +82,15 @@ async def _prepare(
             return former.answer
     else:
         _check_complete(run, request)
-        run.set_prepared(PreparedStep(step, manifest, request.norm_type, None))  # pushes are rejected from here on
+        # Pushes are rejected from here on.
+        run.set_prepared(PreparedStep(step, manifest, attempts, request.norm_type, None))
     try:
         answer = await _reduced(run, in_thread, request)
     except BaseException:
         if run.prepared is not former:
             run.clear_prepared()
         raise
-    run.set_prepared(PreparedStep(step, manifest, request.norm_type, answer))
+    run.set_prepared(PreparedStep(step, manifest, attempts, request.norm_type, answer))
     return answer
 
 
@@ -181,6 +183,7 @@ def _require_prepared(run: HostedRun, step: int) -> None:
 
 
 def _check_complete(run: HostedRun, request: shard_pb2.PrepareStepRequest) -> None:
+    """Raises unless every shard has the contributions in the manifest. Chooses between the trainers of copied items."""
     step, expected = request.context.step, _expected(run, request)
     lines, found = [], set()
     for shard in run.published:
@@ -189,6 +192,7 @@ def _check_complete(run: HostedRun, request: shard_pb2.PrepareStepRequest) -> No
         if shard.dp != request.dp:
             raise InvalidRequestError(f"dp is {request.dp}, but {shard.what} was reserved with {shard.dp} data ranks")
         found.add(shard.index)
+        shard.choose({rank.dp_rank: rank.attempt for rank in request.ranks})
         differences = shard.contributions.differences(expected.get(shard.index, {}))
         lines += [f"unit {shard.unit!r}: {line}" for line in differences]
     lines += [f"unit {index}: this server has no shard of the unit" for index in expected if index not in found]

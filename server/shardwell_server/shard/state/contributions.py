@@ -129,6 +129,10 @@ class Contributions:
         """Drops a rank's contribution if it belongs to an older attempt; returns True if it was dropped."""
         return self.attempt(dp_rank) < attempt and self.drop(dp_rank)
 
+    def take(self, dp_rank: int) -> Contribution:
+        """Removes a rank's contribution and returns it."""
+        return self.by_rank.pop(dp_rank)
+
     def drop(self, dp_rank: int) -> bool:
         """Drops a rank's contribution; returns True if there was one."""
         contribution = self.by_rank.pop(dp_rank, None)

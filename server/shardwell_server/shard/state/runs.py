@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -27,6 +27,8 @@ class PreparedStep:
     step: int
     manifest: bytes
     """The contributions that the coordinator named, and whether to skip them, in serialised form."""
+    attempts: Mapping[int, int]
+    """The attempt that counts, by dp rank."""
     norm_type: float
     """Type of the norms in the answer."""
     answer: shard_pb2.PrepareStepResponse | None
@@ -176,6 +178,10 @@ class HostedRun:
     def is_prepared(self, step: int) -> bool:
         """True if a step is prepared or is being prepared. Such a step accepts no more gradients."""
         return self.prepared is not None and self.prepared.step == step
+
+    def counts(self, dp_rank: int, attempt: int) -> bool:
+        """True if the prepared step uses this attempt of a rank's work item."""
+        return self.prepared is not None and self.prepared.attempts.get(dp_rank) == attempt
 
     def set_prepared(self, prepared: PreparedStep) -> None:
         """Records that a step is prepared or is being prepared."""

@@ -58,6 +58,8 @@ class UnitShard:
         self.streams = OpenStreams()
         """Streams being received: initial values, contributions by rank, and optimizer partitions."""
         self.contributions = Contributions()
+        self.copies = Contributions()
+        """Contributions of copies of late work items, apart until ``choose`` decides which trainer's counts."""
         self.reduced: Reduced | None = None
         self.partitions = Partitions(spec, memory, shared)
         self.optimizer: ShardOptimizer | None = None
@@ -108,6 +110,24 @@ class UnitShard:
         self.values.evict()
         self.partitions.evict()
 
+    def contributions_of(self, dp_rank: int, attempt: int, *, copy: bool) -> Contributions:
+        """Returns where the contribution of an attempt belongs: to the copies, unless the copy was chosen already."""
+        chosen = dp_rank in self.contributions.by_rank and self.contributions.attempt(dp_rank) == attempt
+        return self.copies if copy and not chosen else self.contributions
+
+    def choose(self, attempts: Mapping[int, int]) -> None:
+        """Replaces contributions by copies that count instead, and drops all other copies.
+
+        Args:
+            attempts: The attempt that counts, by rank.
+        """
+        for dp_rank in list(self.copies.by_rank):
+            if self.copies.attempt(dp_rank) == attempts.get(dp_rank):
+                self.discard_reduced()
+                self.contributions.drop(dp_rank)
+                self.contributions.add(dp_rank, self.copies.take(dp_rank))
+        self.copies.clear()
+
     def drop(self, why: NotFoundError) -> None:
         """Releases everything. Waiting callers, readers and senders get the error."""
         self.streams.end_all(why)
@@ -141,19 +161,21 @@ class UnitShard:
         pushed = self.plans.segments(tuple(header.parameter_indices))
         numbers = [self.segment_of[segment.parameter_index] for segment in pushed]
         dropped = {self.segment_of[index] for index in header.dropped_indices if index in self.segment_of}
-        self.discard_reduced()
+        contributions = self.contributions_of(header.dp_rank, header.attempt, copy=header.copy)
+        if contributions is self.contributions:
+            self.discard_reduced()
         if header.part == 0:
             # The replaced contribution belongs to an older attempt or another lease: parts of two trainers are never
             # added. It is dropped before the claim, so that its quota is free.
-            self.contributions.drop(header.dp_rank)
+            contributions.drop(header.dp_rank)
             epoch, attempt = header.context.epoch, header.attempt
             first = Contribution(epoch, attempt, memory.claim(), views, memory.release, set(numbers))
-            self.contributions.add(header.dp_rank, first)
+            contributions.add(header.dp_rank, first)
             if (kept := self.kept.find(header.dp_rank, excluding=dropped)) is not None:
                 await uninterrupted(in_thread(lambda: first.compute_add_kept(kept)))
             first.count_part(checksum)
         else:
-            contribution = self.contributions.by_rank[header.dp_rank]
+            contribution = contributions.by_rank[header.dp_rank]
             contribution.drop(dropped)
 
             async def add() -> None:
@@ -163,7 +185,8 @@ class UnitShard:
             await uninterrupted(add())
 
     def drop_older(self, dp_rank: int, attempt: int) -> None:
-        """Drops a rank's contribution and the mean if the contribution belongs to an older attempt."""
+        """Drops a rank's contribution and the mean if the contribution belongs to an older attempt. So for copies."""
+        self.copies.drop_older(dp_rank, attempt)
         if self.contributions.drop_older(dp_rank, attempt):
             self.discard_reduced()
 
@@ -171,6 +194,7 @@ class UnitShard:
         """Drops all contributions and their mean."""
         self.discard_reduced()
         self.contributions.clear()
+        self.copies.clear()
 
     # ---- reducing ----
 
