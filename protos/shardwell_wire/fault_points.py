@@ -25,6 +25,10 @@ logger = logging.getLogger(__name__)
 VARIABLE = "SHARDWELL_TEST_FAULTS"
 
 POINTS: Mapping[str, str] = {
+    "coordinator.relocation.before_record": "backups replace lost shards, and this is not durable yet (run)",
+    "coordinator.relocation.after_record": "the relocation is durable, and no server knows of it yet (run)",
+    "coordinator.backup.copied": "a backup has the committed state, and its record says otherwise (unit, server)",
+    "coordinator.promotion.after": "a server acknowledged that it is a primary (server)",
     "client.push.before": "a shard's part of a unit's gradient is about to be pushed (unit, dp_rank, part)",
     "client.push.after": "a shard's part of a unit's gradient is acknowledged (unit, dp_rank, part)",
     "client.finish_work.before": "the finished items are about to be reported (step)",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,23 +33,58 @@ COST = 3
 
 @dataclass
 class FakeUnit:
+    """A shard of a unit."""
+
     start_bytes: int
     stop_bytes: int
     placement: int
     version: int | None = None
+    index: int = 0
+    backup: bool = False
+    in_sync: bool = False
+    """True if a backup receives every prepared step."""
+    prepared_step: int | None = None
+    replicas: dict[str, FakeShard] = field(default_factory=dict)
+    """Backups of a primary, by server id."""
+    history: list[int] = field(default_factory=list)
+    """Steps whose updates the values contain."""
+
+    @property
+    def size_bytes(self) -> int:
+        return COST * (self.stop_bytes - self.start_bytes)
+
+    def update(self, step: int) -> None:
+        self.version, self.prepared_step = step + 1, None
+        self.history.append(step)
 
 
 @dataclass
 class FakeRun:
     name: str
-    units: dict[int, FakeUnit] = field(default_factory=dict)
+    shards: dict[tuple[int, int], FakeUnit] = field(default_factory=dict)
+    """By unit index and first byte."""
     names: dict[str, int] = field(default_factory=dict)
     epochs: dict[int, int] = field(default_factory=dict)
     attempts: dict[int, int] = field(default_factory=dict)
     released: dict[str, int] = field(default_factory=dict)
+    placement: int = 0
+    """Of the last PromoteShards."""
     prepared: shard_pb2.PrepareStepRequest | None = None
     updates: list[shard_pb2.UpdateRequest] = field(default_factory=list)
     """Applied updates, without repetitions."""
+
+    @property
+    def units(self) -> dict[int, FakeUnit]:
+        """Shards by unit index. If the server has several shards of a unit, only the last."""
+        return {index: shard for (index, _), shard in self.shards.items()}
+
+    @property
+    def primaries(self) -> list[FakeUnit]:
+        return [shard for shard in self.shards.values() if not shard.backup]
+
+    def named(self, reference: shard_pb2.ShardReference) -> FakeUnit | None:
+        """The shard of a reference."""
+        return self.shards.get((self.names.get(reference.unit, -1), reference.start_bytes))
 
 
 class FakeShard:
@@ -82,6 +117,8 @@ class FakeShard:
         """Indices of changed buffers, by unit index."""
         self.missing: set[int] = set()
         """dp ranks whose contributions were lost."""
+        self.peers: dict[str, FakeShard] = {}
+        """All fake servers, by address."""
 
     @property
     def runs(self) -> dict[str, FakeRun]:
@@ -113,63 +150,160 @@ class FakeShard:
         size = COST * (request.stop_bytes - request.start_bytes)
         if request.placement <= run.released.get(request.unit.name, 0):
             raise StaleEpochError(f"placement {request.placement} was released")
-        former = run.units.get(request.unit_index)
-        if former is not None and former.placement < request.placement and not former.version:
-            self._release(run, request.unit_index)
-        if request.unit_index not in run.units:
+        backup, key = request.role == shard_pb2.SHARD_ROLE_BACKUP, (request.unit_index, request.start_bytes)
+        for index, start in list(run.shards):
+            former = run.shards[index, start]
+            if index == request.unit_index and former.placement < request.placement and not former.version:
+                self._release(run, (index, start))
+        if key not in run.shards:
             if self.reserved_bytes + size > self.budget_bytes:
                 raise CapacityError(f"{size} bytes do not fit")
             self.reserved_bytes += size
-            run.units[request.unit_index] = FakeUnit(request.start_bytes, request.stop_bytes, request.placement)
+            run.shards[key] = FakeUnit(
+                request.start_bytes, request.stop_bytes, request.placement, index=request.unit_index, backup=backup
+            )
             run.names[request.unit.name] = request.unit_index
-        unit = run.units[request.unit_index]
+        unit = run.shards[key]
+        assert unit.backup == backup
         assert (unit.start_bytes, unit.stop_bytes) == (request.start_bytes, request.stop_bytes)
         return shard_pb2.ReserveUnitResponse(free_bytes=self.budget_bytes - self.reserved_bytes, version=unit.version)
 
     def ReleaseUnit(self, request: shard_pb2.ReleaseUnitRequest) -> shard_pb2.ReleaseUnitResponse:
         run = self.runs_by_id.get(request.context.run_id, FakeRun(request.context.run))
         run.released[request.unit] = max(request.placement, run.released.get(request.unit, 0))
-        index = run.names.get(request.unit)
-        if index is not None and index in run.units and run.units[index].placement <= request.placement:
-            self._release(run, index)
+        for index, start in list(run.shards):
+            named = run.names.get(request.unit) == index
+            if named and run.shards[index, start].placement <= request.placement:
+                self._release(run, (index, start))
         return shard_pb2.ReleaseUnitResponse(free_bytes=self.budget_bytes - self.reserved_bytes)
 
-    def _release(self, run: FakeRun, index: int) -> None:
-        unit = run.units.pop(index)
-        self.reserved_bytes -= COST * (unit.stop_bytes - unit.start_bytes)
+    def _release(self, run: FakeRun, key: tuple[int, int]) -> None:
+        self.reserved_bytes -= run.shards.pop(key).size_bytes
 
     def PublishUnit(self, request: shard_pb2.PublishUnitRequest) -> shard_pb2.PublishUnitResponse:
         run = self._run(request)
-        unit = run.units[run.names[request.unit]]
-        unit.version = unit.version or 0
+        units = [unit for unit in run.primaries if unit.index == run.names[request.unit]]
+        for unit in units:
+            unit.version = unit.version or 0
         return shard_pb2.PublishUnitResponse(version=unit.version)
 
     def Fence(self, request: shard_pb2.FenceRequest) -> shard_pb2.FenceResponse:
         run = self._run(request)
-        for rank in request.ranks:
+        self._raise_fences(run, request.ranks)
+        return shard_pb2.FenceResponse()
+
+    def _raise_fences(self, run: FakeRun, ranks: Iterable[shard_pb2.RankFence]) -> None:
+        for rank in ranks:
             run.epochs[rank.dp_rank] = max(run.epochs.get(rank.dp_rank, 0), rank.epoch)
             if rank.attempt > run.attempts.get(rank.dp_rank, 0):
                 run.attempts[rank.dp_rank], run.prepared = rank.attempt, None
-        return shard_pb2.FenceResponse()
 
     def PrepareStep(self, request: shard_pb2.PrepareStepRequest) -> shard_pb2.PrepareStepResponse:
         run, step = self._run(request), request.context.step
         self.manifests.append(request)
-        if any(unit.version != step for unit in run.units.values()):
-            raise StepStateError(f"step {step} is not the next: {run.units}")
+        if any(unit.version != step for unit in run.primaries):
+            raise StepStateError(f"step {step} is not the next: {run.shards}")
         if lost := sorted(self.missing & {rank.dp_rank for rank in request.ranks}):
             raise IncompleteStepError(f"unit 'u': rank {lost} missing", step=step)
         run.prepared = request
         norms = [
             shard_pb2.UnitNorm(unit_index=index, square_partials=self.square_partials, max_abs=2.0)
-            for index in run.units
+            for index in sorted({unit.index for unit in run.primaries})
         ]
         changed = [
             shard_pb2.ChangedBuffers(unit_index=index, buffer_indices=found)
             for index, found in self.changed_buffers.items()
         ]
+        failed = [status for unit in run.primaries for status in self._replicate(run, unit, step)]
         return shard_pb2.PrepareStepResponse(
-            units=norms, version=step, update_ready=request.HasField("optimizer"), buffers=changed
+            units=norms,
+            version=step,
+            update_ready=request.HasField("optimizer"),
+            buffers=changed,
+            failed_backups=failed,
+        )
+
+    def _replicate(self, run: FakeRun, unit: FakeUnit, step: int) -> list[shard_pb2.BackupStatus]:
+        """Gives the prepared step to the backups of a primary. Returns those that failed."""
+        unit.prepared_step, failed = step, []
+        for server_id, target in list(unit.replicas.items()):
+            copy = target.find(run, unit)
+            if copy is None or not copy.in_sync or copy.version != step or not target.available:
+                del unit.replicas[server_id]
+                failed.append(
+                    shard_pb2.BackupStatus(
+                        unit_index=unit.index,
+                        start_bytes=unit.start_bytes,
+                        stop_bytes=unit.stop_bytes,
+                        server_id=server_id,
+                        error="fake: no answer",
+                    )
+                )
+            else:
+                copy.prepared_step = step
+        return failed
+
+    def find(self, run: FakeRun, unit: FakeUnit) -> FakeUnit | None:
+        """Returns this server's copy of another server's shard."""
+        own = next((each for each in self.runs_by_id.values() if each.name == run.name), None)
+        if own is None or self.incarnation is None:
+            return None
+        return own.shards.get((unit.index, unit.start_bytes))
+
+    def CopyShard(self, request: shard_pb2.CopyShardRequest) -> shard_pb2.CopyShardResponse:
+        run, target = self._run(request), self.peers[request.target_address]
+        unit = run.named(request.shard)
+        if unit is None or unit.backup or unit.version is None:
+            raise NotFoundError(f"this server is not the primary of {request.shard}")
+        copy = target.find(run, unit)
+        if copy is None or not target.available or copy.placement != request.placement:
+            raise UnavailableError(f"{request.target_server_id} has no reservation {request.placement}")
+        copy.version, copy.prepared_step, copy.in_sync = unit.version, unit.prepared_step, True
+        copy.history = list(unit.history)
+        unit.replicas[request.target_server_id] = target
+        return shard_pb2.CopyShardResponse(version=unit.version, copied_bytes=unit.size_bytes)
+
+    def PromoteShards(self, request: shard_pb2.PromoteShardsRequest) -> shard_pb2.PromoteShardsResponse:
+        run, step = self._run(request), request.context.step
+        units = [run.named(reference) for reference in request.shards]
+        for unit in units:
+            can_update = unit is not None and (unit.version, unit.prepared_step) == (step - 1, step - 1)
+            if unit is None or (unit.version != step and not can_update):
+                raise StepStateError(f"cannot be promoted at step {step}: {unit}")
+        for unit in units:
+            assert unit is not None
+            if unit.version == step:
+                unit.prepared_step = None
+            unit.backup = unit.in_sync = False
+        self._raise_fences(run, request.fences)
+        run.placement = max(run.placement, request.placement)
+        return shard_pb2.PromoteShardsResponse()
+
+    def ReleaseShards(self, request: shard_pb2.ReleaseShardsRequest) -> shard_pb2.ReleaseShardsResponse:
+        run = self.runs_by_id.get(request.context.run_id)
+        for reference in request.shards if run is not None else ():
+            assert run is not None
+            unit = run.named(reference)
+            if unit is not None and unit.placement <= request.placement:
+                self._release(run, (unit.index, unit.start_bytes))
+        return shard_pb2.ReleaseShardsResponse(free_bytes=self.budget_bytes - self.reserved_bytes)
+
+    def HashShards(self, request: shard_pb2.HashShardsRequest) -> shard_pb2.HashShardsResponse:
+        run = self._run(request)
+        names = {index: name for name, index in run.names.items()}
+        return shard_pb2.HashShardsResponse(
+            shards=[
+                shard_pb2.ShardHash(
+                    unit=names[unit.index],
+                    start_bytes=unit.start_bytes,
+                    stop_bytes=unit.stop_bytes,
+                    role=shard_pb2.SHARD_ROLE_BACKUP if unit.backup else shard_pb2.SHARD_ROLE_PRIMARY,
+                    version=unit.version or 0,
+                    tensors=[shard_pb2.TensorHash(parameter="p", name="values", xxh3=sum(unit.history))],
+                )
+                for unit in run.shards.values()
+                if unit.version is not None
+            ]
         )
 
     def ConfirmPartitions(self, request: shard_pb2.ConfirmPartitionsRequest) -> shard_pb2.ConfirmPartitionsResponse:
@@ -186,21 +320,29 @@ class FakeShard:
 
     def Update(self, request: shard_pb2.UpdateRequest) -> shard_pb2.UpdateResponse:
         run, step = self._run(request), request.context.step
-        if all(unit.version == step + 1 for unit in run.units.values()):
-            return shard_pb2.UpdateResponse(version=step + 1)
-        if run.prepared is None or run.prepared.context.step != step:
+        pending = [unit for unit in run.primaries if unit.version != step + 1]
+        if any(unit.prepared_step != step for unit in pending):
             raise StepStateError(f"step {step} is not prepared")
-        for unit in run.units.values():
-            unit.version = step + 1
+        for unit in pending:
+            unit.update(step)
+        stale = []
+        for unit in run.shards.values():
+            if unit.backup and unit.in_sync and unit.version != step + 1:
+                if (unit.version, unit.prepared_step) == (step, step):
+                    unit.update(step)
+                else:
+                    unit.in_sync = False
+                    stale.append(shard_pb2.BackupStatus(unit_index=unit.index, start_bytes=unit.start_bytes))
         run.prepared, run.attempts = None, {}
-        with self._updated:
-            run.updates.append(request)
-            self._updated.notify_all()
-        return shard_pb2.UpdateResponse(version=step + 1)
+        if pending:
+            with self._updated:
+                run.updates.append(request)
+                self._updated.notify_all()
+        return shard_pb2.UpdateResponse(version=step + 1, stale_backups=stale)
 
     def DropRun(self, request: shard_pb2.DropRunRequest) -> shard_pb2.DropRunResponse:
         run = self.runs_by_id.pop(request.context.run_id, None)
-        freed = COST * sum(unit.stop_bytes - unit.start_bytes for unit in run.units.values()) if run else 0
+        freed = sum(unit.size_bytes for unit in run.shards.values()) if run else 0
         self.reserved_bytes -= freed
         return shard_pb2.DropRunResponse(freed_bytes=freed)
 
@@ -223,6 +365,8 @@ class DirectCalls:
 
     def __init__(self, shards: dict[str, FakeShard]) -> None:
         self.shards = shards
+        for shard in shards.values():
+            shard.peers = shards
 
     async def call(self, address: str, rpc_name: str, request: Any, *, retry_for_s: float) -> Any:
         give_up = asyncio.get_running_loop().time() + retry_for_s

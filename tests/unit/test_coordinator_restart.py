@@ -73,6 +73,7 @@ def test_interrupted_update_is_repeated(tmp_path: Path) -> None:
             await asyncio.gather(a.finish(0), b.finish(0))
             assert (await a.commit(0, wait_s=5)).committed
             assert cluster.state.runs["r"].commits.pending_updates
+            await cluster.until(lambda: cluster.shards["s0"].calls["Update"] == 1, "the update of s0")
             await cluster.restart()
             assert (await cluster.call("ExplainStall", run="r")).phase == "updating"
             cluster.shards["s1"].fail = lambda rpc_name, request: None

@@ -16,7 +16,10 @@ from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.leases.servers import ServerLeases
 from shardwell_server.coordinator.leases.trainers import TrainerLeases
 from shardwell_server.coordinator.placement.placer import UnitPlacer
+from shardwell_server.coordinator.relocation.keeper import BackupKeeper
+from shardwell_server.coordinator.relocation.relocator import Relocator
 from shardwell_server.coordinator.runs.run import Run
+from shardwell_server.coordinator.servers.promoter import Promoter
 from shardwell_server.coordinator.servers.shard_client import ShardCalls
 from shardwell_server.coordinator.servers.shard_servers import ShardServers
 from shardwell_server.coordinator.settings import Settings
@@ -47,8 +50,11 @@ class Coordinator:
         self.checkpoint_files = CheckpointFiles()
         self.checkpoints = CheckpointSaver(state, self.servers, self.checkpoint_files)
         self.restorer = RunRestorer(state, self.servers, self.placer, self.trainers, self.checkpoint_files)
-        self.committer = Committer(state, self.servers, self.trainers, self.checkpoints)
+        self.promoter = Promoter(self.servers, state.cluster, state.tasks)
+        self.committer = Committer(state, self.servers, self.trainers, self.promoter, self.checkpoints)
         self.step_requests = StepRequests(state, self.servers, self.trainers, self.committer)
+        self.relocator = Relocator(state, self.servers, self.promoter, self.trainers, self.committer)
+        self.backups = BackupKeeper(state, self.servers, self.promoter, self.trainers, self.committer)
 
     @classmethod
     async def load(
@@ -76,6 +82,8 @@ class Coordinator:
             self.committer.start_updates(run)
             self.trainers.start_fencing(run)
         self.server_leases.start()
+        self.relocator.start()
+        self.backups.start()
         state.tasks.start(self._watch_leases())
         try:
             yield
@@ -100,6 +108,7 @@ class Coordinator:
         """Handles all leases that have expired."""
         self.trainers.expire()
         self.server_leases.expire()
+        self.relocator.check()
 
     async def delete_run(self, run: Run, *, force: bool) -> int:
         """Deletes a run and frees its memory on the servers. Returns the number of bytes freed.
@@ -112,7 +121,7 @@ class Coordinator:
             names = ", ".join(map(repr, sorted(run.members.live)))
             raise ConflictError(f"run {name!r} has live trainers ({names}): stop them, or force the deletion", run=name)
         await self.state.delete_run(run)
-        freed = await asyncio.gather(*(self._drop(run, server_id) for server_id in run.units.servers))
+        freed = await asyncio.gather(*(self._drop(run, server_id) for server_id in dict(run.units.holders)))
         self.state.events.add(EventKind.RUN_DELETED, f"{sum(freed)} bytes were freed", run=name)
         return sum(freed)
 

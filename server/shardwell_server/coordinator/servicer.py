@@ -88,6 +88,8 @@ class CoordinatorServicer:
         if request.run_id:
             self._state.require_run(request.run, request.run_id)
         run = await self._coordinator.restorer.find_or_create_run(request, settings)
+        if request.config.HasField("backups"):
+            self._coordinator.backups.set_count(run, request.config.backups)
         # Joining and waiting for the start share one limit.
         deadline = self._state.clock() + wait_s
         member = await self._coordinator.trainers.join(run, applicant, request.incarnation, wait_s)

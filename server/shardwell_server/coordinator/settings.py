@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwell_wire.errors import ConflictError, RunMismatchError, WorldError
+from shardwell_wire.errors import ConflictError, InvalidRequestError, RunMismatchError, WorldError
 from shardwell_wire.topology import World
 from shardwell_wire.v1 import coordinator_pb2
 
 MAX_LAYERS = 1 << 16
+
+MAX_BACKUPS = 4
+"""Most backups of a shard."""
 
 MAX_GROUP_MEMBERS = 1 << 20
 """Most group members listed for one trainer's ranks. A longer list does not fit a message."""
@@ -36,7 +39,7 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSettings:
-    """Settings of a run. They are fixed when the run is created."""
+    """Settings of a run. They are fixed when the run is created, except ``backups``."""
 
     world: World
     seed: int
@@ -44,6 +47,8 @@ class RunSettings:
     """Trainers that must join before the first step. At least 1."""
     num_layers: int
     """Number of layers of the model. 0: unknown."""
+    backups: int = 0
+    """Copies of every shard that other servers keep. May change while the run exists."""
 
     @property
     def trains(self) -> bool:
@@ -87,11 +92,22 @@ class RunSettings:
                 f"{world} with min_trainers={min_trainers} gives one trainer {ranks_per_trainer} ranks "
                 f"with {group_members} group members, more than the limit of {MAX_GROUP_MEMBERS}: raise min_trainers"
             )
-        return cls(world=world, seed=config.seed, min_trainers=min_trainers, num_layers=config.num_layers)
+        check_backups(config.backups)
+        return cls(
+            world=world,
+            seed=config.seed,
+            min_trainers=min_trainers,
+            num_layers=config.num_layers,
+            backups=config.backups,
+        )
 
     def to_proto(self) -> coordinator_pb2.RunConfig:
         return coordinator_pb2.RunConfig(
-            world=self.world.to_proto(), seed=self.seed, min_trainers=self.min_trainers, num_layers=self.num_layers
+            world=self.world.to_proto(),
+            seed=self.seed,
+            min_trainers=self.min_trainers,
+            num_layers=self.num_layers,
+            backups=self.backups or None,
         )
 
     def require_same(self, run: str, requested: RunSettings) -> None:
@@ -107,6 +123,12 @@ class RunSettings:
                     expected=ours,
                     actual=theirs,
                 )
+
+
+def check_backups(backups: int) -> None:
+    """Raises InvalidRequestError if a run cannot have this number of backups."""
+    if backups > MAX_BACKUPS:
+        raise InvalidRequestError(f"backups={backups}: expected 0 to {MAX_BACKUPS}")
 
 
 def check_layers(world: World, num_layers: int) -> None:

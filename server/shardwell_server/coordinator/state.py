@@ -296,7 +296,7 @@ def _restore_run(stored: StoredRun, clock: Callable[[], float]) -> Run:
     run.restore_placement(record.placement, rebalancing=record.rebalancing)
     if record.initializer is not None:
         run.units.set_initializer(Initializer(record.initializer, record.initializer_epoch))
-    run.commits.restore(stored.commits, stored.state, run.units.servers, now)
+    run.commits.restore(stored.commits, stored.state, run.units.updated_processes, now)
     for member in record.members:
         run.members.add(
             Member(

@@ -19,19 +19,23 @@ code then compares ``Step.generation`` and ``Run.step`` with the values from bef
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 from shardwell_server.coordinator.checkpoints.saving import CheckpointSaver
 from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.leases.trainers import TrainerLeases
+from shardwell_server.coordinator.runs.committed_steps import PendingUpdate
 from shardwell_server.coordinator.runs.gradient_norms import PreparedGradients
 from shardwell_server.coordinator.runs.module_buffers import changed_buffers, next_run_state
 from shardwell_server.coordinator.runs.proposals import StepProposal, committed_optimizer
 from shardwell_server.coordinator.runs.run import Run
 from shardwell_server.coordinator.runs.step import Step
+from shardwell_server.coordinator.servers.promoter import Promoter
 from shardwell_server.coordinator.servers.shard_servers import ShardServers
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.storage.records import CommitRecord
@@ -42,6 +46,9 @@ from shardwell_wire.retry import retry_async
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
 logger = logging.getLogger(__name__)
+
+_RECHECK_S = 0.5
+"""How often a waiting update checks whether its server is gone, in seconds."""
 
 _DELAY_EVENT_AFTER_S = 1.0
 """Seconds after which an unacknowledged update is reported as an event."""
@@ -54,13 +61,20 @@ class Committer:
         state: State of the coordinator.
         servers: The shard servers.
         trainers: Fences trainers that lost their work when the next step starts.
+        promoter: Tells servers about shards that move to them with a commit.
         checkpoints: Saves checkpoints between two steps.
     """
 
     def __init__(
-        self, state: CoordinatorState, servers: ShardServers, trainers: TrainerLeases, checkpoints: CheckpointSaver
+        self,
+        state: CoordinatorState,
+        servers: ShardServers,
+        trainers: TrainerLeases,
+        promoter: Promoter,
+        checkpoints: CheckpointSaver,
     ) -> None:
-        self._state, self._servers, self._trainers, self._checkpoints = state, servers, trainers, checkpoints
+        self._state, self._servers, self._trainers = state, servers, trainers
+        self._promoter, self._checkpoints = promoter, checkpoints
 
     # Preparation
 
@@ -154,6 +168,7 @@ class Committer:
             raise
         if generation != step.generation:
             return
+        self._note_failed_backups(run, responses)
         prepared = (
             PreparedGradients.skipped(norm_type)
             if step.skipped
@@ -213,9 +228,16 @@ class Committer:
         fault_points.reach("coordinator.commit.before_record", step=step.number)
         try:
             with run.commits.writing_record():  # resets wait until the record is written
+                if moves := run.planned_promotions():
+                    # Stored together with the record. The targets have the prepared step and apply it.
+                    run.relocate(moves)
                 await self._state.save_commit(run, record, state)
         except ShardwellError as error:
             self._state.events.add(EventKind.STEP_FAILED, f"step {step.number}: {error}", run=run.name)
+            if moves:
+                # The new owners have no contributions of their own, and a restarted step goes to them.
+                run.restart_step()
+                self._state.tasks.start(self._store_moves(run))
             raise
         finally:
             run.changed.notify()
@@ -224,8 +246,31 @@ class Committer:
         run.advance(record, state)
         outcome = "skipped" if step.skipped else f"gradient norm {prepared.grad_norm:.6g}"
         self._state.events.add(EventKind.STEP_COMMITTED, f"step {step.number}: {outcome}", run=run.name)
+        if moves:
+            targets = ", ".join(sorted({repr(move.backup.server_id) for move in moves}))
+            self._state.events.add(EventKind.SHARDS_MOVED, f"{len(moves)} shards moved to {targets}", run=run.name)
+        self._promoter.start(run)
         self.start_updates(run)
         self._trainers.start_fencing(run)
+
+    async def _store_moves(self, run: Run) -> None:
+        """Stores planned moves whose commit record could not be written, and tells their servers."""
+        await self._state.save_or_retry(run)
+        self._promoter.start(run)
+        self._trainers.start_fencing(run)
+
+    def _note_failed_backups(self, run: Run, responses: Mapping[str, Any]) -> None:
+        """Marks the backups that primaries report as failed. The commit record is stored together with this."""
+        failed = {
+            (status.unit_index, status.start_bytes, status.server_id): status.error
+            for response in responses.values()
+            for status in response.failed_backups
+        }
+        if run.fail_backups(failed):
+            message = (
+                f"{len(failed)} backups missed step {run.committed_step} and are built again: {min(failed.values())}"
+            )
+            self._state.events.add(EventKind.BACKUPS_LOST, message, run=run.name)
 
     async def _confirm_update(self, run: Run, step: Step, proposal: StepProposal) -> bool:
         """Asks every server to confirm that it can apply the update. See Note: [Commit order].
@@ -240,14 +285,17 @@ class Committer:
         generation, context = step.generation, self._servers.context(run, step.number)
         request: shard_pb2.ConfirmPartitionsRequest | shard_pb2.PrepareUpdateRequest
         if proposal.updates_on_trainers:
-            rpc_name, request = "ConfirmPartitions", shard_pb2.ConfirmPartitionsRequest(context=context)
+            rpc_name = "ConfirmPartitions"
+            request = shard_pb2.ConfirmPartitionsRequest(context=context, optimizer=proposal.optimizer)
         elif step.prepared is not None and step.prepared.memory_ready_for == allocation_key(proposal.optimizer):
             return True
         else:
             rpc_name = "PrepareUpdate"
             request = shard_pb2.PrepareUpdateRequest(context=context, optimizer=proposal.optimizer)
-        await self._servers.call_all(run.units.servers, rpc_name, lambda _: request)
+        responses = await self._servers.call_all(run.units.servers, rpc_name, lambda _: request)
         unchanged = generation == step.generation and not run.deleted
+        if unchanged:
+            self._note_failed_backups(run, responses)
         return unchanged and step.proposals.leading(run.leader()) == proposal
 
     # Updates
@@ -256,25 +304,32 @@ class Committer:
         """Sends the update of the last commit to every server, in the background."""
         if run.checkpoints.restore is not None:
             return  # the servers drop these shards
-        for server_id in list(run.commits.pending_updates):
-            self._state.tasks.start(self._update(run, run.commits.records[-1], server_id))
+        for server_id, pending in run.commits.pending_updates.items():
+            self.start_update(run, server_id, pending)
 
-    async def _update(self, run: Run, record: CommitRecord, server_id: str) -> None:
-        """Repeats ``Update`` until the server acknowledges it, the run is deleted, or the server's memory is gone."""
+    def start_update(self, run: Run, server_id: str, pending: PendingUpdate) -> None:
+        """Sends a pending update to its server, in the background."""
+        self._state.tasks.start(self._update(run, run.commits.records[-1], server_id, pending))
+
+    async def _update(self, run: Run, record: CommitRecord, server_id: str, pending: PendingUpdate) -> None:
+        """Repeats ``Update`` until the server acknowledges it, the run is deleted, or the server process is gone."""
         request = shard_pb2.UpdateRequest(
             context=self._servers.context(run, record.step),
             optimizer=common_pb2.OptimizerStep.FromString(record.optimizer),
             clip_coefficient=record.clip_coefficient,
             unit_order=record.unit_order,
         )
-        pending, cluster = run.commits.pending_updates[server_id], self._state.cluster
-        incarnation, reported = run.units.servers[server_id], False
+        process, cluster, reported = (server_id, pending.incarnation), self._state.cluster, False
 
         async def attempt() -> None:
             if run.commits.pending_updates.get(server_id) is not pending:
-                return  # the run was loaded from a checkpoint
-            if not run.deleted and cluster.servers[server_id].incarnation == incarnation:
-                await self._servers.call(server_id, "Update", request, retry_for_s=0.0)
+                return  # the run was loaded from a checkpoint, or the server was replaced
+            # A new primary applies the update only after it knows that it is the primary.
+            while server_id in run.unconfirmed and not run.deleted and not cluster.is_gone(process):
+                await run.changed.wait(_RECHECK_S)
+            if not run.deleted and not cluster.is_gone(process):
+                response = await self._servers.call(server_id, "Update", request, retry_for_s=0.0)
+                self._note_stale_backups(run, server_id, response)
 
         def note_failure(error: Exception) -> None:
             nonlocal reported
@@ -287,10 +342,20 @@ class Committer:
         await retry_async(attempt, errors=ShardwellError, check=note_failure)
         fault_points.reach("coordinator.update.acknowledged", step=record.step, server=server_id)
         if run.commits.pending_updates.get(server_id) is pending:
-            run.commits.finish_update(server_id)
+            run.commits.finish_update(server_id, pending)
             run.changed.notify()
             if not run.commits.pending_updates:
                 self._checkpoints.start_if_due(run)
+
+    def _note_stale_backups(self, run: Run, server_id: str, response: shard_pb2.UpdateResponse) -> None:
+        """Marks the backups on a server that lacked the step."""
+        stale = {
+            (status.unit_index, status.start_bytes, server_id): status.error or "the step was missing"
+            for status in response.stale_backups
+        }
+        if run.fail_backups(stale):
+            message = f"{len(stale)} backups on {server_id!r} lacked step {run.committed_step - 1} and are built again"
+            self._state.events.add(EventKind.BACKUPS_LOST, message, run=run.name)
 
 
 def _expected_optimizer(run: Run, step: Step) -> common_pb2.OptimizerStep | None:

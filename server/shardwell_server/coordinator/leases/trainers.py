@@ -67,7 +67,7 @@ class TrainerLeases:
             message = f"{settings.world}, seed {settings.seed}, starts with {settings.min_trainers} trainers"
             self._state.events.add(EventKind.RUN_CREATED, message, run=name)
         elif run.step is None and not run.members.live and run.settings != settings:
-            run.replace_settings(settings)
+            run.replace_settings(replace(settings, backups=settings.backups or run.settings.backups))
         run.settings.require_same(name, settings)
         return run
 
@@ -324,7 +324,7 @@ class TrainerLeases:
             except ShardwellError as error:
                 run.note_fence_error(str(error))
                 logger.warning("run %r: %s", run.name, error)
-                await asyncio.sleep(_FENCE_RETRY_S)
+                await run.changed.wait(_FENCE_RETRY_S)
                 continue
             run.note_fence_error("")
             fault_points.reach("coordinator.fence.after")
@@ -347,7 +347,9 @@ class TrainerLeases:
                 for item, epoch, attempt in fences
             ],
         )
-        await asyncio.gather(*(self._fence_server(server_id, request) for server_id in run.units.servers))
+        # Servers that are gone hold nothing that counts; their shards are on other servers or lost.
+        processes = [at for at in run.units.updated_processes if not self._state.cluster.is_gone(at)]
+        await asyncio.gather(*(self._fence_server(server_id, request) for server_id in dict(processes)))
         step.mark_fenced(fences)
 
     async def _fence_server(self, server_id: str, request: shard_pb2.FenceRequest) -> None:

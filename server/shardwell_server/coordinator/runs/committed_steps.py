@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,6 +17,8 @@ class PendingUpdate:
 
     step: int
     since_s: float
+    incarnation: str = ""
+    """The server process that the update is sent to."""
     error: str = ""
     """Error of the last attempt."""
 
@@ -52,9 +54,16 @@ class CommittedSteps:
         return next((record for record in self.records if record.step == step), None)
 
     def restore(
-        self, records: Sequence[CommitRecord], state: bytes | None, servers: dict[str, str], now: float
+        self, records: Sequence[CommitRecord], state: bytes | None, servers: Iterable[tuple[str, str]], now: float
     ) -> None:
-        """Restores the commits after a coordinator restart. The last update is sent again to every server."""
+        """Restores the commits after a coordinator restart. The last update is sent again to every server.
+
+        Args:
+            records: The commit records, oldest first.
+            state: The run's state.
+            servers: Server processes, as (server id, incarnation), that receive the update.
+            now: Clock time.
+        """
         self.records.extend(records)
         if state is not None:
             self.state = coordinator_pb2.RunState.FromString(state)
@@ -69,19 +78,30 @@ class CommittedSteps:
         self.pending_updates = {}
 
     def append(
-        self, record: CommitRecord, state: coordinator_pb2.RunState | None, servers: dict[str, str], now: float
+        self,
+        record: CommitRecord,
+        state: coordinator_pb2.RunState | None,
+        servers: Iterable[tuple[str, str]],
+        now: float,
     ) -> None:
         """Adds a durable commit record, whose update is now pending on every server."""
         self.records.append(record)
         self.state = state
         self._expect_updates(record, servers, now)
 
-    def _expect_updates(self, record: CommitRecord, servers: dict[str, str], now: float) -> None:
-        self.pending_updates = {server: PendingUpdate(record.step, now) for server in servers}
+    def _expect_updates(self, record: CommitRecord, servers: Iterable[tuple[str, str]], now: float) -> None:
+        self.pending_updates = {server: PendingUpdate(record.step, now, incarnation) for server, incarnation in servers}
 
-    def finish_update(self, server_id: str) -> None:
-        """Removes a pending update: the server has acknowledged it, or its memory is gone."""
-        self.pending_updates.pop(server_id, None)
+    def expect_update(self, process: tuple[str, str], now: float) -> None:
+        """Makes the update of the last commit pending on one more server process, for example a restarted one."""
+        if self.last is not None:
+            server_id, incarnation = process
+            self.pending_updates[server_id] = PendingUpdate(self.last.step, now, incarnation)
+
+    def finish_update(self, server_id: str, update: PendingUpdate) -> None:
+        """Removes a pending update: the server has acknowledged it, or its process is gone."""
+        if self.pending_updates.get(server_id) is update:
+            del self.pending_updates[server_id]
 
     @contextmanager
     def writing_record(self) -> Iterator[None]:

@@ -7,8 +7,8 @@ stores the run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from shardwell_server.coordinator.runs.checkpoints import RunCheckpoints
 from shardwell_server.coordinator.runs.committed_steps import CommittedSteps
@@ -24,9 +24,9 @@ from shardwell_server.coordinator.runs.rank_assignment import (
     natural_key,
 )
 from shardwell_server.coordinator.runs.step import Step, WorkItem, WorkState
-from shardwell_server.coordinator.runs.units import DeclaredUnits, Initializer, Unit
+from shardwell_server.coordinator.runs.units import DeclaredUnits, Initializer, Promotion, Unit
 from shardwell_server.coordinator.settings import RunSettings
-from shardwell_server.coordinator.storage.records import CommitRecord
+from shardwell_server.coordinator.storage.records import BackupState, CommitRecord
 from shardwell_server.coordinator.waiting import SharedCall, Signal
 from shardwell_server.optimizer_checks import units_that_count
 from shardwell_wire.errors import DuplicateError, InvalidRequestError, RunDeletedError
@@ -68,6 +68,12 @@ class StepCalls:
     """Fences former trainers of work items on the servers."""
     waking: SharedCall[None] = field(default_factory=SharedCall)
     """Waits until a work item is late, then wakes the trainers that wait for work."""
+    promoting: SharedCall[None] = field(default_factory=SharedCall)
+    """Tells servers that they are the primaries of shards."""
+    relocating: SharedCall[None] = field(default_factory=SharedCall)
+    """Gives shards of lost servers to others."""
+    building: SharedCall[None] = field(default_factory=SharedCall)
+    """Builds and releases backups."""
 
 
 class Run:
@@ -110,6 +116,10 @@ class Run:
         """Number of relocations of the run's shards. Trainers learn ``announced_placement``."""
         self.announced_placement = 0
         """Newest placement that is durable."""
+        self.unconfirmed: set[str] = set()
+        """Servers that have not acknowledged that they are the primaries of their shards since a relocation."""
+        self.moves: dict[tuple[int, int], str] = {}
+        """Planned moves: the server that a shard, given as (unit index, start), is promoted on with the next commit."""
         self.rebalancing = False
         """True while shards are moved to spread them evenly over the servers."""
         self.checkpoints = RunCheckpoints()
@@ -463,6 +473,62 @@ class Run:
         """Restores the placement after a coordinator restart."""
         self.placement = self.announced_placement = placement
         self.rebalancing = rebalancing
+        if placement:
+            self.unconfirmed = set(self.units.servers)  # the former coordinator may not have told them
+
+    def relocate(self, promotions: Iterable[Promotion]) -> None:
+        """Makes backups the primaries of their shards. The servers must confirm this before the step goes on."""
+        for promotion in promotions:
+            self.units.promote(promotion)
+            self.moves.pop((promotion.unit.index, promotion.backup.start_bytes), None)
+            self.unconfirmed.add(promotion.backup.server_id)
+        self.raise_placement()
+
+    def plan_moves(self, moves: Mapping[tuple[int, int], str]) -> None:
+        """Replaces the planned moves, which the next commit makes."""
+        self.moves = dict(moves)
+
+    def planned_promotions(self) -> list[Promotion]:
+        """Returns the promotions of planned moves whose targets are in sync."""
+        units = list(self.units)
+        return [
+            Promotion(units[index], backup, keep_former=True)
+            for (index, start_bytes), server_id in self.moves.items()
+            for backup in units[index].backups
+            if (backup.start_bytes, backup.server_id) == (start_bytes, server_id) and backup.in_sync
+        ]
+
+    def fail_backups(self, failed: Collection[tuple[int, int, str]]) -> bool:
+        """Marks backups, given as (unit index, start, server id), that missed a step. Returns True if any was in sync.
+
+        Backups that are being built are marked again, so that the build in progress does not count.
+        """
+        any_in_sync, units = False, list(self.units)
+        for index, start_bytes, server_id in failed:
+            for backup in units[index].backups if index < len(units) else ():
+                key = (backup.start_bytes, backup.server_id)
+                if key == (start_bytes, server_id) and backup.state is not BackupState.RELEASING:
+                    any_in_sync = any_in_sync or backup.in_sync
+                    self.units.set_backup_state(units[index], backup, BackupState.BUILDING)
+                    self.touch()
+        return any_in_sync
+
+    def note_confirmed(self, server_id: str, placement: int) -> None:
+        """Records that a server acknowledged its shards of a placement. Ignored if there was another relocation."""
+        if placement == self.placement:
+            self.unconfirmed.discard(server_id)
+            self.changed.notify()
+
+    def set_rebalancing(self, rebalancing: bool) -> None:
+        """Starts or ends moving shards to spread them evenly."""
+        self.rebalancing = rebalancing
+        self.touch()
+
+    def set_backups(self, backups: int) -> None:
+        """Changes the number of backups of every shard."""
+        self.settings = replace(self.settings, backups=backups)
+        self.touch()
+        self.changed.notify()
 
     def raise_placement(self) -> None:
         """Counts a relocation. Call it in the same turn of the event loop as the changes of the units."""
@@ -507,13 +573,16 @@ class Run:
     def advance(self, record: CommitRecord, state: coordinator_pb2.RunState | None) -> None:
         """Starts the next step. The commit record of the step in flight must be durable."""
         previous = self._require_step().items
-        self.commits.append(record, state, self.units.servers, self.clock())
+        self.commits.append(record, state, self.units.updated_processes, self.clock())
         self.begin_step(record.step + 1, previous)
         self.changed.notify()
         # The response of an rpc in progress tells its trainer about the commit.
         self.tell(member for member in self.members if not member.rpcs_in_progress)
 
     async def wait_until_updated(self) -> None:
-        """Returns when every server has acknowledged the update of the last commit."""
-        while self.commits.pending_updates:
+        """Returns when every server has acknowledged the update of the last commit, and its shards.
+
+        Servers whose acknowledgement is missing would reject requests about the step in flight.
+        """
+        while self.commits.pending_updates or self.unconfirmed:
             await self.changed.wait()

@@ -48,6 +48,16 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True)
+class Promotion:
+    """A backup that becomes the primary of its shard."""
+
+    unit: Unit
+    backup: BackupRecord
+    keep_former: bool
+    """True if the process of the former primary may be alive. It must then release its copy."""
+
+
+@dataclass(frozen=True, slots=True)
 class Initializer:
     """The trainer that sends initial values, and the epoch that its requests carry."""
 
@@ -123,10 +133,16 @@ class DeclaredUnits:
             self._holders = sorted({*self.processes, *backups})
         return self._holders
 
-    def demoted_on(self, process: tuple[str, str]) -> list[tuple[int, BackupRecord]]:
-        """Returns (unit index, copy) for the copies that a server process must release."""
+    @property
+    def updated_processes(self) -> list[tuple[str, str]]:
+        """Server processes that receive every update: those with primaries, or with backups that are kept."""
+        kept = {backup.process for unit in self for backup in unit.backups if backup.state is not BackupState.RELEASING}
+        return sorted({*self.processes, *kept})
+
+    def retired_on(self, process: tuple[str, str]) -> list[tuple[Unit, BackupRecord]]:
+        """Returns the copies that a server process must release, with their units."""
         return [
-            (unit.index, backup)
+            (unit, backup)
             for unit in self
             for backup in unit.backups
             if backup.process == process and backup.state is BackupState.RELEASING
@@ -154,19 +170,21 @@ class DeclaredUnits:
 
     # Relocation. ``CoordinatorState.save`` stores these changes together with the run.
 
-    def promote(self, unit: Unit, backup: BackupRecord, *, keep_former: bool) -> None:
-        """Makes a backup the primary of its shard.
-
-        Args:
-            unit: The unit.
-            backup: A backup that is in sync.
-            keep_former: True if the former primary's process may be alive. Its copy is then to be released.
-        """
+    def promote(self, promotion: Promotion) -> None:
+        """Makes a backup the primary of its shard."""
+        unit, backup = promotion.unit, promotion.backup
         former = unit.shard_at(backup.start_bytes)
         primary = ShardRecord(backup.start_bytes, backup.stop_bytes, backup.server_id, backup.incarnation)
         unit.shards = tuple(primary if shard is former else shard for shard in unit.shards)
-        rest = [each for each in unit.backups if each is not backup]
-        if keep_former:
+        # The new primary does not know the other backups, so they miss the next step.
+        rest = [
+            replace(each, state=BackupState.BUILDING)
+            if each.start_bytes == backup.start_bytes and each.in_sync
+            else each
+            for each in unit.backups
+            if each is not backup
+        ]
+        if promotion.keep_former:
             copy = BackupRecord(former.start_bytes, former.stop_bytes, former.server_id, former.incarnation)
             rest.append(replace(copy, state=BackupState.RELEASING))
         unit.backups = tuple(rest)

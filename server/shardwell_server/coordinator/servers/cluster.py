@@ -18,6 +18,10 @@ from shardwell_wire.errors import (
 from shardwell_wire.names import check_id, check_name
 from shardwell_wire.v1 import coordinator_pb2
 
+PROMOTION_MARGIN_S = 0.5
+"""Extra silence beyond the lease before the shards of a silent server get another primary, in seconds. The server stops
+serving when its lease is over by its own clock."""
+
 
 class ServerState(Enum):
     """State of a shard server."""
@@ -59,6 +63,8 @@ class Server:
     """True if the server is lost because its stream broke and nothing listens at its address. Its host answers, so its
     process has almost certainly ended."""
     connection: MembershipConnection = field(default_factory=MembershipConnection)
+    draining: bool = False
+    """True if the server must hand all its shards to other servers. It gets no new shards."""
 
     @property
     def live(self) -> bool:
@@ -110,6 +116,10 @@ class Server:
         """Marks the server as lost: its lease expired and it is unreachable, or it refuses connections."""
         self.state, self.refused = ServerState.LOST, refused
 
+    def set_draining(self, draining: bool) -> None:
+        """Starts or ends the draining of the server."""
+        self.draining = draining
+
     def mark_ended(self) -> None:
         """Marks the server as ended for certain."""
         self.state = ServerState.ENDED
@@ -117,7 +127,14 @@ class Server:
     def to_record(self) -> ServerRecord:
         has_left = self.state is ServerState.LEFT
         return ServerRecord(
-            self.server_id, self.address, self.incarnation, self.epoch, self.budget_bytes, self.process, has_left
+            self.server_id,
+            self.address,
+            self.incarnation,
+            self.epoch,
+            self.budget_bytes,
+            self.process,
+            has_left,
+            self.draining,
         )
 
     @classmethod
@@ -132,6 +149,7 @@ class Server:
             now,
             record.process,
             state=ServerState.LEFT if record.has_left else ServerState.UNCONFIRMED,
+            draining=record.draining,
         )
 
 
@@ -271,6 +289,19 @@ class Cluster:
         """True if another process has the server's id now. The memory of the former process is gone."""
         server = self.servers.get(server_id)
         return server is None or server.incarnation != incarnation
+
+    def is_gone(self, process: tuple[str, str]) -> bool:
+        """True if a server process, given as (server id, incarnation), serves nothing any more.
+
+        It has ended, nothing listens at its address, or it is unreachable and has been silent for so long that it has
+        stopped serving by itself.
+        """
+        server_id, incarnation = process
+        server = self.servers.get(server_id)
+        if server is None or server.incarnation != incarnation or server.ended:
+            return True
+        silent = self.silent_s(server) > self._lease_s + PROMOTION_MARGIN_S
+        return server.state is ServerState.LOST and (server.refused or silent)
 
     def silent_s(self, server: Server) -> float:
         """Returns the seconds since the server's last request."""

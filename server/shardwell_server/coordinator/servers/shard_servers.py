@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from google.protobuf.message import Message
@@ -31,6 +31,10 @@ class ShardServers:
 
     def __init__(self, cluster: Cluster, calls: ShardCalls, *, term: int, lease_s: float) -> None:
         self._cluster, self._calls, self._term, self._lease_s = cluster, calls, term, lease_s
+        self._in_flight: dict[tuple[str, str], set[asyncio.Task[Any]]] = {}
+        """Calls in flight by server process."""
+        self._abandoned: set[asyncio.Task[Any]] = set()
+        """Calls that were cancelled because their server is gone."""
 
     def context(self, run: Run, step: int) -> common_pb2.RequestContext:
         """Returns the context of a request about a run."""
@@ -51,9 +55,10 @@ class ShardServers:
             retry_for_s: How long to retry while the server is unavailable. None: as long as a lease.
         """
         retry_for_s = self._lease_s if retry_for_s is None else retry_for_s
-        address = self._cluster.require(server_id).address
+        server = self._cluster.require(server_id)
+        call = self._calls.call(server.address, rpc_name, request, retry_for_s=retry_for_s)
         try:
-            return await self._calls.call(address, rpc_name, request, retry_for_s=retry_for_s)
+            return await self._until_gone((server_id, server.incarnation), call)
         except StaleEpochError as error:
             raise ConflictError(
                 f"server {server_id!r}: {rpc_name}: {error}: the server follows a coordinator with a later term than "
@@ -65,6 +70,29 @@ class ShardServers:
             raise type(error)(
                 f"server {server_id!r}: {rpc_name}: {error}", **{**error.data, "server": server_id}
             ) from error
+
+    async def _until_gone(self, process: tuple[str, str], call: Coroutine[Any, Any, Any]) -> Any:
+        """Awaits a call. Raises UnavailableError as soon as ``abandon`` is called for the server process."""
+        task = asyncio.get_running_loop().create_task(call)
+        tasks = self._in_flight.setdefault(process, set())
+        tasks.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if task not in self._abandoned:
+                raise
+            raise UnavailableError("the server is gone", server=process[0]) from None
+        finally:
+            self._abandoned.discard(task)
+            tasks.discard(task)
+            if not tasks:
+                self._in_flight.pop(process, None)
+
+    def abandon(self, process: tuple[str, str]) -> None:
+        """Ends all calls to a server process that is gone. They raise UnavailableError."""
+        for task in list(self._in_flight.get(process, ())):
+            self._abandoned.add(task)
+            task.cancel()
 
     async def call_all(
         self, server_ids: Iterable[str], rpc_name: str, request: Callable[[str], Message]
@@ -116,6 +144,8 @@ def _availability_error(run: Run, cluster: Cluster, process: tuple[str, str]) ->
     restarted, server = cluster.has_restarted(*process), cluster.servers.get(server_id)
     if server is not None and server.may_be_alive and not restarted:
         return None
+    if _is_replaceable(run, cluster, process):
+        return None  # its backups are being promoted
     owned = run.units.owned_by(process)
     if restarted or server is None or server.ended:
         # A unit without initial values loses nothing: the next declaration places it on other servers.
@@ -145,6 +175,16 @@ def _availability_error(run: Run, cluster: Cluster, process: tuple[str, str]) ->
         "process and the network. If its process has ended, start the server again under its id",
         run=run.name,
         server=server_id,
+    )
+
+
+def _is_replaceable(run: Run, cluster: Cluster, process: tuple[str, str]) -> bool:
+    """True if a server process is gone and every shard with values that it owns has a backup in sync."""
+    return cluster.is_gone(process) and all(
+        any(backup.in_sync and not cluster.is_gone(backup.process) for backup in unit.backups_of(shard))
+        for unit in run.units.owned_by(process)
+        for shard in unit.shards
+        if unit.published and shard.process == process
     )
 
 

@@ -1,0 +1,1 @@
+"""Shards that change their servers: loss of a primary, backups, and planned moves."""

@@ -1,0 +1,112 @@
+"""Builds and releases single backups on the shard servers."""
+
+from __future__ import annotations
+
+from shardwell_server.coordinator.commit.committer import Committer
+from shardwell_server.coordinator.runs.run import Run
+from shardwell_server.coordinator.runs.units import Unit
+from shardwell_server.coordinator.servers.shard_servers import ShardServers
+from shardwell_server.coordinator.state import CoordinatorState
+from shardwell_server.coordinator.storage.records import BackupRecord, BackupState, ShardRecord
+from shardwell_wire import fault_points
+from shardwell_wire.v1 import shard_pb2
+
+
+class ShardCopies:
+    """Builds and releases backups.
+
+    Args:
+        state: State of the coordinator.
+        servers: The shard servers.
+        committer: Sends the last update to a backup that was copied before it.
+    """
+
+    def __init__(self, state: CoordinatorState, servers: ShardServers, committer: Committer) -> None:
+        self._state, self._servers, self._committer = state, servers, committer
+
+    async def build(self, run: Run, unit: Unit, backup: BackupRecord) -> bool:
+        """Copies a shard from its primary to a backup, which is in sync afterwards. Replaces an outdated copy.
+
+        Returns:
+            False if the backup missed a step meanwhile, or the shard has another primary. It must be built again.
+
+        Raises:
+            CapacityError: The server has no memory for the backup.
+            ShardwellError: A server is unavailable, or refused.
+        """
+        primary = unit.shard_at(backup.start_bytes)
+        # First drop what an earlier attempt has left. A reservation with a higher number is then a new one.
+        await self._release_copy(run, unit, backup)
+        placement = run.next_epoch()
+        await self._state.save(run)  # no other reservation may get this number, even after a restart
+        reserved = await self._servers.call(
+            backup.server_id,
+            "ReserveUnit",
+            shard_pb2.ReserveUnitRequest(
+                context=self._servers.context(run, 0),
+                unit=unit.layout.to_proto(),
+                unit_index=unit.index,
+                start_bytes=backup.start_bytes,
+                stop_bytes=backup.stop_bytes,
+                dp=run.settings.world.dp,
+                placement=placement,
+                role=shard_pb2.SHARD_ROLE_BACKUP,
+            ),
+        )
+        target = self._state.cluster.require(backup.server_id)
+        target.note_free(reserved.free_bytes)
+        await run.wait_until_updated()  # copies while trainers compute, not while servers update
+        if not self._is_current(run, unit, primary, backup):
+            return False
+        copied = await self._servers.call(
+            primary.server_id,
+            "CopyShard",
+            shard_pb2.CopyShardRequest(
+                context=self._servers.context(run, run.committed_step),
+                shard=_reference(unit, backup),
+                placement=placement,
+                target_server_id=backup.server_id,
+                target_address=target.address,
+            ),
+        )
+        fault_points.reach("coordinator.backup.copied", unit=unit.layout.unit, server=backup.server_id)
+        if not self._is_current(run, unit, primary, backup):
+            return False
+        if copied.version < run.committed_step:
+            # The commit of this step came before the copy, so the backup's server may have acknowledged the update
+            # without it.
+            run.commits.expect_update(backup.process, self._state.clock())
+            self._committer.start_update(run, backup.server_id, run.commits.pending_updates[backup.server_id])
+        run.units.set_backup_state(unit, backup, BackupState.IN_SYNC)
+        run.touch()
+        await self._state.save(run)
+        run.changed.notify()
+        return True
+
+    def _is_current(self, run: Run, unit: Unit, primary: ShardRecord, backup: BackupRecord) -> bool:
+        """True if the primary and the backup are as they were when the build started."""
+        unchanged = any(each is backup for each in unit.backups) and any(each is primary for each in unit.shards)
+        return unchanged and not run.deleted
+
+    async def release(self, run: Run, unit: Unit, backup: BackupRecord) -> None:
+        """Releases the memory of a backup that is not wanted any more, and then its record."""
+        await self._release_copy(run, unit, backup)
+        if any(each is backup for each in unit.backups):
+            run.units.remove_backup(unit, backup)
+            run.touch()
+            await self._state.save(run)
+
+    async def _release_copy(self, run: Run, unit: Unit, backup: BackupRecord) -> None:
+        request = shard_pb2.ReleaseShardsRequest(
+            context=self._servers.context(run, run.committed_step),
+            placement=run.next_epoch(),
+            shards=[_reference(unit, backup)],
+        )
+        await self._state.save(run)
+        response = await self._servers.call(backup.server_id, "ReleaseShards", request, retry_for_s=0.0)
+        if (server := self._state.cluster.servers.get(backup.server_id)) is not None and response.free_bytes:
+            server.note_free(response.free_bytes)
+
+
+def _reference(unit: Unit, shard: ShardRecord) -> shard_pb2.ShardReference:
+    return shard_pb2.ShardReference(unit=unit.layout.unit, start_bytes=shard.start_bytes, stop_bytes=shard.stop_bytes)

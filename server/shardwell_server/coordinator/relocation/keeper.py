@@ -1,0 +1,341 @@
+"""Keeps the copies of shards as wanted: backups, drained servers, evenly spread shards.
+
+Note: [Wanted copies]
+    Every decision follows from the current state: the primaries and backups of a run, its number of backups, whether
+    shards are to be spread evenly, and which servers are draining. All of this is durable, so a restarted coordinator
+    continues. A *round* releases copies that are not wanted, and builds a few that are missing. A planned move builds a
+    backup on the target. The next commit makes it the primary (``Run.moves``), and the former primary is released.
+
+    Copying a shard takes bandwidth from training, so a round copies a bounded number of bytes, and the next round waits
+    for the next commit, or for a pause if there is none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from shardwell_server.coordinator.commit.committer import Committer
+from shardwell_server.coordinator.inspection.events import EventKind
+from shardwell_server.coordinator.leases.trainers import TrainerLeases
+from shardwell_server.coordinator.relocation.copies import ShardCopies
+from shardwell_server.coordinator.relocation.targets import OwnedShard, ShardKey, choose_server, plan_moves
+from shardwell_server.coordinator.runs.run import Run
+from shardwell_server.coordinator.runs.units import Unit
+from shardwell_server.coordinator.servers.cluster import Server
+from shardwell_server.coordinator.servers.promoter import Promoter
+from shardwell_server.coordinator.servers.shard_servers import ShardServers
+from shardwell_server.coordinator.state import CoordinatorState
+from shardwell_server.coordinator.storage.records import BackupRecord, BackupState, ShardRecord
+from shardwell_wire.errors import CapacityError, ShardwellError
+
+logger = logging.getLogger(__name__)
+
+_ROUND_BYTES = 32 << 20
+"""Bytes of parameters that one round copies. Optimizer state, which is copied too, is about twice as much."""
+_ROUND_SHARDS = 4
+"""Most shards that are copied at the same time."""
+_PAUSE_S = 1.0
+"""Longest pause between rounds that copied shards. A commit ends the pause."""
+_TICK_S = 0.25
+"""How often runs are checked without any other reason."""
+_REFUSED_FOR_S = 30.0
+"""How long a server that had no memory for a copy is not asked again."""
+
+
+@dataclass(slots=True)
+class _Notes:
+    """What the keeper remembers about a run. Not durable: only pauses and events depend on it."""
+
+    refused: dict[tuple[ShardKey, str], float] = field(default_factory=dict)
+    """When a server without memory for a shard may be asked again, by shard and server."""
+    complete: bool = False
+    """True if all wanted backups were in sync."""
+    problem: str = ""
+    """Why the last build failed."""
+
+
+class BackupKeeper:
+    """Builds, moves and releases the copies of every run's shards. See Note: [Wanted copies].
+
+    Args:
+        state: State of the coordinator.
+        servers: The shard servers.
+        promoter: Tells servers about moved shards.
+        trainers: Fences former attempts.
+        committer: Sends updates to new backups.
+    """
+
+    def __init__(
+        self,
+        state: CoordinatorState,
+        servers: ShardServers,
+        promoter: Promoter,
+        trainers: TrainerLeases,
+        committer: Committer,
+    ) -> None:
+        self._state, self._promoter, self._trainers = state, promoter, trainers
+        self._copies = ShardCopies(state, servers, committer)
+        self._notes: dict[str, _Notes] = {}
+        """By run id."""
+        self._drained: set[tuple[str, str]] = set()
+        """Draining server processes that were reported as drained."""
+
+    def start(self) -> None:
+        """Watches all runs in the background."""
+        self._state.tasks.start(self._watch())
+
+    async def _watch(self) -> None:
+        while True:
+            for run in self._state.runs.values():
+                if not run.calls.building.in_flight and self.has_work(run):
+                    self._state.tasks.start(run.calls.building(lambda run=run: self._work(run)))  # type: ignore[misc]
+            existing = {run.identity.run_id for run in self._state.runs.values()}
+            self._notes = {run_id: notes for run_id, notes in self._notes.items() if run_id in existing}
+            self._report_drained()
+            await self._state.cluster.changed.wait(_TICK_S)
+
+    # Changes of what is wanted
+
+    def set_count(self, run: Run, backups: int) -> None:
+        """Changes the number of backups of a run's shards."""
+        if backups != run.settings.backups:
+            run.set_backups(backups)
+            self._note(run).complete = False
+
+    # Rounds
+
+    def _note(self, run: Run) -> _Notes:
+        return self._notes.setdefault(run.identity.run_id, _Notes())
+
+    def has_work(self, run: Run) -> bool:
+        """True if copies must be built, moved or released."""
+        if run.deleted or run.unconfirmed or run.calls.relocating.in_flight:
+            return False
+        return any(self._unwanted(run)) or bool(self._missing(run)) or self._update_moves(run)
+
+    async def _work(self, run: Run) -> None:
+        """Runs one round, and waits for the next commit or a pause if shards were copied."""
+        notes, step = self._note(run), run.committed_step
+        await self._release_unwanted(run)
+        builds = self._take_builds(run)
+        if builds:
+            run.touch()
+            await self._state.save(run)  # a record of every copy, before any memory is reserved
+            outcomes = await asyncio.gather(*(self._build(run, unit, backup) for unit, backup in builds))
+            notes.complete = notes.complete and all(outcomes)
+        self._update_moves(run)
+        if run.moves and not run.members.live:
+            await self._move_now(run)
+        self._report(run)
+        if builds or run.moves:
+            await self._pause(run, step)
+
+    async def _pause(self, run: Run, step: int) -> None:
+        """Waits for a commit after a step, at most ``_PAUSE_S``."""
+        try:
+            async with asyncio.timeout(_PAUSE_S):
+                while run.committed_step == step and not run.deleted:
+                    await run.changed.wait()
+        except TimeoutError:
+            return
+
+    async def _release_unwanted(self, run: Run) -> None:
+        for unit, backup in list(self._unwanted(run)):
+            if backup.state is not BackupState.RELEASING:
+                backup = run.units.set_backup_state(unit, backup, BackupState.RELEASING)  # noqa: PLW2901
+                run.touch()
+            if (server := self._state.cluster.servers.get(backup.server_id)) is None or not server.live:
+                continue
+            try:
+                await self._copies.release(run, unit, backup)
+            except ShardwellError as error:
+                logger.warning("run %r: a copy on %r is not released: %s", run.name, backup.server_id, error)
+
+    async def _build(self, run: Run, unit: Unit, backup: BackupRecord) -> bool:
+        notes, key = self._note(run), (unit.index, backup.start_bytes)
+        try:
+            done = await self._copies.build(run, unit, backup)
+        except ShardwellError as error:
+            if isinstance(error, CapacityError):
+                notes.refused[key, backup.server_id] = self._state.clock() + _REFUSED_FOR_S
+                if any(each is backup for each in unit.backups):
+                    run.units.remove_backup(unit, backup)
+                    run.touch()
+            self._add_problem(run, f"a copy of unit {unit.layout.unit!r} on {backup.server_id!r}: {error}")
+            return False
+        if done:
+            notes.problem = ""
+        return done
+
+    def _add_problem(self, run: Run, problem: str) -> None:
+        notes = self._note(run)
+        if problem != notes.problem:
+            notes.problem = problem
+            self._state.events.add(EventKind.BACKUPS_DELAYED, problem, run=run.name)
+
+    # What is wanted
+
+    def _shards(self, run: Run) -> Iterator[tuple[Unit, ShardRecord]]:
+        for unit in run.units:
+            if unit.published:
+                for shard in unit.shards:
+                    yield unit, shard
+
+    def _good(self, unit: Unit, shard: ShardRecord) -> list[BackupRecord]:
+        """Returns the copies that count: not being released, on a live server that stays."""
+        return [
+            backup
+            for backup in unit.backups_of(shard)
+            if backup.state is not BackupState.RELEASING and not self._is_draining(backup)
+        ]
+
+    def _is_draining(self, shard: ShardRecord) -> bool:
+        server = self._state.cluster.servers.get(shard.server_id)
+        return server is not None and server.draining
+
+    def _targets(self, run: Run) -> dict[ShardKey, str]:
+        """Returns the servers that shards are to move to. Empty id: any other server."""
+        targets = {(unit.index, shard.start_bytes): "" for unit, shard in self._shards(run) if self._is_draining(shard)}
+        if run.rebalancing:
+            staying = [server.server_id for server in self._state.cluster.live if not server.draining]
+            owned = [
+                OwnedShard((unit.index, shard.start_bytes), shard.size_bytes, shard.server_id)
+                for unit, shard in self._shards(run)
+            ]
+            refused: dict[ShardKey, set[str]] = {}
+            for key, server_id in self._refused(run):
+                refused.setdefault(key, set()).add(server_id)
+            targets |= plan_moves(owned, staying, refused)
+        return targets
+
+    def _refused(self, run: Run) -> list[tuple[ShardKey, str]]:
+        notes, now = self._note(run), self._state.clock()
+        notes.refused = {at: until for at, until in notes.refused.items() if until > now}
+        return list(notes.refused)
+
+    def _target_copy(self, unit: Unit, shard: ShardRecord, target: str) -> BackupRecord | None:
+        """Returns the copy that a shard moves to: the one on ``target``, or any that counts, in sync first."""
+        able = [backup for backup in self._good(unit, shard) if target in ("", backup.server_id)]
+        return min(able, key=lambda backup: not backup.in_sync, default=None)
+
+    def _unwanted(self, run: Run) -> Iterator[tuple[Unit, BackupRecord]]:
+        """Yields the copies to be released, with their units."""
+        targets, wanted = self._targets(run), run.settings.backups
+        for unit in run.units:
+            for backup in unit.backups:
+                if backup.state is BackupState.RELEASING and self._can_be_asked(backup):
+                    yield unit, backup
+        for unit, shard in self._shards(run):
+            key, good = (unit.index, shard.start_bytes), self._good(unit, shard)
+            moving = self._target_copy(unit, shard, targets[key]) if key in targets else None
+            others = sorted((at for at in good if at is not moving), key=lambda at: not at.in_sync)
+            yield from ((unit, backup) for backup in others[wanted:])
+            enough = sum(at.in_sync for at in good) >= wanted or not self._can_take(run, unit, shard)
+            for backup in unit.backups_of(shard):
+                if self._is_draining(backup) and backup.state is not BackupState.RELEASING and enough:
+                    yield unit, backup
+
+    def _can_be_asked(self, backup: BackupRecord) -> bool:
+        server = self._state.cluster.servers.get(backup.server_id)
+        return server is not None and server.live
+
+    def _can_take(self, run: Run, unit: Unit, shard: ShardRecord) -> bool:
+        return self._choose(run, unit, shard) is not None or bool(self._good(unit, shard))
+
+    def _choose(self, run: Run, unit: Unit, shard: ShardRecord) -> Server | None:
+        """Returns a server for another copy of a shard."""
+        key = (unit.index, shard.start_bytes)
+        refused = {server_id for at, server_id in self._refused(run) if at == key}
+        holders = {shard.server_id, *(backup.server_id for backup in unit.backups_of(shard))}
+        return choose_server(self._state.cluster, holders, refused)
+
+    def _missing(self, run: Run) -> list[tuple[Unit, ShardRecord, str | None]]:
+        """Returns (unit, shard, server) of the copies to build. None: the server of a building record."""
+        targets, wanted = self._targets(run), run.settings.backups
+        found: list[tuple[Unit, ShardRecord, str | None]] = []
+        for unit, shard in self._shards(run):
+            key, good = (unit.index, shard.start_bytes), self._good(unit, shard)
+            if any(not backup.in_sync for backup in good):
+                found.append((unit, shard, None))
+                continue
+            if key in targets and self._target_copy(unit, shard, targets[key]) is None:
+                target = targets[key] or getattr(self._choose(run, unit, shard), "server_id", "")
+                holds = {shard.server_id, *(backup.server_id for backup in unit.backups_of(shard))}
+                if target and target not in holds:
+                    found.append((unit, shard, target))
+            elif len(good) < wanted and (server := self._choose(run, unit, shard)) is not None:
+                found.append((unit, shard, server.server_id))
+        return found
+
+    def _take_builds(self, run: Run) -> list[tuple[Unit, BackupRecord]]:
+        """Returns the copies that this round builds. Adds records of new ones."""
+        builds: list[tuple[Unit, BackupRecord]] = []
+        size_bytes = 0
+        for unit, shard, server_id in self._missing(run):
+            if builds and (len(builds) >= _ROUND_SHARDS or size_bytes + shard.size_bytes > _ROUND_BYTES):
+                break
+            if server_id is None:
+                backup = next(at for at in self._good(unit, shard) if not at.in_sync)
+                if not self._can_be_asked(backup):
+                    continue
+            else:
+                server = self._state.cluster.servers[server_id]
+                backup = BackupRecord(shard.start_bytes, shard.stop_bytes, server_id, server.incarnation)
+                run.units.add_backup(unit, backup)
+                server.reserve(shard.size_bytes)  # so that the next choice counts it
+            builds.append((unit, backup))
+            size_bytes += shard.size_bytes
+        return builds
+
+    # Moves
+
+    def _update_moves(self, run: Run) -> bool:
+        """Plans the promotions of the next commit. Returns True if trainers that could commit are missing."""
+        targets, moves = self._targets(run), {}
+        for unit, shard in self._shards(run):
+            key = (unit.index, shard.start_bytes)
+            if key in targets:
+                copy = self._target_copy(unit, shard, targets[key])
+                if copy is not None and copy.in_sync:
+                    moves[key] = copy.server_id
+        run.plan_moves(moves)
+        if run.rebalancing and not targets:
+            run.set_rebalancing(False)
+            self._state.events.add(EventKind.RUN_REBALANCED, "its shards are spread evenly", run=run.name)
+        return bool(moves) and not run.members.live
+
+    async def _move_now(self, run: Run) -> None:
+        """Moves shards of a run without trainers, which commits nothing. What was pushed to the step is dropped."""
+        if run.commits.writing or run.commits.pending_updates or not (promotions := run.planned_promotions()):
+            return
+        run.relocate(promotions)
+        run.restart_step()
+        await self._state.save_or_retry(run)
+        targets = ", ".join(sorted({repr(at.backup.server_id) for at in promotions}))
+        self._state.events.add(EventKind.SHARDS_MOVED, f"{len(promotions)} shards moved to {targets}", run=run.name)
+        self._promoter.start(run)
+        self._trainers.start_fencing(run)
+
+    # Reports
+
+    def _report(self, run: Run) -> None:
+        notes, wanted = self._note(run), run.settings.backups
+        shards = list(self._shards(run))
+        complete = all(sum(at.in_sync for at in self._good(unit, shard)) >= wanted for unit, shard in shards)
+        if complete and not notes.complete and wanted and shards:
+            size_bytes = wanted * sum(shard.size_bytes for _, shard in shards)
+            message = f"{wanted} of each of {len(shards)} shards, {size_bytes} bytes of parameters"
+            self._state.events.add(EventKind.BACKUPS_IN_SYNC, message, run=run.name)
+        notes.complete = complete
+
+    def _report_drained(self) -> None:
+        draining = {(at.server_id, at.incarnation) for at in self._state.cluster.servers.values() if at.draining}
+        self._drained &= draining
+        for process in draining - self._drained:
+            if not any(process in run.units.holders for run in self._state.runs.values()):
+                self._drained.add(process)
+                message = f"server {process[0]!r} has no shards any more: it may be stopped"
+                self._state.events.add(EventKind.SERVER_DRAINED, message)

@@ -1,0 +1,82 @@
+"""Tells shard servers that they are the primaries of shards (``PromoteShards``)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from shardwell_server.coordinator.runs.run import Run
+from shardwell_server.coordinator.servers.cluster import Cluster
+from shardwell_server.coordinator.servers.shard_servers import ShardServers
+from shardwell_server.coordinator.waiting import BackgroundTasks
+from shardwell_wire import fault_points
+from shardwell_wire.errors import ShardwellError, UnavailableError
+from shardwell_wire.v1 import shard_pb2
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 0.1
+
+
+class Promoter:
+    """Confirms relocations on the shard servers. The step of a run goes on when all its servers have confirmed.
+
+    Args:
+        servers: The shard servers.
+        cluster: Their registry.
+        tasks: Runs the requests in the background.
+    """
+
+    def __init__(self, servers: ShardServers, cluster: Cluster, tasks: BackgroundTasks) -> None:
+        self._servers, self._cluster, self._tasks = servers, cluster, tasks
+        self.when_refused: Callable[[Run, str, ShardwellError], None] | None = None
+        """Called if a server cannot be the primary of a shard, because it lacks the version."""
+
+    def start(self, run: Run) -> None:
+        """Confirms a durable relocation in the background, until every server has acknowledged it."""
+        if run.unconfirmed:
+            self._tasks.start(run.calls.promoting(lambda: self._confirm(run)))
+
+    async def _confirm(self, run: Run) -> None:
+        while run.unconfirmed and not run.deleted:
+            outcomes = await asyncio.gather(*(self._promote(run, server_id) for server_id in sorted(run.unconfirmed)))
+            if not all(outcomes):
+                await asyncio.sleep(_RETRY_S)
+
+    async def _promote(self, run: Run, server_id: str) -> bool:
+        """Sends one request. Returns False if it must be repeated."""
+        placement, step = run.placement, run.step
+        process = next((at for at in run.units.processes if at[0] == server_id), None)
+        if process is None or self._cluster.is_gone(process):
+            # It owns no shards any more, or the next relocation replaces it.
+            run.note_confirmed(server_id, placement)
+            return True
+        request = shard_pb2.PromoteShardsRequest(
+            context=self._servers.context(run, run.committed_step),
+            placement=placement,
+            shards=[
+                shard_pb2.ShardReference(
+                    unit=unit.layout.unit, start_bytes=shard.start_bytes, stop_bytes=shard.stop_bytes
+                )
+                for unit in run.units
+                for shard in unit.shards
+                if unit.published and shard.process == process
+            ],
+            fences=[
+                shard_pb2.RankFence(dp_rank=item.dp_rank, epoch=item.epoch, attempt=item.attempt)
+                for item in (step.items.values() if step is not None else ())
+            ],
+        )
+        try:
+            await self._servers.call(server_id, "PromoteShards", request)
+        except UnavailableError as error:
+            logger.warning("run %r: %s", run.name, error)
+            return False
+        except ShardwellError as error:
+            if placement == run.placement and self.when_refused is not None:
+                self.when_refused(run, server_id, error)
+            return False
+        fault_points.reach("coordinator.promotion.after", server=server_id)
+        run.note_confirmed(server_id, placement)
+        return True

@@ -1,0 +1,367 @@
+"""Backups replace lost primaries; shards move with a commit; a restarted coordinator continues either."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwell_server.coordinator.relocation import keeper
+from shardwell_server.coordinator.runs.run import Run
+from shardwell_server.coordinator.storage.records import BackupState
+from shardwell_wire.errors import CapacityError, ConflictError, UnavailableError
+from shardwell_wire.topology import World
+from shardwell_wire.v1 import coordinator_pb2
+from tests.support.coordinator import Harness, Trainer, config, harness, run_async
+from tests.support.fake_shards import fail_times
+
+
+@pytest.fixture(autouse=True)
+def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper, "_TICK_S", 0.002)
+    monkeypatch.setattr(keeper, "_PAUSE_S", 0.002)
+
+
+async def started(cluster: Harness, *names: str, backups: int = 1, units: int = 2) -> list[Trainer]:
+    """Trainers of a run whose units are published, with all backups in sync."""
+    names = names or ("a", "b")
+    settings = config(World(dp=len(names)), min_trainers=len(names))
+    settings.backups = backups
+    trainers = await asyncio.gather(*(cluster.join(name, wait_s=5, config=settings) for name in names))
+    for index in range(units):
+        await cluster.publish_unit(trainers, f"u{index}", (64, 64))
+    await in_sync(cluster, backups)
+    return list(trainers)
+
+
+def run_of(cluster: Harness) -> Run:
+    return cluster.state.runs["r"]
+
+
+async def in_sync(cluster: Harness, backups: int) -> None:
+    """Waits until every shard has so many backups in sync and no other copies."""
+
+    def reached() -> bool:
+        return all(
+            [each.state for each in unit.backups_of(shard)] == [BackupState.IN_SYNC] * backups
+            for unit in run_of(cluster).units
+            for shard in unit.shards
+        )
+
+    await cluster.until(reached, f"{backups} backups in sync")
+
+
+def kill(cluster: Harness, name: str) -> None:
+    """Ends a shard server's process, and lets the coordinator notice."""
+    cluster.shards[name].incarnation = None
+    cluster.state.cluster.servers[name].mark_ended()
+    cluster.state.cluster.changed.notify()
+
+
+async def take_step(trainers: list[Trainer], step: int) -> None:
+    """Completes a step, and computes restarted items again."""
+
+    async def work(trainer: Trainer) -> None:
+        while True:
+            answer = await trainer.finish(step, wait_s=5)
+            if answer.all_finished:
+                return
+            trainer.items |= {item.global_rank: item for item in answer.work.items}
+
+    async with asyncio.timeout(10):
+        await asyncio.gather(*map(work, trainers))
+        committed = await asyncio.gather(*(trainer.commit(step, wait_s=5) for trainer in trainers))
+    assert all(answer.committed for answer in committed)
+
+
+def owners(cluster: Harness) -> set[str]:
+    return {shard.server_id for unit in run_of(cluster).units for shard in unit.shards}
+
+
+def histories(cluster: Harness) -> list[list[int]]:
+    """The updates of every primary's values."""
+    return [
+        cluster.shards[shard.server_id].runs["r"].shards[unit.index, shard.start_bytes].history
+        for unit in run_of(cluster).units
+        for shard in unit.shards
+    ]
+
+
+def kinds(cluster: Harness) -> list[str]:
+    return [kind for kind, _ in cluster.events()]
+
+
+def test_backups_are_on_other_servers_and_follow_every_step(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=3) as cluster:
+            trainers = await started(cluster)
+            for step in range(3):
+                await take_step(trainers, step)
+            await cluster.settle()
+            for unit in run_of(cluster).units:
+                for shard in unit.shards:
+                    (backup,) = unit.backups_of(shard)
+                    assert backup.server_id != shard.server_id
+                    copy = cluster.shards[backup.server_id].runs["r"].shards[unit.index, shard.start_bytes]
+                    assert (copy.version, copy.history, copy.backup) == (3, [0, 1, 2], True)
+            assert kinds(cluster).count("backups_in_sync") == 1
+            listed = await cluster.call("ListUnits", run="r")
+            assert {backup.state for unit in listed.units for backup in unit.backups} == {
+                coordinator_pb2.BACKUP_STATE_IN_SYNC
+            }
+
+    run_async(scenario())
+
+
+@pytest.mark.parametrize("when", ["working", "one finished", "all finished", "prepared", "committed"])
+def test_lost_primary_is_replaced_in_any_phase_of_a_step(tmp_path: Path, when: str) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=3) as cluster:
+            a, b = trainers = await started(cluster)
+            await take_step(trainers, 0)
+            await cluster.settle()
+            victim = run_of(cluster).units.require("u0").shards[0].server_id
+            if when != "working":
+                await a.finish(1)
+            if when in ("all finished", "prepared", "committed"):
+                await b.finish(1, wait_s=5)
+            if when in ("prepared", "committed"):
+                await b.prepare(1)
+            if when == "committed":
+                cluster.shards[victim].fail = fail_times("Update", 10**6, UnavailableError("stopped"))
+                await asyncio.gather(a.commit(1, wait_s=5), b.commit(1, wait_s=5))
+            kill(cluster, victim)
+            await take_step(trainers, 2 if when == "committed" else 1)
+            await cluster.settle()
+            assert victim not in owners(cluster)
+            assert (await a.heartbeat()).placement == run_of(cluster).placement == 1
+            steps = run_of(cluster).committed_step
+            assert steps == (3 if when == "committed" else 2)
+            assert histories(cluster) == [list(range(steps))] * len(histories(cluster))
+            assert kinds(cluster).count("shards_promoted") == 1
+            await in_sync(cluster, 1)  # the copies that were lost are built again on the other servers
+
+    run_async(scenario())
+
+
+def test_contributions_of_former_attempts_are_fenced_on_the_new_primary(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=2) as cluster:
+            a, b = await started(cluster)
+            await a.finish(0)
+            kill(cluster, "s0")
+            answers = await asyncio.gather(a.finish(0, wait_s=5), b.finish(0, a and b.finished()[:0], wait_s=5))
+            assert [[item.attempt for item in answer.work.items] for answer in answers] == [[1], [1]]
+            assert cluster.shards["s1"].runs["r"].attempts == {0: 1, 1: 1}
+            assert [answer.placement for answer in answers] == [1, 1]
+            a.items, b.items = ({item.global_rank: item for item in answer.work.items} for answer in answers)
+            await take_step([a, b], 0)
+
+    run_async(scenario())
+
+
+@pytest.mark.parametrize("crash", ["before it is stored", "before servers know", "before the update"])
+def test_restarted_coordinator_continues_a_relocation(tmp_path: Path, crash: str) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=2) as cluster:
+            trainers = await started(cluster)
+            await take_step(trainers, 0)
+            for trainer in trainers:
+                await trainer.finish(1)
+            if crash == "before the update":
+                for shard in cluster.shards.values():
+                    shard.fail = fail_times("Update", 10**6, UnavailableError("stopped"))
+                await asyncio.gather(*(trainer.commit(1, wait_s=5) for trainer in trainers))
+            elif crash == "before servers know":
+                cluster.shards["s1"].fail = fail_times("PromoteShards", 10**6, UnavailableError("stopped"))
+                kill(cluster, "s0")
+                await cluster.until(lambda: run_of(cluster).announced_placement == 1, "the stored relocation")
+            cluster.shards["s0"].incarnation = None
+            await cluster.restart()
+            assert run_of(cluster).placement == (crash == "before servers know")
+            for shard in cluster.shards.values():
+                shard.fail = lambda rpc_name, request: None
+            kill(cluster, "s0")
+            step = run_of(cluster).committed_step
+            assert step == (2 if crash == "before the update" else 1)
+            for trainer in trainers:
+                await trainer.heartbeat()
+            await take_step(trainers, step)
+            await cluster.settle()
+            assert histories(cluster) == [list(range(step + 1))] * len(histories(cluster))
+            assert cluster.shards["s1"].runs["r"].placement == run_of(cluster).placement
+
+    run_async(scenario())
+
+
+def test_backup_that_misses_a_step_is_out_of_sync_before_the_commit_and_is_built_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=2) as cluster:
+            trainers = await started(cluster)
+            for copy in cluster.shards["s1"].runs["r"].shards.values():
+                copy.in_sync = copy.in_sync and not copy.backup  # its server rejects what the primary sends
+            cluster.shards["s1"].fail = fail_times("ReserveUnit", 10**6, UnavailableError("not now"))
+            await take_step(trainers, 0)
+            stored = (await cluster.state.storage.load()).runs[0].units
+            on_s1 = [backup for unit in stored for backup in unit.backups if backup.server_id == "s1"]
+            assert on_s1 and {backup.state for backup in on_s1} == {BackupState.BUILDING}
+            assert "backups_lost" in kinds(cluster)
+            cluster.shards["s1"].fail = lambda rpc_name, request: None
+            await in_sync(cluster, 1)
+            kill(cluster, "s0")
+            await take_step(trainers, 1)
+            await cluster.settle()
+            assert histories(cluster) == [[0, 1]] * len(histories(cluster))
+
+    run_async(scenario())
+
+
+def test_loss_of_primary_and_backup_is_reported(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=2) as cluster:
+            a, _ = await started(cluster)
+            kill(cluster, "s0")
+            await cluster.until(lambda: not run_of(cluster).unconfirmed and owners(cluster) == {"s1"}, "the promotion")
+            kill(cluster, "s1")
+            with pytest.raises(
+                ConflictError, match="server 's1' at s1:1 has ended, and its shards of units 'u0', 'u1'"
+            ):
+                await a.heartbeat()
+
+    run_async(scenario())
+
+
+def test_backups_can_be_added_and_removed_while_a_run_trains(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=3) as cluster:
+            trainers = await started(cluster, backups=0)
+            for step, backups in enumerate((1, 2, 0)):
+                await cluster.call("SetBackups", run="r", backups=backups)
+                await take_step(trainers, step)
+                await in_sync(cluster, backups)
+            held = sum(shard.reserved_bytes for shard in cluster.shards.values())
+            assert held == 2 * 64 * 64 * 4 * 3, "the released copies take no memory"
+
+    run_async(scenario())
+
+
+def test_full_server_gets_no_backup_and_the_reason_is_reported(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=2) as cluster:
+            trainers = await started(cluster, backups=0)
+            for shard in cluster.shards.values():
+                shard.fail = fail_times("ReserveUnit", 10**6, CapacityError("no room"))
+            await cluster.call("SetBackups", run="r", backups=1)
+            await cluster.until(lambda: "backups_delayed" in kinds(cluster), "the event")
+            await take_step(trainers, 0)
+            assert not any(backup for unit in run_of(cluster).units for backup in unit.backups if backup.in_sync)
+
+    run_async(scenario())
+
+
+async def drained(cluster: Harness, trainers: list[Trainer], name: str, step: int) -> int:
+    """Trains until a server has no shards. Returns the next step."""
+    await cluster.call("DrainServer", server_id=name)
+    for number in range(step, step + 40):
+        await take_step(trainers, number)
+        await cluster.settle()
+        held = await cluster.call("DrainServer", server_id=name)
+        if not held.shard_count:
+            return number + 1
+    raise AssertionError(f"{name} still has shards: {held}")
+
+
+@pytest.mark.parametrize("backups", [0, 1])
+def test_drained_server_hands_over_its_shards_without_a_repeated_step(tmp_path: Path, backups: int) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=3) as cluster:
+            trainers = await started(cluster, backups=backups)
+            step = await drained(cluster, trainers, "s0", 0)
+            assert "s0" not in owners(cluster)
+            await in_sync(cluster, backups)
+            assert not cluster.shards["s0"].runs["r"].shards
+            assert not cluster.shards["s0"].reserved_bytes
+            await take_step(trainers, step)
+            await cluster.settle()
+            assert histories(cluster) == [list(range(step + 1))] * len(histories(cluster))
+            assert {item.attempt for trainer in trainers for item in trainer.items.values()} == {0}
+            await cluster.until(lambda: "server_drained" in kinds(cluster), "the event")
+            assert "server_drained" in kinds(cluster)
+
+    run_async(scenario())
+
+
+def test_server_without_successor_cannot_be_drained(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=1) as cluster:
+            trainers = await started(cluster, backups=0)
+            answer = await cluster.call("DrainServer", server_id="s0")
+            await take_step(trainers, 0)
+            assert (answer.shard_count, list(answer.waiting_for)) == (
+                2,
+                ["no other live server can take the shards of run 'r': start more servers"],
+            )
+            await cluster.call("DrainServer", server_id="s0", cancel=True)
+            assert not cluster.state.cluster.servers["s0"].draining
+
+    run_async(scenario())
+
+
+def test_idle_run_is_moved_without_a_commit(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=2) as cluster:
+            trainers = await started(cluster, backups=0)
+            await take_step(trainers, 0)
+            for trainer in trainers:
+                await trainer.leave()
+            await cluster.call("DrainServer", server_id="s0")
+            await cluster.until(lambda: owners(cluster) == {"s1"} and not run_of(cluster).unconfirmed, "the move")
+            assert histories(cluster) == [[0]] * 4
+
+    run_async(scenario())
+
+
+def test_rebalanced_run_uses_new_servers(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=3) as cluster:
+            for name in ("s1", "s2"):
+                await cluster.call("DrainServer", server_id=name)
+            trainers = await started(cluster, backups=0, units=6)
+            assert owners(cluster) == {"s0"}
+            for name in ("s1", "s2"):
+                await cluster.call("DrainServer", server_id=name, cancel=True)
+            await cluster.call("RebalanceRun", run="r")
+            step = 0
+            while (await cluster.call("RebalanceRun", run="r", report_only=True)).rebalancing:
+                await take_step(trainers, step)
+                step += 1
+                assert step < 40
+            counts = sorted(
+                sum(shard.server_id == name for unit in run_of(cluster).units for shard in unit.shards)
+                for name in cluster.shards
+            )
+            assert counts == [2, 2, 2]
+            await take_step(trainers, step)
+            await cluster.settle()
+            assert histories(cluster) == [list(range(step + 1))] * 6
+
+    run_async(scenario())
+
+
+def test_primaries_and_backups_are_compared_by_hash(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=2) as cluster:
+            trainers = await started(cluster)
+            await take_step(trainers, 0)
+            report: Any = await cluster.call("VerifyRun", run="r")
+            assert (report.version, report.compared_shards, list(report.differences)) == (1, 4, [])
+            copy = next(copy for copy in cluster.shards["s1"].runs["r"].shards.values() if copy.backup)
+            copy.history.append(7)
+            report = await cluster.call("VerifyRun", run="r")
+            (difference,) = report.differences
+            assert difference.startswith("unit 'u")
+            assert "backup on server 's1' differs from the primary on 's0' in p values" in difference
+
+    run_async(scenario())
