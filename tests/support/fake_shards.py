@@ -153,7 +153,9 @@ class FakeShard:
         backup, key = request.role == shard_pb2.SHARD_ROLE_BACKUP, (request.unit_index, request.start_bytes)
         for index, start in list(run.shards):
             former = run.shards[index, start]
-            if index == request.unit_index and former.placement < request.placement and not former.version:
+            replaced = former.start_bytes == request.start_bytes if backup else not former.version
+            older = index == request.unit_index and former.placement < request.placement
+            if older and replaced and former.backup == backup:
                 self._release(run, (index, start))
         if key not in run.shards:
             if self.reserved_bytes + size > self.budget_bytes:

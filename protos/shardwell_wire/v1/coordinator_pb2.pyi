@@ -2449,6 +2449,11 @@ class ServerSummary(google.protobuf.message.Message):
     RESERVED_BYTES_FIELD_NUMBER: builtins.int
     USED_BYTES_FIELD_NUMBER: builtins.int
     STATE_FIELD_NUMBER: builtins.int
+    DRAINING_FIELD_NUMBER: builtins.int
+    PRIMARY_COUNT_FIELD_NUMBER: builtins.int
+    PRIMARY_BYTES_FIELD_NUMBER: builtins.int
+    BACKUP_COUNT_FIELD_NUMBER: builtins.int
+    BACKUP_BYTES_FIELD_NUMBER: builtins.int
     server_id: builtins.str
     """Id of the shard server."""
     address: builtins.str
@@ -2467,6 +2472,16 @@ class ServerSummary(google.protobuf.message.Message):
     """Memory in use."""
     state: global___ServerState.ValueType
     """Membership state."""
+    draining: builtins.bool
+    """Whether the server hands its shards to other servers."""
+    primary_count: builtins.int
+    """Shards that the server serves to trainers."""
+    primary_bytes: builtins.int
+    """Their size, without optimizer state."""
+    backup_count: builtins.int
+    """Copies of shards of other servers."""
+    backup_bytes: builtins.int
+    """Their size, without optimizer state."""
     def __init__(
         self,
         *,
@@ -2479,10 +2494,189 @@ class ServerSummary(google.protobuf.message.Message):
         reserved_bytes: builtins.int = ...,
         used_bytes: builtins.int = ...,
         state: global___ServerState.ValueType = ...,
+        draining: builtins.bool = ...,
+        primary_count: builtins.int = ...,
+        primary_bytes: builtins.int = ...,
+        backup_count: builtins.int = ...,
+        backup_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "budget_bytes", b"budget_bytes", "epoch", b"epoch", "live", b"live", "reserved_bytes", b"reserved_bytes", "server_id", b"server_id", "silent_s", b"silent_s", "state", b"state", "used_bytes", b"used_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "backup_bytes", b"backup_bytes", "backup_count", b"backup_count", "budget_bytes", b"budget_bytes", "draining", b"draining", "epoch", b"epoch", "live", b"live", "primary_bytes", b"primary_bytes", "primary_count", b"primary_count", "reserved_bytes", b"reserved_bytes", "server_id", b"server_id", "silent_s", b"silent_s", "state", b"state", "used_bytes", b"used_bytes"]) -> None: ...
 
 global___ServerSummary = ServerSummary
+
+@typing.final
+class SetBackupsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: builtins.int
+    BACKUPS_FIELD_NUMBER: builtins.int
+    run: builtins.str
+    """Name of the run."""
+    backups: builtins.int
+    """Copies of every shard that other servers keep. 0: none."""
+    def __init__(
+        self,
+        *,
+        run: builtins.str = ...,
+        backups: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["backups", b"backups", "run", b"run"]) -> None: ...
+
+global___SetBackupsRequest = SetBackupsRequest
+
+@typing.final
+class SetBackupsResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___SetBackupsResponse = SetBackupsResponse
+
+@typing.final
+class DrainServerRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SERVER_ID_FIELD_NUMBER: builtins.int
+    CANCEL_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    server_id: builtins.str
+    """Id of the shard server."""
+    cancel: builtins.bool
+    """True: stop draining. The server may get shards again."""
+    epoch: builtins.int
+    """RegisterServerResponse.epoch, if the server itself asks. 0: another client asks."""
+    def __init__(
+        self,
+        *,
+        server_id: builtins.str = ...,
+        cancel: builtins.bool = ...,
+        epoch: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cancel", b"cancel", "epoch", b"epoch", "server_id", b"server_id"]) -> None: ...
+
+global___DrainServerRequest = DrainServerRequest
+
+@typing.final
+class DrainServerResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SHARD_COUNT_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
+    WAITING_FOR_FIELD_NUMBER: builtins.int
+    shard_count: builtins.int
+    """Shards that the server still has, in any role."""
+    size_bytes: builtins.int
+    """Their size, without optimizer state."""
+    @property
+    def waiting_for(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """What prevents the server from being drained, one line each. Empty: shards are being moved, or none are left."""
+
+    def __init__(
+        self,
+        *,
+        shard_count: builtins.int = ...,
+        size_bytes: builtins.int = ...,
+        waiting_for: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["shard_count", b"shard_count", "size_bytes", b"size_bytes", "waiting_for", b"waiting_for"]) -> None: ...
+
+global___DrainServerResponse = DrainServerResponse
+
+@typing.final
+class RebalanceRunRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: builtins.int
+    REPORT_ONLY_FIELD_NUMBER: builtins.int
+    run: builtins.str
+    """Name of the run."""
+    report_only: builtins.bool
+    """True: only report the progress."""
+    def __init__(
+        self,
+        *,
+        run: builtins.str = ...,
+        report_only: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["report_only", b"report_only", "run", b"run"]) -> None: ...
+
+global___RebalanceRunRequest = RebalanceRunRequest
+
+@typing.final
+class RebalanceRunResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REBALANCING_FIELD_NUMBER: builtins.int
+    SHARD_COUNT_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
+    rebalancing: builtins.bool
+    """True while shards are to be moved."""
+    shard_count: builtins.int
+    """Shards that are still to be moved."""
+    size_bytes: builtins.int
+    """Their size, without optimizer state."""
+    def __init__(
+        self,
+        *,
+        rebalancing: builtins.bool = ...,
+        shard_count: builtins.int = ...,
+        size_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["rebalancing", b"rebalancing", "shard_count", b"shard_count", "size_bytes", b"size_bytes"]) -> None: ...
+
+global___RebalanceRunResponse = RebalanceRunResponse
+
+@typing.final
+class VerifyRunRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: builtins.int
+    run: builtins.str
+    """Name of the run."""
+    def __init__(
+        self,
+        *,
+        run: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["run", b"run"]) -> None: ...
+
+global___VerifyRunRequest = VerifyRunRequest
+
+@typing.final
+class VerifyRunResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: builtins.int
+    COMPARED_SHARDS_FIELD_NUMBER: builtins.int
+    COMPARED_BYTES_FIELD_NUMBER: builtins.int
+    DIFFERENCES_FIELD_NUMBER: builtins.int
+    UNPROTECTED_SHARDS_FIELD_NUMBER: builtins.int
+    version: builtins.int
+    """Version that was compared."""
+    compared_shards: builtins.int
+    """Backups that were compared with their primary."""
+    compared_bytes: builtins.int
+    """Size of these shards, without optimizer state."""
+    unprotected_shards: builtins.int
+    """Shards without a backup in sync."""
+    @property
+    def differences(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Differences between a backup and its primary, one line each."""
+
+    def __init__(
+        self,
+        *,
+        version: builtins.int = ...,
+        compared_shards: builtins.int = ...,
+        compared_bytes: builtins.int = ...,
+        differences: collections.abc.Iterable[builtins.str] | None = ...,
+        unprotected_shards: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["compared_bytes", b"compared_bytes", "compared_shards", b"compared_shards", "differences", b"differences", "unprotected_shards", b"unprotected_shards", "version", b"version"]) -> None: ...
+
+global___VerifyRunResponse = VerifyRunResponse
 
 @typing.final
 class ForgetServerRequest(google.protobuf.message.Message):

@@ -167,6 +167,26 @@ class CoordinatorServiceStub(object):
                 request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ForgetServerRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ForgetServerResponse.FromString,
                 _registered_method=True)
+        self.SetBackups = channel.unary_unary(
+                '/shardwell_wire.v1.CoordinatorService/SetBackups',
+                request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.SetBackupsRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.SetBackupsResponse.FromString,
+                _registered_method=True)
+        self.DrainServer = channel.unary_unary(
+                '/shardwell_wire.v1.CoordinatorService/DrainServer',
+                request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.DrainServerRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.DrainServerResponse.FromString,
+                _registered_method=True)
+        self.RebalanceRun = channel.unary_unary(
+                '/shardwell_wire.v1.CoordinatorService/RebalanceRun',
+                request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.RebalanceRunRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.RebalanceRunResponse.FromString,
+                _registered_method=True)
+        self.VerifyRun = channel.unary_unary(
+                '/shardwell_wire.v1.CoordinatorService/VerifyRun',
+                request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.VerifyRunRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.VerifyRunResponse.FromString,
+                _registered_method=True)
         self.ExplainStall = channel.unary_unary(
                 '/shardwell_wire.v1.CoordinatorService/ExplainStall',
                 request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ExplainStallRequest.SerializeToString,
@@ -407,6 +427,41 @@ class CoordinatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetBackups(self, request, context):
+        """Any client: sets how many other servers keep a copy of every shard of a run. The copies are built in the background.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DrainServer(self, request, context):
+        """Any client, or the shard server itself: moves all shards of a server to other servers, while runs train. Repeat the
+        request to see the progress.
+
+        ABORTED: the epoch is that of a former process.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RebalanceRun(self, request, context):
+        """Any client: moves shards of a run until they are spread evenly over the servers, while it trains. Repeat the request
+        with `report_only` to see the progress.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def VerifyRun(self, request, context):
+        """Any client: compares the backups of a run with their primaries, by hashes of values and optimizer state at one
+        version. Commits wait meanwhile.
+
+        UNAVAILABLE: a server does not answer, or a relocation is in progress.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ExplainStall(self, request, context):
         """Inspection: explains what a run is waiting for.
         """
@@ -543,6 +598,26 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.ForgetServer,
                     request_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ForgetServerRequest.FromString,
                     response_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ForgetServerResponse.SerializeToString,
+            ),
+            'SetBackups': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetBackups,
+                    request_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.SetBackupsRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.SetBackupsResponse.SerializeToString,
+            ),
+            'DrainServer': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainServer,
+                    request_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.DrainServerRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.DrainServerResponse.SerializeToString,
+            ),
+            'RebalanceRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.RebalanceRun,
+                    request_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.RebalanceRunRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.RebalanceRunResponse.SerializeToString,
+            ),
+            'VerifyRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.VerifyRun,
+                    request_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.VerifyRunRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.VerifyRunResponse.SerializeToString,
             ),
             'ExplainStall': grpc.unary_unary_rpc_method_handler(
                     servicer.ExplainStall,
@@ -1211,6 +1286,114 @@ class CoordinatorService(object):
             '/shardwell_wire.v1.CoordinatorService/ForgetServer',
             shardwell__wire_dot_v1_dot_coordinator__pb2.ForgetServerRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_coordinator__pb2.ForgetServerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetBackups(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardwell_wire.v1.CoordinatorService/SetBackups',
+            shardwell__wire_dot_v1_dot_coordinator__pb2.SetBackupsRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_coordinator__pb2.SetBackupsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainServer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardwell_wire.v1.CoordinatorService/DrainServer',
+            shardwell__wire_dot_v1_dot_coordinator__pb2.DrainServerRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_coordinator__pb2.DrainServerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RebalanceRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardwell_wire.v1.CoordinatorService/RebalanceRun',
+            shardwell__wire_dot_v1_dot_coordinator__pb2.RebalanceRunRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_coordinator__pb2.RebalanceRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def VerifyRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardwell_wire.v1.CoordinatorService/VerifyRun',
+            shardwell__wire_dot_v1_dot_coordinator__pb2.VerifyRunRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_coordinator__pb2.VerifyRunResponse.FromString,
             options,
             channel_credentials,
             insecure,

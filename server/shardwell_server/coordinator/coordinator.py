@@ -16,8 +16,10 @@ from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.leases.servers import ServerLeases
 from shardwell_server.coordinator.leases.trainers import TrainerLeases
 from shardwell_server.coordinator.placement.placer import UnitPlacer
+from shardwell_server.coordinator.relocation.drains import Drains
 from shardwell_server.coordinator.relocation.keeper import BackupKeeper
 from shardwell_server.coordinator.relocation.relocator import Relocator
+from shardwell_server.coordinator.relocation.verifier import RunVerifier
 from shardwell_server.coordinator.runs.run import Run
 from shardwell_server.coordinator.servers.promoter import Promoter
 from shardwell_server.coordinator.servers.shard_client import ShardCalls
@@ -53,8 +55,10 @@ class Coordinator:
         self.promoter = Promoter(self.servers, state.cluster, state.tasks)
         self.committer = Committer(state, self.servers, self.trainers, self.promoter, self.checkpoints)
         self.step_requests = StepRequests(state, self.servers, self.trainers, self.committer)
-        self.relocator = Relocator(state, self.servers, self.promoter, self.trainers, self.committer)
+        self.relocator = Relocator(state, self.servers, self.promoter, self.trainers, self.committer, self.restorer)
         self.backups = BackupKeeper(state, self.servers, self.promoter, self.trainers, self.committer)
+        self.drains = Drains(state, self.backups)
+        self.verifier = RunVerifier(state, self.servers)
 
     @classmethod
     async def load(

@@ -18,7 +18,7 @@ from shardwell_server.coordinator.runs.proposals import StepProposal
 from shardwell_server.coordinator.runs.rank_assignment import Applicant
 from shardwell_server.coordinator.runs.run import Run
 from shardwell_server.coordinator.servers.shard_servers import check_recoverable
-from shardwell_server.coordinator.settings import RunSettings, check_layers
+from shardwell_server.coordinator.settings import RunSettings, check_backups, check_layers
 from shardwell_server.coordinator.waiting import poll
 from shardwell_server.request_log import RequestLog
 from shardwell_server.rpc import MAX_WAIT_S, Call
@@ -333,13 +333,38 @@ class CoordinatorServicer:
     async def ListServers(
         self, request: coordinator_pb2.ListServersRequest, call: Call
     ) -> coordinator_pb2.ListServersResponse:
-        return describe.list_servers(self._state.cluster, self._state.clock())
+        return describe.list_servers(self._state.cluster, self._state.runs.values(), self._state.clock())
 
     async def ForgetServer(
         self, request: coordinator_pb2.ForgetServerRequest, call: Call
     ) -> coordinator_pb2.ForgetServerResponse:
         await self._coordinator.server_leases.forget(request.server_id)
         return coordinator_pb2.ForgetServerResponse()
+
+    async def SetBackups(
+        self, request: coordinator_pb2.SetBackupsRequest, call: Call
+    ) -> coordinator_pb2.SetBackupsResponse:
+        run = self._state.require_run(request.run)
+        check_backups(request.backups)
+        self._coordinator.backups.set_count(run, request.backups)
+        await self._state.save(run)
+        return coordinator_pb2.SetBackupsResponse()
+
+    async def DrainServer(
+        self, request: coordinator_pb2.DrainServerRequest, call: Call
+    ) -> coordinator_pb2.DrainServerResponse:
+        return await self._coordinator.drains.drain(request.server_id, epoch=request.epoch, cancel=request.cancel)
+
+    async def RebalanceRun(
+        self, request: coordinator_pb2.RebalanceRunRequest, call: Call
+    ) -> coordinator_pb2.RebalanceRunResponse:
+        run = self._state.require_run(request.run)
+        return await self._coordinator.drains.rebalance(run, report_only=request.report_only)
+
+    async def VerifyRun(
+        self, request: coordinator_pb2.VerifyRunRequest, call: Call
+    ) -> coordinator_pb2.VerifyRunResponse:
+        return await self._coordinator.verifier.verify(self._state.require_run(request.run))
 
     async def ExplainStall(
         self, request: coordinator_pb2.ExplainStallRequest, call: Call

@@ -32,8 +32,11 @@ class Signal:
 
     async def wait(self, timeout_s: float | None = None) -> None:
         """Returns at the next ``notify``, or after ``timeout_s``."""
+        # asyncio.wait_for of Python 3.11 loses a cancellation that comes together with ``notify``.
+        event = self._event
         try:
-            await asyncio.wait_for(self._event.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await event.wait()
         except TimeoutError:
             return
 

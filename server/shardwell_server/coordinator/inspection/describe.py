@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from shardwell_server.coordinator.inspection.events import timestamp
@@ -297,8 +298,19 @@ def _weights(run: Run, cluster: Cluster) -> coordinator_pb2.DescribeWeightsRespo
     )
 
 
-def list_servers(cluster: Cluster, now: float) -> coordinator_pb2.ListServersResponse:
-    """Lists every registered shard server."""
+def list_servers(cluster: Cluster, runs: Iterable[Run], now: float) -> coordinator_pb2.ListServersResponse:
+    """Lists every registered shard server, with the shards that it has."""
+    primaries: Counter[str] = Counter()
+    backups: Counter[str] = Counter()
+    primary_bytes: Counter[str] = Counter()
+    backup_bytes: Counter[str] = Counter()
+    for unit in (unit for run in runs for unit in run.units):
+        for shard in unit.shards:
+            primaries[shard.server_id] += 1
+            primary_bytes[shard.server_id] += shard.size_bytes
+        for backup in unit.backups:
+            backups[backup.server_id] += 1
+            backup_bytes[backup.server_id] += backup.size_bytes
     return coordinator_pb2.ListServersResponse(
         servers=[
             coordinator_pb2.ServerSummary(
@@ -311,6 +323,11 @@ def list_servers(cluster: Cluster, now: float) -> coordinator_pb2.ListServersRes
                 reserved_bytes=server.reserved_bytes,
                 used_bytes=server.used_bytes,
                 state=server.state.value,
+                draining=server.draining,
+                primary_count=primaries[server.server_id],
+                primary_bytes=primary_bytes[server.server_id],
+                backup_count=backups[server.server_id],
+                backup_bytes=backup_bytes[server.server_id],
             )
             for _, server in sorted(cluster.servers.items())
         ]

@@ -180,7 +180,8 @@ class UnitPlacer:
 
     def _choose_servers(self, layout: UnitLayout) -> tuple[ShardRecord, ...]:
         cluster, shards = self._state.cluster, []
-        candidates = [Candidate(server.server_id, server.free_bytes) for server in cluster.live]
+        staying = [server for server in cluster.live if not server.draining] or cluster.live
+        candidates = [Candidate(server.server_id, server.free_bytes) for server in staying]
         for piece in place(layout, candidates, self._state.settings.min_shard_bytes):
             server = cluster.servers[piece.server_id]
             server.reserve(piece.stop_bytes - piece.start_bytes)

@@ -105,6 +105,25 @@ class BackupKeeper:
             run.set_backups(backups)
             self._note(run).complete = False
 
+    def planned_moves(self, run: Run) -> list[ShardRecord]:
+        """Returns the primaries that are to move to other servers."""
+        targets = self._targets(run)
+        return [shard for unit, shard in self._shards(run) if (unit.index, shard.start_bytes) in targets]
+
+    def explain_drain(self, run: Run, server: Server) -> list[str]:
+        """Returns why a server cannot hand over its shards of a run, one line each. Empty: it is handing them over."""
+        own = [(unit, shard) for unit, shard in self._shards(run) if shard.server_id == server.server_id]
+        stuck = [
+            (unit, shard)
+            for unit, shard in own
+            if not self._good(unit, shard) and self._choose(run, unit, shard) is None
+        ]
+        if not stuck:
+            return []
+        problem = self._note(run).problem
+        what = f"no other live server can take the shards of run {run.name!r}: start more servers"
+        return [f"{what} ({problem})" if problem else what]
+
     # Rounds
 
     def _note(self, run: Run) -> _Notes:
@@ -112,7 +131,7 @@ class BackupKeeper:
 
     def has_work(self, run: Run) -> bool:
         """True if copies must be built, moved or released."""
-        if run.deleted or run.unconfirmed or run.calls.relocating.in_flight:
+        if run.deleted or run.unconfirmed or run.calls.relocating.in_flight or run.checkpoints.restore is not None:
             return False
         return any(self._unwanted(run)) or bool(self._missing(run)) or self._update_moves(run)
 
@@ -309,7 +328,12 @@ class BackupKeeper:
 
     async def _move_now(self, run: Run) -> None:
         """Moves shards of a run without trainers, which commits nothing. What was pushed to the step is dropped."""
-        if run.commits.writing or run.commits.pending_updates or not (promotions := run.planned_promotions()):
+        if (
+            run.commits.writing
+            or run.commits.pending_updates
+            or run.unconfirmed
+            or not (promotions := run.planned_promotions())
+        ):
             return
         run.relocate(promotions)
         run.restart_step()

@@ -42,8 +42,8 @@ class Rollback(Protocol):
         """True if a checkpoint of the run exists."""
         ...
 
-    def start_roll_back(self, run: Run, reason: str) -> None:
-        """Starts the rollback in the background. Repeating it is harmless."""
+    async def roll_back(self, run: Run, lost: str) -> bool:
+        """Starts the rollback. Returns when this is durable. Repeating it is harmless."""
         ...
 
 
@@ -56,9 +56,6 @@ class _Losses:
     """Backups on processes that are gone."""
     shards: list[tuple[Unit, ShardRecord]] = field(default_factory=list)
     """Primaries that no backup can replace."""
-
-    def __bool__(self) -> bool:
-        return bool(self.promotions or self.backups or self.shards)
 
 
 class Relocator:
@@ -101,14 +98,16 @@ class Relocator:
     def check(self) -> None:
         """Starts relocating the shards of every run that lost a server process."""
         for run in self._state.runs.values():
-            if not run.calls.relocating.in_flight and self._losses(run):
+            losses = self._losses(run)
+            replaceable = losses.promotions or losses.backups or (losses.shards and self._can_roll_back(run))
+            if replaceable and not run.calls.relocating.in_flight:
                 self._state.tasks.start(run.calls.relocating(lambda run=run: self._relocate(run)))  # type: ignore[misc]
 
     def _losses(self, run: Run) -> _Losses:
         """Returns what a run loses now, and which backups replace it."""
         found, is_gone = _Losses(), self._state.cluster.is_gone
         gone = {process for process in run.units.holders if is_gone(process)}
-        if not gone or run.deleted:
+        if not gone or run.deleted or run.checkpoints.restore is not None:
             return found
         for unit in run.units:
             found.backups += [
@@ -131,6 +130,9 @@ class Relocator:
         able = [backup for backup in unit.backups_of(shard) if backup.in_sync and not cluster.is_gone(backup.process)]
         return min(able, key=lambda backup: cluster.servers[backup.server_id].draining, default=None)
 
+    def _can_roll_back(self, run: Run) -> bool:
+        return self._rollback is not None and self._rollback.can_roll_back(run)
+
     def _may_be_alive(self, shard: ShardRecord) -> bool:
         server = self._state.cluster.servers.get(shard.server_id)
         return server is not None and server.incarnation == shard.incarnation and not server.ended
@@ -140,8 +142,8 @@ class Relocator:
             while run.commits.writing:
                 await run.changed.wait()
             losses = self._losses(run)
-            if losses.shards and self._rollback is not None and self._rollback.can_roll_back(run):
-                self._rollback.start_roll_back(run, _describe_loss(losses.shards))
+            if losses.shards and self._rollback is not None and self._can_roll_back(run):
+                await self._rollback.roll_back(run, _describe_loss(losses.shards))
                 return
             if not losses.promotions and not losses.backups:
                 return  # nothing can be replaced; the run reports what it lost
@@ -188,7 +190,8 @@ class Relocator:
     def _note_refused(self, run: Run, server_id: str, error: ShardwellError) -> None:
         """Handles a server that cannot be the primary of a shard, because its copy lacks the version."""
         if self._rollback is not None and self._rollback.can_roll_back(run):
-            self._rollback.start_roll_back(run, f"server {server_id!r} cannot replace a lost shard: {error}")
+            lost = f"server {server_id!r} cannot replace a lost shard: {error}"
+            self._state.tasks.start(self._rollback.roll_back(run, lost))
             return
         logger.error("run %r: %s", run.name, error)
 

@@ -7,6 +7,7 @@ stores the run.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -328,6 +329,7 @@ class Run:
         """
         assert self.checkpoints.restore is not None
         self.units.load(units)
+        self.unconfirmed, self.moves = set(), {}
         self.commits.load(records, state)
         self.raise_placement()
         if self.step is not None:
@@ -489,7 +491,12 @@ class Run:
         self.moves = dict(moves)
 
     def planned_promotions(self) -> list[Promotion]:
-        """Returns the promotions of planned moves whose targets are in sync."""
+        """Returns the promotions of planned moves whose targets are in sync.
+
+        None while a checkpoint is being saved: the former primaries, which write it, would be released.
+        """
+        if self.checkpoints.in_flight is not None:
+            return []
         units = list(self.units)
         return [
             Promotion(units[index], backup, keep_former=True)
@@ -586,3 +593,8 @@ class Run:
         """
         while self.commits.pending_updates or self.unconfirmed:
             await self.changed.wait()
+
+    async def wait_until_updated_for(self, limit_s: float) -> None:
+        """As ``wait_until_updated``. Raises TimeoutError after ``limit_s``."""
+        async with asyncio.timeout(limit_s):
+            await self.wait_until_updated()

@@ -79,7 +79,8 @@ class ShardServers:
         try:
             return await task
         except asyncio.CancelledError:
-            if task not in self._abandoned:
+            current = asyncio.current_task()
+            if task not in self._abandoned or (current is not None and current.cancelling()):
                 raise
             raise UnavailableError("the server is gone", server=process[0]) from None
         finally:
