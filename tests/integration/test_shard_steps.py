@@ -506,11 +506,15 @@ def test_memory_for_an_update_is_allocated_before_the_commit(
     memory = server.store.memory
     reserved, used = server.evaluate(lambda: (memory.reserved_bytes, memory.used_bytes))
 
-    def no_memory(*_: object) -> torch.Tensor:
-        raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
+    empty_like = torch.empty_like
+
+    def no_memory(template: torch.Tensor, *, device: str = "cpu", **options: Any) -> torch.Tensor:
+        if device == "cpu":
+            raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
+        return empty_like(template, device=device, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "zeros_like", no_memory)
+        patch.setattr(torch, "empty_like", no_memory)
         error = error_of(lambda: one.prepare_update(0, algorithm="adamw"))
         assert isinstance(error, CapacityError)
         assert "for the optimizer's state of unit 'u'" in str(error)
@@ -519,7 +523,7 @@ def test_memory_for_an_update_is_allocated_before_the_commit(
     assert one.prepare(0, optimizer=adam).update_ready
     assert server.evaluate(lambda: memory.used_bytes) > used
     one.prepare_update(0, algorithm="adamw")
-    monkeypatch.setattr(torch, "zeros_like", no_memory)
+    monkeypatch.setattr(torch, "empty_like", no_memory)
     one.update(0, algorithm="adamw")
     one.push(one.filled(1.0), step=1)
     assert one.prepare(1, optimizer=adam).update_ready, "the prepare allocates no more memory"

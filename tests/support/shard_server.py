@@ -20,6 +20,7 @@ import torch
 from shardwell.transport.shard_client import ShardClient
 from shardwell_server.rpc import add_service
 from shardwell_server.shard.memory.shared_memory import SharedMemory
+from shardwell_server.shard.process.peers import GrpcPeers
 from shardwell_server.shard.servicer import ShardServicer
 from shardwell_server.shard.state.fences import CoordinatorTerm
 from shardwell_server.shard.state.store import ShardStore
@@ -67,7 +68,8 @@ class ShardServer:
 
     def __enter__(self) -> ShardServer:
         port = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
-        self.client = ShardClient(f"127.0.0.1:{port}", chunk_bytes=64 << 10)
+        self.address = f"127.0.0.1:{port}"
+        self.client = ShardClient(self.address, chunk_bytes=64 << 10)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
@@ -88,7 +90,9 @@ class ShardServer:
         if self._shared is not None:
             self.shm = transports.find(ShmTransport)
         self._term = CoordinatorTerm(self._confirm_term)
-        add_service(self._server, SERVICE, ShardServicer("here", "1", self.store, self._term, transports))
+        self.peers = GrpcPeers()
+        self.servicer = ShardServicer("here", "1", self.store, self._term, transports, self.peers)
+        add_service(self._server, SERVICE, self.servicer)
         await self._accepting.enter_async_context(transports.serving())
         port: int = self._server.add_insecure_port("127.0.0.1:0")
         await self._server.start()
@@ -99,6 +103,8 @@ class ShardServer:
 
     async def _stop(self) -> None:
         await self._server.stop(0)
+        await self.servicer.close()
+        await self.peers.close()
         await self._accepting.aclose()
 
     def evaluate(self, function: Callable[[], Result]) -> Result:

@@ -45,6 +45,34 @@ SHARD_ROLE_BACKUP: ShardRole.ValueType  # 2
 """Keeps a copy, which the primary updates."""
 global___ShardRole = ShardRole
 
+class _StepContent:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _StepContentEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_StepContent.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    STEP_CONTENT_UNSPECIFIED: _StepContent.ValueType  # 0
+    """Rejected."""
+    STEP_CONTENT_GRADIENT: _StepContent.ValueType  # 1
+    """The reduced gradient."""
+    STEP_CONTENT_CONTRIBUTIONS: _StepContent.ValueType  # 2
+    """Gradients of single ranks: those that are kept for another optimizer's step, and new values of buffers."""
+    STEP_CONTENT_PARTITIONS: _StepContent.ValueType  # 3
+    """Staged values and state of optimizer partitions."""
+
+class StepContent(_StepContent, metaclass=_StepContentEnumTypeWrapper):
+    """A part of what the update of a step needs."""
+
+STEP_CONTENT_UNSPECIFIED: StepContent.ValueType  # 0
+"""Rejected."""
+STEP_CONTENT_GRADIENT: StepContent.ValueType  # 1
+"""The reduced gradient."""
+STEP_CONTENT_CONTRIBUTIONS: StepContent.ValueType  # 2
+"""Gradients of single ranks: those that are kept for another optimizer's step, and new values of buffers."""
+STEP_CONTENT_PARTITIONS: StepContent.ValueType  # 3
+"""Staged values and state of optimizer partitions."""
+global___StepContent = StepContent
+
 class _PeekSource:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -1815,6 +1843,7 @@ class PromoteShardsRequest(google.protobuf.message.Message):
     PLACEMENT_FIELD_NUMBER: builtins.int
     SHARDS_FIELD_NUMBER: builtins.int
     FENCES_FIELD_NUMBER: builtins.int
+    BACKUPS_FIELD_NUMBER: builtins.int
     placement: builtins.int
     """Number of the relocation."""
     @property
@@ -1829,6 +1858,10 @@ class PromoteShardsRequest(google.protobuf.message.Message):
     def fences(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RankFence]:
         """Lower bounds of every logical rank, as in Fence."""
 
+    @property
+    def backups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PromotedBackup]:
+        """All backups of these shards that are in sync. This server brings them to every step from now on."""
+
     def __init__(
         self,
         *,
@@ -1836,11 +1869,45 @@ class PromoteShardsRequest(google.protobuf.message.Message):
         placement: builtins.int = ...,
         shards: collections.abc.Iterable[global___ShardReference] | None = ...,
         fences: collections.abc.Iterable[global___RankFence] | None = ...,
+        backups: collections.abc.Iterable[global___PromotedBackup] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["context", b"context", "fences", b"fences", "placement", b"placement", "shards", b"shards"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["backups", b"backups", "context", b"context", "fences", b"fences", "placement", b"placement", "shards", b"shards"]) -> None: ...
 
 global___PromoteShardsRequest = PromoteShardsRequest
+
+@typing.final
+class PromotedBackup(google.protobuf.message.Message):
+    """A backup of a shard whose primary has changed."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SHARD_FIELD_NUMBER: builtins.int
+    SERVER_ID_FIELD_NUMBER: builtins.int
+    ADDRESS_FIELD_NUMBER: builtins.int
+    PLACEMENT_FIELD_NUMBER: builtins.int
+    server_id: builtins.str
+    """Server of the backup."""
+    address: builtins.str
+    """host:port of that server."""
+    placement: builtins.int
+    """Number of the backup's reservation."""
+    @property
+    def shard(self) -> global___ShardReference:
+        """The shard."""
+
+    def __init__(
+        self,
+        *,
+        shard: global___ShardReference | None = ...,
+        server_id: builtins.str = ...,
+        address: builtins.str = ...,
+        placement: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["shard", b"shard"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "placement", b"placement", "server_id", b"server_id", "shard", b"shard"]) -> None: ...
+
+global___PromotedBackup = PromotedBackup
 
 @typing.final
 class PromoteShardsResponse(google.protobuf.message.Message):
@@ -2006,6 +2073,421 @@ class HashShardsResponse(google.protobuf.message.Message):
 global___HashShardsResponse = HashShardsResponse
 
 @typing.final
+class PartContent(google.protobuf.message.Message):
+    """State of one part of a parameter, without its tensors."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ALGORITHM_FIELD_NUMBER: builtins.int
+    STEP_COUNT_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    HAS_AVERAGE_FIELD_NUMBER: builtins.int
+    KEPT_DP_RANKS_FIELD_NUMBER: builtins.int
+    algorithm: builtins.str
+    """Optimizer of the last update. Empty: none."""
+    step_count: builtins.int
+    """Number of updates by this optimizer."""
+    has_average: builtins.bool
+    """True if the part has a moving average."""
+    @property
+    def state(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StateTensor]:
+        """The tensors that exist, in the order of the stream."""
+
+    @property
+    def kept_dp_ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Data ranks with a gradient that is kept for another optimizer's step, ascending."""
+
+    def __init__(
+        self,
+        *,
+        algorithm: builtins.str = ...,
+        step_count: builtins.int = ...,
+        state: collections.abc.Iterable[global___StateTensor] | None = ...,
+        has_average: builtins.bool = ...,
+        kept_dp_ranks: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["algorithm", b"algorithm", "has_average", b"has_average", "kept_dp_ranks", b"kept_dp_ranks", "state", b"state", "step_count", b"step_count"]) -> None: ...
+
+global___PartContent = PartContent
+
+@typing.final
+class PartitionContent(google.protobuf.message.Message):
+    """State of an optimizer partition, without its tensors."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DP_RANK_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    dp_rank: builtins.int
+    """Data rank of the partition."""
+    @property
+    def state(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StateTensor]:
+        """The tensors, in the order of the stream."""
+
+    def __init__(
+        self,
+        *,
+        dp_rank: builtins.int = ...,
+        state: collections.abc.Iterable[global___StateTensor] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dp_rank", b"dp_rank", "state", b"state"]) -> None: ...
+
+global___PartitionContent = PartitionContent
+
+@typing.final
+class BackupTarget(google.protobuf.message.Message):
+    """Identifies a backup, and the primary that may change it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SHARD_FIELD_NUMBER: builtins.int
+    RESERVATION_FIELD_NUMBER: builtins.int
+    PLACEMENT_FIELD_NUMBER: builtins.int
+    reservation: builtins.int
+    """Number of the backup's reservation."""
+    placement: builtins.int
+    """Number of the relocation that made the sender the primary. 0: none. A backup rejects lower numbers than the highest
+    that it has seen.
+    """
+    @property
+    def shard(self) -> global___ShardReference:
+        """The shard."""
+
+    def __init__(
+        self,
+        *,
+        shard: global___ShardReference | None = ...,
+        reservation: builtins.int = ...,
+        placement: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["shard", b"shard"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["placement", b"placement", "reservation", b"reservation", "shard", b"shard"]) -> None: ...
+
+global___BackupTarget = BackupTarget
+
+@typing.final
+class ReceiveShardStateHeader(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CONTEXT_FIELD_NUMBER: builtins.int
+    TARGET_FIELD_NUMBER: builtins.int
+    PARTS_FIELD_NUMBER: builtins.int
+    AVERAGES_BEGUN_FIELD_NUMBER: builtins.int
+    PARTITIONS_FIELD_NUMBER: builtins.int
+    averages_begun: builtins.bool
+    """True once a step has updated moving averages."""
+    @property
+    def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
+        """Run, and the version as step."""
+
+    @property
+    def target(self) -> global___BackupTarget:
+        """The backup."""
+
+    @property
+    def parts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PartContent]:
+        """State of each part, in layout order."""
+
+    @property
+    def partitions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PartitionContent]:
+        """State of optimizer partitions, by ascending data rank. Ranks without state are not listed."""
+
+    def __init__(
+        self,
+        *,
+        context: shardwell_wire.v1.common_pb2.RequestContext | None = ...,
+        target: global___BackupTarget | None = ...,
+        parts: collections.abc.Iterable[global___PartContent] | None = ...,
+        averages_begun: builtins.bool = ...,
+        partitions: collections.abc.Iterable[global___PartitionContent] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["context", b"context", "target", b"target"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["averages_begun", b"averages_begun", "context", b"context", "partitions", b"partitions", "parts", b"parts", "target", b"target"]) -> None: ...
+
+global___ReceiveShardStateHeader = ReceiveShardStateHeader
+
+@typing.final
+class ReceiveShardStateRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: builtins.int
+    CHUNK_FIELD_NUMBER: builtins.int
+    @property
+    def header(self) -> global___ReceiveShardStateHeader:
+        """On the first message only. The stream has, for each part, the values, the state tensors, the moving average and the
+        kept gradients; then the state tensors of the partitions.
+        """
+
+    @property
+    def chunk(self) -> shardwell_wire.v1.common_pb2.Chunk:
+        """On every message: the next piece of the stream."""
+
+    def __init__(
+        self,
+        *,
+        header: global___ReceiveShardStateHeader | None = ...,
+        chunk: shardwell_wire.v1.common_pb2.Chunk | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["chunk", b"chunk", "header", b"header"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "header", b"header"]) -> None: ...
+
+global___ReceiveShardStateRequest = ReceiveShardStateRequest
+
+@typing.final
+class ReceiveShardStateResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: builtins.int
+    version: builtins.int
+    """Version of the backup."""
+    def __init__(
+        self,
+        *,
+        version: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["version", b"version"]) -> None: ...
+
+global___ReceiveShardStateResponse = ReceiveShardStateResponse
+
+@typing.final
+class ReplicatedContribution(google.protobuf.message.Message):
+    """Gradient of one rank."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DP_RANK_FIELD_NUMBER: builtins.int
+    PARAMETER_INDICES_FIELD_NUMBER: builtins.int
+    dp_rank: builtins.int
+    """Data rank."""
+    @property
+    def parameter_indices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Parameters whose gradient is sent, as ascending layout indices."""
+
+    def __init__(
+        self,
+        *,
+        dp_rank: builtins.int = ...,
+        parameter_indices: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dp_rank", b"dp_rank", "parameter_indices", b"parameter_indices"]) -> None: ...
+
+global___ReplicatedContribution = ReplicatedContribution
+
+@typing.final
+class ReplicatedPartition(google.protobuf.message.Message):
+    """Staged values and state of one optimizer partition."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DP_RANK_FIELD_NUMBER: builtins.int
+    PARAMETER_INDICES_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    dp_rank: builtins.int
+    """Data rank."""
+    request_id: builtins.str
+    """Request id under which a trainer staged the partition."""
+    @property
+    def parameter_indices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Parameters with new values, as ascending layout indices."""
+
+    @property
+    def state(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StateTensor]:
+        """The new state."""
+
+    def __init__(
+        self,
+        *,
+        dp_rank: builtins.int = ...,
+        parameter_indices: collections.abc.Iterable[builtins.int] | None = ...,
+        state: collections.abc.Iterable[global___StateTensor] | None = ...,
+        request_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dp_rank", b"dp_rank", "parameter_indices", b"parameter_indices", "request_id", b"request_id", "state", b"state"]) -> None: ...
+
+global___ReplicatedPartition = ReplicatedPartition
+
+@typing.final
+class ReplicateStepHeader(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CONTEXT_FIELD_NUMBER: builtins.int
+    TARGET_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
+    CONTENT_FIELD_NUMBER: builtins.int
+    GRADIENT_INDICES_FIELD_NUMBER: builtins.int
+    CONTRIBUTIONS_FIELD_NUMBER: builtins.int
+    PARTITIONS_FIELD_NUMBER: builtins.int
+    PATH_FIELD_NUMBER: builtins.int
+    generation: builtins.int
+    """Rises whenever the gradient of the step changes on the primary."""
+    content: global___StepContent.ValueType
+    """What the stream has."""
+    path: builtins.str
+    """For GRADIENT, if both servers share a host: absolute path of a file in the sender's folder with the gradient in the
+    layout of the shard. The stream is then empty.
+    """
+    @property
+    def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
+        """Run and step."""
+
+    @property
+    def target(self) -> global___BackupTarget:
+        """The backup."""
+
+    @property
+    def gradient_indices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """For GRADIENT: parameters that have a gradient, as ascending layout indices. Others have none, which is not zero."""
+
+    @property
+    def contributions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ReplicatedContribution]:
+        """For CONTRIBUTIONS."""
+
+    @property
+    def partitions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ReplicatedPartition]:
+        """For PARTITIONS."""
+
+    def __init__(
+        self,
+        *,
+        context: shardwell_wire.v1.common_pb2.RequestContext | None = ...,
+        target: global___BackupTarget | None = ...,
+        generation: builtins.int = ...,
+        content: global___StepContent.ValueType = ...,
+        gradient_indices: collections.abc.Iterable[builtins.int] | None = ...,
+        contributions: collections.abc.Iterable[global___ReplicatedContribution] | None = ...,
+        partitions: collections.abc.Iterable[global___ReplicatedPartition] | None = ...,
+        path: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["context", b"context", "target", b"target"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["content", b"content", "context", b"context", "contributions", b"contributions", "generation", b"generation", "gradient_indices", b"gradient_indices", "partitions", b"partitions", "path", b"path", "target", b"target"]) -> None: ...
+
+global___ReplicateStepHeader = ReplicateStepHeader
+
+@typing.final
+class ReplicateStepRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: builtins.int
+    CHUNK_FIELD_NUMBER: builtins.int
+    @property
+    def header(self) -> global___ReplicateStepHeader:
+        """On the first message only. The stream has the tensors in the order of the header, clipped to the shard, without
+        padding: gradients; or the gradients of each contribution; or values and state tensors of each partition.
+        """
+
+    @property
+    def chunk(self) -> shardwell_wire.v1.common_pb2.Chunk:
+        """On every message: the next piece of the stream."""
+
+    def __init__(
+        self,
+        *,
+        header: global___ReplicateStepHeader | None = ...,
+        chunk: shardwell_wire.v1.common_pb2.Chunk | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["chunk", b"chunk", "header", b"header"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "header", b"header"]) -> None: ...
+
+global___ReplicateStepRequest = ReplicateStepRequest
+
+@typing.final
+class ReplicateStepResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GENERATION_FIELD_NUMBER: builtins.int
+    generation: builtins.int
+    """Generation that the backup has now."""
+    def __init__(
+        self,
+        *,
+        generation: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["generation", b"generation"]) -> None: ...
+
+global___ReplicateStepResponse = ReplicateStepResponse
+
+@typing.final
+class BackupToConfirm(google.protobuf.message.Message):
+    """What a backup must have of a step."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TARGET_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
+    CONTENTS_FIELD_NUMBER: builtins.int
+    generation: builtins.int
+    """As in ReplicateStepHeader."""
+    @property
+    def target(self) -> global___BackupTarget:
+        """The backup."""
+
+    @property
+    def contents(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[global___StepContent.ValueType]:
+        """Everything that was sent under this generation. Without GRADIENT, the step has no gradient for the shard."""
+
+    def __init__(
+        self,
+        *,
+        target: global___BackupTarget | None = ...,
+        generation: builtins.int = ...,
+        contents: collections.abc.Iterable[global___StepContent.ValueType] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["target", b"target"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["contents", b"contents", "generation", b"generation", "target", b"target"]) -> None: ...
+
+global___BackupToConfirm = BackupToConfirm
+
+@typing.final
+class ConfirmBackupsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CONTEXT_FIELD_NUMBER: builtins.int
+    BACKUPS_FIELD_NUMBER: builtins.int
+    OPTIMIZER_FIELD_NUMBER: builtins.int
+    @property
+    def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
+        """Run and step."""
+
+    @property
+    def backups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___BackupToConfirm]:
+        """The backups on this server."""
+
+    @property
+    def optimizer(self) -> shardwell_wire.v1.common_pb2.OptimizerStep:
+        """The optimizer that is expected to update the step. Unset: not known yet."""
+
+    def __init__(
+        self,
+        *,
+        context: shardwell_wire.v1.common_pb2.RequestContext | None = ...,
+        backups: collections.abc.Iterable[global___BackupToConfirm] | None = ...,
+        optimizer: shardwell_wire.v1.common_pb2.OptimizerStep | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["context", b"context", "optimizer", b"optimizer"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["backups", b"backups", "context", b"context", "optimizer", b"optimizer"]) -> None: ...
+
+global___ConfirmBackupsRequest = ConfirmBackupsRequest
+
+@typing.final
+class ConfirmBackupsResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FAILED_BACKUPS_FIELD_NUMBER: builtins.int
+    @property
+    def failed_backups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___BackupStatus]:
+        """Backups that cannot apply the step. They are out of sync. server_id is empty."""
+
+    def __init__(
+        self,
+        *,
+        failed_backups: collections.abc.Iterable[global___BackupStatus] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["failed_backups", b"failed_backups"]) -> None: ...
+
+global___ConfirmBackupsResponse = ConfirmBackupsResponse
+
+@typing.final
 class DropRunRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -2096,6 +2578,7 @@ class DescribeServerResponse(google.protobuf.message.Message):
     RUNS_FIELD_NUMBER: builtins.int
     UPTIME_S_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
+    REPLICATED_BYTES_FIELD_NUMBER: builtins.int
     server_id: builtins.str
     """Id of the shard server."""
     shardwell_version: builtins.str
@@ -2110,6 +2593,8 @@ class DescribeServerResponse(google.protobuf.message.Message):
     """Seconds since the process started."""
     incarnation: builtins.str
     """Random id of the process, as registered with the coordinator."""
+    replicated_bytes: builtins.int
+    """Bytes that were sent to backups on other servers since the process started: copies of shards, and steps."""
     @property
     def runs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RunOnServer]:
         """Runs with shards on this server."""
@@ -2125,8 +2610,9 @@ class DescribeServerResponse(google.protobuf.message.Message):
         runs: collections.abc.Iterable[global___RunOnServer] | None = ...,
         uptime_s: builtins.float = ...,
         incarnation: builtins.str = ...,
+        replicated_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["budget_bytes", b"budget_bytes", "incarnation", b"incarnation", "reserved_bytes", b"reserved_bytes", "runs", b"runs", "server_id", b"server_id", "shardwell_version", b"shardwell_version", "uptime_s", b"uptime_s", "used_bytes", b"used_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["budget_bytes", b"budget_bytes", "incarnation", b"incarnation", "replicated_bytes", b"replicated_bytes", "reserved_bytes", b"reserved_bytes", "runs", b"runs", "server_id", b"server_id", "shardwell_version", b"shardwell_version", "uptime_s", b"uptime_s", "used_bytes", b"used_bytes"]) -> None: ...
 
 global___DescribeServerResponse = DescribeServerResponse
 
@@ -2160,6 +2646,9 @@ class ShardSummary(google.protobuf.message.Message):
     PARAMETER_BYTES_FIELD_NUMBER: builtins.int
     OPTIMIZER_BYTES_FIELD_NUMBER: builtins.int
     CONTRIBUTION_BYTES_FIELD_NUMBER: builtins.int
+    ROLE_FIELD_NUMBER: builtins.int
+    OUT_OF_SYNC_FIELD_NUMBER: builtins.int
+    BACKUP_SERVER_IDS_FIELD_NUMBER: builtins.int
     unit: builtins.str
     """Name of the unit."""
     unit_index: builtins.int
@@ -2178,9 +2667,17 @@ class ShardSummary(google.protobuf.message.Message):
     """Memory of the optimizer state."""
     contribution_bytes: builtins.int
     """Memory of the contributions to the step in flight."""
+    role: global___ShardRole.ValueType
+    """What the server does with the shard."""
+    out_of_sync: builtins.str
+    """Why a backup is out of sync. Empty: it is not, or it is still being built (version is unset)."""
     @property
     def dtypes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[shardwell_wire.v1.common_pb2.Dtype.ValueType]:
         """Element types in the unit."""
+
+    @property
+    def backup_server_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """For a primary: servers with a backup that this server brings to every step."""
 
     def __init__(
         self,
@@ -2195,9 +2692,12 @@ class ShardSummary(google.protobuf.message.Message):
         parameter_bytes: builtins.int = ...,
         optimizer_bytes: builtins.int = ...,
         contribution_bytes: builtins.int = ...,
+        role: global___ShardRole.ValueType = ...,
+        out_of_sync: builtins.str = ...,
+        backup_server_ids: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_version", b"_version", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_version", b"_version", "contribution_bytes", b"contribution_bytes", "dtypes", b"dtypes", "optimizer_bytes", b"optimizer_bytes", "parameter_bytes", b"parameter_bytes", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit", "unit_bytes", b"unit_bytes", "unit_index", b"unit_index", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_version", b"_version", "backup_server_ids", b"backup_server_ids", "contribution_bytes", b"contribution_bytes", "dtypes", b"dtypes", "optimizer_bytes", b"optimizer_bytes", "out_of_sync", b"out_of_sync", "parameter_bytes", b"parameter_bytes", "role", b"role", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit", "unit_bytes", b"unit_bytes", "unit_index", b"unit_index", "version", b"version"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_version", b"_version"]) -> typing.Literal["version"] | None: ...
 
 global___ShardSummary = ShardSummary

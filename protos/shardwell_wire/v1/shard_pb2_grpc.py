@@ -153,6 +153,41 @@ class ShardServiceStub(object):
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.UpdateRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.UpdateResponse.FromString,
                 _registered_method=True)
+        self.CopyShard = channel.unary_unary(
+                '/shardwell_wire.v1.ShardService/CopyShard',
+                request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.CopyShardRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.CopyShardResponse.FromString,
+                _registered_method=True)
+        self.PromoteShards = channel.unary_unary(
+                '/shardwell_wire.v1.ShardService/PromoteShards',
+                request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.PromoteShardsRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.PromoteShardsResponse.FromString,
+                _registered_method=True)
+        self.ReleaseShards = channel.unary_unary(
+                '/shardwell_wire.v1.ShardService/ReleaseShards',
+                request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ReleaseShardsRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.ReleaseShardsResponse.FromString,
+                _registered_method=True)
+        self.HashShards = channel.unary_unary(
+                '/shardwell_wire.v1.ShardService/HashShards',
+                request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.HashShardsRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.HashShardsResponse.FromString,
+                _registered_method=True)
+        self.ReceiveShardState = channel.stream_unary(
+                '/shardwell_wire.v1.ShardService/ReceiveShardState',
+                request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ReceiveShardStateRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.ReceiveShardStateResponse.FromString,
+                _registered_method=True)
+        self.ReplicateStep = channel.stream_unary(
+                '/shardwell_wire.v1.ShardService/ReplicateStep',
+                request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ReplicateStepRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.ReplicateStepResponse.FromString,
+                _registered_method=True)
+        self.ConfirmBackups = channel.unary_unary(
+                '/shardwell_wire.v1.ShardService/ConfirmBackups',
+                request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ConfirmBackupsRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.ConfirmBackupsResponse.FromString,
+                _registered_method=True)
         self.DropRun = channel.unary_unary(
                 '/shardwell_wire.v1.ShardService/DropRun',
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.DropRunRequest.SerializeToString,
@@ -436,6 +471,74 @@ class ShardServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CopyShard(self, request, context):
+        """Coordinator: makes a reserved backup on another server a copy of a primary on this server. Answers when the backup
+        has the committed state, and the step in flight if it is prepared. From then on this server brings the backup to
+        every step before the commit record. The update of the shard waits meanwhile; pushes and reads go on.
+
+        FAILED_PRECONDITION: the shard is no primary here. UNAVAILABLE, DEADLINE_EXCEEDED: the target cannot be reached.
+        RESOURCE_EXHAUSTED: the target has no memory.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PromoteShards(self, request, context):
+        """Coordinator: makes backups on this server primaries, and sets the backups of these shards. The newest version must be
+        that of the step in flight, or the one before with the prepared step. Shards that are primaries already stay so.
+
+        FAILED_PRECONDITION: a backup is out of sync. Nothing was changed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReleaseShards(self, request, context):
+        """Coordinator: drops shards that were moved, or backups that are not needed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def HashShards(self, request, context):
+        """Coordinator: hashes the shards of a run on this server, to compare primaries and backups. No update runs meanwhile.
+
+        FAILED_PRECONDITION: a primary has another version than the expected one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReceiveShardState(self, request_iterator, context):
+        """Shard server with the primary: streams the committed state of a shard to a reserved backup. Replaces what the backup
+        has.
+
+        ABORTED: the shard is not a backup of this reservation, or follows a later primary. DATA_LOSS: checksum mismatch.
+        RESOURCE_EXHAUSTED: memory budget exceeded.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReplicateStep(self, request_iterator, context):
+        """Shard server with the primary: streams a part of what the update of the step in flight needs. Waits until the backup
+        has the version that the step reads. A later generation replaces an earlier one.
+
+        ABORTED: as ReceiveShardState, or a later generation has arrived. FAILED_PRECONDITION: the backup is out of sync, or
+        the file of the gradient cannot be read. DATA_LOSS: checksum mismatch. RESOURCE_EXHAUSTED: memory budget exceeded.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ConfirmBackups(self, request, context):
+        """Shard server with the primaries: confirms that backups have everything of a generation, and allocates the memory that
+        the update needs. Afterwards the backups apply the step with Update.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DropRun(self, request, context):
         """Coordinator: deletes a run and frees its memory.
         """
@@ -629,6 +732,41 @@ def add_ShardServiceServicer_to_server(servicer, server):
                     servicer.Update,
                     request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.UpdateRequest.FromString,
                     response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.UpdateResponse.SerializeToString,
+            ),
+            'CopyShard': grpc.unary_unary_rpc_method_handler(
+                    servicer.CopyShard,
+                    request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.CopyShardRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.CopyShardResponse.SerializeToString,
+            ),
+            'PromoteShards': grpc.unary_unary_rpc_method_handler(
+                    servicer.PromoteShards,
+                    request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.PromoteShardsRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.PromoteShardsResponse.SerializeToString,
+            ),
+            'ReleaseShards': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseShards,
+                    request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.ReleaseShardsRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ReleaseShardsResponse.SerializeToString,
+            ),
+            'HashShards': grpc.unary_unary_rpc_method_handler(
+                    servicer.HashShards,
+                    request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.HashShardsRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.HashShardsResponse.SerializeToString,
+            ),
+            'ReceiveShardState': grpc.stream_unary_rpc_method_handler(
+                    servicer.ReceiveShardState,
+                    request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.ReceiveShardStateRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ReceiveShardStateResponse.SerializeToString,
+            ),
+            'ReplicateStep': grpc.stream_unary_rpc_method_handler(
+                    servicer.ReplicateStep,
+                    request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.ReplicateStepRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ReplicateStepResponse.SerializeToString,
+            ),
+            'ConfirmBackups': grpc.unary_unary_rpc_method_handler(
+                    servicer.ConfirmBackups,
+                    request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.ConfirmBackupsRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ConfirmBackupsResponse.SerializeToString,
             ),
             'DropRun': grpc.unary_unary_rpc_method_handler(
                     servicer.DropRun,
@@ -1262,6 +1400,195 @@ class ShardService(object):
             '/shardwell_wire.v1.ShardService/Update',
             shardwell__wire_dot_v1_dot_shard__pb2.UpdateRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_shard__pb2.UpdateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CopyShard(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardwell_wire.v1.ShardService/CopyShard',
+            shardwell__wire_dot_v1_dot_shard__pb2.CopyShardRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_shard__pb2.CopyShardResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PromoteShards(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardwell_wire.v1.ShardService/PromoteShards',
+            shardwell__wire_dot_v1_dot_shard__pb2.PromoteShardsRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_shard__pb2.PromoteShardsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseShards(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardwell_wire.v1.ShardService/ReleaseShards',
+            shardwell__wire_dot_v1_dot_shard__pb2.ReleaseShardsRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_shard__pb2.ReleaseShardsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def HashShards(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardwell_wire.v1.ShardService/HashShards',
+            shardwell__wire_dot_v1_dot_shard__pb2.HashShardsRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_shard__pb2.HashShardsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReceiveShardState(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/shardwell_wire.v1.ShardService/ReceiveShardState',
+            shardwell__wire_dot_v1_dot_shard__pb2.ReceiveShardStateRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_shard__pb2.ReceiveShardStateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReplicateStep(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/shardwell_wire.v1.ShardService/ReplicateStep',
+            shardwell__wire_dot_v1_dot_shard__pb2.ReplicateStepRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_shard__pb2.ReplicateStepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ConfirmBackups(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardwell_wire.v1.ShardService/ConfirmBackups',
+            shardwell__wire_dot_v1_dot_shard__pb2.ConfirmBackupsRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_shard__pb2.ConfirmBackupsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from typing import Any, Protocol, TypeVar
 
-from shardwell_wire.errors import ShardwellError, StaleEpochError
+from shardwell_wire.errors import DeadlineError, ShardwellError, StaleEpochError
 
 Result = TypeVar("Result")
 
@@ -36,6 +37,16 @@ def _completion(task: asyncio.Future[Any]) -> asyncio.Future[None]:
     # ``ended`` is done already if the waiting task was cancelled.
     task.add_done_callback(lambda _: None if ended.done() else ended.set_result(None))
     return ended
+
+
+@asynccontextmanager
+async def deadline_of(limit_s: float, what: str) -> AsyncIterator[None]:
+    """Cancels the block after a time. Raises DeadlineError then."""
+    try:
+        async with asyncio.timeout(limit_s):
+            yield
+    except TimeoutError:
+        raise DeadlineError(f"{what} took longer than its deadline of {limit_s:.1f} s") from None
 
 
 async def first_of(*events: asyncio.Event) -> None:

@@ -10,12 +10,23 @@ from google.protobuf.message import Message
 
 from shardwell_server.rpc import Call
 from shardwell_server.shard.concurrency import first_of, uninterrupted
-from shardwell_server.shard.requests import initial_values, inspection, partitions, pushes, reading, steps
+from shardwell_server.shard.requests import (
+    backups,
+    initial_values,
+    inspection,
+    partitions,
+    pushes,
+    reading,
+    relocation,
+    steps,
+)
 from shardwell_server.shard.requests.checkpoints import CheckpointRequests
+from shardwell_server.shard.requests.peers import NoPeers, Peers
+from shardwell_server.shard.requests.replication import Replicator
 from shardwell_server.shard.requests.streams import IncomingMessages, StandingStreams
 from shardwell_server.shard.state.fences import CoordinatorTerm
 from shardwell_server.shard.state.runs import HostedRun
-from shardwell_server.shard.state.shard_spec import ShardSpec
+from shardwell_server.shard.state.shard_spec import Role, ShardSpec
 from shardwell_server.shard.state.store import ShardStore, named_identity
 from shardwell_server.shard.transports import shm_requests
 from shardwell_server.shard.transports.base import ServerTransports, measurement_chunks
@@ -35,6 +46,7 @@ class ShardServicer:
         store: The server's runs and shards.
         term: The term of the server's coordinator.
         transports: The transports that the server offers besides gRPC.
+        peers: Calls other shard servers. None: the server cannot have backups elsewhere.
     """
 
     def __init__(
@@ -44,10 +56,12 @@ class ShardServicer:
         store: ShardStore,
         term: CoordinatorTerm,
         transports: ServerTransports,
+        peers: Peers | None = None,
     ) -> None:
         self._server_id, self._incarnation, self._store, self._term = server_id, incarnation, store, term
         self._transports = transports
         self._checkpoints = CheckpointRequests(server_id, store)
+        self._replicator = Replicator(store, peers or NoPeers())
         self._stopping = asyncio.Event()
         self._standing = StandingStreams()
         self._started_s = asyncio.get_running_loop().time()
@@ -55,6 +69,10 @@ class ShardServicer:
     def end_standing_streams(self) -> None:
         """Ends all transport sessions and pins, now and in future, because the server is about to stop."""
         self._stopping.set()
+
+    async def close(self) -> None:
+        """Ends transfers to other servers."""
+        await self._replicator.close()
 
     # ---- rpcs of the coordinator ----
 
@@ -71,7 +89,8 @@ class ShardServicer:
             dp=request.dp,
             placement=request.placement,
         )
-        shard = self._store.reserve(spec)
+        role = Role.BACKUP if request.role == shard_pb2.SHARD_ROLE_BACKUP else Role.PRIMARY
+        shard = self._store.reserve(spec, role)
         return shard_pb2.ReserveUnitResponse(free_bytes=self._store.memory.free_bytes, version=shard.version)
 
     async def ReleaseUnit(self, request: shard_pb2.ReleaseUnitRequest, call: Call) -> shard_pb2.ReleaseUnitResponse:
@@ -97,26 +116,60 @@ class ShardServicer:
 
     async def PrepareStep(self, request: shard_pb2.PrepareStepRequest, call: Call) -> shard_pb2.PrepareStepResponse:
         run = await self._coordinated(request, call)
-        return await run.exclusively(lambda: steps.prepare(run, self._store.in_thread, request))
+        return await run.exclusively(lambda: steps.prepare(run, self._store.in_thread, request, self._replicator))
 
     async def ConfirmPartitions(
         self, request: shard_pb2.ConfirmPartitionsRequest, call: Call
     ) -> shard_pb2.ConfirmPartitionsResponse:
         run = await self._coordinated(request, call)
-        return await run.exclusively(lambda: partitions.confirm(run, request))
+        return await run.exclusively(lambda: partitions.confirm(run, request, self._replicator))
 
     async def PrepareUpdate(
         self, request: shard_pb2.PrepareUpdateRequest, call: Call
     ) -> shard_pb2.PrepareUpdateResponse:
         run = await self._coordinated(request, call)
-        await run.exclusively(lambda: steps.prepare_update(run, self._store.in_thread, request))
-        return shard_pb2.PrepareUpdateResponse()
+        return await run.exclusively(
+            lambda: steps.prepare_update(run, self._store.in_thread, request, self._replicator)
+        )
 
     async def Update(self, request: shard_pb2.UpdateRequest, call: Call) -> shard_pb2.UpdateResponse:
         run = await self._coordinated(request, call)
         # A started update is finished even if the coordinator cancels the rpc.
-        version = await uninterrupted(run.exclusively(lambda: steps.update(run, self._store.in_thread, request)))
-        return shard_pb2.UpdateResponse(version=version)
+        response = await uninterrupted(run.exclusively(lambda: steps.update(run, self._store.in_thread, request)))
+        for backup in response.stale_backups:
+            backup.server_id = self._server_id
+        return response
+
+    async def CopyShard(self, request: shard_pb2.CopyShardRequest, call: Call) -> shard_pb2.CopyShardResponse:
+        run = await self._coordinated(request, call)
+        version, copied_bytes = await self._replicator.copy(run, request, call.remaining_s())
+        return shard_pb2.CopyShardResponse(version=version, copied_bytes=copied_bytes)
+
+    async def PromoteShards(
+        self, request: shard_pb2.PromoteShardsRequest, call: Call
+    ) -> shard_pb2.PromoteShardsResponse:
+        run = await self._coordinated(request, call)
+
+        async def work() -> None:
+            relocation.promote(run, request)
+
+        await run.exclusively(work)
+        return shard_pb2.PromoteShardsResponse()
+
+    async def ReleaseShards(
+        self, request: shard_pb2.ReleaseShardsRequest, call: Call
+    ) -> shard_pb2.ReleaseShardsResponse:
+        run = await self._coordinated(request, call)
+
+        async def work() -> None:
+            relocation.release(self._store, run, request)
+
+        await run.exclusively(work)
+        return shard_pb2.ReleaseShardsResponse(free_bytes=self._store.memory.free_bytes)
+
+    async def HashShards(self, request: shard_pb2.HashShardsRequest, call: Call) -> shard_pb2.HashShardsResponse:
+        run = await self._coordinated(request, call)
+        return await run.exclusively(lambda: relocation.hash_shards(run, self._store.in_thread, request))
 
     async def DropRun(self, request: shard_pb2.DropRunRequest, call: Call) -> shard_pb2.DropRunResponse:
         await self._term.check(request.context.epoch)
@@ -159,6 +212,25 @@ class ShardServicer:
         run = await self._coordinated(request, call)
         return await self._checkpoints.load(run, request, call.remaining_s(request.wait_s))
 
+    # ---- rpcs of other shard servers ----
+
+    async def ReceiveShardState(self, stream: AsyncIterator[bytes], call: Call) -> shard_pb2.ReceiveShardStateResponse:
+        incoming = IncomingMessages(stream, shard_pb2.ReceiveShardStateRequest)
+        header = await incoming.header()
+        assert isinstance(header, shard_pb2.ReceiveShardStateHeader)
+        return await backups.receive_state(self._store, header, incoming)
+
+    async def ReplicateStep(self, stream: AsyncIterator[bytes], call: Call) -> shard_pb2.ReplicateStepResponse:
+        incoming = IncomingMessages(stream, shard_pb2.ReplicateStepRequest)
+        header = await incoming.header()
+        assert isinstance(header, shard_pb2.ReplicateStepHeader)
+        return await backups.receive_step(self._store, header, incoming, call.remaining_s())
+
+    async def ConfirmBackups(
+        self, request: shard_pb2.ConfirmBackupsRequest, call: Call
+    ) -> shard_pb2.ConfirmBackupsResponse:
+        return await backups.confirm(self._store, request)
+
     # ---- rpcs of trainers ----
 
     async def InitializeUnit(self, stream: AsyncIterator[bytes], call: Call) -> shard_pb2.InitializeUnitResponse:
@@ -166,7 +238,8 @@ class ShardServicer:
         header = await incoming.header()
         assert isinstance(header, shard_pb2.InitializeUnitHeader)
         self._check_request_id(call, header.context, header)
-        shard = self._store.exact_run(header.context).shard(header.unit, header.start_bytes, header.stop_bytes)
+        self._store.lease.check()
+        shard = self._store.exact_run(header.context).primary(header.unit, header.start_bytes, header.stop_bytes)
         await initial_values.receive(self._store, shard, header, incoming, call.remaining_s())
         return shard_pb2.InitializeUnitResponse(version=shard.version)
 
@@ -260,7 +333,9 @@ class ShardServicer:
         self, request: shard_pb2.DescribeServerRequest, call: Call
     ) -> shard_pb2.DescribeServerResponse:
         uptime_s = asyncio.get_running_loop().time() - self._started_s
-        return inspection.describe_server(self._store, self._server_id, self._incarnation, uptime_s)
+        response = inspection.describe_server(self._store, self._server_id, self._incarnation, uptime_s)
+        response.replicated_bytes = self._replicator.sent_bytes
+        return response
 
     async def ListShards(self, request: shard_pb2.ListShardsRequest, call: Call) -> shard_pb2.ListShardsResponse:
         shards = self._store.run(request.run).shards.values()
@@ -292,7 +367,11 @@ class ShardServicer:
         | shard_pb2.UpdateRequest
         | shard_pb2.BeginCheckpointRequest
         | shard_pb2.DescribeCheckpointRequest
-        | shard_pb2.LoadShardsRequest,
+        | shard_pb2.LoadShardsRequest
+        | shard_pb2.CopyShardRequest
+        | shard_pb2.PromoteShardsRequest
+        | shard_pb2.ReleaseShardsRequest
+        | shard_pb2.HashShardsRequest,
         call: Call,
     ) -> HostedRun:
         await self._term.check(request.context.epoch)

@@ -11,6 +11,7 @@ from shardwell_server.shard.checkpoints.contents import describe_shard, fill_sha
 from shardwell_server.shard.concurrency import in_threads_of
 from shardwell_server.shard.state.portable_state import ShardState, begin_import, finish_import
 from shardwell_server.shard.state.runs import HostedRun
+from shardwell_server.shard.state.shard_spec import Role
 from shardwell_server.shard.state.unit_shard import UnitShard
 from shardwell_wire import fault_points
 from shardwell_wire.checkpoints.reading import Checkpoint
@@ -79,7 +80,8 @@ class ShardLoading:
             raise CorruptDataError(
                 f"{self._url} has step {checkpoint.manifest.step}, expected {self._version}", path=self._url
             )
-        shards = [shard for shard in self._run.shards.values() if shard.version is None]
+        reserved = (shard for shard in self._run.shards.values() if shard.version is None)
+        shards = [shard for shard in reserved if shard.role is Role.PRIMARY]
         described = await self._in_thread(lambda: [_describe(checkpoint, shard) for shard in shards])
         self.total_bytes = sum(state.size_bytes for state in described)
         destinations = [begin_import(shard, state) for shard, state in zip(shards, described, strict=True)]

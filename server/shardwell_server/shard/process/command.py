@@ -16,6 +16,7 @@ import torch
 from shardwell_server import authentication, process
 from shardwell_server.shard.memory.budget import default_budget_bytes
 from shardwell_server.shard.memory.shared_memory import SharedMemory
+from shardwell_server.shard.process.peers import GrpcPeers
 from shardwell_server.shard.process.process_group import ProcessGroup, member_settings
 from shardwell_server.shard.process.registration import Registration
 from shardwell_server.shard.servicer import ShardServicer
@@ -175,7 +176,8 @@ async def serve(arguments: argparse.Namespace, endpoint: process.Endpoint) -> No
         resources = TransportResources(store=store, host=endpoint.host, shared=shared)
         transports = build_transports(server_id, resources)
         async with transports.serving():
-            servicer = ShardServicer(server_id, registration.incarnation, store, registration.term, transports)
+            peers = GrpcPeers(credentials)
+            servicer = ShardServicer(server_id, registration.incarnation, store, registration.term, transports, peers)
             await process.serve(
                 service,
                 servicer,
@@ -184,6 +186,8 @@ async def serve(arguments: argparse.Namespace, endpoint: process.Endpoint) -> No
                 credentials=credentials,
                 end_standing=servicer.end_standing_streams,
             )
+            await servicer.close()
+            await peers.close()
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from importlib.metadata import version as installed_version
 import torch
 
 from shardwell_server.shard.state.runs import HostedRun
+from shardwell_server.shard.state.shard_spec import Role
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_server.shard.state.unit_shard import UnitShard
 from shardwell_wire.errors import InvalidRequestError, NotFoundError, StepStateError
@@ -60,6 +61,9 @@ def summarize(shard: UnitShard) -> shard_pb2.ShardSummary:
         parameter_bytes=shard.size_bytes,
         optimizer_bytes=shard.optimizer_bytes,
         contribution_bytes=shard.contributions.size_bytes + shard.copies.size_bytes,
+        role=shard_pb2.SHARD_ROLE_PRIMARY if shard.role is Role.PRIMARY else shard_pb2.SHARD_ROLE_BACKUP,
+        out_of_sync=shard.out_of_sync,
+        backup_server_ids=[backup.server_id for backup in shard.backups.in_sync],
     )
 
 
@@ -97,6 +101,7 @@ def describe_step(run: HostedRun) -> shard_pb2.DescribeStepResponse:
                 bytes=shard.contributions.size_bytes,
             )
             for shard in run.shards.values()
+            if shard.role is Role.PRIMARY
         ],
     )
 
@@ -240,11 +245,11 @@ class _Statistics:
 
 
 def _shards_with(run: HostedRun, name: str) -> list[UnitShard]:
-    """Returns the shards that have a part of a parameter, in the order of their ranges. At least one."""
+    """Returns the shards that have a part of a parameter, primaries first, and then by their ranges."""
     of_unit = [shard for shard in run.shards.values() if name in shard.layout.index_by_name]
     found = [shard for shard in of_unit if shard.layout.index_by_name[name] in shard.segment_of]
     if found:
-        return sorted(found, key=lambda shard: shard.start_bytes)
+        return sorted(found, key=lambda shard: (shard.role is not Role.PRIMARY, shard.start_bytes))
     if of_unit:
         raise NotFoundError(
             f"this server holds no element of parameter {name!r}: ask another owner of its unit", parameter=name

@@ -10,6 +10,7 @@ import torch
 
 from shardwell_server.shard.concurrency import uninterrupted
 from shardwell_server.shard.memory.budget import BufferQuota
+from shardwell_server.shard.requests.replication import Replicator
 from shardwell_server.shard.requests.streams import IncomingStream
 from shardwell_server.shard.state.partitions import PartitionState, StagedPartition
 from shardwell_server.shard.state.runs import HostedRun
@@ -19,10 +20,13 @@ from shardwell_server.shard.state.unit_shard import UnitShard
 from shardwell_wire import chunk_streams
 from shardwell_wire.errors import InvalidRequestError, NonFiniteError, StaleEpochError, StepStateError
 from shardwell_wire.layout import MAX_DIMS, Segment
-from shardwell_wire.partitions import state_places, state_size
-from shardwell_wire.v1 import shard_pb2
+from shardwell_wire.partitions import TRAINER_PREFIX, state_places, state_size
+from shardwell_wire.v1 import common_pb2, shard_pb2
 
 MAX_NAME_LENGTH = 200
+
+_UNNAMED_OPTIMIZER = common_pb2.OptimizerStep(algorithm=f"{TRAINER_PREFIX}optimizer")
+"""Stands for the optimizer of a request that names none. The backups only need to know where it runs."""
 
 
 # ---- checks ----
@@ -138,8 +142,9 @@ async def read(
         StaleEpochError: The lease is over.
         StepStateError: The step is not prepared, or its gradient has been discarded.
     """
+    store.lease.check()
     run = store.exact_run(request.context)
-    shard = run.shard(request.unit, request.start_bytes, request.stop_bytes)
+    shard = run.primary(request.unit, request.start_bytes, request.stop_bytes)
     check_lease(run, shard, request)
     version, source = await shard.values.read(request.context.step, wait_s)
     try:
@@ -171,8 +176,9 @@ async def stage(
         NonFiniteError: A value is NaN or infinity.
         CapacityError: There is no memory for the values.
     """
+    store.lease.check()
     run = store.exact_run(header.context)
-    shard = run.shard(header.unit, header.start_bytes, header.stop_bytes)
+    shard = run.primary(header.unit, header.start_bytes, header.stop_bytes)
     what = f"partition of {shard.what}, rank {header.dp_rank}"
     check_current(run, shard, header, what)
     segments = updated_segments(shard, header, what)
@@ -210,8 +216,12 @@ async def stage(
     return shard_pb2.StagePartitionResponse(version=header.context.step)
 
 
-async def confirm(run: HostedRun, request: shard_pb2.ConfirmPartitionsRequest) -> shard_pb2.ConfirmPartitionsResponse:
-    """Confirms that every partition of the prepared step is staged. Call within ``HostedRun.exclusively``.
+async def confirm(
+    run: HostedRun, request: shard_pb2.ConfirmPartitionsRequest, replicator: Replicator
+) -> shard_pb2.ConfirmPartitionsResponse:
+    """Confirms that every partition of the prepared step is staged, and brings the backups to the step.
+
+    Call within ``HostedRun.exclusively``.
 
     Raises:
         StepStateError: The step is not prepared.
@@ -220,7 +230,10 @@ async def confirm(run: HostedRun, request: shard_pb2.ConfirmPartitionsRequest) -
     for shard in run.published:
         check_prepared(run, shard, request.context.step)
         shard.check_partitions()
-    return shard_pb2.ConfirmPartitionsResponse()
+    answer = shard_pb2.ConfirmPartitionsResponse()
+    optimizer = request.optimizer if request.HasField("optimizer") else _UNNAMED_OPTIMIZER
+    await replicator.bring_all(run, request.context.step, optimizer, answer)
+    return answer
 
 
 def _content(

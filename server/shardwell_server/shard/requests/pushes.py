@@ -128,8 +128,12 @@ class Push:
     ) -> bool:
         duplicate = await self._run.exclusively(lambda: self._accept(source, checksum, check))
         if self._shard.seems_complete:
-            self._run.schedule(lambda: self._shard.reduce_ahead(self._store.in_thread))
+            self._run.schedule(self._reduce_ahead)
         return duplicate
+
+    async def _reduce_ahead(self) -> None:
+        await self._shard.reduce_ahead(self._store.in_thread)
+        self._store.when_reduced(self._run, self._shard)
 
     # ---- checks ----
 
@@ -150,6 +154,8 @@ class Push:
 
     def _check_current(self) -> None:
         shard, step = self._shard, self._step
+        self._store.lease.check()
+        shard.check_primary()
         self._run.fences.check_epoch(self._dp_rank, self._epoch)
         if shard.version is None:
             raise StepStateError(f"{shard.what} has no published values yet")
@@ -229,6 +235,6 @@ async def push(
     """
     store.requests.check_content("ReduceScatter", header.context, header)
     run = store.exact_run(header.context)
-    shard = run.shard(header.unit, header.start_bytes, header.stop_bytes)
+    shard = run.primary(header.unit, header.start_bytes, header.stop_bytes)
     duplicate = await Push(store, run, shard, header).receive(incoming, wait_s)
     return shard_pb2.ReduceScatterResponse(duplicate=duplicate, version=header.context.step)

@@ -59,12 +59,15 @@ def requested_shard(store: ShardStore, request: shard_pb2.GatherRequest) -> tupl
 
     Raises:
         NotFoundError: This server does not hold the run, the unit or the range.
+        UnavailableError: This server has a backup only; or the newest version is wanted, and the server has no lease.
         InvalidRequestError: No range is given, and the server has several shards of the unit.
     """
     run = store.run(request.run, request.run_id)
+    if not request.HasField("version"):
+        store.lease.check()  # another server may have a newer version; a given version is the same everywhere
     if request.start_bytes == request.stop_bytes == 0:
-        return run, run.shard(request.unit)
-    return run, run.shard(request.unit, request.start_bytes, request.stop_bytes)
+        return run, run.primary(request.unit)
+    return run, run.primary(request.unit, request.start_bytes, request.stop_bytes)
 
 
 def is_readable(shard: UnitShard, request: shard_pb2.GatherRequest) -> bool:

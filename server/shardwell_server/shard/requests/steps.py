@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterable
 from functools import partial
 
 from shardwell_server import optimizer_checks
 from shardwell_server.shard.concurrency import InThread
+from shardwell_server.shard.requests.replication import Replicator
 from shardwell_server.shard.state.buffer_shard import BufferShard
 from shardwell_server.shard.state.runs import HostedRun, PreparedStep
+from shardwell_server.shard.state.shard_spec import Role
+from shardwell_server.shard.state.unit_shard import UnitShard
 from shardwell_wire import fault_points
 from shardwell_wire.errors import (
     IncompleteStepError,
@@ -18,6 +22,7 @@ from shardwell_wire.errors import (
     StaleEpochError,
     StepStateError,
 )
+from shardwell_wire.partitions import runs_on_trainers
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
 logger = logging.getLogger(__name__)
@@ -28,6 +33,8 @@ def fence(run: HostedRun, request: shard_pb2.FenceRequest) -> None:
     step = request.context.step
     risen = run.fences.raise_all(step, request.ranks)
     for shard in run.shards.values():
+        if risen and shard.role is Role.BACKUP and shard.version == step:
+            shard.drop_replica()  # the primary sends the new gradient
         for rank, attempt in risen:
             if shard.version == step:
                 shard.drop_older(rank, attempt)
@@ -42,9 +49,9 @@ def fence(run: HostedRun, request: shard_pb2.FenceRequest) -> None:
 
 
 async def prepare(
-    run: HostedRun, in_thread: InThread, request: shard_pb2.PrepareStepRequest
+    run: HostedRun, in_thread: InThread, request: shard_pb2.PrepareStepRequest, replicator: Replicator
 ) -> shard_pb2.PrepareStepResponse:
-    """Confirms the contributions of a step and reduces them. Idempotent.
+    """Confirms the contributions of a step, reduces them, and brings the backups to the step. Idempotent.
 
     A step stays prepared after a rejected request or a request for another norm, because it may be committed already.
     If the request names the optimizer that is expected to update the step, the memory for it is allocated.
@@ -57,13 +64,16 @@ async def prepare(
     """
     answer = shard_pb2.PrepareStepResponse()
     answer.CopyFrom(await _prepare(run, in_thread, request))
-    if request.HasField("optimizer"):
+    step, optimizer = request.context.step, request.optimizer if request.HasField("optimizer") else None
+    if optimizer is not None:
         try:
             await _allocate(run, in_thread, request.context.step, request.optimizer)
             answer.update_ready = True
         except ShardwellError as error:
             # Not raised: the step may be committed with another optimizer. Otherwise PrepareUpdate raises it.
-            logger.info("cannot prepare the update of step %d of run %r: %s", request.context.step, run.name, error)
+            logger.info("cannot prepare the update of step %d of run %r: %s", step, run.name, error)
+    if optimizer is None or not runs_on_trainers(optimizer.algorithm):  # otherwise ConfirmPartitions does this
+        await replicator.bring_all(run, step, optimizer, answer)
     fault_points.reach("server.prepare.after", step=request.context.step)
     return answer
 
@@ -116,8 +126,12 @@ async def _reduced(
     return answer
 
 
-async def prepare_update(run: HostedRun, in_thread: InThread, request: shard_pb2.PrepareUpdateRequest) -> None:
-    """Checks the optimizer of a prepared step and allocates the memory that ``update`` will need.
+async def prepare_update(
+    run: HostedRun, in_thread: InThread, request: shard_pb2.PrepareUpdateRequest, replicator: Replicator
+) -> shard_pb2.PrepareUpdateResponse:
+    """Checks the optimizer of a prepared step and allocates the memory that ``update`` will need, also on the backups.
+
+    Does nothing on a server that has no primary of the run.
 
     Raises:
         StepStateError: The step is not prepared.
@@ -125,8 +139,12 @@ async def prepare_update(run: HostedRun, in_thread: InThread, request: shard_pb2
         CapacityError: There is no memory for the update.
     """
     optimizer_checks.validate(request.optimizer)
-    _require_prepared(run, request.context.step)
-    await _allocate(run, in_thread, request.context.step, request.optimizer)
+    answer, step = shard_pb2.PrepareUpdateResponse(), request.context.step
+    if run.published:
+        _require_prepared(run, step)
+        await _allocate(run, in_thread, step, request.optimizer)
+        await replicator.bring_all(run, step, request.optimizer, answer)
+    return answer
 
 
 async def _allocate(run: HostedRun, in_thread: InThread, step: int, optimizer: common_pb2.OptimizerStep) -> None:
@@ -139,11 +157,12 @@ async def _allocate(run: HostedRun, in_thread: InThread, step: int, optimizer: c
         await shard.prepare_update(in_thread, optimizer, groups.get(shard.index), key)
 
 
-async def update(run: HostedRun, in_thread: InThread, request: shard_pb2.UpdateRequest) -> int:
-    """Applies a committed step to every shard, in the given order; returns the new version.
+async def update(run: HostedRun, in_thread: InThread, request: shard_pb2.UpdateRequest) -> shard_pb2.UpdateResponse:
+    """Applies a committed step to every primary, in the given order, and then to the backups.
 
-    Idempotent: shards that are already updated are skipped. After any other error than those below, a shard may be
-    half updated; repeating the request finishes the update.
+    A backup that lacks the step is out of sync from then on, and named in the response. Idempotent: shards that are
+    already updated are skipped. After any other error than those below, a shard may be half updated; repeating the
+    request finishes the update.
 
     Raises:
         StepStateError: A shard is not prepared; nothing was changed.
@@ -156,25 +175,58 @@ async def update(run: HostedRun, in_thread: InThread, request: shard_pb2.UpdateR
         raise InvalidRequestError(f"clip_coefficient is {clip}, expected a finite number of at least 0")
     place = {index: number for number, index in enumerate(request.unit_order)}
     # Buffers first: trainers wait for their new version before they continue.
-    shards = sorted(
-        run.published,
-        key=lambda shard: (not shard.layout.holds_buffers, place.get(shard.index, len(place)), shard.index),
-    )
-    waiting = [shard for shard in shards if shard.version != step + 1]
-    if waiting:
+
+    def in_order(shards: Iterable[UnitShard]) -> list[UnitShard]:
+        return sorted(
+            (shard for shard in shards if shard.version != step + 1),
+            key=lambda shard: (not shard.layout.holds_buffers, place.get(shard.index, len(place)), shard.index),
+        )
+
+    waiting = in_order(run.published)
+    # A shard that was promoted after the step was prepared received the prepared step as a backup.
+    if not all(shard.has_prepared(step) for shard in waiting):
         _require_prepared(run, step)
     key = optimizer_checks.allocation_key(request.optimizer)
     groups = {unit.unit_index: unit.group_indices for unit in request.optimizer.units}
     for shard in waiting:
         shard.check_update(step, request.optimizer, groups.get(shard.index))
     fault_points.reach("server.update.before", step=step)
-    for shard in waiting:
+    for shard in (*waiting, *in_order(_able_backups(run, step, request.optimizer))):
         await run.before_update(shard)
-        await shard.update(in_thread, step, request.optimizer, groups.get(shard.index), clip, key)
+        async with shard.unchanging:
+            await shard.update(in_thread, step, request.optimizer, groups.get(shard.index), clip, key)
         fault_points.reach("server.update.between_shards", step=step, unit=shard.index)
     run.clear_prepared()
     fault_points.reach("server.update.after", step=step)
-    return step + 1
+    stale = [shard for shard in run.backups if shard.out_of_sync]
+    return shard_pb2.UpdateResponse(version=step + 1, stale_backups=map(_stale_status, stale))
+
+
+def _able_backups(run: HostedRun, step: int, optimizer: common_pb2.OptimizerStep) -> list[UnitShard]:
+    """Returns the backups that can apply a committed step. The others of that version are out of sync."""
+    groups, able = {unit.unit_index: unit.group_indices for unit in optimizer.units}, []
+    for shard in run.backups:
+        if shard.version == step + 1 or shard.out_of_sync:
+            continue
+        try:
+            if not shard.has_prepared(step):
+                raise StepStateError(f"step {step} was committed, and the primary has not confirmed it here")
+            shard.check_update(step, optimizer, groups.get(shard.index))
+            able.append(shard)
+        except ShardwellError as error:
+            shard.mark_out_of_sync(str(error))
+            logger.warning("the backup of %s is out of sync: %s", shard.what, error)
+    return able
+
+
+def _stale_status(shard: UnitShard) -> shard_pb2.BackupStatus:
+    return shard_pb2.BackupStatus(
+        unit_index=shard.index,
+        start_bytes=shard.start_bytes,
+        stop_bytes=shard.stop_bytes,
+        placement=shard.placement,
+        error=shard.out_of_sync,
+    )
 
 
 def _require_prepared(run: HostedRun, step: int) -> None:

@@ -78,6 +78,7 @@ class BufferShard(UnitShard):
                 await self._compute(in_thread, self.compute_store)
         self.discard_reduced()
         self.contributions.end_step()
+        self.replica = None
 
     def compute_store(self) -> None:
         """Copies the new values into the shard."""

@@ -6,7 +6,7 @@ dropped when the gradient that they were computed from changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -99,6 +99,8 @@ class Partitions:
     def __init__(self, spec: ShardSpec, memory: Memory, shared: SharedMemory | None) -> None:
         self.generation = 0
         """Rises when the gradient changes. Values are staged for one generation."""
+        self.stage_count = 0
+        """Rises when a partition is staged."""
         self.states: dict[int, PartitionState] = {}
         """Optimizer state of the newest version, by dp rank."""
         self._spec, self._what, self._dp = spec, spec.what, spec.dp
@@ -122,10 +124,16 @@ class Partitions:
         staged = self._staged.get(dp_rank)
         return -1 if staged is None else staged.epoch
 
+    @property
+    def staged(self) -> Mapping[int, StagedPartition]:
+        """The staged partitions, by dp rank."""
+        return self._staged
+
     def stage(self, dp_rank: int, staged: StagedPartition) -> None:
         """Stages a rank's partition. Replaces what was staged before."""
         self._drop(dp_rank)
         self._staged[dp_rank] = staged
+        self.stage_count += 1
 
     def check_staged(self) -> None:
         """Raises IncompleteStepError unless every partition is staged."""

@@ -9,11 +9,18 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from shardwell_server.shard.state.fences import Fences
+from shardwell_server.shard.state.shard_spec import Role
 from shardwell_server.shard.state.unit_shard import UnitShard
 from shardwell_server.shard.state.version_capture import VersionCapture
-from shardwell_wire.errors import InvalidRequestError, NotFoundError, RunDeletedError, StaleEpochError
+from shardwell_wire.errors import (
+    InvalidRequestError,
+    NotFoundError,
+    RunDeletedError,
+    ShardwellError,
+    StaleEpochError,
+)
 from shardwell_wire.run_identity import RunIdentity
-from shardwell_wire.v1 import shard_pb2
+from shardwell_wire.v1 import common_pb2, shard_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +61,8 @@ class HostedRun:
         """By unit name and start of the shard in bytes."""
         self.fences = Fences()
         self.prepared: PreparedStep | None = None
+        self.expected_optimizer: common_pb2.OptimizerStep | None = None
+        """The optimizer with which the prepared step is expected to be committed. None: not known yet."""
         self.duplicate_count = 0
         self.differing_duplicate_count = 0
         self.dropped = asyncio.Event()
@@ -109,15 +118,31 @@ class HostedRun:
             f"{found[0].what}: no shard on this server contains [{start_bytes}, {stop}); it has {ranges}", unit=unit
         )
 
+    def primary(self, unit: str, start_bytes: int | None = None, stop_bytes: int | None = None) -> UnitShard:
+        """Returns the primary of a unit that contains a range, for a trainer. Arguments and errors as ``shard``.
+
+        Raises:
+            UnavailableError: This server has a backup only.
+        """
+        shard = self.shard(unit, start_bytes, stop_bytes)
+        shard.check_primary()
+        return shard
+
     @property
     def published(self) -> list[UnitShard]:
-        """The shards that have values. Only these take part in steps: the coordinator may not know the others."""
-        return [shard for shard in self.shards.values() if shard.version is not None]
+        """The primaries that have values. Only these take part in steps: the coordinator may not know the others."""
+        return [shard for shard in self.shards.values() if shard.version is not None and shard.role is Role.PRIMARY]
+
+    @property
+    def backups(self) -> list[UnitShard]:
+        """The backups that have values, also those that are out of sync."""
+        return [shard for shard in self.shards.values() if shard.version is not None and shard.role is Role.BACKUP]
 
     @property
     def step(self) -> int:
-        """The step in flight: the lowest version of the published shards."""
-        return min((shard.version for shard in self.shards.values() if shard.version is not None), default=0)
+        """The step in flight: the lowest version of the primaries, or of the backups if there are no primaries."""
+        versions = (shard.version for shard in self.published or self.backups)
+        return min((version for version in versions if version is not None), default=0)
 
     def publish(self, unit: str, epoch: int) -> int:
         """Publishes the initial values of a unit's shards as version 0; returns the lowest version of the shards.
@@ -126,7 +151,7 @@ class HostedRun:
             NotFoundError: This server has no shard of the unit.
             StepStateError: The values of the epoch are not complete. Nothing is published.
         """
-        shards = self.shards_of(unit) or [self.shard(unit)]
+        shards = [shard for shard in self.shards_of(unit) if shard.role is Role.PRIMARY] or [self.primary(unit)]
         for shard in shards:
             shard.values.check_publishable(epoch)
         return min(shard.values.publish(epoch) for shard in shards)
@@ -135,7 +160,7 @@ class HostedRun:
         """Adds a newly reserved shard."""
         self.shards[shard.unit, shard.start_bytes] = shard
 
-    def remove_shard(self, shard: UnitShard, why: NotFoundError) -> None:
+    def remove_shard(self, shard: UnitShard, why: ShardwellError) -> None:
         """Drops a shard. Its readers and senders get the error."""
         if self._capture is not None:
             self._capture.note_removed(shard)
@@ -189,7 +214,11 @@ class HostedRun:
 
     def clear_prepared(self) -> None:
         """Records that no step is prepared: gradients are accepted again."""
-        self.prepared = None
+        self.prepared = self.expected_optimizer = None
+
+    def expect_optimizer(self, optimizer: common_pb2.OptimizerStep | None) -> None:
+        """Records with which optimizer the prepared step is expected to be committed."""
+        self.expected_optimizer = optimizer
 
     def count_duplicate(self, *, differs: bool) -> None:
         """Counts a gradient that was pushed again, and whether its bytes differ from the accepted ones."""

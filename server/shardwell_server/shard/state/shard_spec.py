@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,15 @@ import torch
 
 from shardwell_wire.layout import Segment, UnitLayout
 from shardwell_wire.run_identity import RunIdentity
+
+
+class Role(enum.Enum):
+    """What a server does with a shard."""
+
+    PRIMARY = "primary"
+    """Serves the shard to trainers."""
+    BACKUP = "backup"
+    """Keeps a copy, which the primary brings to every step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,22 +53,27 @@ class ShardSpec:
         """Key of the shard's memory reservation: run, unit and start of the range."""
         return str(self.run), self.unit, self.start_bytes
 
-    def is_beside(self, other: ShardSpec) -> bool:
-        """True if both are shards of one placement of one unit, and their ranges do not overlap."""
-        alike = (self.run, self.layout, self.index, self.dp, self.placement) == (
-            other.run,
-            other.layout,
-            other.index,
-            other.dp,
-            other.placement,
-        )
-        return alike and not self.overlaps(other)
+    def is_beside(self, other: ShardSpec, *, any_placement: bool) -> bool:
+        """True if both are shards of one unit, and their ranges do not overlap.
+
+        Args:
+            other: The other shard.
+            any_placement: Whether shards of different placements may be beside each other.
+        """
+        own = (self.run, self.layout, self.index, self.dp)
+        alike = own == (other.run, other.layout, other.index, other.dp)
+        return alike and (any_placement or self.placement == other.placement) and not self.overlaps(other)
 
     def overlaps(self, other: ShardSpec) -> bool:
         """True if the ranges of two shards have bytes in common, or start at the same byte."""
         if self.start_bytes == other.start_bytes:
             return True
         return max(self.start_bytes, other.start_bytes) < min(self.stop_bytes, other.stop_bytes)
+
+    @property
+    def reference(self) -> tuple[str, int, int]:
+        """Unit and range."""
+        return self.unit, self.start_bytes, self.stop_bytes
 
     @property
     def what(self) -> str:

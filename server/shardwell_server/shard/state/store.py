@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -12,7 +14,8 @@ from shardwell_server.shard.memory.budget import Memory
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.state.buffer_shard import BufferShard
 from shardwell_server.shard.state.runs import HostedRun
-from shardwell_server.shard.state.shard_spec import ShardSpec
+from shardwell_server.shard.state.serving_lease import ServingLease
+from shardwell_server.shard.state.shard_spec import Role, ShardSpec
 from shardwell_server.shard.state.unit_shard import UnitShard
 from shardwell_wire.errors import (
     InvalidRequestError,
@@ -61,6 +64,10 @@ class ShardStore:
         """By run id. A run that was recreated under the name of a deleted run has another id."""
         self._dropped: deque[str] = deque(maxlen=_REMEMBERED_IDS)
         self.in_thread = in_threads_of(threads)
+        self.lease = ServingLease(lambda: asyncio.get_running_loop().time())
+        """Under which the server serves trainers."""
+        self.when_reduced: Callable[[HostedRun, UnitShard], None] = _ignore
+        """Called when the mean gradient of a shard has been computed before the step is prepared."""
         self.requests = RequestLog()
 
     def run(self, name: str, run_id: str = "") -> HostedRun:
@@ -108,11 +115,13 @@ class ShardStore:
 
     # ---- reservations ----
 
-    def reserve(self, spec: ShardSpec) -> UnitShard:
+    def reserve(self, spec: ShardSpec, role: Role = Role.PRIMARY) -> UnitShard:
         """Reserves memory for a shard. Idempotent.
 
-        Shards of the same placement may share the server if their ranges do not overlap. Reservations of an earlier
-        placement of the unit or of its index are dropped.
+        Shards of a unit may share the server if their ranges do not overlap: primaries of one placement, and backups of
+        any placement. A primary replaces unpublished primaries of an earlier placement of the unit or of its index. A
+        shard of either role replaces backups of an earlier placement in its range. A backup reserves as much memory as
+        a primary, so that it can become one at any time.
 
         Raises:
             InvalidRequestError: The range is not a valid range of the unit.
@@ -130,11 +139,12 @@ class ShardStore:
         known = [shard for shard in run.shards.values() if spec.unit == shard.unit or spec.index == shard.index]
         replaced = []
         for shard in known:
-            if shard.spec == spec:
+            if shard.spec == spec and shard.role is role:
                 return shard
-            if spec.is_beside(shard.spec):
+            if spec.is_beside(shard.spec, any_placement=Role.BACKUP in (role, shard.role)):
                 continue
-            if shard.placement >= spec.placement or shard.version:
+            is_primary = shard.role is Role.PRIMARY
+            if shard.placement >= spec.placement or (is_primary and (shard.version or role is Role.BACKUP)):
                 raise UnitMismatchError(
                     f"this server holds {shard.what} as unit {shard.index}, range [{shard.start_bytes}, "
                     f"{shard.stop_bytes}) of {shard.layout.size_bytes} bytes, dp {shard.dp}; the request reserves unit "
@@ -142,7 +152,7 @@ class ShardStore:
                     unit=spec.unit,
                 )
             replaced.append(shard)
-        if run.prepared is not None:
+        if run.prepared is not None and role is Role.PRIMARY:
             raise StepStateError(
                 f"unit {spec.unit!r} of run {run.name!r} cannot be reserved now: step {run.prepared.step} is about to "
                 "be committed without it",
@@ -152,7 +162,7 @@ class ShardStore:
             self._release(run, shard)
         self.memory.reserve(spec.memory_key, spec.size_bytes, spec.dp, holds_buffers=layout.holds_buffers)
         kind = BufferShard if layout.holds_buffers else UnitShard
-        shard = kind(spec, self.memory, self._shared)
+        shard = kind(spec, self.memory, self._shared, role)
         self.runs.setdefault(identity.run_id, run).add_shard(shard)
         return shard
 
@@ -174,6 +184,28 @@ class ShardStore:
             )
         for shard in released:
             self._release(run, shard)
+
+    def empty_backup(self, run: HostedRun, shard: UnitShard) -> UnitShard:
+        """Replaces a backup by one without content, under the same reservation, because it is built anew."""
+        why = StaleEpochError(f"the backup of {shard.what} is built anew", unit=shard.unit)
+        run.remove_shard(shard, why)
+        self.memory.release_shard(shard.spec.memory_key)
+        self.memory.reserve(shard.spec.memory_key, shard.size_bytes, shard.dp, holds_buffers=shard.layout.holds_buffers)
+        empty = type(shard)(shard.spec, self.memory, self._shared, Role.BACKUP)
+        run.add_shard(empty)
+        return empty
+
+    def release_shard(self, run: HostedRun, shard: UnitShard) -> None:
+        """Drops a shard of any role, because another server has it now or nobody needs it. Call within
+        ``HostedRun.exclusively``."""
+        run.note_released(shard.unit, shard.placement)
+        why = NotFoundError(
+            f"this server no longer has {shard.what}, [{shard.start_bytes}, {shard.stop_bytes}): the shard was moved "
+            "to another server, which the coordinator names",
+            unit=shard.unit,
+        )
+        run.remove_shard(shard, why)
+        self.memory.release_shard(shard.spec.memory_key)
 
     def _release(self, run: HostedRun, shard: UnitShard) -> None:
         why = NotFoundError(
@@ -242,6 +274,10 @@ class ShardStore:
 def named_identity(request: NamesRun) -> RunIdentity:
     """Returns the identity of the run that a request names. Raises InvalidRequestError if a part is missing."""
     return RunIdentity(*_named_run(request))
+
+
+def _ignore(run: HostedRun, shard: UnitShard) -> None:
+    """Does nothing."""
 
 
 def _named_run(request: NamesRun) -> tuple[str, str]:

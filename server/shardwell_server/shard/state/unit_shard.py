@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -16,15 +17,17 @@ from shardwell_server.shard.memory.budget import BufferQuota, IncomingBuffer, Me
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.state.contributions import Contribution, ContributionMemory, Contributions, KeptGradients
 from shardwell_server.shard.state.partitions import Partitions
-from shardwell_server.shard.state.shard_spec import ShardSpec, segment_views, shaped
+from shardwell_server.shard.state.replication import Backups, Replica
+from shardwell_server.shard.state.shard_spec import Role, ShardSpec, segment_views, shaped
 from shardwell_server.shard.state.snapshots import EncodedVersions, Snapshots
 from shardwell_server.shard.state.values import Values
 from shardwell_wire.errors import (
     CapacityError,
     InvalidRequestError,
     NonFiniteError,
-    NotFoundError,
+    ShardwellError,
     StepStateError,
+    UnavailableError,
 )
 from shardwell_wire.optimizers import KEPT_GROUP
 from shardwell_wire.partitions import runs_on_trainers
@@ -46,8 +49,20 @@ class UnitShard:
         shared: Shared memory for the parameters, if trainers on this host may map them.
     """
 
-    def __init__(self, spec: ShardSpec, memory: Memory, shared: SharedMemory | None = None) -> None:
-        self.spec = spec
+    def __init__(
+        self, spec: ShardSpec, memory: Memory, shared: SharedMemory | None = None, role: Role = Role.PRIMARY
+    ) -> None:
+        self.spec, self.role = spec, role
+        self.unchanging = asyncio.Lock()
+        """Held while the committed state is updated, and by readers of all of it outside ``HostedRun.exclusively``."""
+        self.backups = Backups()
+        """Backups on other servers, if this shard is a primary."""
+        self.replica: Replica | None = None
+        """What this shard has of the step in flight, if it is a backup."""
+        self.updated_by_trainers = False
+        """True if trainers ran the optimizer of the last update."""
+        self.out_of_sync = ""
+        """Why this shard, a backup, can never become a primary. Empty: it can."""
         self.run, self.layout, self.index, self.dp = spec.run, spec.layout, spec.index, spec.dp
         self.start_bytes, self.stop_bytes, self.size_bytes = spec.start_bytes, spec.stop_bytes, spec.size_bytes
         self.unit, self.what, self.placement = spec.unit, spec.what, spec.placement
@@ -128,7 +143,7 @@ class UnitShard:
                 self.contributions.add(dp_rank, self.copies.take(dp_rank))
         self.copies.clear()
 
-    def drop(self, why: NotFoundError) -> None:
+    def drop(self, why: ShardwellError) -> None:
         """Releases everything. Waiting callers, readers and senders get the error."""
         self.streams.end_all(why)
         self.drop_contributions()
@@ -334,7 +349,7 @@ class UnitShard:
         Raises:
             CapacityError: The memory does not fit the budget, or the operating system has none.
         """
-        if (numbers := self._kept_numbers(groups)) and self.contributions.by_rank:
+        if (numbers := self.kept_numbers(groups)) and self.contributions.by_rank:
             self.kept.reserve(self.contributions.by_rank, numbers)
         if runs_on_trainers(optimizer.algorithm):
             return  # staged values have their memory already
@@ -394,6 +409,8 @@ class UnitShard:
             self.partitions.settle()
         self.discard_reduced()
         self.contributions.end_step()
+        self.replica = None
+        self.updated_by_trainers = runs_on_trainers(optimizer.algorithm)
         self.note_optimizer()
 
     def changes_values(self, optimizer: common_pb2.OptimizerStep, groups: Sequence[int] | None) -> bool:
@@ -409,7 +426,7 @@ class UnitShard:
     ) -> None:
         """Applies the optimizer, or the values that trainers staged, in place."""
         assert self.reduced is not None and self.values.live is not None
-        numbers = self._kept_numbers(groups)
+        numbers = self.kept_numbers(groups)
         if numbers or self.kept.ranks:
             # Gradients are kept before the next version becomes readable, because trainers then overwrite their
             # gradient buffers. They are kept before the optimizer runs, because keeping is idempotent and an optimizer
@@ -441,12 +458,71 @@ class UnitShard:
         """The group of each segment's parameter. -1: not optimised."""
         return [-1 if groups is None else groups[segment.parameter_index] for segment in self.segments]
 
-    def _kept_numbers(self, groups: Sequence[int] | None) -> frozenset[int]:
+    def kept_numbers(self, groups: Sequence[int] | None) -> frozenset[int]:
         """Numbers of the segments whose gradient is kept for a later step."""
         if groups is None or KEPT_GROUP not in groups:
             return frozenset()
         at = enumerate(self.segments)
         return frozenset(number for number, segment in at if groups[segment.parameter_index] == KEPT_GROUP)
+
+    # ---- roles ----
+
+    def check_primary(self) -> None:
+        """Raises UnavailableError if this shard is a backup, which trainers must not use."""
+        if self.role is not Role.PRIMARY:
+            raise UnavailableError(
+                f"this server has a backup of {self.what}: ask the coordinator which server has the primary, and try "
+                "again there",
+                unit=self.unit,
+            )
+
+    def promote(self) -> None:
+        """Makes a backup the primary. The prepared step stays, if there is one: its update may be due."""
+        self.role = Role.PRIMARY
+
+    def begin_replica(self, replica: Replica) -> None:
+        """Starts to collect what the primary sends under a new generation. Drops what was sent earlier."""
+        self.drop_replica()
+        self.replica = replica
+
+    def drop_replica(self) -> None:
+        """Drops what a backup has of the step in flight."""
+        self.drop_contributions()
+        self.replica = None
+
+    def has_prepared(self, step: int) -> bool:
+        """True if this shard received the prepared step as a backup, and can apply it."""
+        return self.replica is not None and self.replica.step == step and self.replica.confirmed
+
+    def receive_mean(self, numbers: Collection[int]) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        """Returns memory for the mean gradient that a primary sends: the buffer, and the views of some segments.
+
+        Raises:
+            CapacityError: The operating system has no memory.
+        """
+        if not numbers:
+            return None, []
+        buffer = self._memory.pool.acquire(self.size_bytes)
+        views = self.views(buffer)
+        return buffer, [views[number] for number in sorted(numbers)]
+
+    def release_mean(self, buffer: torch.Tensor | None) -> None:
+        """Releases memory that ``receive_mean`` returned and ``set_mean`` did not take."""
+        if buffer is not None:
+            self._memory.pool.release(buffer)
+
+    def set_mean(self, buffer: torch.Tensor | None, numbers: Collection[int], *, skipped: bool = False) -> None:
+        """Sets the mean gradient that a primary sent. Keeps contributions and staged partitions."""
+        if self.reduced is not None and self.reduced.buffer is not None:
+            self._memory.pool.release(self.reduced.buffer)
+        views = [] if buffer is None else self.views(buffer)
+        gradients = [views[number] if number in numbers else None for number in range(len(self.segments))]
+        self.reduced = Reduced(gradients, buffer, [], skipped=skipped)
+
+    def mark_out_of_sync(self, reason: str) -> None:
+        """Records that this backup has missed a step. Its memory stays reserved until it is released or built anew."""
+        self.out_of_sync = self.out_of_sync or reason
+        self.drop_replica()
 
     # ---- importing ----
 

@@ -13,7 +13,6 @@ from shardwell_server.shard.state.snapshots import Snapshots, VersionBytes
 from shardwell_wire.errors import (
     CapacityError,
     DeadlineError,
-    NotFoundError,
     ShardwellError,
     StepStateError,
     VersionGoneError,
@@ -283,7 +282,7 @@ class Values:
         elif before.readers:
             before.revoked = self._overwritten(self.version, self.version + 1)
 
-    def drop(self, why: NotFoundError) -> None:
+    def drop(self, why: ShardwellError) -> None:
         """Drops all values. Waiting callers and readers get the error."""
         self._failure = why
         self._notify()

@@ -26,9 +26,10 @@ async def locate_shard(
         ConflictError: The session is not open, or the shard is not in shared memory.
         ShardwellError: As ``Values.read``.
     """
+    store.lease.check()
     run = store.exact_run(request)
     shm.session(request.transport_id, run.identity)
-    shard = run.shard(request.unit, request.start_bytes if request.HasField("start_bytes") else None)
+    shard = run.primary(request.unit, request.start_bytes if request.HasField("start_bytes") else None)
     wanted = request.version if request.HasField("version") else None
     version, source = await shard.values.read(wanted, wait_s)
     shard.values.release(source)
@@ -44,9 +45,10 @@ def open_gradient_buffer(
     store: ShardStore, shm: ShmTransport, request: shard_pb2.OpenGradientBufferRequest
 ) -> shard_pb2.OpenGradientBufferResponse:
     """Makes a shared gradient buffer. Raises as ``ShmSession.open_gradient_buffer`` does."""
+    store.lease.check()
     run = store.exact_run(request)
     session = shm.session(request.transport_id, run.identity)
-    shard = run.shard(request.unit, request.start_bytes if request.HasField("start_bytes") else None)
+    shard = run.primary(request.unit, request.start_bytes if request.HasField("start_bytes") else None)
     number, gradient_buffer = session.open_gradient_buffer(shard)
     return shard_pb2.OpenGradientBufferResponse(gradient_buffer_id=number, path=gradient_buffer.path)
 
@@ -64,9 +66,10 @@ async def reduce_gradient_buffer(
     header = request.header
     # Checked as ReduceScatter: a push may be repeated over another transport, or from another gradient buffer.
     store.requests.check_content("ReduceScatter", header.context, header)
+    store.lease.check()
     run = store.exact_run(header.context)
     gradient_buffer = shm.session(request.transport_id, run.identity).gradient_buffer(request.gradient_buffer_id)
-    shard = run.shard(header.unit, header.start_bytes, header.stop_bytes)
+    shard = run.primary(header.unit, header.start_bytes, header.stop_bytes)
     duplicate = await Push(store, run, shard, header).adopt(gradient_buffer, wait_s)
     return shard_pb2.ReduceGradientBufferResponse(
         duplicate=duplicate, version=header.context.step, adopted=gradient_buffer.claimed
@@ -86,9 +89,10 @@ async def open_staging_buffer(
         ConflictError: The optimizer's state is not in shared memory, or the buffer was evicted.
     """
     read = request.partition
+    store.lease.check()
     run = store.exact_run(read.context)
     session = shm.session(request.transport_id, run.identity)
-    shard = run.shard(read.unit, read.start_bytes, read.stop_bytes)
+    shard = run.primary(read.unit, read.start_bytes, read.stop_bytes)
     generation = partitions.check_lease(run, shard, read)
     if shard.partitions.staged_epoch(read.dp_rank) > read.context.epoch:
         raise StaleEpochError(
@@ -137,9 +141,10 @@ async def stage_staging_buffer(
         ConflictError: The buffer is closed, or the state does not fit it.
     """
     header = request.header
+    store.lease.check()
     run = store.exact_run(header.context)
     session = shm.session(request.transport_id, run.identity)
-    shard = run.shard(header.unit, header.start_bytes, header.stop_bytes)
+    shard = run.primary(header.unit, header.start_bytes, header.stop_bytes)
     staging_buffer = session.staging_buffer(request.staging_buffer_id, shard, header.dp_rank)
     what = f"partition of {shard.what}, rank {header.dp_rank}"
     partitions.check_current(run, shard, header, what)

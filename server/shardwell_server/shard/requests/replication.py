@@ -1,0 +1,347 @@
+"""A primary's side of backups: copies of its committed state, and every step before its commit record.
+
+Note: [When a backup has a step]
+    A commit record implies that every backup that is in sync can apply the step. The mean gradient is sent as soon as
+    it has been computed, which is usually during the backward of other units. PrepareStep, PrepareUpdate and
+    ConfirmPartitions send what is still missing, and let the backup confirm it and allocate the memory of the update.
+    They answer with the backups that failed, which the coordinator stores as out of sync before the commit record. The
+    receiver of a step takes no lock of its run, so two servers can prepare each other's backups.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
+
+from shardwell_server.shard.concurrency import deadline_of
+from shardwell_server.shard.requests.peers import Peers, tensor_memory, write_content
+from shardwell_server.shard.requests.step_contents import contents_of, write_step
+from shardwell_server.shard.state.portable_state import export
+from shardwell_server.shard.state.replication import Backup, StepContent
+from shardwell_server.shard.state.runs import HostedRun
+from shardwell_server.shard.state.shard_spec import Role
+from shardwell_server.shard.state.store import ShardStore
+from shardwell_server.shard.state.unit_shard import UnitShard
+from shardwell_wire import chunk_streams, fault_points
+from shardwell_wire.errors import (
+    ConflictError,
+    InternalError,
+    NotFoundError,
+    ShardwellError,
+    StepStateError,
+    UnavailableError,
+)
+from shardwell_wire.retry import retry_async
+from shardwell_wire.v1 import common_pb2, shard_pb2
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 1.0
+"""How long to retry while a backup's server is unavailable."""
+
+_TIMEOUT_S, _SLOWEST_BYTES_PER_S = 10.0, 20e6
+"""Deadline of one transfer: a fixed time, and a time per byte."""
+
+_STREAMS_PER_SERVER = 4
+"""Number of shards that are sent to one server at a time."""
+
+_Entry = tuple[UnitShard, Backup]
+
+
+class Replicator:
+    """Brings the backups of this server's primaries to every step. Used on the event loop.
+
+    Args:
+        store: The server's runs and shards.
+        peers: Calls other servers.
+    """
+
+    def __init__(self, store: ShardStore, peers: Peers) -> None:
+        self._store, self._peers = store, peers
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.sent_bytes = 0
+        """Bytes that were sent to backups, or that they read from shared memory."""
+        store.when_reduced = self._start_early
+
+    async def close(self) -> None:
+        """Ends all transfers in the background."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # ---- copying ----
+
+    async def copy(self, run: HostedRun, request: shard_pb2.CopyShardRequest, wait_s: float) -> tuple[int, int]:
+        """Makes a reserved backup on another server a copy of a primary; returns its version and the bytes sent.
+
+        Args:
+            run: The run.
+            request: Names the primary and the backup.
+            wait_s: Deadline in seconds.
+
+        Raises:
+            NotFoundError: This server does not have the shard.
+            ConflictError: The shard is a backup here.
+            ShardwellError: The target cannot be reached, or refused the state.
+        """
+        reference = request.shard
+        shard = run.shard(reference.unit, reference.start_bytes, reference.stop_bytes)
+        _check_source(shard, reference)
+        backup = Backup(request.target_server_id, request.target_address, request.placement)
+        deadline = asyncio.get_running_loop().time() + wait_s
+        async with deadline_of(wait_s, f"the copy of {shard.what}"), shard.unchanging:
+            shard.backups.forget(backup.server_id)
+            state = export(shard)
+            assert shard.version is not None
+            version, size_bytes = shard.version, state.size_bytes
+            header = shard_pb2.ReceiveShardStateHeader(
+                context=self._context(run, version), target=self._target(shard, backup)
+            )
+            write_content(state, header)
+            first = shard_pb2.ReceiveShardStateRequest(header=header)
+            pieces = [tensor_memory(tensor) for _, tensor in state.tensors()]
+            left_s = deadline - asyncio.get_running_loop().time()
+            fault_points.reach("server.copy_shard.before", unit=shard.index)
+            await self._peers.stream(
+                backup.address, "ReceiveShardState", chunk_streams.encode_stream(first, pieces), timeout_s=left_s
+            )
+            fault_points.reach("server.copy_shard.after", unit=shard.index)
+            self.sent_bytes += size_bytes
+            # Registered first: a step that is prepared from now on includes the backup.
+            shard.backups.add(backup)
+            if run.is_prepared(version) and (prepared := run.prepared) is not None and prepared.answer is not None:
+                # The commit record of the prepared step may exist already.
+                await self._bring(run, version, [(shard, backup)], run.expected_optimizer)
+                if backup.failure:
+                    raise UnavailableError(f"the backup on server {backup.server_id!r}: {backup.failure}")
+        self._start_early(run, shard)
+        return version, size_bytes
+
+    # ---- steps ----
+
+    async def bring_all(
+        self,
+        run: HostedRun,
+        step: int,
+        optimizer: common_pb2.OptimizerStep | None,
+        answer: shard_pb2.PrepareStepResponse | shard_pb2.PrepareUpdateResponse | shard_pb2.ConfirmPartitionsResponse,
+    ) -> None:
+        """Brings all backups of a run to a prepared step, and lists the outcome in an answer. Raises nothing.
+
+        Returns only when no backup is left that was added meanwhile.
+
+        Args:
+            run: The run.
+            step: The prepared step.
+            optimizer: The optimizer that is expected to update the step. None: not known yet.
+            answer: Gets the backups that failed and those that are confirmed.
+        """
+        run.expect_optimizer(optimizer)
+        done: set[int] = set()
+        while left := [entry for entry in _entries(run, step) if id(entry[1]) not in done]:
+            done.update(id(backup) for _, backup in left)
+            await self._bring(run, step, left, optimizer)
+        # No ``await`` from the last check to the answer: see ``copy``.
+        del answer.failed_backups[:], answer.confirmed_backups[:]
+        for shard in run.published:
+            answer.failed_backups.extend(_status(shard, backup) for backup in shard.backups.failed)
+            answer.confirmed_backups.extend(_status(shard, backup) for backup in shard.backups.in_sync)
+
+    async def _bring(
+        self, run: HostedRun, step: int, entries: Sequence[_Entry], optimizer: common_pb2.OptimizerStep | None
+    ) -> None:
+        by_address: dict[str, list[_Entry]] = {}
+        for shard, backup in entries:
+            by_address.setdefault(backup.address, []).append((shard, backup))
+        await asyncio.gather(
+            *(self._bring_to(run, step, address, own, optimizer) for address, own in by_address.items())
+        )
+
+    async def _bring_to(
+        self,
+        run: HostedRun,
+        step: int,
+        address: str,
+        entries: Sequence[_Entry],
+        optimizer: common_pb2.OptimizerStep | None,
+    ) -> None:
+        """Brings the backups on one server to a step. Backups that fail are recorded."""
+        limit = asyncio.Semaphore(_STREAMS_PER_SERVER)
+
+        async def send(shard: UnitShard, backup: Backup) -> None:
+            async with limit:
+                await self._guarded(shard, backup, partial(self._send_missing, run, step, shard, backup, optimizer))
+
+        await asyncio.gather(*(send(shard, backup) for shard, backup in entries))
+        entries = [(shard, backup) for shard, backup in entries if not backup.failure]
+        if not entries:
+            return
+        request = shard_pb2.ConfirmBackupsRequest(
+            context=self._context(run, step),
+            optimizer=optimizer,
+            backups=[
+                shard_pb2.BackupToConfirm(
+                    target=self._target(shard, backup),
+                    generation=shard.partitions.generation,
+                    contents=[content for content, _ in contents_of(shard, optimizer)],
+                )
+                for shard, backup in entries
+            ],
+        )
+        try:
+            response = await retry_async(
+                lambda: self._peers.call(address, "ConfirmBackups", request, timeout_s=_TIMEOUT_S), limit_s=_RETRY_S
+            )
+        except ShardwellError as error:
+            for shard, backup in entries:
+                self._fail(shard, backup, error)
+            return
+        reasons = {(status.unit_index, status.start_bytes): status.error for status in response.failed_backups}
+        for shard, backup in entries:
+            if (reason := reasons.get((shard.index, shard.start_bytes))) is not None:
+                self._fail(shard, backup, StepStateError(reason))
+
+    async def _guarded(self, shard: UnitShard, backup: Backup, send: Callable[[], Awaitable[None]]) -> None:
+        """Sends something to a backup, and records a failure. Raises nothing but CancelledError."""
+        async with backup.lock:
+            if backup.failure:
+                return
+            try:
+                await send()
+            except _GradientChanged:
+                pass  # the new gradient is sent when it has been computed
+            except ShardwellError as error:
+                self._fail(shard, backup, error)
+            except Exception as error:
+                logger.exception("cannot replicate %s", shard.what)
+                self._fail(shard, backup, InternalError(f"{type(error).__name__} on the primary's server"))
+
+    def _fail(self, shard: UnitShard, backup: Backup, error: Exception) -> None:
+        logger.warning(
+            "the backup of %s, [%d, %d), on server %r is out of sync: %s",
+            shard.what,
+            shard.start_bytes,
+            shard.stop_bytes,
+            backup.server_id,
+            error,
+        )
+        shard.backups.fail(backup, str(error))
+
+    # ---- early ----
+
+    def _start_early(self, run: HostedRun, shard: UnitShard) -> None:
+        """Starts to send a mean gradient that has just been computed."""
+        if shard.role is not Role.PRIMARY or shard.updated_by_trainers or not self._store.lease.valid:
+            return
+        for backup in shard.backups.in_sync:
+            task = asyncio.ensure_future(self._send_early(run, shard, backup))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _send_early(self, run: HostedRun, shard: UnitShard, backup: Backup) -> None:
+        if shard.version is not None and shard.reduced is not None and not shard.reduced.skipped:
+            await self._guarded(
+                shard, backup, partial(self._send_missing, run, shard.version, shard, backup, run.expected_optimizer)
+            )
+
+    # ---- content ----
+
+    async def _send_missing(
+        self,
+        run: HostedRun,
+        step: int,
+        shard: UnitShard,
+        backup: Backup,
+        optimizer: common_pb2.OptimizerStep | None,
+    ) -> None:
+        generation = shard.partitions.generation
+        for content, detail in contents_of(shard, optimizer):
+            key = (step, generation, content, detail)
+            if key in backup.acknowledged:
+                continue
+            await self._send_content(run, step, shard, backup, content, optimizer)
+            if shard.partitions.generation != generation:
+                raise _GradientChanged
+            backup.acknowledged = {other for other in backup.acknowledged if other[:2] == (step, generation)} | {key}
+
+    async def _send_content(
+        self,
+        run: HostedRun,
+        step: int,
+        shard: UnitShard,
+        backup: Backup,
+        content: StepContent,
+        optimizer: common_pb2.OptimizerStep | None,
+    ) -> None:
+        generation = shard.partitions.generation
+        header = shard_pb2.ReplicateStepHeader(
+            context=self._context(run, step),
+            target=self._target(shard, backup),
+            generation=generation,
+            content=content,
+        )
+        pieces = write_step(shard, header, optimizer)
+        size_bytes = sum(len(piece) for piece in pieces)
+        timeout_s = _TIMEOUT_S + size_bytes / _SLOWEST_BYTES_PER_S
+
+        def messages() -> Iterator[bytes]:
+            first = shard_pb2.ReplicateStepRequest(header=header)
+            for message in chunk_streams.encode_stream(first, pieces):
+                # Checked before each message, because the memory may have been reused.
+                if shard.partitions.generation != generation:
+                    raise _GradientChanged
+                yield message
+                fault_points.reach("server.replicate.middle", unit=shard.index, step=step)
+
+        fault_points.reach("server.replicate.before", unit=shard.index, step=step)
+        await retry_async(
+            lambda: self._peers.stream(backup.address, "ReplicateStep", messages(), timeout_s=timeout_s),
+            limit_s=_RETRY_S,
+        )
+        fault_points.reach("server.replicate.after", unit=shard.index, step=step)
+        self.sent_bytes += size_bytes
+
+    def _context(self, run: HostedRun, step: int) -> common_pb2.RequestContext:
+        return common_pb2.RequestContext(run=run.name, run_id=run.identity.run_id, step=step)
+
+    def _target(self, shard: UnitShard, backup: Backup) -> shard_pb2.BackupTarget:
+        return shard_pb2.BackupTarget(
+            shard=_reference(shard), reservation=backup.reservation, placement=shard.backups.placement
+        )
+
+
+class _GradientChanged(Exception):
+    """The gradient of a step changed while it was sent."""
+
+
+def _entries(run: HostedRun, step: int) -> list[_Entry]:
+    """Returns the backups that must have a step, with their primaries."""
+    return [(shard, backup) for shard in run.published if shard.version == step for backup in shard.backups.in_sync]
+
+
+def _status(shard: UnitShard, backup: Backup) -> shard_pb2.BackupStatus:
+    return shard_pb2.BackupStatus(
+        unit_index=shard.index,
+        start_bytes=shard.start_bytes,
+        stop_bytes=shard.stop_bytes,
+        server_id=backup.server_id,
+        placement=backup.reservation,
+        error=backup.failure,
+    )
+
+
+def _reference(shard: UnitShard) -> shard_pb2.ShardReference:
+    return shard_pb2.ShardReference(unit=shard.unit, start_bytes=shard.start_bytes, stop_bytes=shard.stop_bytes)
+
+
+def _check_source(shard: UnitShard, reference: shard_pb2.ShardReference) -> None:
+    if shard.spec.reference != (reference.unit, reference.start_bytes, reference.stop_bytes):
+        raise NotFoundError(
+            f"this server has [{shard.start_bytes}, {shard.stop_bytes}) of {shard.what}, not [{reference.start_bytes}, "
+            f"{reference.stop_bytes})",
+            unit=shard.unit,
+        )
+    if shard.role is not Role.PRIMARY:
+        raise ConflictError(f"this server has a backup of {shard.what}: copy the primary", unit=shard.unit)

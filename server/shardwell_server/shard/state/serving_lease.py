@@ -1,0 +1,47 @@
+"""The lease under which a shard server serves trainers. A server that nobody has heard from stops by itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from shardwell_wire.errors import UnavailableError
+
+
+class ServingLease:
+    """Limits how long a server serves trainers after the last heartbeat that the coordinator acknowledged.
+
+    The coordinator replaces a silent server only after a longer time, so two servers never serve one shard. A new lease
+    has no limit, until it is renewed first.
+
+    Args:
+        clock: Monotonic time in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._expires_s = math.inf
+
+    def renew(self, sent_s: float, lease_s: float) -> None:
+        """Extends the lease.
+
+        Args:
+            sent_s: Time at which the acknowledged heartbeat was sent. The coordinator received it later.
+            lease_s: Length of the lease.
+        """
+        former = -math.inf if math.isinf(self._expires_s) else self._expires_s
+        self._expires_s = max(former, sent_s + lease_s)
+
+    @property
+    def valid(self) -> bool:
+        """True while this server may serve trainers."""
+        return self._clock() < self._expires_s
+
+    def check(self) -> None:
+        """Raises UnavailableError if the lease has expired."""
+        if not self.valid:
+            raise UnavailableError(
+                f"the lease of this server expired {self._clock() - self._expires_s:.1f} s ago, because the "
+                "coordinator has acknowledged no heartbeat since. Its shards may have moved to other servers: try "
+                "again, or ask the coordinator which server has the shard now"
+            )
