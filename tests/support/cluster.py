@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import fields
 from typing import Any
 
@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 import shardwell
+from shardwell.session.coordinator_client import CoordinatorClient
+from shardwell_wire.v1 import coordinator_pb2
 
 
 def join_options(**options: Any) -> dict[str, Any]:
@@ -53,6 +55,13 @@ def wait_until(condition: Callable[[], bool], what: str, *, timeout_s: float = 2
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
         time.sleep(0.02)
+
+
+def events(address: str, run: str) -> list[coordinator_pb2.WatchEventsResponse]:
+    """Returns the kept events of a run."""
+    request = coordinator_pb2.WatchEventsRequest(run=run, duration_s=0.05)
+    with closing(CoordinatorClient(address)) as client:
+        return [event for event in client.stream("WatchEvents", request, timeout_s=20.0) if event.run == run]
 
 
 def descendants(pid: int) -> list[psutil.Process]:

@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import signal
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -59,12 +60,18 @@ def train(
     clip: float | None = None,
     signal_at_step: int | None = None,
     number: int = signal.SIGKILL,
+    signal_after_s: float = 0.0,
     make_optimizer: Callable[[Iterable[torch.nn.Parameter]], shardwell.optim.ShardedOptimizer] = adamw,
 ) -> Any:
     """Trains the transformer; returns (losses by step and rank, final state).
 
-    During the backward of ``signal_at_step`` the process sends the signal ``number`` to itself.
+    During the backward of ``signal_at_step`` the process sends the signal ``number`` to itself, after some seconds.
     """
+
+    def send_signal() -> None:
+        time.sleep(signal_after_s)
+        os.kill(os.getpid(), number)
+
     model = transformer.build()
     for block in model.blocks:
         shardwell.fully_shard(block, session)
@@ -74,7 +81,7 @@ def train(
     for step in session.steps(steps):
         for tokens in step.batches(transformer.batch):
             if step.number == signal_at_step:
-                model.on_backward = lambda: os.kill(os.getpid(), number)
+                model.on_backward = send_signal
             else:
                 model.on_backward = None
             loss = model(tokens)
@@ -103,6 +110,7 @@ def main() -> None:
     parser.add_argument("--clip", type=float)
     parser.add_argument("--kill-at-step", type=int)
     parser.add_argument("--stop-at-step", type=int)
+    parser.add_argument("--stop-after-s", type=float, default=0.0)
     parser.add_argument("--client-side")
     parser.add_argument("--kill-in-update", type=int)
     parser.add_argument("--after", type=int, default=2)
@@ -125,7 +133,13 @@ def main() -> None:
         else client_side(options.client_side, options.kill_in_update, options.after)
     )
     _, state = train(
-        session, steps=options.steps, clip=options.clip, signal_at_step=at_step, number=number, make_optimizer=make
+        session,
+        steps=options.steps,
+        clip=options.clip,
+        signal_at_step=at_step,
+        number=number,
+        signal_after_s=options.stop_after_s,
+        make_optimizer=make,
     )
     print(json.dumps({"sha256": sha256(state), "stats": session.stats()}), flush=True)
     session.close()

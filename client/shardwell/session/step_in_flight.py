@@ -456,7 +456,9 @@ class StepInFlight:
         """Finishes the trainer's item in a plain loop, which has no end of its own, and waits for other trainers."""
         if self.state.current is not None:
             self.end_item()
-        if missing := self.state.unfinished:
+        # An abandoned item is finished by another trainer once the work of all trainers is finished.
+        done_elsewhere = self.state.work_finished
+        if missing := [item for item in self.state.unfinished if not (done_elsewhere and item.abandoned)]:
             ranks = ", ".join(str(state.item.global_rank) for state in missing)
             raise UsageError(
                 f"step {self.state.number}: the work of logical rank {ranks} was not computed: "

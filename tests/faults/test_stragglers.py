@@ -1,0 +1,45 @@
+"""Fault tests of stragglers: a run goes on without a trainer that hangs in a work item, and keeps its bits."""
+
+from __future__ import annotations
+
+import uuid
+from contextlib import ExitStack
+
+import pytest
+
+import shardwell
+from tests.support.cluster import events
+from tests.support.processes import TrainerProcess
+from tests.support.reference import undisturbed_sha256
+
+STEPS, STOP_AT = 12, 4
+LEASE_S = 60.0
+"""Longer than the test: no lease ends."""
+
+
+@pytest.mark.parametrize("transports", ["shm,socket,grpc", "socket,grpc"])
+@pytest.mark.parametrize(("rank", "spares"), [(0, 1), (1, 0)])
+def test_run_goes_on_without_a_trainer_that_hangs(rank: int, spares: int, transports: str) -> None:
+    run = uuid.uuid4().hex
+    options = ("--dp", 2, "--steps", STEPS, "--transports", transports, "--min-trainers", 2)
+    with (
+        ExitStack() as stack,
+        shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096, lease_s=LEASE_S) as cluster,
+    ):
+
+        def start(*more: object) -> TrainerProcess:
+            return stack.enter_context(TrainerProcess(cluster.address, run, *options, *more))
+
+        straggler = start("--global-rank", rank, "--stop-at-step", STOP_AT, "--stop-after-s", 1.0)
+        others = [start("--global-rank", 1 - rank)]
+        others[0].wait_for_step(1)
+        others += [start() for _ in range(spares)]
+        straggler.wait_stopped()
+        others[0].wait_for_step(STOP_AT + 3)
+        straggler.resume()
+        results = [trainer.finish() for trainer in (straggler, *others)]
+        kinds = [event.kind for event in events(cluster.address, run)]
+    expected = undisturbed_sha256(dp=2, steps=STEPS)
+    assert [result.get("sha256") for result in results] == [expected] * len(results), results
+    assert "work_copied" in kinds
+    assert "lease_expired" not in kinds
