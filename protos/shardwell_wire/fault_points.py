@@ -27,6 +27,7 @@ VARIABLE = "SHARDWELL_TEST_FAULTS"
 POINTS: Mapping[str, str] = {
     "coordinator.relocation.before_record": "backups replace lost shards, and this is not durable yet (run)",
     "coordinator.relocation.after_record": "the relocation is durable, and no server knows of it yet (run)",
+    "coordinator.adoption.after_record": "a restarted server keeps its shards, and does not know it yet (run, server)",
     "coordinator.backup.copied": "a backup has the committed state, and its record says otherwise (unit, server)",
     "coordinator.promotion.after": "a server acknowledged that it is a primary (server)",
     "client.push.before": "a shard's part of a unit's gradient is about to be pushed (unit, dp_rank, part)",

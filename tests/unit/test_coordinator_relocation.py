@@ -367,3 +367,132 @@ def test_primaries_and_backups_are_compared_by_hash(tmp_path: Path) -> None:
             assert "backup on server 's1' differs from the primary on 's0' in p values" in difference
 
     run_async(scenario())
+
+
+def held(cluster: Harness, name: str, *, version: int, can_update: bool = False) -> list[coordinator_pb2.HeldShard]:
+    """What a restarted process reports to have taken up."""
+    run = cluster.shards[name].runs_by_id[run_of(cluster).identity.run_id]
+    names = {index: unit for unit, index in run.names.items()}
+    return [
+        coordinator_pb2.HeldShard(
+            run="r",
+            run_id=run_of(cluster).identity.run_id,
+            unit=names[shard.index],
+            unit_index=shard.index,
+            start_bytes=shard.start_bytes,
+            stop_bytes=shard.stop_bytes,
+            version=version,
+            can_update=can_update,
+            backup=shard.backup,
+        )
+        for shard in run.shards.values()
+    ]
+
+
+async def register(cluster: Harness, name: str, incarnation: str, **fields: Any) -> Any:
+    cluster.shards[name].incarnation = incarnation
+    return await cluster.call(
+        "RegisterServer",
+        server_id=name,
+        address=cluster.addresses[name],
+        budget_bytes=1 << 30,
+        incarnation=incarnation,
+        restartable=True,
+        **fields,
+    )
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_restarted_process_keeps_its_shards_and_the_step_is_repeated(tmp_path: Path, interrupted: bool) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=2) as cluster:
+            for name in cluster.shards:
+                await register(cluster, name, "1")
+            a, b = trainers = await started(cluster, backups=0)
+            await take_step(trainers, 0)
+            await cluster.settle()
+            if interrupted:
+                cluster.shards["s0"].fail = fail_times("Update", 10**6, UnavailableError("stopped"))
+                await take_step(trainers, 1)
+            await a.finish(2 if interrupted else 1)
+            kill(cluster, "s0")
+            with pytest.raises(
+                UnavailableError, match="its shards of units 'u0', 'u1' of this run are in shared memory"
+            ):
+                await a.finish(2 if interrupted else 1)
+            await a.heartbeat()
+            cluster.shards["s0"].fail = lambda rpc_name, request: None
+            reported = held(cluster, "s0", version=1, can_update=interrupted)
+            for _ in range(2):
+                answer = await register(cluster, "s0", "2", held=reported)
+                assert list(answer.adopted) == reported, "a retry of the registration gets the same answer"
+            assert run_of(cluster).placement == 1
+            await take_step([a, b], run_of(cluster).committed_step)
+            await cluster.settle()
+            assert histories(cluster) == [list(range(3 if interrupted else 2))] * 4
+            assert a.items[0].attempt == 0
+            assert "shards_adopted" in kinds(cluster)
+
+    run_async(scenario())
+
+
+def test_restarted_process_without_the_committed_version_keeps_nothing(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=2) as cluster:
+            for name in cluster.shards:
+                await register(cluster, name, "1")
+            trainers = await started(cluster, backups=0)
+            await take_step(trainers, 0)
+            kill(cluster, "s0")
+            answer = await register(cluster, "s0", "2", held=held(cluster, "s0", version=0))
+            assert not answer.adopted
+            with pytest.raises(ConflictError, match="server 's0' was restarted and has lost its shards"):
+                await trainers[0].heartbeat()
+
+    run_async(scenario())
+
+
+def test_restarted_process_does_not_keep_shards_that_a_backup_replaced(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=2) as cluster:
+            for name in cluster.shards:
+                await register(cluster, name, "1")
+            trainers = await started(cluster)
+            reported = held(cluster, "s0", version=0)
+            kill(cluster, "s0")
+            await cluster.until(lambda: owners(cluster) == {"s1"}, "the promotion")
+            assert not (await register(cluster, "s0", "2", held=reported)).adopted
+            cluster.shards["s0"].restart("2")
+            await take_step(trainers, 0)
+            await in_sync(cluster, 1)
+
+    run_async(scenario())
+
+
+def test_server_that_returns_is_told_which_shards_it_no_longer_owns(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=2) as cluster:
+            a, _ = await started(cluster)
+            epoch = cluster.state.cluster.servers["s0"].epoch
+            cluster.shards["s0"].available = False  # stopped: it answers nothing, and its shards are where they were
+            before = {(unit.layout.unit, at.start_bytes) for unit in run_of(cluster).units for at in unit.shards}
+            cluster.clock.now += 9
+            for trainer in (a,):
+                await trainer.heartbeat()
+            cluster.clock.now += 1.4
+            s1 = cluster.state.cluster.servers["s1"]
+            s1.renew_lease(cluster.clock.now)
+            cluster.coordinator.expire()
+            await cluster.until(lambda: not cluster.state.cluster.servers["s0"].may_be_alive, "the loss of s0")
+            assert owners(cluster) == {"s0", "s1"}, "s0 may still serve: its lease has just ended"
+            cluster.clock.now += 0.2
+            s1.renew_lease(cluster.clock.now)
+            cluster.coordinator.expire()
+            await cluster.until(lambda: owners(cluster) == {"s1"}, "the promotion")
+            answer = await cluster.call("HeartbeatServer", server_id="s0", epoch=epoch)
+            retired = {(shard.unit, shard.start_bytes) for shard in answer.retired_shards}
+            assert retired == before, "former primaries and backups: none of them follows the run any more"
+            cluster.shards["s0"].available = True
+            await in_sync(cluster, 1)
+
+    run_async(scenario())

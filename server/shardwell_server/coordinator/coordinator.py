@@ -16,6 +16,7 @@ from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.leases.servers import ServerLeases
 from shardwell_server.coordinator.leases.trainers import TrainerLeases
 from shardwell_server.coordinator.placement.placer import UnitPlacer
+from shardwell_server.coordinator.relocation.adoption import Adoption
 from shardwell_server.coordinator.relocation.drains import Drains
 from shardwell_server.coordinator.relocation.keeper import BackupKeeper
 from shardwell_server.coordinator.relocation.relocator import Relocator
@@ -57,6 +58,7 @@ class Coordinator:
         self.step_requests = StepRequests(state, self.servers, self.trainers, self.committer)
         self.relocator = Relocator(state, self.servers, self.promoter, self.trainers, self.committer, self.restorer)
         self.backups = BackupKeeper(state, self.servers, self.promoter, self.trainers, self.committer)
+        self.adoption = Adoption(state, self.servers, self.promoter, self.trainers, self.committer)
         self.drains = Drains(state, self.backups)
         self.verifier = RunVerifier(state, self.servers)
 

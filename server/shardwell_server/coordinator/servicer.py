@@ -49,10 +49,20 @@ class CoordinatorServicer:
         self, request: coordinator_pb2.RegisterServerRequest, call: Call
     ) -> coordinator_pb2.RegisterServerResponse:
         epoch = await self._coordinator.server_leases.register(
-            request.server_id, request.address, request.incarnation, request.budget_bytes, request.process
+            request.server_id,
+            request.address,
+            request.incarnation,
+            request.budget_bytes,
+            request.process,
+            restartable=request.restartable,
         )
+        adopted = await self._coordinator.adoption.adopt(request.server_id, request.incarnation, request.held)
         return coordinator_pb2.RegisterServerResponse(
-            epoch=epoch, lease_s=self._state.settings.lease_s, coordinator_epoch=self._state.term
+            epoch=epoch,
+            lease_s=self._state.settings.lease_s,
+            coordinator_epoch=self._state.term,
+            adopted=adopted,
+            retired_shards=await self._coordinator.relocator.retired_shards(request.server_id, request.incarnation),
         )
 
     async def HeartbeatServer(
@@ -61,8 +71,11 @@ class CoordinatorServicer:
         self._coordinator.server_leases.heartbeat(
             request.server_id, request.epoch, request.reserved_bytes, request.used_bytes
         )
+        incarnation = self._state.cluster.require(request.server_id).incarnation
         return coordinator_pb2.HeartbeatServerResponse(
-            coordinator_epoch=self._state.term, deleted_run_ids=self._coordinator.deleted_run_ids(request.run_ids)
+            retired_shards=await self._coordinator.relocator.retired_shards(request.server_id, incarnation),
+            coordinator_epoch=self._state.term,
+            deleted_run_ids=self._coordinator.deleted_run_ids(request.run_ids),
         )
 
     async def KeepServerMembership(

@@ -58,9 +58,18 @@ class ServerLeases:
                 self._start_probing(server)
 
     async def register(
-        self, server_id: str, address: str, incarnation: str, budget_bytes: int, process: str = ""
+        self,
+        server_id: str,
+        address: str,
+        incarnation: str,
+        budget_bytes: int,
+        process: str = "",
+        *,
+        restartable: bool = False,
     ) -> int:
         """Registers a shard server process. Returns its epoch.
+
+        The caller must decide at once, without ``await``, which shards of its predecessor the process keeps.
 
         Raises:
             InvalidRequestError: A field is missing or invalid.
@@ -69,7 +78,7 @@ class ServerLeases:
         """
         cluster = self._state.cluster
         async with self._registration_lock(server_id):
-            server = cluster.check(server_id, address, incarnation, budget_bytes, process)
+            server = cluster.check(server_id, address, incarnation, budget_bytes, process, restartable=restartable)
             former = cluster.servers.get(server_id)
             if former is not None and former.may_be_alive and former.incarnation != incarnation:
                 await self._require_ended(former)
@@ -80,7 +89,7 @@ class ServerLeases:
         if former is None:
             self._state.events.add(EventKind.SERVER_REGISTERED, message)
         elif former.incarnation != incarnation:
-            self._state.events.add(EventKind.SERVER_RESTARTED, f"{message}; its memory is empty{self._losses(former)}")
+            self._state.events.add(EventKind.SERVER_RESTARTED, message)
         self._notify_runs()
         return server.epoch
 

@@ -31,6 +31,7 @@ from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.storage.records import BackupRecord, BackupState, ShardRecord
 from shardwell_wire import fault_points
 from shardwell_wire.errors import ShardwellError
+from shardwell_wire.v1 import coordinator_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -99,9 +100,27 @@ class Relocator:
         """Starts relocating the shards of every run that lost a server process."""
         for run in self._state.runs.values():
             losses = self._losses(run)
-            replaceable = losses.promotions or losses.backups or (losses.shards and self._can_roll_back(run))
+            replaceable = losses.promotions or losses.backups or self._must_roll_back(run, losses)
             if replaceable and not run.calls.relocating.in_flight:
                 self._state.tasks.start(run.calls.relocating(lambda run=run: self._relocate(run)))  # type: ignore[misc]
+
+    async def retired_shards(self, server_id: str, incarnation: str) -> list[coordinator_pb2.RetiredShard]:
+        """Returns the shards that a server process no longer owns, once this is durable."""
+        retired = []
+        for run in list(self._state.runs.values()):
+            if run.units.retired_on((server_id, incarnation)) and not run.deleted:
+                await self._state.save(run)
+                retired += [
+                    coordinator_pb2.RetiredShard(
+                        run_id=run.identity.run_id,
+                        unit=unit.layout.unit,
+                        start_bytes=backup.start_bytes,
+                        stop_bytes=backup.stop_bytes,
+                        placement=run.last_epoch,
+                    )
+                    for unit, backup in run.units.retired_on((server_id, incarnation))
+                ]
+        return retired
 
     def _losses(self, run: Run) -> _Losses:
         """Returns what a run loses now, and which backups replace it."""
@@ -130,8 +149,11 @@ class Relocator:
         able = [backup for backup in unit.backups_of(shard) if backup.in_sync and not cluster.is_gone(backup.process)]
         return min(able, key=lambda backup: cluster.servers[backup.server_id].draining, default=None)
 
-    def _can_roll_back(self, run: Run) -> bool:
-        return self._rollback is not None and self._rollback.can_roll_back(run)
+    def _must_roll_back(self, run: Run, losses: _Losses) -> bool:
+        """True if lost shards are only in a checkpoint, and no process that could take them up is expected."""
+        awaited = any(self._state.cluster.awaits_restart(shard.process) for _, shard in losses.shards)
+        possible = self._rollback is not None and self._rollback.can_roll_back(run)
+        return bool(losses.shards) and not awaited and possible
 
     def _may_be_alive(self, shard: ShardRecord) -> bool:
         server = self._state.cluster.servers.get(shard.server_id)
@@ -142,7 +164,7 @@ class Relocator:
             while run.commits.writing:
                 await run.changed.wait()
             losses = self._losses(run)
-            if losses.shards and self._rollback is not None and self._can_roll_back(run):
+            if self._rollback is not None and self._must_roll_back(run, losses):
                 await self._rollback.roll_back(run, _describe_loss(losses.shards))
                 return
             if not losses.promotions and not losses.backups:

@@ -18,6 +18,10 @@ from shardwell_wire.errors import (
 from shardwell_wire.names import check_id, check_name
 from shardwell_wire.v1 import coordinator_pb2
 
+RESTART_WAIT_S = 60.0
+"""How long runs wait for the restart of a server process that has ended with shards in shared memory, in seconds since
+its last request."""
+
 PROMOTION_MARGIN_S = 0.5
 """Extra silence beyond the lease before the shards of a silent server get another primary, in seconds. The server stops
 serving when its lease is over by its own clock."""
@@ -63,6 +67,8 @@ class Server:
     """True if the server is lost because its stream broke and nothing listens at its address. Its host answers, so its
     process has almost certainly ended."""
     connection: MembershipConnection = field(default_factory=MembershipConnection)
+    restartable: bool = False
+    """True if another process of this id can take up the shards after this one has ended."""
     draining: bool = False
     """True if the server must hand all its shards to other servers. It gets no new shards."""
 
@@ -135,6 +141,7 @@ class Server:
             self.process,
             has_left,
             self.draining,
+            self.restartable,
         )
 
     @classmethod
@@ -150,6 +157,7 @@ class Server:
             record.process,
             state=ServerState.LEFT if record.has_left else ServerState.UNCONFIRMED,
             draining=record.draining,
+            restartable=record.restartable,
         )
 
 
@@ -178,7 +186,16 @@ class Cluster:
     def live(self) -> list[Server]:
         return [server for server in self.servers.values() if server.live]
 
-    def check(self, server_id: str, address: str, incarnation: str, budget_bytes: int, process: str = "") -> Server:
+    def check(
+        self,
+        server_id: str,
+        address: str,
+        incarnation: str,
+        budget_bytes: int,
+        process: str = "",
+        *,
+        restartable: bool = False,
+    ) -> Server:
         """Checks a registration and returns the server as it would be registered. ``register`` then registers it.
 
         Returns:
@@ -215,10 +232,20 @@ class Cluster:
                 unreachable_because="",
                 suspected=False,
                 refused=False,
+                restartable=restartable,
             )
         # If the server cannot be stored, this epoch is skipped. It is never reused.
         self.last_epoch += 1
-        return Server(server_id, address, incarnation, self.last_epoch, budget_bytes, self._clock(), process)
+        return Server(
+            server_id,
+            address,
+            incarnation,
+            self.last_epoch,
+            budget_bytes,
+            self._clock(),
+            process,
+            restartable=restartable,
+        )
 
     def register(self, server: Server) -> None:
         """Adds a server that ``check`` returned. It replaces a former process of its id."""
@@ -302,6 +329,14 @@ class Cluster:
             return True
         silent = self.silent_s(server) > self._lease_s + PROMOTION_MARGIN_S
         return server.state is ServerState.LOST and (server.refused or silent)
+
+    def awaits_restart(self, process: tuple[str, str]) -> bool:
+        """True if a server process, given as (server id, incarnation), may still be replaced by one with its shards."""
+        server_id, incarnation = process
+        server = self.servers.get(server_id)
+        if server is None or server.incarnation != incarnation or not server.restartable:
+            return False
+        return server.state in (ServerState.ENDED, ServerState.LOST) and self.silent_s(server) < RESTART_WAIT_S
 
     def silent_s(self, server: Server) -> float:
         """Returns the seconds since the server's last request."""

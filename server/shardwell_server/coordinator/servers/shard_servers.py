@@ -143,10 +143,9 @@ def check_recoverable(run: Run, cluster: Cluster) -> None:
 def _availability_error(run: Run, cluster: Cluster, process: tuple[str, str]) -> ShardwellError | None:
     server_id, _ = process
     restarted, server = cluster.has_restarted(*process), cluster.servers.get(server_id)
-    if server is not None and server.may_be_alive and not restarted:
+    serves = server is not None and server.may_be_alive and not restarted
+    if serves or _is_replaceable(run, cluster, process):  # replaceable: its backups are being promoted
         return None
-    if _is_replaceable(run, cluster, process):
-        return None  # its backups are being promoted
     owned = run.units.owned_by(process)
     if restarted or server is None or server.ended:
         # A unit without initial values loses nothing: the next declaration places it on other servers.
@@ -154,6 +153,13 @@ def _availability_error(run: Run, cluster: Cluster, process: tuple[str, str]) ->
         if not owned:
             return None
     units = _names(owned)
+    if server is not None and cluster.awaits_restart(process):
+        return UnavailableError(
+            f"server {server_id!r} at {server.address} has ended; its shards of {units} of this run are in shared "
+            "memory of its host. The run continues when the server is started again there, under its id",
+            run=run.name,
+            server=server_id,
+        )
     advice = f"delete the run (shardwell delete-run {run.name}) and start it again"
     if server is None or restarted:
         return ConflictError(

@@ -39,11 +39,18 @@ class ServerRecord(Row):
     """True if the server deregistered."""
     draining: bool = False
     """True if the server must hand all its shards to other servers."""
+    restartable: bool = False
+    """True if another process of this id can take up the shards after this one has ended."""
 
     @classmethod
     def from_row(cls, row: Sequence[Any]) -> Self:
         record = cls(*row)
-        return replace(record, has_left=bool(record.has_left), draining=bool(record.draining))
+        return replace(
+            record,
+            has_left=bool(record.has_left),
+            draining=bool(record.draining),
+            restartable=bool(record.restartable),
+        )
 
 
 @dataclass(frozen=True, slots=True)

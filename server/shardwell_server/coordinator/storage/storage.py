@@ -39,7 +39,8 @@ _SCHEMA = """
 CREATE TABLE facts (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE servers (
     server_id TEXT PRIMARY KEY, address TEXT NOT NULL, incarnation TEXT NOT NULL, epoch INTEGER NOT NULL,
-    budget_bytes INTEGER NOT NULL, process TEXT NOT NULL, has_left INTEGER NOT NULL, draining INTEGER NOT NULL
+    budget_bytes INTEGER NOT NULL, process TEXT NOT NULL, has_left INTEGER NOT NULL, draining INTEGER NOT NULL,
+    restartable INTEGER NOT NULL
 ) WITHOUT ROWID;
 CREATE TABLE runs (
     run TEXT PRIMARY KEY, run_id TEXT NOT NULL, config BLOB NOT NULL, created REAL NOT NULL, started INTEGER NOT NULL,
@@ -136,7 +137,7 @@ class Storage:
 
     async def save_server(self, record: ServerRecord) -> None:
         """Stores a shard server."""
-        await self._call(self._database.write, [(_upsert("servers", 8), [record.to_row()])])
+        await self._call(self._database.write, [(_upsert("servers", 9), [record.to_row()])])
 
     async def delete_server(self, server_id: str, last_epoch: int) -> None:
         """Deletes a server and stores ``last_epoch``, the highest epoch of any server, so that no epoch is reused."""
