@@ -12,7 +12,23 @@ _ENDED_STATES = ("Z", "X")
 
 def own_identity() -> str:
     """Returns the boot id, process namespace, process id and start time of this process. Empty without ``/proc``."""
-    pid = os.getpid()
+    return _identity(os.getpid())
+
+
+def parent_identity() -> str:
+    """As ``own_identity``, of the process that started this one."""
+    return _identity(os.getppid())
+
+
+def boot_id() -> str:
+    """Returns an id of this boot of the host. Empty without ``/proc``."""
+    try:
+        return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _identity(pid: int) -> str:
     try:
         _, started = _state_and_start(pid)
         return f"{_process_space()}/{pid}/{started}"

@@ -26,10 +26,10 @@ from grpc_reflection.v1alpha import reflection
 
 from shardwell_server.authentication import interceptors
 from shardwell_server.rpc import add_service
-from shardwell_server.shm_folders import DEFAULT_DIRECTORY, remove_remains
 from shardwell_wire import temporary_folder
 from shardwell_wire.channel import SERVER_OPTIONS
 from shardwell_wire.credentials import NO_CREDENTIALS, Credentials
+from shardwell_wire.server_folders import DEFAULT_DIRECTORY, remove_remains
 
 logger = logging.getLogger(__name__)
 

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -233,6 +234,8 @@ class _Launch:
         self._environment = {**os.environ, **cluster.environment}
         self._trainers: list[TrainerProcess] = []
         self._coordinator, self._servers = next(iter(cluster.servers), None), list(cluster.servers)
+        self._reported: Counter[str] = Counter()
+        """Number of ends that were reported, by the name of a shard server that is started again."""
 
     def run(self) -> int:
         """Waits for the end of all trainers; returns the highest exit code."""
@@ -273,10 +276,14 @@ class _Launch:
 
     def _is_coordinator_lost(self) -> bool:
         """Reports the servers of a private cluster that have ended. True if the coordinator is one of them."""
-        for server in [server for server in self._servers if server.exit_code is not None]:
+        for server in self._servers:
+            for code in server.ends[self._reported[server.name] :]:
+                self._reported[server.name] += 1
+                _print(f"{server.name} {_describe_end(code)}. {server.log_tail()}")
+                _print(f"{server.name} is started again")
+        for server in [server for server in self._servers if server.is_over]:
             self._servers.remove(server)
-            code = server.exit_code or 0
-            _print(f"{server.name} {describe_exit(code if code >= 0 else 128 - code)}. {server.log_tail()}")
+            _print(f"{server.name} {_describe_end(server.exit_code or 0)}. {server.log_tail()}")
             if server is self._coordinator:
                 return True
         return False
@@ -299,6 +306,10 @@ class _Launch:
             if self._signals.count > 1 or time.monotonic() > deadline:
                 return
             time.sleep(_POLL_S)
+
+
+def _describe_end(code: int) -> str:
+    return describe_exit(code if code >= 0 else 128 - code)
 
 
 def _print(text: str) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import select
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,13 +19,18 @@ from shardwell.credentials import PublishedCredentials
 from shardwell_wire import fault_points
 from shardwell_wire.credentials import Credentials, new_credentials
 from shardwell_wire.errors import UnavailableError, UsageError
+from shardwell_wire.server_folders import DEFAULT_DIRECTORY, remove_folders
 from shardwell_wire.shared_files import open_file, opened
 from shardwell_wire.temporary_folder import TemporaryFolder
+
+logger = logging.getLogger(__name__)
 
 _STOP_LIMIT_S = 30.0
 """Seconds before a stopping server is killed. An interpreter with torch needs one, and several on a busy machine."""
 _LISTEN = "127.0.0.1:0"
 _LOG_TAIL_LINES = 20
+_MAX_QUICK_ENDS, _QUICK_END_S = 5, 10.0
+"""A server that ends this many times in a row, each time within these seconds, is not started again."""
 
 
 class LocalCluster:
@@ -34,7 +42,8 @@ class LocalCluster:
             session = shardwell.join(cluster.address)
 
     The servers are real processes. They end with this process, even if it is killed. Ctrl-C does not reach them, so
-    trainers can still leave cleanly.
+    trainers can still leave cleanly. A shard server that is killed or crashes is started again at the same address, and
+    takes up its shards from shared memory.
 
     Only processes of this user can use the cluster: its servers require a token, which each start creates. Other
     processes of this user on this host find the token by the cluster's address. Processes on other hosts read it from
@@ -124,6 +133,8 @@ class LocalCluster:
         for published in self._published:
             published.withdraw()
         self._published.clear()
+        if coordinators:
+            remove_folders(DEFAULT_DIRECTORY, coordinators[0].known_address)
         if self._temporary is not None:
             self._temporary.remove()
             self._temporary = None
@@ -155,6 +166,7 @@ class LocalCluster:
         self.shards = tuple(self._started[1:])
         for shard in self.shards:
             shard.wait_ready(deadline)
+            shard.keep_running(self._start_limit_s)
         self._published = [PublishedCredentials(server.address, self.credentials) for server in self._started]
 
     def __enter__(self) -> Self:
@@ -183,6 +195,13 @@ class ServerProcess:
         self._arguments = list(arguments)
         self._address: str | None = None
         self._stop_requested = False
+        self._lock = threading.RLock()
+        """Held while the process is replaced or stopped."""
+        self._start_limit_s: float | None = None
+        """Seconds until a server that is started again must be ready. None: it is not started again."""
+        self._quick_ends = 0
+        self.ends: list[int] = []
+        """Exit codes after which ``keep_running`` started the server again."""
         self._process = self._start()
 
     @property
@@ -202,6 +221,13 @@ class ServerProcess:
         """0 after a clean stop, -n after signal n, None while the server runs."""
         return self._process.poll()
 
+    @property
+    def is_over(self) -> bool:
+        """True if the server has ended and is not started again."""
+        with self._lock:
+            given_up = self._start_limit_s is None or self._stop_requested or self._quick_ends >= _MAX_QUICK_ENDS
+            return given_up and self.exit_code is not None
+
     def wait_ready(self, deadline: float) -> None:
         """Waits until the server answers rpcs.
 
@@ -217,19 +243,67 @@ class ServerProcess:
             raise UnavailableError(f"{self.name} {how}. {self.log_tail()}", server=self.name)
         self._address = json.loads(line)["address"]
 
+    @property
+    def known_address(self) -> str:
+        """As ``address``. Empty if the server has never been ready."""
+        return self._address or ""
+
     def restart(self, deadline: float) -> None:
         """Kills the server if it runs, and starts it again at the same address."""
-        self.kill()
-        listen = self._arguments.index("--listen") + 1
-        self._arguments[listen] = self.address
-        self._stop_requested = False
-        self._process = self._start()
+        with self._lock:
+            self.kill()
+            self._stop_requested = False
+            self._replace()
         self.wait_ready(deadline)
 
+    def keep_running(self, start_limit_s: float) -> None:
+        """Starts the server again at the same address whenever it ends, until ``stop`` or ``kill`` is called.
+
+        Args:
+            start_limit_s: Seconds until a server that is started again must be ready.
+        """
+        with self._lock:
+            self._start_limit_s = start_limit_s
+            self._watch()
+
+    def _watch(self) -> None:
+        if self._start_limit_s is not None:
+            arguments = (self._process, time.monotonic(), self._start_limit_s)
+            threading.Thread(target=self._replace_when_ended, args=arguments, name=self.name, daemon=True).start()
+
+    def _replace_when_ended(self, process: subprocess.Popen[bytes], started_s: float, start_limit_s: float) -> None:
+        code = process.wait()
+        with self._lock:
+            if self._stop_requested or process is not self._process:
+                return
+            is_quick = time.monotonic() - started_s < _QUICK_END_S
+            self._quick_ends = self._quick_ends + 1 if is_quick else 0
+            how = f"{self.name} (process {process.pid}) ended {_describe_exit(code)}"
+            if self._quick_ends >= _MAX_QUICK_ENDS:
+                logger.error("%s for the %dth time in a row: not starting it again", how, self._quick_ends)
+                return
+            logger.warning("%s: starting it again", how)
+            self.ends.append(code)
+            self._reap()
+            self._replace()
+        try:
+            self.wait_ready(time.monotonic() + start_limit_s)
+        except (UnavailableError, OSError, ValueError) as error:  # ``stop`` closes the pipe that is read
+            if not self._stop_requested:
+                logger.warning("%s", error)
+
+    def _replace(self) -> None:
+        """Starts a new process at the same address."""
+        self._arguments[self._arguments.index("--listen") + 1] = self.address
+        self._process = self._start()
+        self._watch()
+
     def kill(self) -> None:
-        """Kills the server (SIGKILL), like a crash."""
-        self._process.kill()
-        self._reap()
+        """Kills the server (SIGKILL), like a crash. The server is not started again before ``restart``."""
+        with self._lock:
+            self._stop_requested = True
+            self._process.kill()
+            self._reap()
 
     def stop(self, limit_s: float) -> None:
         """Stops the server (SIGTERM), and kills it after ``limit_s``."""
@@ -242,9 +316,10 @@ class ServerProcess:
 
     def request_stop(self) -> None:
         """Sends SIGTERM once and returns. ``stop`` waits for the end."""
-        if not self._stop_requested and self.exit_code is None:
+        with self._lock:
+            if not self._stop_requested and self.exit_code is None:
+                self._process.terminate()
             self._stop_requested = True
-            self._process.terminate()
 
     def log_tail(self) -> str:
         """Returns the last lines of the server's log, with a heading."""
@@ -295,6 +370,10 @@ def write_token(path: Path, credentials: Credentials) -> str:
     with opened(open_file(path, write=True, create=True)) as descriptor:
         os.write(descriptor, f"{credentials.token}\n".encode())
     return str(path)
+
+
+def _describe_exit(code: int) -> str:
+    return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
 
 
 def _server_environment() -> dict[str, str]:

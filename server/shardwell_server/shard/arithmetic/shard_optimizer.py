@@ -12,7 +12,7 @@ import torch
 from shardwell_server.optimizer_checks import algorithm_of, allocation_key
 from shardwell_server.shard.arithmetic.algorithms.engines import ENGINES, Engine, Part, Settings, State, torch_settings
 from shardwell_server.shard.arithmetic.averages import AveragedUpdate, Averages
-from shardwell_server.shard.arithmetic.update_pieces import Clipping, Piece, Progress, apply
+from shardwell_server.shard.arithmetic.update_pieces import Clipping, Piece, Progress, apply, slice_bytes
 from shardwell_wire.v1 import common_pb2
 
 Key = TypeVar("Key")
@@ -79,6 +79,36 @@ class _Allocated:
         return states + sum(average.nbytes for average in self.averages.values())
 
 
+@dataclass(slots=True)
+class PartContent:
+    """The state of one part between two updates."""
+
+    algorithm: str | None
+    step_count: int
+    state: State
+    average: torch.Tensor | None
+    fresh_algorithm: str | None
+    """Optimizer for whose first update state is allocated. None: no state is allocated."""
+    initializers: Mapping[str, object]
+    """The settings that determined the initial values of ``fresh_state``."""
+    fresh_state: State
+    fresh_average: torch.Tensor | None
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors."""
+        averages = (self.average, self.fresh_average)
+        return [*self.state.values(), *self.fresh_state.values(), *(each for each in averages if each is not None)]
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerContent:
+    """The state of an optimizer between two updates, with the memory that is allocated for the next one."""
+
+    parts: Sequence[PartContent] = ()
+    averages_started: bool = False
+
+
 class _Missing:
     """Tensors to allocate, together with their initial value and the mapping that receives them."""
 
@@ -142,7 +172,49 @@ class ShardOptimizer:
         self.averages = Averages(self._values)
         self.state_names: list[str] = []
         """Names of the state tensors after the last step, such as ``exp_avg``."""
-        self._size_bytes = 0
+        self._size_bytes = self._piece_bytes = 0
+
+    @property
+    def is_updating(self) -> bool:
+        """True after an update that failed midway, until its repetition succeeds."""
+        return self._update is not None
+
+    def content(self) -> OptimizerContent:
+        """Returns the state, without a copy. Call while no update runs."""
+        parts = []
+        for number, (algorithm, count, state) in enumerate(
+            zip(self._algorithms, self._step_counts, self._states, strict=True)
+        ):
+            fresh = self._allocated.states.get(number) or _Fresh("", {}, {})
+            average, fresh_average = self.averages[number], self._allocated.averages.get(number)
+            parts.append(
+                PartContent(
+                    algorithm,
+                    count,
+                    state,
+                    average,
+                    fresh.algorithm or None,
+                    fresh.initializers,
+                    fresh.state,
+                    fresh_average,
+                )
+            )
+        return OptimizerContent(parts, self.averages.has_started)
+
+    def take_up(self, content: OptimizerContent) -> None:
+        """Continues with the state that ``content`` returned in a former process."""
+        parts = [RestoredPart(part.algorithm, part.step_count, part.state, part.average) for part in content.parts]
+        self.restore(parts, averages_begun=content.averages_started)
+        for number, part in enumerate(content.parts):
+            if part.fresh_algorithm is not None:
+                self._allocated.states[number] = _Fresh(part.fresh_algorithm, part.initializers, part.fresh_state)
+            if part.fresh_average is not None:
+                self._allocated.averages[number] = part.fresh_average
+
+    @property
+    def piece_bytes(self) -> int:
+        """Size of the tensors that a piece of the prepared update changes, at most."""
+        return self._piece_bytes
 
     @property
     def size_bytes(self) -> int:
@@ -190,6 +262,7 @@ class ShardOptimizer:
         if self.is_prepared(present, group_of, key):
             return
         former, allocated, missing = self._allocated, _Allocated(), _Missing()
+        piece_bytes = max(map(slice_bytes, self._values), default=0)
         for member in self._members(present, optimizer, group_of):
             if (fresh := self._fresh(member, former.states.get(member.number), missing)) is not None:
                 allocated.states[member.number] = fresh
@@ -200,6 +273,11 @@ class ShardOptimizer:
                 missing.add(torch.empty_like(self._values[number], device="meta"), 0.0, allocated.averages, number)
         missing.allocate(self._allocate)
         self._allocated = allocated
+        for member in self._members(present, optimizer, group_of):
+            fresh_state = allocated.states[member.number].state if member.number in allocated.states else {}
+            state = {**self._own_state(member), **fresh_state}
+            piece_bytes = max(piece_bytes, member.engine.piece_bytes(self._values[member.number], state))
+        self._piece_bytes = piece_bytes
         self._prepared_for = (tuple(present), tuple(group_of), key)
 
     def _fresh(self, member: _Member, former: _Fresh | None, missing: _Missing) -> _Fresh | None:

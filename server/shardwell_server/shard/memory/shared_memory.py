@@ -7,18 +7,25 @@ import logging
 import mmap
 import os
 import secrets
-import shutil
-import tempfile
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from shardwell_server.shm_folders import DEFAULT_DIRECTORY, lock_folder, remove_remains
 from shardwell_wire.chunk_streams import memory_at
 from shardwell_wire.errors import CapacityError
-from shardwell_wire.shared_files import SERVER_FOLDER_PREFIX, file_size, open_folder, opened
-from shardwell_wire.shared_segment import HEAD_BYTES, UPDATING, write_version
+from shardwell_wire.server_folders import (
+    DEFAULT_DIRECTORY,
+    RECORD_SUFFIX,
+    FolderOwner,
+    make_folder,
+    remove_remains,
+    take_folder,
+    write_whole,
+)
+from shardwell_wire.shared_files import file_size, open_file, open_folder, opened
+from shardwell_wire.shared_segment import HEAD_BYTES, UPDATING, read_version, write_version
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +48,10 @@ _ADVICE = {
     errno.ENFILE: _MORE_FILES,
 }
 """What the user can do, by error number. Every mapped file uses one file descriptor."""
+
+
+_PROGRESS_AT = 64
+"""Position of the progress word in the header of a shard's file: another cache line than the version."""
 
 
 class ShmReserve:
@@ -85,24 +96,47 @@ class SharedBuffer:
     tensor: torch.Tensor
     """The whole file. Mapped while the tensor or a view of it exists. uint8. [size_bytes]"""
 
+    @property
+    def name(self) -> str:
+        """Name of the file in the server's folder."""
+        return Path(self.path).name
+
     def unlink(self) -> None:
         """Removes the file's name. The kernel frees the memory when the last mapping ends."""
         Path(self.path).unlink(missing_ok=True)
 
 
 class ShardFile:
-    """The parameters of one shard in shared memory: a header with their version, then the bytes."""
+    """The parameters of one shard in shared memory: a header with their version, then the bytes.
 
-    def __init__(self, shared: SharedBuffer) -> None:
+    Args:
+        shared: The file.
+        is_new: False for the file of a former process, whose version is kept.
+    """
+
+    def __init__(self, shared: SharedBuffer, *, is_new: bool = True) -> None:
         self._shared = shared
         self._head = memory_at(shared.tensor.data_ptr(), HEAD_BYTES)
         self.buffer = shared.tensor[HEAD_BYTES:]
         """uint8. [size_bytes]"""
-        self.show(UPDATING)
+        self.progress = self._head[_PROGRESS_AT : _PROGRESS_AT + 8]
+        """One word for the progress of an update. Trainers do not read it."""
+        if is_new:
+            self.show(UPDATING)
 
     @property
     def path(self) -> str:
         return self._shared.path
+
+    @property
+    def name(self) -> str:
+        """Name of the file in the server's folder."""
+        return self._shared.name
+
+    @property
+    def shown(self) -> int:
+        """The readable version, or ``UPDATING``."""
+        return read_version(self._head)
 
     def show(self, version: int) -> None:
         """Writes the readable version, or ``UPDATING``, into the header."""
@@ -117,21 +151,22 @@ class ShardFile:
 class SharedMemory:
     """Makes files that this process and trainers map. The files are removed when the process ends.
 
-    The folder of a killed server is removed by the next server. Each server locks its folder, and the kernel releases
-    the lock of a dead process.
+    If the process is killed and the folder has an owner, the next process of the same server takes the folder up, with
+    the files that its shards need. Each server locks its folder, and the kernel releases the lock of a dead process.
+    See ``server_folders.py``.
 
     Args:
         directory: Directory in a memory file system.
+        owner: The server whose next process may take up the shards. None: the folder of a killed process is garbage.
     """
 
-    def __init__(self, directory: Path = DEFAULT_DIRECTORY) -> None:
+    def __init__(self, directory: Path = DEFAULT_DIRECTORY, owner: FolderOwner | None = None) -> None:
+        taken = None if owner is None else take_folder(directory, owner)
         remove_remains(directory)
-        made = Path(tempfile.mkdtemp(prefix=f".{SERVER_FOLDER_PREFIX}", dir=directory))
-        with opened(open_folder(made)) as folder:
-            self._lock = lock_folder(folder)
-        # The folder gets the name that ``remove_remains`` looks for only after it is locked. The name is random:
-        # another user who sees the temporary name could occupy a name derived from it.
-        self._directory = made.rename(directory / f"{SERVER_FOLDER_PREFIX}{secrets.token_hex(8)}")
+        self._folder = taken or make_folder(directory, owner)
+        self._directory = self._folder.path
+        self.restartable = owner is not None
+        """True if the next process of this server can take up shards from the files."""
         self._reserve = ShmReserve(directory, DEFAULT_DIRECTORY)
         self._warned = False
 
@@ -184,10 +219,51 @@ class SharedMemory:
         """Makes the file for the parameters of one shard. Raises as ``create`` does."""
         return ShardFile(self.create(HEAD_BYTES + size_bytes, what))
 
+    # ---- files of a former process ----
+
+    def open(self, name: str, size_bytes: int) -> SharedBuffer:
+        """Maps a file of a former process of this server.
+
+        Raises:
+            OSError: There is no such file of this size.
+        """
+        with opened(open_folder(self._directory)) as folder:
+            descriptor = open_file(name, write=True, size_bytes=file_size(size_bytes), folder=folder)
+        with opened(descriptor):
+            mapped = mmap.mmap(descriptor, file_size(size_bytes))
+        tensor = torch.frombuffer(mapped, dtype=torch.uint8)[:size_bytes]
+        return SharedBuffer(str(self._directory / name), tensor)
+
+    def has(self, name: str) -> bool:
+        """Returns whether the folder has a file of this name."""
+        return (self._directory / name).is_file()
+
+    def records(self) -> dict[str, bytes]:
+        """Returns the records of a former process, by name. See ``write_record``."""
+        return {path.name: path.read_bytes() for path in self._directory.glob(f"*{RECORD_SUFFIX}")}
+
+    def write_record(self, name: str, data: bytes) -> None:
+        """Creates or replaces a record, from which the next process takes up a shard. Raises OSError."""
+        write_whole(self._directory / name, data)
+
+    def remove_record(self, name: str) -> None:
+        """Removes a record. Harmless if there is none."""
+        (self._directory / name).unlink(missing_ok=True)
+
+    def remove_all_but(self, names: Collection[str]) -> None:
+        """Removes the files of a former process, except some and the folder's own."""
+        for path in self._directory.iterdir():
+            if path.name not in names and path.name not in self._folder.own_files:
+                path.unlink()
+
     def close(self) -> None:
         """Removes all files. Existing mappings stay valid."""
-        shutil.rmtree(self._directory, ignore_errors=True)
-        os.close(self._lock)
+        self._folder.remove()
+
+
+def new_record_name() -> str:
+    """Returns the name of a new record."""
+    return f"{secrets.token_hex(8)}{RECORD_SUFFIX}"
 
 
 def _map_new(path: Path, size_bytes: int) -> mmap.mmap:

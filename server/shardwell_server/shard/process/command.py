@@ -22,9 +22,10 @@ from shardwell_server.shard.process.registration import Registration
 from shardwell_server.shard.servicer import ShardServicer
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_server.shard.transports.registry import TransportResources, build_transports
-from shardwell_server.shm_folders import DEFAULT_DIRECTORY
 from shardwell_server.sizes import parse_size
 from shardwell_wire import fault_points
+from shardwell_wire.process_identity import parent_identity
+from shardwell_wire.server_folders import DEFAULT_DIRECTORY, FolderOwner
 from shardwell_wire.v1 import shard_pb2
 
 logger = logging.getLogger(__name__)
@@ -169,7 +170,7 @@ async def serve(arguments: argparse.Namespace, endpoint: process.Endpoint) -> No
     credentials = authentication.from_arguments(arguments)
     with ExitStack() as stack:
         threads = stack.enter_context(ThreadPoolExecutor(2, thread_name_prefix="tensor-work"))
-        shared = stack.enter_context(_shared_memory(arguments.shm_dir))
+        shared = stack.enter_context(_shared_memory(arguments.shm_dir, _folder_owner(arguments)))
         store = ShardStore(arguments.memory_budget or default_budget_bytes(arguments.servers_on_host), threads, shared)
         registration = Registration(arguments.coordinator, server_id, store, credentials)
         service = shard_pb2.DESCRIPTOR.services_by_name["ShardService"]
@@ -190,13 +191,21 @@ async def serve(arguments: argparse.Namespace, endpoint: process.Endpoint) -> No
             await peers.close()
 
 
+def _folder_owner(arguments: argparse.Namespace) -> FolderOwner | None:
+    """Returns the owner of the server's shared memory. None without ``--id``: no later process has the same id."""
+    if not arguments.id:
+        return None
+    supervisor = parent_identity() if arguments.exit_with_parent else ""
+    return FolderOwner(server_id=arguments.id, coordinator=arguments.coordinator, supervisor=supervisor)
+
+
 @contextmanager
-def _shared_memory(directory: str) -> Iterator[SharedMemory | None]:
+def _shared_memory(directory: str, owner: FolderOwner | None) -> Iterator[SharedMemory | None]:
     if directory == "none":
         yield None
         return
     try:
-        shared = SharedMemory(Path(directory))
+        shared = SharedMemory(Path(directory), owner)
     except OSError as error:
         logger.warning("shared memory is disabled, trainers on this host use the network: %s", error)
         yield None

@@ -113,6 +113,8 @@ class Registration:
             shardwell_version=installed_version("shardwell"),
             incarnation=self.incarnation,
             process=own_identity(),
+            held=[] if self._store.of_former is None else self._store.of_former.held(),
+            restartable=self._store.of_former is not None,
         )
         response = await retry_async(
             lambda: self._call("RegisterServer", request),
@@ -125,6 +127,7 @@ class Registration:
                 f"the coordinator at {self._coordinator} sends no term, so it is older than this server "
                 f"({installed_version('shardwell')}): update the coordinator first"
             )
+        self._store.adopt(response.adopted)
         self._epoch, self._lease_s = response.epoch, response.lease_s
         self.term.learn(response.coordinator_epoch)
         logger.info("registered with the coordinator at %s as %r", self._coordinator, self._server_id)

@@ -114,6 +114,7 @@ async def _reduced(
             answer.buffers.add(unit_index=shard.index, buffer_indices=changed)
         if request.skip:
             shard.skip_reduction()
+            await shard.record_prepared(in_thread)
             continue
         reduced = await shard.reduce(in_thread)
         norm = shard_pb2.UnitNorm(unit_index=shard.index, square_partials=reduced.square_partials)
@@ -123,6 +124,7 @@ async def _reduced(
             starts = [segment.start_bytes for segment in shard.segments]
             norm.power_partials.extend(await in_thread(partial(reduced.power_partials, starts, request.norm_type)))
         answer.units.append(norm)
+        await shard.record_prepared(in_thread)
     return answer
 
 
@@ -174,12 +176,18 @@ async def update(run: HostedRun, in_thread: InThread, request: shard_pb2.UpdateR
     if not math.isfinite(clip) or clip < 0.0:
         raise InvalidRequestError(f"clip_coefficient is {clip}, expected a finite number of at least 0")
     place = {index: number for number, index in enumerate(request.unit_order)}
-    # Buffers first: trainers wait for their new version before they continue.
+    # Buffers first: trainers wait for their new version before they continue. But before them a shard whose update was
+    # interrupted, because the next update overwrites what is needed to continue it.
 
     def in_order(shards: Iterable[UnitShard]) -> list[UnitShard]:
         return sorted(
             (shard for shard in shards if shard.version != step + 1),
-            key=lambda shard: (not shard.layout.holds_buffers, place.get(shard.index, len(place)), shard.index),
+            key=lambda shard: (
+                not shard.values.updating,
+                not shard.layout.holds_buffers,
+                place.get(shard.index, len(place)),
+                shard.index,
+            ),
         )
 
     waiting = in_order(run.published)

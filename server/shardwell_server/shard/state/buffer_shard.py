@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from shardwell_server.shard.arithmetic.reduction import Reduced
 from shardwell_server.shard.concurrency import InThread
+from shardwell_server.shard.state.contributions import Contribution
+from shardwell_server.shard.state.shard_record import PreparedRecord
 from shardwell_server.shard.state.unit_shard import UnitShard
 from shardwell_wire.errors import InvalidRequestError
 from shardwell_wire.v1 import common_pb2
@@ -74,17 +78,43 @@ class BufferShard(UnitShard):
         self.reader_copies.supersede()
         has_new = bool(self.contributions.by_rank)
         async with self.values.becoming(step + 1, in_thread, changes=has_new):
-            if has_new:
-                await self._compute(in_thread, self.compute_store)
+            await self._compute(in_thread, self.compute_store)
         self.discard_reduced()
         self.contributions.end_step()
         self.replica = None
 
     def compute_store(self) -> None:
-        """Copies the new values into the shard."""
-        assert self.values.live is not None
-        live, contribution = self.values.live.buffer, self.contributions.by_rank[0]
+        """Copies the new values into the shard. Can be repeated."""
+        assert self.values.live is not None and self.version is not None
+        if self._files is not None:
+            self._files.begin_update(self)
+        self._copy_new(self.values.live.buffer)
+        if self._files is not None:
+            self._files.save(self, self.version + 1)
+
+    def _copy_new(self, target: torch.Tensor) -> None:
+        if (contribution := self.contributions.by_rank.get(0)) is None:
+            return
         for number in contribution.present:
             segment = self.segments[number]
             inside = slice(segment.start_bytes - self.start_bytes, segment.stop_bytes - self.start_bytes)
-            live[inside].copy_(contribution.buffer[inside])
+            target[inside].copy_(contribution.buffer[inside])
+
+    @property
+    def recorded_segments(self) -> list[int] | None:
+        contribution = self.contributions.by_rank.get(0)
+        present = [] if contribution is None else sorted(contribution.present)
+        return present if self._mean_in_file or not present else None
+
+    def compute_keep_mean(self, file: torch.Tensor) -> None:
+        self._copy_new(file)
+
+    def _take_up_gradients(self, mean: torch.Tensor | None, prepared: PreparedRecord) -> None:
+        self.skip_reduction()
+        if mean is not None and prepared.present:
+            taken = Contribution(0, 0, mean, self.views(mean), _do_nothing, set(prepared.present))
+            self.contributions.add(0, taken)
+
+
+def _do_nothing() -> None:
+    pass

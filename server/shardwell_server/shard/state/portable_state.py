@@ -332,6 +332,7 @@ def copy_state(destination: ShardState, source: ShardState) -> None:
 def finish_import(shard: UnitShard, version: int) -> None:
     """Publishes the state that was imported as a version of the shard."""
     shard.values.publish_version(version)
+    shard.record()
 
 
 def import_state(shard: UnitShard, state: ShardState, version: int) -> None:

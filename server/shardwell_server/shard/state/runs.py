@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from shardwell_server.shard.state.fences import Fences
+from shardwell_server.shard.state.shard_files import RunFiles
 from shardwell_server.shard.state.shard_spec import Role
 from shardwell_server.shard.state.unit_shard import UnitShard
 from shardwell_server.shard.state.version_capture import VersionCapture
@@ -52,10 +53,11 @@ class HostedRun:
 
     Args:
         identity: Name and id of the run.
+        files: Files that outlive the process. None: nothing does.
     """
 
-    def __init__(self, identity: RunIdentity) -> None:
-        self.identity = identity
+    def __init__(self, identity: RunIdentity, files: RunFiles | None = None) -> None:
+        self.identity, self.files = identity, files
         self.name = identity.name
         self.shards: dict[tuple[str, int], UnitShard] = {}
         """By unit name and start of the shard in bytes."""
@@ -154,7 +156,10 @@ class HostedRun:
         shards = [shard for shard in self.shards_of(unit) if shard.role is Role.PRIMARY] or [self.primary(unit)]
         for shard in shards:
             shard.values.check_publishable(epoch)
-        return min(shard.values.publish(epoch) for shard in shards)
+        version = min(shard.values.publish(epoch) for shard in shards)
+        for shard in shards:
+            shard.record()
+        return version
 
     def add_shard(self, shard: UnitShard) -> None:
         """Adds a newly reserved shard."""
@@ -220,6 +225,16 @@ class HostedRun:
         """Records with which optimizer the prepared step is expected to be committed."""
         self.expected_optimizer = optimizer
 
+    def take_up_step(self) -> None:
+        """Continues with the step that a former process had prepared, if it was prepared in all shards."""
+        step = self.step
+        waiting = [shard for shard in self.published if shard.version == step]
+        if waiting and all(shard.reduced is not None for shard in waiting):
+            self.prepared = PreparedStep(step, b"", {}, 0.0, shard_pb2.PrepareStepResponse(version=step))
+            return
+        for shard in waiting:
+            shard.drop_contributions()
+
     def count_duplicate(self, *, differs: bool) -> None:
         """Counts a gradient that was pushed again, and whether its bytes differ from the accepted ones."""
         self.duplicate_count += 1
@@ -265,3 +280,5 @@ class HostedRun:
         for shard in self.shards.values():
             shard.drop(deleted)
         self.shards.clear()
+        if self.files is not None:
+            self.files.close()

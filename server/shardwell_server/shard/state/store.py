@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -15,7 +16,9 @@ from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.state.buffer_shard import BufferShard
 from shardwell_server.shard.state.runs import HostedRun
 from shardwell_server.shard.state.serving_lease import ServingLease
+from shardwell_server.shard.state.shard_files import RunFiles, ShardFiles
 from shardwell_server.shard.state.shard_spec import Role, ShardSpec
+from shardwell_server.shard.state.taking_up import ShardsOfFormer
 from shardwell_server.shard.state.unit_shard import UnitShard
 from shardwell_wire.errors import (
     InvalidRequestError,
@@ -28,6 +31,9 @@ from shardwell_wire.errors import (
 from shardwell_wire.layout import BLOCK_BYTES
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.topology import check_data_ranks
+from shardwell_wire.v1 import coordinator_pb2
+
+logger = logging.getLogger(__name__)
 
 _REMEMBERED_IDS = 1024
 """Number of deleted runs whose ids are remembered. Requests for these runs get a precise error and reserve nothing."""
@@ -62,6 +68,10 @@ class ShardStore:
         self.memory.unreserved.evict = self._evict
         self.runs: dict[str, HostedRun] = {}
         """By run id. A run that was recreated under the name of a deleted run has another id."""
+        self.of_former: ShardsOfFormer | None = None
+        """Shards of a former process of this server. None: shards end with their process."""
+        if shared is not None and shared.restartable:
+            self.of_former = ShardsOfFormer(shared, self.memory, self.runs)
         self._dropped: deque[str] = deque(maxlen=_REMEMBERED_IDS)
         self.in_thread = in_threads_of(threads)
         self.lease = ServingLease(lambda: asyncio.get_running_loop().time())
@@ -134,7 +144,7 @@ class ShardStore:
         identity, layout = spec.run, spec.layout
         _check_reservation(spec)
         self._check_not_dropped(identity)
-        run = self.runs.get(identity.run_id) or HostedRun(identity)
+        run = self.runs.get(identity.run_id) or self._new_run(identity)
         run.check_placement(spec.unit, spec.placement)
         known = [shard for shard in run.shards.values() if spec.unit == shard.unit or spec.index == shard.index]
         replaced = []
@@ -162,9 +172,25 @@ class ShardStore:
             self._release(run, shard)
         self.memory.reserve(spec.memory_key, spec.size_bytes, spec.dp, holds_buffers=layout.holds_buffers)
         kind = BufferShard if layout.holds_buffers else UnitShard
-        shard = kind(spec, self.memory, self._shared, role)
+        files = None if run.files is None else ShardFiles(spec, run.files)
+        shard = kind(spec, self.memory, self._shared, role, files)
         self.runs.setdefault(identity.run_id, run).add_shard(shard)
         return shard
+
+    def _new_run(self, identity: RunIdentity) -> HostedRun:
+        shared = self._shared
+        files = RunFiles(shared, self.memory) if shared is not None and shared.restartable else None
+        return HostedRun(identity, files)
+
+    def adopt(self, adopted: Iterable[coordinator_pb2.HeldShard]) -> None:
+        """Drops the shards of a former process that the coordinator did not adopt."""
+        for shard in [] if self.of_former is None else self.of_former.settle(adopted):
+            logger.info("dropped %s at version %s, which this server does not own any more", shard.what, shard.version)
+            run = self.runs[shard.run.run_id]
+            self._release(run, shard)
+            if not run.shards:
+                run.drop()
+                del self.runs[shard.run.run_id]
 
     def release(self, request: NamesRun, unit: str, placement: int) -> None:
         """Releases the reservations of a unit's shards, except those with a higher placement number. Idempotent.

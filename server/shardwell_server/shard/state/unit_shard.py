@@ -11,16 +11,23 @@ import torch
 
 from shardwell_server import optimizer_checks
 from shardwell_server.shard.arithmetic.reduction import Reduced, reduce_shard
-from shardwell_server.shard.arithmetic.shard_optimizer import RestoredPart, ShardOptimizer
+from shardwell_server.shard.arithmetic.shard_optimizer import (
+    OptimizerContent,
+    RestoredPart,
+    ShardOptimizer,
+    allocate_ordinary,
+)
 from shardwell_server.shard.concurrency import InThread, OpenStreams, uninterrupted
-from shardwell_server.shard.memory.budget import BufferQuota, IncomingBuffer, Memory
-from shardwell_server.shard.memory.shared_memory import SharedMemory
+from shardwell_server.shard.memory.budget import BufferQuota, Grant, IncomingBuffer, Memory
+from shardwell_server.shard.memory.shared_memory import ShardFile, SharedMemory
 from shardwell_server.shard.state.contributions import Contribution, ContributionMemory, Contributions, KeptGradients
 from shardwell_server.shard.state.partitions import Partitions
 from shardwell_server.shard.state.replication import Backups, Replica
+from shardwell_server.shard.state.shard_files import ShardFiles
+from shardwell_server.shard.state.shard_record import PreparedRecord
 from shardwell_server.shard.state.shard_spec import Role, ShardSpec, segment_views, shaped
 from shardwell_server.shard.state.snapshots import EncodedVersions, Snapshots
-from shardwell_server.shard.state.values import Values
+from shardwell_server.shard.state.values import LiveBuffer, Values
 from shardwell_wire.errors import (
     CapacityError,
     InvalidRequestError,
@@ -47,10 +54,16 @@ class UnitShard:
         spec: Run, unit and range of the shard.
         memory: The server's memory budget.
         shared: Shared memory for the parameters, if trainers on this host may map them.
+        files: Files from which another process of the server can take up the shard. None: nothing outlives the process.
     """
 
     def __init__(
-        self, spec: ShardSpec, memory: Memory, shared: SharedMemory | None = None, role: Role = Role.PRIMARY
+        self,
+        spec: ShardSpec,
+        memory: Memory,
+        shared: SharedMemory | None = None,
+        role: Role = Role.PRIMARY,
+        files: ShardFiles | None = None,
     ) -> None:
         self.spec, self.role = spec, role
         self.unchanging = asyncio.Lock()
@@ -89,7 +102,11 @@ class UnitShard:
             memory.pool.release,
             self.views,
         )
-        self._memory = memory
+        self._memory, self._files = memory, files
+        self._mean_in_file = self._recorded = False
+        """Whether the mean gradient is in its shared file, and whether the shard's record names it."""
+        self._reduced_by_former = False
+        """Whether a former process reduced the gradients: this one has no contributions."""
 
     @property
     def max_contributions(self) -> int:
@@ -151,6 +168,8 @@ class UnitShard:
         self.partitions.close()
         self.encoded.discard()
         self.reader_copies.drop(why)
+        if self._files is not None:
+            self._files.close()
         self.values.drop(why)
 
     # ---- contributions ----
@@ -202,7 +221,7 @@ class UnitShard:
     def drop_older(self, dp_rank: int, attempt: int) -> None:
         """Drops a rank's contribution and the mean if the contribution belongs to an older attempt. So for copies."""
         self.copies.drop_older(dp_rank, attempt)
-        if self.contributions.drop_older(dp_rank, attempt):
+        if self.contributions.drop_older(dp_rank, attempt) or self._reduced_by_former:
             self.discard_reduced()
 
     def drop_contributions(self) -> None:
@@ -254,12 +273,18 @@ class UnitShard:
             [gradient for rank in ranks if (gradient := rank.gradient(number)) is not None]
             for number in range(len(self.segments))
         ]
-        buffer = self._memory.pool.acquire(self.size_bytes) if self.dp > 1 and ranks else None
+        file = buffer = None
+        if self.dp > 1 and ranks:
+            file = None if self._files is None else self._files.acquire_mean(self)
+            buffer = self._memory.pool.acquire(self.size_bytes) if file is None else None
         try:
-            outs = None if buffer is None else self.views(buffer)
+            out = buffer if file is None else file
+            outs = None if out is None else self.views(out)
             starts = [segment.start_bytes for segment in self.segments]
             work = partial(reduce_shard, terms, self.dp, outs, starts, buffer=buffer)
-            return await self._compute(in_thread, work)
+            reduced = await self._compute(in_thread, work)
+            self._mean_in_file = file is not None
+            return reduced
         except BaseException:
             if buffer is not None:
                 self._memory.pool.release(buffer)
@@ -297,6 +322,7 @@ class UnitShard:
         if self.reduced is not None and self.reduced.buffer is not None:
             self._memory.pool.release(self.reduced.buffer)
         self.reduced = None
+        self._mean_in_file = self._recorded = self._reduced_by_former = False
         self.partitions.invalidate()
 
     # ---- updating ----
@@ -365,6 +391,9 @@ class UnitShard:
                 self.spec.memory_key, self.partitions.state_bytes + state_bytes, workspace_bytes
             )
             await self._compute(in_thread, lambda: applied.prepare(present, optimizer, chosen, key))
+            if self._files is not None:
+                self._files.enlarge_undo(applied.piece_bytes)
+                self._files.save(self)
         except (RuntimeError, MemoryError) as error:
             if isinstance(error, RuntimeError) and "allocate" not in str(error):
                 raise
@@ -382,8 +411,9 @@ class UnitShard:
         """Returns the shard's optimizer. Made when it is needed first."""
         if self.optimizer is None:
             assert self.values.live is not None
-            parts = zip(self.views(self.values.live.buffer), self.segments, strict=True)
-            self.optimizer = ShardOptimizer([shaped(part, self.layout, segment) for part, segment in parts])
+            views = zip(self.views(self.values.live.buffer), self.segments, strict=True)
+            parts = [shaped(part, self.layout, segment) for part, segment in views]
+            self.optimizer = ShardOptimizer(parts, allocate_ordinary if self._files is None else self._files.allocate)
         return self.optimizer
 
     async def update(
@@ -425,18 +455,104 @@ class UnitShard:
         self, optimizer: common_pb2.OptimizerStep, groups: Sequence[int] | None, clip_coefficient: float, key: bytes
     ) -> None:
         """Applies the optimizer, or the values that trainers staged, in place."""
-        assert self.reduced is not None and self.values.live is not None
+        assert self.reduced is not None and self.values.live is not None and self.version is not None
         numbers = self.kept_numbers(groups)
+        files = self._files
         if numbers or self.kept.ranks:
             # Gradients are kept before the next version becomes readable, because trainers then overwrite their
             # gradient buffers. They are kept before the optimizer runs, because keeping is idempotent and an optimizer
             # step is not.
             self.kept.compute_keep(self.contributions.by_rank, numbers)
         if runs_on_trainers(optimizer.algorithm):
+            if files is not None:
+                files.remove_record()
             self.partitions.compute_apply(self.values.live.buffer)
         else:
             assert self.optimizer is not None
-            self.optimizer.step(self.reduced.gradients, optimizer, self._chosen_groups(groups), clip_coefficient, key)
+            progress = None if files is None else files.progress(self)
+            chosen = self._chosen_groups(groups)
+            self.optimizer.step(self.reduced.gradients, optimizer, chosen, clip_coefficient, key, progress)
+        if files is not None:
+            files.save(self, self.version + 1)
+
+    # ---- files that outlive the process ----
+
+    @property
+    def is_described(self) -> bool:
+        """False if the shard has state that its record cannot describe."""
+        return not (self.kept.ranks or self.partitions.states)
+
+    @property
+    def recorded_segments(self) -> list[int] | None:
+        """Numbers of the segments that the next update has a gradient for. None: the gradient is not in its file."""
+        if self.reduced is None:
+            return None
+        present = [number for number, gradient in enumerate(self.reduced.gradients) if gradient is not None]
+        return present if self._mean_in_file or not present else None
+
+    def record(self) -> None:
+        """Describes the shard's state, from which another process of the server can then continue."""
+        if self._files is not None:
+            self._files.save(self)
+
+    async def record_prepared(self, in_thread: InThread) -> None:
+        """As ``record``, once the gradients of a step are reduced. Repeated calls have no effect."""
+        if self._files is None or self._recorded:
+            return
+        if self.recorded_segments is None and (file := self._files.acquire_mean(self)) is not None:
+            await self._compute(in_thread, partial(self.compute_keep_mean, file))
+            self._mean_in_file = True
+        self._files.save(self)
+        self._recorded = True
+
+    def compute_keep_mean(self, file: torch.Tensor) -> None:
+        """Copies the gradients, which are in a contribution, to their file. uint8. [size_bytes]"""
+        assert self.reduced is not None
+        for view, gradient in zip(self.views(file), self.reduced.gradients, strict=True):
+            if gradient is not None:
+                view.copy_(gradient)
+
+    @property
+    def values_file(self) -> ShardFile | None:
+        """The file of the values. None: they are in ordinary memory."""
+        return None if self.values.live is None else self.values.live.file
+
+    @property
+    def shared_files(self) -> list[str]:
+        """Names of the files from which another process of the server can take up the shard."""
+        values = [] if self.values_file is None else [self.values_file.name]
+        return values if self._files is None else [*values, *self._files.names]
+
+    def take_up_values(self, file: ShardFile, version: int, grant: Grant) -> None:
+        """Continues with the values of a former process; see ``Values.take_up``.
+
+        Args:
+            file: The values.
+            version: Their version.
+            grant: The memory's grant in the server's budget.
+        """
+        self.values.take_up(LiveBuffer.from_file(file, grant), version)
+
+    def take_up(self, content: OptimizerContent, mean: torch.Tensor | None, prepared: PreparedRecord | None) -> None:
+        """Continues with the state of a former process, after its values.
+
+        Args:
+            content: The optimizer's state.
+            mean: The mean gradient's file. uint8. [size_bytes]
+            prepared: The prepared step. None: there was none.
+        """
+        if content.parts:
+            self._own_optimizer().take_up(content)
+            self.note_optimizer()
+        if prepared is not None:
+            self._take_up_gradients(mean, prepared)
+            self._mean_in_file = self._recorded = self._reduced_by_former = True
+
+    def _take_up_gradients(self, mean: torch.Tensor | None, prepared: PreparedRecord) -> None:
+        views = [] if mean is None else self.views(mean)
+        present = set(prepared.present)
+        gradients = [views[number] if number in present else None for number in range(len(self.segments))]
+        self.reduced = Reduced(gradients, None, [], skipped=prepared.skipped)
 
     def check_averaged(self) -> None:
         """Raises StepStateError if there are no averages to read."""

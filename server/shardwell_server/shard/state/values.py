@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from shardwell_server.shard.concurrency import InThread
-from shardwell_server.shard.memory.budget import IncomingBuffer, Memory
+from shardwell_server.shard.memory.budget import Grant, IncomingBuffer, Memory
 from shardwell_server.shard.memory.shared_memory import ShardFile, SharedMemory
 from shardwell_server.shard.state.snapshots import Snapshots, VersionBytes
 from shardwell_wire.errors import (
@@ -34,7 +34,7 @@ class LiveBuffer:
         self.file: ShardFile | None = None
         """The file in shared memory. None: the values are in ordinary memory."""
         self.why_not_shared = "this server offers no shared memory"
-        self._received = received
+        self._grant = received.grant
         if shared is not None:
             self._move(shared, what)
 
@@ -45,10 +45,23 @@ class LiveBuffer:
             self.why_not_shared = str(error)
             return
         self.file.buffer.copy_(self.buffer)
-        memory = self._received.grant.memory
+        memory = self._grant.memory
         memory.pool.release(self.buffer)
         memory.note_shared(self.buffer.numel())
         self.buffer = self.file.buffer
+
+    @classmethod
+    def from_file(cls, file: ShardFile, grant: Grant) -> LiveBuffer:
+        """Returns the values that a former process left in shared memory.
+
+        Args:
+            file: The file.
+            grant: The memory's grant in the server's budget.
+        """
+        made = cls.__new__(cls)
+        made.file, made.buffer, made._grant, made.why_not_shared = file, file.buffer, grant, ""
+        grant.memory.note_shared(file.buffer.numel())
+        return made
 
     @property
     def size_bytes(self) -> int:
@@ -63,11 +76,11 @@ class LiveBuffer:
     def close(self) -> None:
         """Releases the memory."""
         if self.file is None:
-            self._received.release()
-            return
-        self.file.close()
-        self._received.grant.memory.note_shared(-self.buffer.numel())
-        self._received.grant.release()
+            self._grant.memory.pool.release(self.buffer)
+        else:
+            self.file.close()
+            self._grant.memory.note_shared(-self.buffer.numel())
+        self._grant.release()
 
 
 class Values:
@@ -231,6 +244,21 @@ class Values:
             raise StepStateError(
                 f"{self._what} cannot be published: the initial values of epoch {epoch} are not complete on this server"
             )
+
+    def take_up(self, live: LiveBuffer, version: int) -> None:
+        """Continues with the values of a former process.
+
+        Args:
+            live: The values.
+            version: Their version. If the file does not show it, the update to the next version was interrupted: no
+                version is readable until that update is repeated.
+        """
+        assert self.live is None and live.file is not None
+        self.live, self.version, self.changed_version = live, version, version
+        self._updating = live.file.shown != version
+        self._becoming = version + 1 if self._updating else None
+        self.current = VersionBytes(live.buffer, version + 1 if self._updating else version)
+        self._notify()
 
     @asynccontextmanager
     async def becoming(self, version: int, in_thread: InThread, *, changes: bool = True) -> AsyncIterator[None]:

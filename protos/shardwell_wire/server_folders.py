@@ -1,0 +1,189 @@
+"""Folders of shard servers in shared memory: how a server finds its own again, and when one is removed.
+
+A running server holds the lock of its folder, and the kernel releases the lock of a dead process. The folder of a
+server with an owner file may contain shards. A new process of the same server takes the folder up. Other processes
+remove it only if no such process is expected: its supervisor has ended, it contains no shard, or nothing changed for a
+day.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from shardwell_wire.process_identity import boot_id, has_ended
+from shardwell_wire.shared_files import SERVER_FOLDER_PREFIX, open_file, open_folder, opened
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_DIRECTORY = Path("/dev/shm")
+RECORD_SUFFIX = ".shard"
+"""End of the name of a file that describes a shard."""
+KEPT_S = 24 * 3600.0
+"""Seconds after its last change when the folder of a dead server is removed although it contains shards."""
+
+_LOCK, _OWNER = "lock", "owner.json"
+_UNFINISHED_SUFFIX = ".new"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FolderOwner:
+    """The server that a folder belongs to."""
+
+    server_id: str
+    coordinator: str
+    """host:port of the coordinator, as the server was told. Servers of two clusters may have the same id."""
+    supervisor: str = ""
+    """Identity of the process that starts the server again; see ``process_identity.py``. Empty: not known."""
+
+    @property
+    def prefix(self) -> str:
+        """Start of the names of the owner's folders."""
+        key = hashlib.sha256(f"{self.coordinator}\0{self.server_id}".encode()).hexdigest()[:16]
+        return f"{SERVER_FOLDER_PREFIX}{key}-"
+
+
+@dataclass(frozen=True, slots=True)
+class LockedFolder:
+    """A folder of this process."""
+
+    path: Path
+    lock: int
+    """Descriptor that holds the lock."""
+
+    @property
+    def own_files(self) -> tuple[str, ...]:
+        """Names of the files that belong to the folder itself."""
+        return _LOCK, _OWNER
+
+    def remove(self) -> None:
+        """Removes the folder and releases the lock."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self.lock)
+
+
+def make_folder(directory: Path, owner: FolderOwner | None) -> LockedFolder:
+    """Makes and locks a new folder. The name is random: another user could occupy a name that is known in advance.
+
+    Args:
+        directory: Directory in a memory file system.
+        owner: Server that may take the folder up again. None: nobody does.
+    """
+    made = Path(tempfile.mkdtemp(prefix=f".{SERVER_FOLDER_PREFIX}", dir=directory))
+    with opened(open_folder(made)) as folder:
+        lock = _lock(folder, create=True)
+    if owner is not None:
+        _write_owner(made, owner)
+    # The folder gets its final name, for which other processes look, only once it is locked.
+    prefix = SERVER_FOLDER_PREFIX if owner is None else owner.prefix
+    return LockedFolder(made.rename(directory / f"{prefix}{secrets.token_hex(8)}"), lock)
+
+
+def take_folder(directory: Path, owner: FolderOwner) -> LockedFolder | None:
+    """Locks the folder that a dead process of the same server left; None if there is none.
+
+    If there are several, the newest is taken, and the others are removed.
+    """
+    taken: LockedFolder | None = None
+    for path in sorted(directory.glob(f"{owner.prefix}*"), key=_changed_at, reverse=True):
+        try:
+            with opened(open_folder(path)) as folder:
+                found, lock = _read_owner(folder), _lock(folder)
+        except OSError:
+            continue  # its server runs, or another user owns it
+        candidate = LockedFolder(path, lock)
+        if taken is None and found.get("boot") == boot_id():
+            taken = candidate
+            _write_owner(path, owner)
+        else:
+            candidate.remove()
+            logger.info("removed %s, an older folder of this server", path)
+    return taken
+
+
+def remove_remains(directory: Path) -> None:
+    """Removes the folders of this user's dead servers that no process will take up.
+
+    Another user can make a folder with such a name, or put a FIFO in place of the lock file. Neither is opened.
+    """
+    for path in directory.glob(f"{SERVER_FOLDER_PREFIX}*"):
+        _remove_if(path, partial(_is_garbage, path))
+
+
+def remove_folders(directory: Path, coordinator: str) -> None:
+    """Removes the folders of this user's dead servers of one cluster, which has ended."""
+    for path in directory.glob(f"{SERVER_FOLDER_PREFIX}*"):
+        _remove_if(path, lambda owner: owner.get("coordinator") == coordinator)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Creates or replaces a small file. A process that is killed leaves the old file or the new one."""
+    temporary = path.with_name(f"{path.name}{_UNFINISHED_SUFFIX}")
+    with opened(
+        os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    ) as file:
+        os.write(file, data)
+    temporary.rename(path)
+
+
+def _remove_if(path: Path, condition: Callable[[Mapping[str, Any]], bool]) -> None:
+    try:
+        with opened(open_folder(path)) as folder, opened(_lock(folder)):
+            if not condition(_read_owner(folder)):
+                return
+            shutil.rmtree(path)
+    except OSError:
+        return  # its server runs, or another user owns it, or another process is making or removing it
+    logger.info("removed %s, the folder of a killed server", path)
+
+
+def _is_garbage(path: Path, owner: Mapping[str, Any]) -> bool:
+    """Returns whether no process will take up the folder of a dead server."""
+    if not owner or owner.get("boot") != boot_id() or has_ended(str(owner.get("supervisor", ""))):
+        return True
+    return not any(path.glob(f"*{RECORD_SUFFIX}")) or time.time() - _changed_at(path) > KEPT_S
+
+
+def _changed_at(path: Path) -> float:
+    """Returns when a folder's files changed last: every update of a shard replaces its record."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _write_owner(path: Path, owner: FolderOwner) -> None:
+    write_whole(path / _OWNER, json.dumps({"boot": boot_id(), **asdict(owner)}).encode())
+
+
+def _read_owner(folder: int) -> dict[str, Any]:
+    """Returns the content of a folder's owner file; empty if there is none."""
+    try:
+        with open(open_file(_OWNER, folder=folder), encoding="utf-8") as file:
+            found = json.load(file)
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _lock(folder: int, *, create: bool = False) -> int:
+    """Locks a folder; returns the descriptor that holds the lock. Raises OSError if the lock is taken."""
+    held = open_file(_LOCK, create=create, folder=folder)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(held)
+        raise
+    return held

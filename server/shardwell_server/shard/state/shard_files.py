@@ -1,0 +1,325 @@
+"""Shared files of shards that a new process of the server takes up: which there are, and when they are described."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from shardwell_server.shard.arithmetic.reduction import Reduced
+from shardwell_server.shard.arithmetic.shard_optimizer import (
+    OptimizerContent,
+    PartContent,
+    ShardOptimizer,
+    allocate_ordinary,
+)
+from shardwell_server.shard.arithmetic.update_pieces import Progress
+from shardwell_server.shard.memory.budget import Memory
+from shardwell_server.shard.memory.shared_memory import ShardFile, SharedBuffer, SharedMemory, new_record_name
+from shardwell_server.shard.state.shard_record import PartRecord, PreparedRecord, ShardDescription, TensorPlace
+from shardwell_server.shard.state.shard_spec import ShardSpec
+from shardwell_server.shard.state.undo_area import SharedProgress, UndoArea, area_bytes
+from shardwell_wire.errors import CapacityError
+
+logger = logging.getLogger(__name__)
+
+_ALIGNMENT = 64
+"""Alignment of state tensors in a file, in bytes."""
+
+
+class DescribedShard(Protocol):
+    """What a record says about a shard."""
+
+    @property
+    def version(self) -> int | None:
+        """The newest published version."""
+        ...
+
+    @property
+    def values_file(self) -> ShardFile | None:
+        """The file of the values. None: they are in ordinary memory."""
+        ...
+
+    @property
+    def optimizer(self) -> ShardOptimizer | None:
+        """The optimizer. None before the first update."""
+        ...
+
+    @property
+    def reduced(self) -> Reduced | None:
+        """The mean gradient of the step in flight."""
+        ...
+
+    @property
+    def is_described(self) -> bool:
+        """False if the shard has state that a record cannot describe."""
+        ...
+
+    @property
+    def recorded_segments(self) -> list[int] | None:
+        """Numbers of the segments that the next update has a gradient for. None: the gradient is not in its file."""
+        ...
+
+
+class RunFiles:
+    """Files that the shards of one run share. Used within ``HostedRun.exclusively``.
+
+    Args:
+        shared: Shared memory that outlives the process.
+        memory: The server's memory budget.
+    """
+
+    def __init__(self, shared: SharedMemory, memory: Memory) -> None:
+        self.shared, self.memory = shared, memory
+        self.undo: UndoArea | None = None
+        """None before the first update."""
+
+    def enlarge_undo(self, copied_bytes: int) -> None:
+        """Makes the undo area large enough for pieces of this size. Call while no update runs.
+
+        Raises:
+            CapacityError: It does not fit the shared memory.
+        """
+        size_bytes = area_bytes(copied_bytes)
+        if self.undo is not None and self.undo.size_bytes >= size_bytes:
+            return
+        made = UndoArea(self.shared.create(size_bytes, "undo area"))
+        self.close()
+        self.memory.note_shared(size_bytes)
+        self.undo = made
+
+    def take_up(self, undo: UndoArea) -> None:
+        """Continues with the undo area of a former process."""
+        self.memory.note_shared(undo.size_bytes)
+        self.undo = undo
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the files."""
+        return [] if self.undo is None else [self.undo.shared.name]
+
+    def close(self) -> None:
+        """Removes the files."""
+        if self.undo is not None:
+            self.memory.note_shared(-self.undo.size_bytes)
+            self.undo.shared.unlink()
+            self.undo = None
+
+
+class ShardFiles:
+    """The shared files of one shard, besides its values, and the record that describes them all.
+
+    The record is written whenever the shard reaches a state from which another process can continue: published,
+    prepared, ready to update, updated. If something that the next update needs is not in shared memory, there is no
+    record, and the shard ends with the process.
+
+    Args:
+        spec: The shard.
+        run: Files of its run.
+    """
+
+    def __init__(self, spec: ShardSpec, run: RunFiles) -> None:
+        self._spec, self._run = spec, run
+        self._shared, self._memory = run.shared, run.memory
+        self._name = new_record_name()
+        self._written: bytes | None = None
+        self._prepared = False
+        """Whether the record names a prepared step."""
+        self.mean: SharedBuffer | None = None
+        """The mean gradient of the step in flight, or the new values of buffers. Laid out like the shard."""
+        self._arenas: list[SharedBuffer] = []
+        """Files of the optimizer's state."""
+
+    # ---- memory ----
+
+    def allocate(self, templates: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Allocates state of the optimizer; see ``Allocate``. Uses ordinary memory if shared memory is full."""
+        offsets, size_bytes = [], 0
+        for template in templates:
+            offsets.append(size_bytes)
+            size_bytes += -(-template.nbytes // _ALIGNMENT) * _ALIGNMENT
+        try:
+            arena = self._shared.create(size_bytes, f"optimizer state of {self._spec.what}")
+        except CapacityError:
+            return allocate_ordinary(templates)  # SharedMemory logs the reason
+        self._arenas.append(arena)
+        return [
+            _view(arena, offset, template.dtype, template.shape)
+            for offset, template in zip(offsets, templates, strict=True)
+        ]
+
+    def acquire_mean(self, shard: DescribedShard) -> torch.Tensor | None:
+        """Returns the memory for the next mean gradient. None: shared memory is full. uint8. [size_bytes]"""
+        if self._prepared:
+            self.save(shard, prepared=False)  # the recorded gradient is about to be overwritten
+        if self.mean is None:
+            try:
+                self.mean = self._shared.create(self._spec.size_bytes, f"mean gradient of {self._spec.what}")
+            except CapacityError:
+                return None
+            self._memory.note_shared(self._spec.size_bytes)
+        return self.mean.tensor
+
+    def enlarge_undo(self, copied_bytes: int) -> None:
+        """Makes the undo area large enough for the next update. Without one, the update cannot be continued."""
+        try:
+            self._run.enlarge_undo(copied_bytes)
+        except CapacityError:
+            self._run.close()
+
+    def begin_update(self, shard: DescribedShard) -> bool:
+        """Prepares for an update. Returns whether another process can continue it; if not, removes the record."""
+        self.save(shard)  # names the current undo area
+        if not self._prepared:
+            self.remove_record()
+        return self._prepared
+
+    def progress(self, shard: DescribedShard) -> Progress:
+        """Returns the progress of the update that is about to start, or that a former process has started."""
+        values = shard.values_file
+        assert shard.version is not None
+        if not self.begin_update(shard):
+            return Progress()
+        if self._run.undo is None or values is None:
+            self.remove_record()
+            return Progress()
+        return SharedProgress(self._run.undo, values.progress, shard.version)
+
+    # ---- the record ----
+
+    def save(self, shard: DescribedShard, version: int | None = None, *, prepared: bool = True) -> None:
+        """Writes the record if it has changed.
+
+        Args:
+            shard: The shard.
+            version: The version that an update has just made. None: the published version.
+            prepared: Whether to name the prepared step, if there is one.
+        """
+        if shard.optimizer is not None and shard.optimizer.is_updating:
+            return  # the record describes the state before the update
+        record = self._describe(shard, version, prepared=prepared and version is None)
+        if record is None:
+            self.remove_record()
+            return
+        self._prepared = record.prepared is not None
+        if (data := record.encode()) == self._written:
+            return
+        try:
+            self._shared.write_record(self._name, data)
+            self._written = data
+        except OSError as error:
+            logger.warning("%s cannot be taken up after a restart: cannot write its record: %s", self._spec.what, error)
+            self.remove_record()
+
+    def remove_record(self) -> None:
+        """Removes the record: another process cannot take up the shard."""
+        self._written, self._prepared = None, False
+        self._shared.remove_record(self._name)
+
+    def close(self) -> None:
+        """Removes the record and the files."""
+        self.remove_record()
+        for arena in self._arenas:
+            arena.unlink()
+        self._arenas.clear()
+        if self.mean is not None:
+            self.mean.unlink()
+            self._memory.note_shared(-self._spec.size_bytes)
+            self.mean = None
+
+    def _describe(self, shard: DescribedShard, version: int | None, *, prepared: bool) -> ShardDescription | None:
+        """Returns the record. None if the shard is not published or not entirely in shared memory."""
+        values = shard.values_file
+        if shard.version is None or values is None or not shard.is_described:
+            return None
+        content = OptimizerContent() if shard.optimizer is None else shard.optimizer.content()
+        self._drop_unused(content)
+        try:
+            parts = [self._part_record(part) for part in content.parts]
+        except LookupError:
+            return None
+        undo = self._run.undo
+        buffers = [*self._arenas, *([self.mean] if self.mean else []), *([undo.shared] if undo else [])]
+        return ShardDescription(
+            spec=self._spec,
+            version=shard.version if version is None else version,
+            values=values.name,
+            files={buffer.name: buffer.tensor.numel() for buffer in buffers},
+            parts=parts,
+            averages_started=content.averages_started,
+            undo=undo.shared.name if undo else None,
+            mean=self.mean.name if self.mean else None,
+            prepared=self._prepared_record(shard) if prepared else None,
+        )
+
+    def _prepared_record(self, shard: DescribedShard) -> PreparedRecord | None:
+        present = shard.recorded_segments
+        if shard.reduced is None or present is None or (present and self.mean is None):
+            return None
+        return PreparedRecord(present, shard.reduced.skipped)
+
+    def _part_record(self, part: PartContent) -> PartRecord:
+        return PartRecord(
+            part.algorithm,
+            part.step_count,
+            {name: self._place(tensor) for name, tensor in part.state.items()},
+            None if part.average is None else self._place(part.average),
+            part.fresh_algorithm,
+            part.initializers,
+            {name: self._place(tensor) for name, tensor in part.fresh_state.items()},
+            None if part.fresh_average is None else self._place(part.fresh_average),
+        )
+
+    def _place(self, tensor: torch.Tensor) -> TensorPlace:
+        """Returns where a tensor is. Raises LookupError if it is not in a shared file."""
+        arena = self._arena_of(tensor)
+        offset = tensor.data_ptr() - arena.tensor.data_ptr()
+        return TensorPlace(arena.name, offset, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+
+    def _arena_of(self, tensor: torch.Tensor) -> SharedBuffer:
+        for arena in self._arenas:
+            if arena.tensor.data_ptr() <= tensor.data_ptr() < arena.tensor.data_ptr() + arena.tensor.numel():
+                return arena
+        raise LookupError("the tensor is in ordinary memory")
+
+    def _drop_unused(self, content: OptimizerContent) -> None:
+        """Removes files whose state was replaced by that of another optimizer."""
+        if len(self._arenas) < 2:
+            return
+        addresses = [tensor.data_ptr() for part in content.parts for tensor in part.tensors]
+        for arena in list(self._arenas):
+            start = arena.tensor.data_ptr()
+            if not any(start <= address < start + arena.tensor.numel() for address in addresses):
+                arena.unlink()
+                self._arenas.remove(arena)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the shard's and the run's files, and of the record."""
+        mean = [] if self.mean is None else [self.mean.name]
+        return [self._name, *mean, *(arena.name for arena in self._arenas), *self._run.names]
+
+    # ---- taking up ----
+
+    def take_up(self, name: str, record: ShardDescription, data: bytes) -> None:
+        """Opens the files of a record that a former process wrote. Raises OSError or ValueError if one is missing."""
+        self._name, self._written, self._prepared = name, data, record.prepared is not None
+        special = {record.mean, record.undo}
+        self._arenas = [self._shared.open(file, size) for file, size in record.files.items() if file not in special]
+        if record.mean is not None:
+            self.mean = self._shared.open(record.mean, record.files[record.mean])
+            self._memory.note_shared(self._spec.size_bytes)
+
+    def tensor_at(self, place: TensorPlace) -> torch.Tensor:
+        """Returns a state tensor that a former process wrote. Raises ValueError if there is none."""
+        arena = next((arena for arena in self._arenas if arena.name == place.file), None)
+        if arena is None or place.offset_bytes + place.size_bytes > arena.tensor.numel():
+            raise ValueError(f"its file {place.file} has no tensor at {place.offset_bytes}")
+        return _view(arena, place.offset_bytes, getattr(torch, place.dtype), place.shape)
+
+
+def _view(arena: SharedBuffer, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    size_bytes = torch.Size(shape).numel() * dtype.itemsize
+    return arena.tensor[offset : offset + size_bytes].view(dtype).view(tuple(shape))

@@ -1,0 +1,144 @@
+"""The record of one shard: what a new process of the server needs to take the shard up from its files."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import xxhash
+
+from shardwell_server.shard.arithmetic.update_pieces import SLICE_BYTES
+from shardwell_server.shard.state.shard_spec import ShardSpec
+from shardwell_wire.layout import UnitLayout
+from shardwell_wire.run_identity import RunIdentity
+from shardwell_wire.v1 import common_pb2
+
+FORMAT = 1
+"""Changes with every change of the record or of the pieces of updates."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """Where a tensor of the optimizer's state is."""
+
+    file: str
+    offset_bytes: int
+    dtype: str
+    shape: Sequence[int]
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the tensor."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return torch.Size(self.shape).numel() * dtype.itemsize
+
+
+Places = dict[str, TensorPlace]
+"""Tensors by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartRecord:
+    """The optimizer's state of one part."""
+
+    algorithm: str | None
+    step_count: int
+    state: Places
+    average: TensorPlace | None
+    fresh_algorithm: str | None = None
+    """Optimizer for whose first update state is allocated. None: no state is allocated."""
+    initializers: Mapping[str, Any] = field(default_factory=dict)
+    fresh_state: Places = field(default_factory=dict)
+    """State that is allocated for the next update."""
+    fresh_average: TensorPlace | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRecord:
+    """The step that the next update applies."""
+
+    present: Sequence[int]
+    """Numbers of the segments that have a mean gradient, or a new value in a shard of buffers."""
+    skipped: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardDescription:
+    """The state of a shard between two updates."""
+
+    spec: ShardSpec
+    version: int
+    values: str
+    """File of the values."""
+    files: Mapping[str, int]
+    """Sizes of all files but that of the values, in bytes."""
+    parts: Sequence[PartRecord] = ()
+    """Empty before the first update."""
+    averages_started: bool = False
+    undo: str | None = None
+    """File of the undo area."""
+    mean: str | None = None
+    """File of the mean gradient, or of the new values of buffers."""
+    prepared: PreparedRecord | None = None
+    """None: no step is prepared."""
+
+    def encode(self) -> bytes:
+        """Returns the record as JSON, after its checksum."""
+        spec = self.spec
+        content = {
+            "format": FORMAT,
+            "slice_bytes": SLICE_BYTES,
+            "run": spec.run.name,
+            "run_id": spec.run.run_id,
+            "unit": base64.b64encode(spec.layout.to_proto().SerializeToString(deterministic=True)).decode(),
+            **{name: getattr(spec, name) for name in _NUMBERS},
+            **{name: _plain(getattr(self, name)) for name in _FIELDS},
+        }
+        text = json.dumps(content, separators=(",", ":")).encode()
+        return b"%016x\n%b" % (xxhash.xxh3_64_intdigest(text), text)
+
+
+_NUMBERS = ("index", "start_bytes", "stop_bytes", "dp", "placement")
+_FIELDS = ("version", "values", "files", "parts", "averages_started", "undo", "mean", "prepared")
+
+
+def decode(data: bytes) -> ShardDescription:
+    """Returns the record in a file.
+
+    Raises:
+        ValueError: The record is damaged, or another version of the software wrote it.
+    """
+    checksum, _, text = data.partition(b"\n")
+    if checksum != b"%016x" % xxhash.xxh3_64_intdigest(text):
+        raise ValueError("its checksum is wrong")
+    content = json.loads(text)
+    if (content["format"], content["slice_bytes"]) != (FORMAT, SLICE_BYTES):
+        raise ValueError(f"it has format {content['format']}, expected {FORMAT}")
+    layout = UnitLayout.from_proto(common_pb2.UnitSpec.FromString(base64.b64decode(content["unit"])))
+    run = RunIdentity(content["run"], content["run_id"])
+    spec = ShardSpec(run=run, layout=layout, **{name: content[name] for name in _NUMBERS})
+    fields = {name: content[name] for name in _FIELDS}
+    fields["parts"] = [_part(part) for part in content["parts"]]
+    fields["prepared"] = None if content["prepared"] is None else PreparedRecord(**content["prepared"])
+    return ShardDescription(spec=spec, **fields)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, PreparedRecord):
+        return asdict(value)
+    return (
+        [asdict(each) if isinstance(each, PartRecord) else each for each in value] if isinstance(value, list) else value
+    )
+
+
+def _part(content: Mapping[str, Any]) -> PartRecord:
+    found = dict(content)
+    for name in ("state", "fresh_state"):
+        found[name] = {key: TensorPlace(**place) for key, place in content[name].items()}
+    for name in ("average", "fresh_average"):
+        found[name] = None if content[name] is None else TensorPlace(**content[name])
+    return PartRecord(**found)

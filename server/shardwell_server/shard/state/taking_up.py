@@ -1,0 +1,148 @@
+"""Takes up the shards that a former process of this server left in shared memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from shardwell_server.shard.arithmetic.shard_optimizer import OptimizerContent, PartContent
+from shardwell_server.shard.memory.budget import Grant, Memory
+from shardwell_server.shard.memory.shared_memory import ShardFile, SharedMemory
+from shardwell_server.shard.state import shard_record
+from shardwell_server.shard.state.buffer_shard import BufferShard
+from shardwell_server.shard.state.runs import HostedRun
+from shardwell_server.shard.state.shard_files import RunFiles, ShardFiles
+from shardwell_server.shard.state.shard_record import PartRecord, ShardDescription
+from shardwell_server.shard.state.undo_area import UndoArea
+from shardwell_server.shard.state.unit_shard import UnitShard
+from shardwell_wire.errors import ShardwellError
+from shardwell_wire.shared_segment import HEAD_BYTES, UPDATING
+from shardwell_wire.v1 import coordinator_pb2
+
+logger = logging.getLogger(__name__)
+
+ShardKey = tuple[str, str, int]
+"""Run id, unit and start of a shard."""
+
+
+@dataclass(frozen=True, slots=True)
+class TakenShard:
+    """A shard of a former process."""
+
+    shard: UnitShard
+    can_update: bool
+    """Whether a step is prepared, or its update was interrupted."""
+
+    def describe(self) -> coordinator_pb2.HeldShard:
+        """Returns the message for the coordinator."""
+        shard = self.shard
+        return coordinator_pb2.HeldShard(
+            run=shard.run.name,
+            run_id=shard.run.run_id,
+            unit=shard.unit,
+            unit_index=shard.index,
+            start_bytes=shard.start_bytes,
+            stop_bytes=shard.stop_bytes,
+            version=shard.version or 0,
+            can_update=self.can_update,
+            updating=shard.values.updating,
+            placement=shard.placement,
+        )
+
+
+class ShardsOfFormer:
+    """The shards that a former process of this server left. Requests find them as soon as they are taken up.
+
+    Trainers are refused until the server is registered. The response to the registration says which of the shards this
+    process owns.
+
+    Args:
+        shared: Shared memory, whose folder a former process may have left.
+        memory: The server's memory budget.
+        runs: The runs of this server by run id, to which the shards are added.
+    """
+
+    def __init__(self, shared: SharedMemory, memory: Memory, runs: dict[str, HostedRun]) -> None:
+        self._shared, self._memory, self._hosted = shared, memory, runs
+        self._runs: dict[str, RunFiles] = {}
+        self._shards: dict[ShardKey, TakenShard] = {}
+        for name, data in shared.records().items():
+            try:
+                self._take(name, data)
+            # A record that was written by other software may contain anything.
+            except (OSError, ValueError, LookupError, TypeError, ShardwellError) as error:
+                logger.warning("cannot take up a shard of the former process: record %s: %s", name, error)
+        used = {file for taken in self._shards.values() for file in taken.shard.shared_files}
+        shared.remove_all_but(used)
+        for taken in self._shards.values():
+            identity = taken.shard.run
+            run = runs.setdefault(identity.run_id, HostedRun(identity, self._runs[identity.run_id]))
+            run.add_shard(taken.shard)
+        for run in runs.values():
+            run.take_up_step()
+        if self._shards:
+            logger.info("took up %d shards of the former process from shared memory", len(self._shards))
+
+    def held(self) -> list[coordinator_pb2.HeldShard]:
+        """Returns the shards that the coordinator is asked to adopt."""
+        return [taken.describe() for taken in self._shards.values()]
+
+    def settle(self, adopted: Iterable[coordinator_pb2.HeldShard]) -> list[UnitShard]:
+        """Returns the shards that the coordinator did not adopt. The caller drops them. Later calls return nothing."""
+        keys = {(held.run_id, held.unit, held.start_bytes) for held in adopted}
+        others = [taken.shard for key, taken in self._shards.items() if key not in keys]
+        self._shards.clear()
+        return others
+
+    def _take(self, name: str, data: bytes) -> None:
+        record = shard_record.decode(data)
+        spec, key = record.spec, (record.spec.run.run_id, record.spec.unit, record.spec.start_bytes)
+        if key in self._shards:
+            raise ValueError(f"{spec.what} has two records")
+        values = ShardFile(self._shared.open(record.values, HEAD_BYTES + spec.size_bytes), is_new=False)
+        if values.shown not in (record.version, UPDATING):
+            raise ValueError(f"{spec.what} shows version {values.shown}, expected {record.version}")
+        run = self._runs.setdefault(spec.run.run_id, RunFiles(self._shared, self._memory))
+        self._open_undo(run, record)
+        files = ShardFiles(spec, run)
+        kind = BufferShard if spec.layout.holds_buffers else UnitShard
+        shard = kind(spec, self._memory, self._shared, files=files)
+        self._memory.reserve(spec.memory_key, spec.size_bytes, spec.dp, holds_buffers=spec.layout.holds_buffers)
+        try:
+            self._restore(shard, files, name, data, record, values)
+        except BaseException:
+            self._memory.release_shard(spec.memory_key)
+            raise
+        self._shards[key] = TakenShard(shard, can_update=record.prepared is not None)
+
+    def _open_undo(self, run: RunFiles, record: ShardDescription) -> None:
+        """Opens the run's undo area. Records of shards that are not being updated may name an earlier one."""
+        if record.undo is not None and run.undo is None and self._shared.has(record.undo):
+            run.take_up(UndoArea(self._shared.open(record.undo, record.files[record.undo])))
+
+    def _restore(
+        self, shard: UnitShard, files: ShardFiles, name: str, data: bytes, record: ShardDescription, values: ShardFile
+    ) -> None:
+        if values.shown == UPDATING and record.prepared is None:
+            # The update of the version before was complete, but its end was not shown.
+            values.show(record.version)
+        files.take_up(name, record, data)
+        grant = Grant(self._memory, shard.initial_quota, shard.size_bytes, reserved=shard.initial_quota.try_acquire())
+        shard.take_up_values(values, record.version, grant)
+        parts = [_part(files, part) for part in record.parts]
+        content = OptimizerContent(parts, record.averages_started)
+        shard.take_up(content, None if files.mean is None else files.mean.tensor, record.prepared)
+
+
+def _part(files: ShardFiles, part: PartRecord) -> PartContent:
+    return PartContent(
+        part.algorithm,
+        part.step_count,
+        {name: files.tensor_at(place) for name, place in part.state.items()},
+        None if part.average is None else files.tensor_at(part.average),
+        part.fresh_algorithm,
+        part.initializers,
+        {name: files.tensor_at(place) for name, place in part.fresh_state.items()},
+        None if part.fresh_average is None else files.tensor_at(part.fresh_average),
+    )

@@ -1,0 +1,105 @@
+"""Progress of updates in shared memory, from which a new process finishes an update that its predecessor started.
+
+Note: [Interrupted updates]
+    The operating system keeps every store of a killed process, and nothing after it. Stores of one thread are in
+    program order, and a tensor operation joins its threads before it returns. The progress of a shard's update is one
+    aligned word in the header of the shard's file: the step, the number of pieces that are applied, and whether the
+    next piece has started. Before a piece starts, the tensors that it changes are copied to the run's undo area. The
+    word changes when the copies are complete, and again when the piece is. A new process repeats the update of the same
+    step: it skips the pieces that are applied, and restores the copies of a started piece. A run updates one shard at a
+    time, and the interrupted shard first, so one area is enough.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from shardwell_server.shard.arithmetic.update_pieces import Piece, Progress
+from shardwell_server.shard.memory.shared_memory import SharedBuffer
+from shardwell_wire import fault_points
+
+_WORD = struct.Struct("@Q")
+_STARTED, _PIECE_BITS = 1, 32
+_ALIGNMENT = 64
+_MAX_TENSORS = 16
+"""More tensors than any piece changes."""
+
+
+def area_bytes(copied_bytes: int) -> int:
+    """Returns the size of an area for pieces that change tensors of this size together."""
+    return copied_bytes + _MAX_TENSORS * _ALIGNMENT
+
+
+class UndoArea:
+    """Copies of the tensors that the current piece of an update changes.
+
+    Args:
+        shared: The file.
+    """
+
+    def __init__(self, shared: SharedBuffer) -> None:
+        self.shared = shared
+        self.size_bytes = shared.tensor.numel()
+
+    def save(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copies tensors to the area."""
+        for tensor, place in self._places(tensors):
+            ctypes.memmove(place, tensor.data_ptr(), tensor.nbytes)
+
+    def restore(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copies tensors back."""
+        for tensor, place in self._places(tensors):
+            ctypes.memmove(tensor.data_ptr(), place, tensor.nbytes)
+
+    def _places(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, int]]:
+        start = self.shared.tensor.data_ptr()
+        place = start
+        for tensor in tensors:
+            assert tensor.is_contiguous() and place + tensor.nbytes <= start + self.size_bytes
+            yield tensor, place
+            place += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+class SharedProgress(Progress):
+    """The progress of the update of one shard. See Note: [Interrupted updates].
+
+    Args:
+        area: The run's undo area.
+        word: The shard's progress word.
+        step: The step. What the word says about another step is void.
+    """
+
+    def __init__(self, area: UndoArea, word: memoryview, step: int) -> None:
+        super().__init__()
+        self._area, self._place = area, word
+        self._word: int = _WORD.unpack_from(word, 0)[0]
+        if self._word >> _PIECE_BITS != step:
+            self._write(step << _PIECE_BITS)
+
+    @property
+    def done(self) -> int:
+        return (self._word & ((1 << _PIECE_BITS) - 1)) >> 1
+
+    def run(self, piece: Piece) -> None:
+        if self._word & _STARTED:
+            self._area.restore(piece.changed)  # a former process was interrupted in this piece
+        elif piece.changed:
+            self._area.save(piece.changed)
+            self._write(self._word | _STARTED)
+        try:
+            piece.run()
+        except BaseException:
+            if piece.changed:
+                self._area.restore(piece.changed)
+                self._write(self._word & ~_STARTED)
+            raise
+        fault_points.reach("server.update.in_piece", piece=self.done)
+        self._write((self._word & ~_STARTED) + 2)
+
+    def _write(self, word: int) -> None:
+        self._word = word
+        _WORD.pack_into(self._place, 0, word)

@@ -1,0 +1,99 @@
+"""A shard server's process is killed and started again on its host: it takes up its shards from shared memory."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwell_wire.optimizers import OPTIMIZERS
+from tests.unit.test_shard_optimizers import SETTINGS
+
+Fault = tuple[str, int]
+"""A fault point, and the occurrence at which the process is killed."""
+
+
+class Shards:
+    """Plays processes of one shard server, each in the folder that the former one left."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "tests.support.restarted_shard"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def play(self, folder: Path, algorithm: str, dtype: str, dp: int, fault: Fault | None) -> dict[str, Any]:
+        """Runs one process until it has made all steps or is killed. Returns what it found and made."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        case = {"folder": str(folder), "algorithm": algorithm, "dtype": dtype, "dp": dp, "fault": fault}
+        print(json.dumps(case | {"settings": SETTINGS[algorithm]}), file=self._process.stdin, flush=True)
+        return dict(json.loads(self._process.stdout.readline()))
+
+    def finish(self, folder: Path, algorithm: str, dtype: str, dp: int, *faults: Fault) -> dict[str, Any]:
+        """Runs processes until one finishes. Each of the first ones is killed by a fault."""
+        folder.mkdir()
+        for fault in faults:
+            assert self.play(folder, algorithm, dtype, dp, fault) == {"code": -signal.SIGKILL}, fault
+        finished = self.play(folder, algorithm, dtype, dp, None)
+        assert finished.pop("code") == 0
+        names = sorted(path.name for path in folder.iterdir())
+        assert names == ["committed", "result"], "a clean stop removes the server's folder"
+        return finished
+
+    def close(self) -> None:
+        self._process.communicate(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def shards() -> Iterator[Shards]:
+    started = Shards()
+    yield started
+    started.close()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "dtype", "dp"),
+    [*((name, "float32", 2) for name in OPTIMIZERS), ("sgd", "bfloat16", 2), ("adamw", "bfloat16", 1)],
+)
+def test_update_of_every_optimizer_continues_where_it_was_killed(
+    algorithm: str, dtype: str, dp: int, tmp_path: Path, shards: Shards
+) -> None:
+    case = (algorithm, dtype, dp)
+    expected = shards.finish(tmp_path / "whole", *case)
+    assert expected["held"] == 0
+    # The first occurrences are in step 0, in which state is created. The next processes are killed again: once while
+    # they continue the update, and once later.
+    faults = [("server.update.in_piece", 2), ("server.update.in_piece", 1), ("server.update.middle", 9)]
+    found = shards.finish(tmp_path / "killed", *case, *faults)
+    assert (found["hash"], found["held"]) == (expected["hash"], 3)
+
+
+@pytest.mark.parametrize("algorithm", ["adamw", "sgd", "muon"])
+def test_update_continues_from_every_piece(algorithm: str, tmp_path: Path, shards: Shards) -> None:
+    case = (algorithm, "float32", 2)
+    expected = shards.finish(tmp_path / "whole", *case)
+    for point in ("server.update.in_piece", "server.update.middle"):
+        for nth in (1, 2, 3, 4, 6, 9, 14, 21, 30, 50):
+            folder = tmp_path / f"{point}-{nth}"
+            folder.mkdir()
+            if shards.play(folder, *case, (point, nth))["code"] == 0:
+                break  # the update has fewer pieces
+            found = shards.play(folder, *case, None)
+            assert (found["hash"], found["held"]) == (expected["hash"], 3), (point, nth)
+        assert nth > 9
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize(
+    "point", ["server.prepare.after", "server.update.before", "server.update.between_shards", "server.update.after"]
+)
+def test_step_is_repeated_or_continued_from_every_point(point: str, dp: int, tmp_path: Path, shards: Shards) -> None:
+    case = ("adamw", "float32", dp)
+    expected = shards.finish(tmp_path / "whole", *case)
+    for nth in (1, 2, 3):
+        found = shards.finish(tmp_path / f"killed-{nth}", *case, (point, nth))
+        assert (found["hash"], found["held"]) == (expected["hash"], 3)
