@@ -22,6 +22,15 @@ class ServingLease:
         self._clock = clock
         self._expires_s = math.inf
 
+    def suspend(self) -> None:
+        """Ends the lease until ``confirm``: the coordinator has not confirmed the shards of this server yet."""
+        self._expires_s = -math.inf
+
+    def confirm(self) -> None:
+        """Makes a suspended lease a new one."""
+        if self._expires_s == -math.inf:
+            self._expires_s = math.inf
+
     def renew(self, sent_s: float, lease_s: float) -> None:
         """Extends the lease.
 
@@ -39,6 +48,10 @@ class ServingLease:
 
     def check(self) -> None:
         """Raises UnavailableError if the lease has expired."""
+        if self._expires_s == -math.inf:
+            raise UnavailableError(
+                "this server was restarted and has not registered with its coordinator yet: try again"
+            )
         if not self.valid:
             raise UnavailableError(
                 f"the lease of this server expired {self._clock() - self._expires_s:.1f} s ago, because the "

@@ -70,12 +70,14 @@ class ShardStore:
         """By run id. A run that was recreated under the name of a deleted run has another id."""
         self.of_former: ShardsOfFormer | None = None
         """Shards of a former process of this server. None: shards end with their process."""
-        if shared is not None and shared.restartable:
-            self.of_former = ShardsOfFormer(shared, self.memory, self.runs)
         self._dropped: deque[str] = deque(maxlen=_REMEMBERED_IDS)
         self.in_thread = in_threads_of(threads)
         self.lease = ServingLease(lambda: asyncio.get_running_loop().time())
         """Under which the server serves trainers."""
+        if shared is not None and shared.restartable:
+            self.of_former = ShardsOfFormer(shared, self.memory, self.runs)
+            if self.runs:
+                self.lease.suspend()
         self.when_reduced: Callable[[HostedRun, UnitShard], None] = _ignore
         """Called when the mean gradient of a shard has been computed before the step is prepared."""
         self.requests = RequestLog()
@@ -191,6 +193,7 @@ class ShardStore:
             if not run.shards:
                 run.drop()
                 del self.runs[shard.run.run_id]
+        self.lease.confirm()
 
     def release(self, request: NamesRun, unit: str, placement: int) -> None:
         """Releases the reservations of a unit's shards, except those with a higher placement number. Idempotent.

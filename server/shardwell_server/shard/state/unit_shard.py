@@ -480,7 +480,7 @@ class UnitShard:
     @property
     def is_described(self) -> bool:
         """False if the shard has state that its record cannot describe."""
-        return not (self.kept.ranks or self.partitions.states)
+        return self.role is Role.PRIMARY and not (self.kept.ranks or self.partitions.states)
 
     @property
     def recorded_segments(self) -> list[int] | None:
@@ -595,6 +595,7 @@ class UnitShard:
     def promote(self) -> None:
         """Makes a backup the primary. The prepared step stays, if there is one: its update may be due."""
         self.role = Role.PRIMARY
+        self.record()
 
     def begin_replica(self, replica: Replica) -> None:
         """Starts to collect what the primary sends under a new generation. Drops what was sent earlier."""
