@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 import s3fs
+import torch
 
+import shardwell
 from shardwell.command.cli import main
 from shardwell_wire.checkpoints.folder import RunFolder
 from shardwell_wire.checkpoints.format import FilePlan, Piece
@@ -19,6 +21,8 @@ from shardwell_wire.checkpoints.reading import Checkpoint
 from shardwell_wire.checkpoints.writing import CheckpointFileWriter
 from shardwell_wire.errors import CapacityError, CorruptDataError, NotFoundError, ShardwellError, UnavailableError
 from tests.support.checkpoints import RUN, as_bytes, state_tensors, write_checkpoint
+from tests.support.named_training import join, plain, train
+from tests.support.reference import sha256
 from tests.support.s3_server import ENVIRONMENT, make_bucket, s3_server
 
 URL = "s3://bucket/runs"
@@ -128,3 +132,48 @@ def test_a_large_file_is_uploaded_in_parts() -> None:
     assert storage.size(record.name) == record.size_bytes
     position = record.header_bytes + (30 << 20)
     assert storage.read(record.name, position, position + (1 << 20)) == window
+
+
+# ---- a run ----
+
+
+@pytest.fixture(scope="module")
+def running(endpoint: str) -> Iterator[shardwell.LocalCluster]:
+    """A cluster whose servers reach the bucket."""
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in {**ENVIRONMENT, "AWS_ENDPOINT_URL": endpoint}.items():
+            patched.setenv(name, value)
+        with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096) as cluster:
+            yield cluster
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_run_is_saved_to_a_bucket_and_resumed_from_it(
+    running: shardwell.LocalCluster, run_name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with join(running.address, run_name, URL) as session:
+        train(session, steps=2)
+        url = session.save_checkpoint(wait=True)
+    assert url.startswith(f"{URL}/")
+    assert main(["verify", URL]) == 0
+    assert "step 2 of run" in capsys.readouterr().out
+    with join(running.address, f"{run_name}-2", URL, resume=url) as session:
+        assert session.step == 2
+        assert sha256(train(session, steps=3)) == sha256(plain(3)[0])
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_an_unreachable_bucket_stops_no_training(running: shardwell.LocalCluster, run_name: str) -> None:
+    with join(running.address, run_name, "s3://nowhere/runs", checkpoint_every=1) as session:
+        state = train(session, steps=2)
+        assert sha256(state) == sha256(plain(2)[0])
+        with pytest.raises(UnavailableError, match=r"was not written: .*bucket does not exist"):
+            session.save_checkpoint(wait=True)
