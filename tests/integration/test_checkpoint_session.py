@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -123,3 +124,32 @@ def test_options_are_read_from_the_environment(tmp_path: Path, monkeypatch: pyte
     for wrong in ({"checkpoint_every": -1}, {"keep": True}, {"resume": "latest"}):
         with pytest.raises(UsageError):
             JoinConfig.from_env(wrong, {})
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk that has no room for a checkpoint."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(folder)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("mounting a small disk needs root")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_is_an_event_and_stops_no_training(
+    cluster: shardwell.LocalCluster, run_name: str, small_disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with join(cluster.address, run_name, small_disk, checkpoint_every=1) as session:
+        state = train(session, steps=3)
+        with pytest.raises(shardwell.UnavailableError, match=r"was not written: .*No space left on device"):
+            session.save_checkpoint(wait=True)
+        assert main(["events", "--run", run_name, "--address", cluster.address]) == 0
+    assert "No space left on device" in capsys.readouterr().out
+    assert sha256(state) == sha256(plain(3)[0])
+    wait_until(lambda: not list(small_disk.glob("*/step-*")), "removal of incomplete checkpoints")
+    with join(cluster.address, f"{run_name}-2", small_disk, resume="latest") as session:
+        assert session.step == 0
