@@ -147,7 +147,7 @@ def test_a_full_disk_is_an_event_and_stops_no_training(
         state = train(session, steps=3)
         with pytest.raises(shardwell.UnavailableError, match=r"was not written: .*No space left on device"):
             session.save_checkpoint(wait=True)
-        assert main(["events", "--run", run_name, "--address", cluster.address]) == 0
+        assert main(["events", "--run", run_name, "--duration", "0.5", "--address", cluster.address]) == 0
     assert "No space left on device" in capsys.readouterr().out
     assert sha256(state) == sha256(plain(3)[0])
     wait_until(lambda: not list(small_disk.glob("*/step-*")), "removal of incomplete checkpoints")

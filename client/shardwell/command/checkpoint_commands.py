@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from datetime import datetime
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwell.command.inspect_commands import (
-    DEFAULT_ADDRESS,
-    add_token_file_argument,
+    add_coordinator_arguments,
     open_coordinator,
-    positive_seconds,
 )
+from shardwell.command.relocation_commands import verify_run
 from shardwell.session.checkpoints import follow_checkpoint, is_writing, request_checkpoint, require_not_failed
 from shardwell.sizes import format_size
 from shardwell_wire.checkpoints.folder import Entry, entries_below
@@ -82,7 +79,7 @@ def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         metavar="TARGET",
         help="path or URL of a checkpoint or of a folder of checkpoints (with a '/'), or the name of a run",
     )
-    _add_coordinator_arguments(verifying, "for a run: ")
+    add_coordinator_arguments(verifying, "for a run: ")
     verifying.set_defaults(handler=_verify)
 
 
@@ -96,25 +93,8 @@ def _add_save_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
     )
     saving.add_argument("run", metavar="RUN", help="name of the run, which needs a checkpoint_dir")
     saving.add_argument("--wait", action="store_true", help="show the progress, and return when it is complete")
-    _add_coordinator_arguments(saving, "")
+    add_coordinator_arguments(saving)
     saving.set_defaults(handler=_save)
-
-
-def _add_coordinator_arguments(parser: argparse.ArgumentParser, condition: str) -> None:
-    parser.add_argument(
-        "--address",
-        default=os.environ.get("SHARDWELL_ADDRESS") or DEFAULT_ADDRESS,
-        metavar="HOST:PORT",
-        help=f"{condition}address of the coordinator (default: SHARDWELL_ADDRESS, else localhost:50051)",
-    )
-    add_token_file_argument(parser)
-    parser.add_argument(
-        "--timeout",
-        type=positive_seconds,
-        default=60.0,
-        metavar="S",
-        help=f"{condition}seconds to wait for an answer of the coordinator (default: 60)",
-    )
 
 
 # ---- saving ----
@@ -209,8 +189,7 @@ def _as_json(entry: Entry) -> dict[str, Any]:
 def _verify(arguments: argparse.Namespace) -> int:
     target: str = arguments.target
     if "/" not in target and not Path(target).is_dir():
-        code: int = import_module("shardwell.command.verify_run").verify_run(arguments)
-        return code
+        return verify_run(arguments)
     damaged = 0
     for entry in _entries(target):
         if entry.is_incomplete and not entry.url.rstrip("/").endswith(target.rstrip("/")):

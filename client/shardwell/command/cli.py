@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
 
-from shardwell.command import checkpoint_commands, inspect_commands, token_command
+from shardwell.command import checkpoint_commands, inspect_commands, relocation_commands, token_command
 from shardwell.processes import launch
 from shardwell_wire.errors import ShardwellError
 
@@ -21,6 +21,7 @@ Why does a run not progress?       shardwell stall NAME
 Read a weight during training:     shardwell peek NAME blocks.0.mlp.0.weight
 Export weights during training:    shardwell export NAME FOLDER
 Which checkpoints are there?       shardwell checkpoints DIR; shardwell verify DIR
+Take a server out of a cluster:    shardwell drain SERVER --wait
 """
 
 
@@ -58,6 +59,7 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     launch.add_parser(subparsers)
     inspect_commands.add_parsers(subparsers)
     checkpoint_commands.add_parsers(subparsers)
+    relocation_commands.add_parsers(subparsers)
     token_command.add_parser(subparsers)
     for name, (module, help_line) in _WITH_TORCH.items():
         if command in (None, name):

@@ -109,6 +109,29 @@ def add_token_file_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_coordinator_arguments(parser: argparse.ArgumentParser, condition: str = "") -> None:
+    """Adds ``--address``, ``--token-file`` and ``--timeout``.
+
+    Args:
+        parser: The parser of a command.
+        condition: When the arguments are used, such as ``for a run: ``.
+    """
+    parser.add_argument(
+        "--address",
+        default=os.environ.get("SHARDWELL_ADDRESS") or DEFAULT_ADDRESS,
+        metavar="HOST:PORT",
+        help=f"{condition}address of the coordinator (default: SHARDWELL_ADDRESS, else localhost:50051)",
+    )
+    add_token_file_argument(parser)
+    parser.add_argument(
+        "--timeout",
+        type=positive_seconds,
+        default=60.0,
+        metavar="S",
+        help=f"{condition}seconds to wait for an answer of the coordinator (default: 60)",
+    )
+
+
 @contextmanager
 def open_coordinator(address: str, token_file: str | None = None) -> Iterator[CoordinatorClient]:
     """Yields a client. If the coordinator cannot be reached, the error says what to check."""

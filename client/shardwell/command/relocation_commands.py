@@ -55,7 +55,7 @@ def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         subparsers,
         "rebalance",
         "spread the shards of a run evenly over the servers",
-        "Moves shards of a run until they are spread evenly over the live servers, such as a new one. Training goes on.",
+        "Moves shards of a run until they are spread evenly over all live servers. Training goes on.",
         "shardwell rebalance gpt --wait",
     )
     rebalance.add_argument("run", metavar="RUN", help="name of the run")

@@ -229,6 +229,8 @@ class JoinConfig:
     """Commits between two checkpoints. 0: only on request. None: as the run has."""
     keep: int | None = None
     """Number of checkpoints to keep. 0: all. None: as the run has."""
+    backups: int | None = None
+    """Servers that keep a copy of every shard besides its owner. None: as the run has."""
     resume: str = ""
     """Checkpoint from which to create the run, if it does not exist: ``latest``, or a path or URL. Empty: none."""
     transfers: TransferOptions = field(default_factory=TransferOptions)
@@ -247,14 +249,14 @@ class JoinConfig:
                 "push_error_feedback=True with push_dtype='float32': float32 gradients are not rounded. Set push_dtype "
                 "to bfloat16, float16 or int8, or leave push_error_feedback out"
             )
-        self._check_checkpoints()
+        self._check_durability()
         if self.min_trainers is not None and not 1 <= self.min_trainers <= self.world.size:
             raise WorldError(
                 f"min_trainers={self.min_trainers}: expected 1 to {self.world.size}, the size of {self.world}"
             )
 
-    def _check_checkpoints(self) -> None:
-        for name in ("checkpoint_every", "keep"):
+    def _check_durability(self) -> None:
+        for name in ("checkpoint_every", "keep", "backups"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not 0 <= value < 1 << 32):
                 raise UsageError(f"{name}={value!r}: expected an integer from 0 to 2**32 - 1")

@@ -354,6 +354,7 @@ class Membership:
                 checkpoint_dir=config.checkpoint_dir,
                 checkpoint_every=config.checkpoint_every,
                 checkpoint_keep=config.keep,
+                backups=config.backups,
             ),
             resume="" if former else config.resume,
             trainer=self.trainer if former else config.trainer,

@@ -399,6 +399,7 @@ def join(
     checkpoint_dir: str | None = None,
     checkpoint_every: int | None = None,
     keep: int | None = None,
+    backups: int | None = None,
     resume: str | None = None,
     transfers: TransferOptions | None = None,
     waits: WaitOptions | None = None,
@@ -428,6 +429,8 @@ def join(
             that a trainer passes counts. Default: unchanged; a new run writes no checkpoints.
         checkpoint_every: Number of commits between two checkpoints. 0: only on request. Default: as checkpoint_dir.
         keep: Number of checkpoints to keep; older ones are deleted. 0: all. Default: as checkpoint_dir.
+        backups: Number of other servers that keep a copy of every shard, so that the loss of a server costs no step.
+            The newest value that a trainer passes counts. Default: unchanged; a new run has none.
         resume: Checkpoint from which to create the run, if it does not exist: ``latest`` for the newest one of this
             run in ``checkpoint_dir`` (without any, the run starts at step 0), or the path or URL of one checkpoint.
             The numbers of trainers and servers may differ from those at the time of the checkpoint.
