@@ -302,7 +302,7 @@ def test_promoted_backup_continues_with_the_same_bits(servers: Any, pending: boo
     pair.primary.server.call("Update", adam(pair.primary, 2))
     pair.push(3)
     failed = pair.primary.prepare(3).failed_backups
-    assert [status.server_id for status in failed] == ["backup"] and "is the primary" in failed[0].error
+    assert [status.server_id for status in failed] == ["backup"] and "it is primary here" in failed[0].error
     assert answer is None or answer.failed_backups
 
 

@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any
@@ -21,6 +21,7 @@ import pytest
 from shardwell_server.cli import main
 from shardwell_server.rpc import add_service
 from shardwell_server.shard.process.registration import Registration
+from shardwell_server.shard.state.shard_spec import Role, ShardSpec
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_wire.errors import (
     AccessError,
@@ -32,9 +33,10 @@ from shardwell_wire.errors import (
     StaleEpochError,
     UnavailableError,
 )
+from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support.ports import reserved_ports
-from tests.support.shard_server import shared_loop
+from tests.support.shard_server import layout_of, shared_loop
 
 ENVIRONMENT = {**{k: v for k, v in os.environ.items() if not k.startswith("SHARDWELL_")}, "OMP_NUM_THREADS": "1"}
 NOBODY = "127.0.0.1:1"
@@ -231,6 +233,8 @@ class Coordinator:
         self.term = 1
         self.done = asyncio.Event()
         self.left: list[tuple[str, int]] = []
+        self.answers = True
+        self.retired: list[coordinator_pb2.RetiredShard] = []
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[Registration]:
@@ -251,11 +255,13 @@ class Coordinator:
         return coordinator_pb2.RegisterServerResponse(epoch=1, lease_s=self._lease_s, coordinator_epoch=self.term)
 
     async def HeartbeatServer(self, request: Any, call: object) -> coordinator_pb2.HeartbeatServerResponse:
+        if not self.answers:
+            raise UnavailableError("the network is down")
         if not self.beats:
             self.done.set()
         elif (error := self.beats.pop(0)) is not None:
             raise error
-        return coordinator_pb2.HeartbeatServerResponse(coordinator_epoch=self.term)
+        return coordinator_pb2.HeartbeatServerResponse(coordinator_epoch=self.term, retired_shards=self.retired)
 
     async def DeregisterServer(self, request: Any, call: object) -> coordinator_pb2.DeregisterServerResponse:
         self.left.append((request.server_id, request.epoch))
@@ -276,6 +282,62 @@ def test_server_with_a_lost_lease_registers_again_despite_errors(lost: Shardwell
         async with coordinator.serving() as registration, registration.running("here:1"):
             await asyncio.wait_for(coordinator.done.wait(), 20)
         assert coordinator.registrations == []
+
+    run_on_shared_loop(scenario())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def test_server_stops_serving_while_no_heartbeat_is_acknowledged() -> None:
+    async def scenario() -> None:
+        coordinator = Coordinator(lease_s=0.3)
+        async with coordinator.serving() as registration:
+            lease = registration._store.lease
+            assert lease.valid, "nothing can be served before the registration"
+            async with registration.running("here:1"):
+                await until(coordinator.done.is_set)
+                assert lease.valid
+                coordinator.answers = False
+                await until(lambda: not lease.valid)
+                with pytest.raises(UnavailableError, match="lease of this server expired"):
+                    lease.check()
+                coordinator.answers = True
+                await until(lambda: lease.valid)
+
+    run_on_shared_loop(scenario())
+
+
+def test_shards_that_moved_are_retired_before_the_lease_is_renewed() -> None:
+    async def scenario() -> None:
+        coordinator = Coordinator(lease_s=0.3)
+        layout = layout_of(a=((64,), "float32"))
+        async with coordinator.serving() as registration:
+            store, identity = registration._store, RunIdentity("r", "id")
+            specs = [
+                ShardSpec(
+                    run=identity, layout=layout, index=0, start_bytes=0, stop_bytes=256, dp=1, placement=placement
+                )
+                for placement in (3, 7)
+            ]
+            shard = store.reserve(specs[0])
+            coordinator.retired = [
+                coordinator_pb2.RetiredShard(run_id="id", unit="u", stop_bytes=256, placement=placement)
+                for placement in (2, 3)
+            ]
+            async with registration.running("here:1"):
+                await until(lambda: shard.role is Role.RETIRED)
+                with pytest.raises(UnavailableError, match="no longer the primary"):
+                    shard.check_primary()
+                await until(lambda: not store.run("r").shards)
+                assert store.memory.reserved_bytes == 0
+                later = store.reserve(specs[1])
+                coordinator.done.clear()
+                await until(coordinator.done.is_set)
+                assert store.run("r").shards == {("u", 0): later}, "a later reservation stays"
 
     run_on_shared_loop(scenario())
 

@@ -39,6 +39,8 @@ _SERVICE = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"]
 _TIMEOUT_S = 5.0
 _LEAVE_TIMEOUT_S = 2.0
 _LONGEST_PAUSE_S = 2.0
+_LONGEST_SILENT_PAUSE_S = 0.5
+"""Longest pause between heartbeats while the coordinator does not answer. Trainers wait when the lease has expired."""
 _FIRST_STREAM_PAUSE_S, _LONGEST_STREAM_PAUSE_S = 0.01, 1.0
 """Pauses before a broken membership stream is opened again. The first is well below the coordinator's grace."""
 _LEASE_LOST = (StaleEpochError, NotFoundError)
@@ -116,8 +118,15 @@ class Registration:
             held=[] if self._store.of_former is None else self._store.of_former.held(),
             restartable=self._store.of_former is not None,
         )
+        sent_s = 0.0
+
+        async def register() -> Any:
+            nonlocal sent_s
+            sent_s = asyncio.get_running_loop().time()
+            return await self._call("RegisterServer", request)
+
         response = await retry_async(
-            lambda: self._call("RegisterServer", request),
+            register,
             errors=(UnavailableError, DeadlineError),
             check=partial(self._log_unreachable, "register with"),
             longest_pause_s=_LONGEST_PAUSE_S,
@@ -130,11 +139,30 @@ class Registration:
         self._store.adopt(response.adopted)
         self._epoch, self._lease_s = response.epoch, response.lease_s
         self.term.learn(response.coordinator_epoch)
+        self._keep_serving(sent_s, response)
         logger.info("registered with the coordinator at %s as %r", self._coordinator, self._server_id)
+
+    def _keep_serving(
+        self,
+        sent_s: float,
+        response: coordinator_pb2.RegisterServerResponse | coordinator_pb2.HeartbeatServerResponse,
+    ) -> None:
+        """Renews the lease under which trainers are served, after the shards are retired that have moved meanwhile.
+
+        Args:
+            sent_s: Time at which the request was sent that the coordinator has answered.
+            response: The answer. That of a former coordinator changes nothing.
+        """
+        if not self.term.is_newest(response.coordinator_epoch):
+            return
+        for shard in response.retired_shards:
+            self._store.retire(shard.run_id, shard.unit, shard.start_bytes, shard.placement)
+        self._store.lease.renew(sent_s, self._lease_s)
 
     async def _keep_lease(self) -> None:
         while True:
-            await asyncio.sleep(self._lease_s / 3)
+            pause_s = self._lease_s / 3
+            await asyncio.sleep(pause_s if self._reachable else min(pause_s, _LONGEST_SILENT_PAUSE_S))
             try:
                 await self._beat_or_register()
             # Permanent: another process has the id, or the coordinator is too old.
@@ -203,8 +231,10 @@ class Registration:
             used_bytes=self._store.memory.used_bytes,
             run_ids=self._store.runs,
         )
+        sent_s = asyncio.get_running_loop().time()
         response = await self._call("HeartbeatServer", request)
         self.term.learn(response.coordinator_epoch)
+        self._keep_serving(sent_s, response)
         if self.term.is_newest(response.coordinator_epoch):
             for run_id in set(response.deleted_run_ids) - self._dropping:
                 self._drop_deleted(run_id)

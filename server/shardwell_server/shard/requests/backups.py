@@ -56,7 +56,9 @@ def find_backup(run: HostedRun, target: shard_pb2.BackupTarget) -> UnitShard:
             unit=shard.unit,
         )
     if shard.role is not Role.BACKUP:
-        raise StaleEpochError(f"this server is the primary of {shard.what}", unit=shard.unit)
+        raise StaleEpochError(
+            f"this server has no backup of {shard.what}: it is {shard.role.value} here", unit=shard.unit
+        )
     if shard.placement != target.reservation:
         raise StaleEpochError(
             f"the backup of {shard.what} has reservation {shard.placement}, not {target.reservation}", unit=shard.unit

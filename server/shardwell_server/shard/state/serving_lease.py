@@ -38,8 +38,8 @@ class ServingLease:
             sent_s: Time at which the acknowledged heartbeat was sent. The coordinator received it later.
             lease_s: Length of the lease.
         """
-        former = -math.inf if math.isinf(self._expires_s) else self._expires_s
-        self._expires_s = max(former, sent_s + lease_s)
+        former_s = self._expires_s if math.isfinite(self._expires_s) else -math.inf
+        self._expires_s = max(former_s, sent_s + lease_s)
 
     @property
     def valid(self) -> bool:

@@ -19,6 +19,8 @@ class Role(enum.Enum):
     """Serves the shard to trainers."""
     BACKUP = "backup"
     """Keeps a copy, which the primary brings to every step."""
+    RETIRED = "retired"
+    """Belongs to another server now. The memory is about to be released."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

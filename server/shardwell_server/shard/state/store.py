@@ -224,6 +224,23 @@ class ShardStore:
         run.add_shard(empty)
         return empty
 
+    def retire(self, run_id: str, unit: str, start_bytes: int, placement: int) -> None:
+        """Stops serving a shard that belongs to another server, at once. Its memory is released in the background.
+
+        Unknown shards, and shards with a later reservation, are ignored.
+        """
+        run = self.runs.get(run_id)
+        shard = None if run is None else run.shards.get((unit, start_bytes))
+        if run is None or shard is None or shard.placement > placement or shard.role is Role.RETIRED:
+            return
+        shard.retire()
+
+        async def release() -> None:
+            if run.shards.get((unit, start_bytes)) is shard:
+                self.release_shard(run, shard)
+
+        run.schedule(release)
+
     def release_shard(self, run: HostedRun, shard: UnitShard) -> None:
         """Drops a shard of any role, because another server has it now or nobody needs it. Call within
         ``HostedRun.exclusively``."""

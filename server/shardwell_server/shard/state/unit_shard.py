@@ -584,13 +584,17 @@ class UnitShard:
     # ---- roles ----
 
     def check_primary(self) -> None:
-        """Raises UnavailableError if this shard is a backup, which trainers must not use."""
+        """Raises UnavailableError if this shard is a backup or has moved, so that trainers must not use it."""
         if self.role is not Role.PRIMARY:
+            has = "has a backup of" if self.role is Role.BACKUP else "is no longer the primary of"
             raise UnavailableError(
-                f"this server has a backup of {self.what}: ask the coordinator which server has the primary, and try "
-                "again there",
+                f"this server {has} {self.what}: ask the coordinator which server has the primary, and try again there",
                 unit=self.unit,
             )
+
+    def retire(self) -> None:
+        """Refuses trainers and steps from now on, because the shard belongs to another server."""
+        self.role = Role.RETIRED
 
     def promote(self) -> None:
         """Makes a backup the primary. The prepared step stays, if there is one: its update may be due."""
