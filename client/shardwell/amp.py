@@ -52,6 +52,8 @@ class GradScaler(torch.amp.GradScaler):
         enabled: bool = True,
     ) -> None:
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        self._repeats = False
+        """True if the last ``step`` committed nothing, because the loop repeats the step."""
         if self._enabled:
             # A trainer that joins a run may call `update` before it has scaled a loss.
             self._lazy_init_scale_growth_tracker(torch.device("cpu"))
@@ -90,6 +92,15 @@ class GradScaler(torch.amp.GradScaler):
         if state["stage"] is OptState.READY:
             self.unscale_(optimizer)
         optimizer.step()
+        self._repeats = optimizer.repeats
         state["found_inf_per_device"] = {torch.device("cpu"): torch.tensor(float(optimizer.skipped))}
         state["stage"] = OptState.STEPPED
         return None
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """Updates the scale, as in torch. No effect if ``step`` committed nothing because the step is repeated."""
+        if not self._repeats:
+            super().update(new_scale)
+            return
+        self._repeats = False
+        self._per_optimizer_states.clear()

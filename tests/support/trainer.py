@@ -1,6 +1,7 @@
 """A trainer process for tests. Prints one JSON line per step and a hash at the end.
 
-``python -m tests.support.trainer --address A --run R --dp 2 --steps 10 [--kill-at-step K | --stop-at-step K]``
+``python -m tests.support.trainer --address A --run R --dp 2 --steps 10 [--kill-at-step K | --stop-at-step K |
+--term-at-step K]``
 
 ``--client-side NAME`` selects torch's optimizer of that name on the trainers, or ``flat_adam`` of
 ``tests.support.flat_updates``. ``--kill-in-update K`` kills the process during the update of step K, with ``--after N``
@@ -111,6 +112,7 @@ def main() -> None:
     parser.add_argument("--kill-at-step", type=int)
     parser.add_argument("--stop-at-step", type=int)
     parser.add_argument("--stop-after-s", type=float, default=0.0)
+    parser.add_argument("--term-at-step", type=int)
     parser.add_argument("--client-side")
     parser.add_argument("--kill-in-update", type=int)
     parser.add_argument("--after", type=int, default=2)
@@ -127,6 +129,8 @@ def main() -> None:
     at_step, number = options.kill_at_step, signal.SIGKILL
     if options.stop_at_step is not None:
         at_step, number = options.stop_at_step, signal.SIGSTOP
+    if options.term_at_step is not None:
+        at_step, number = options.term_at_step, signal.SIGTERM
     make = (
         adamw
         if options.client_side is None

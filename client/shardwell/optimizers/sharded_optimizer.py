@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from shardwell_wire.errors import NonFiniteError, UsageError
 from shardwell_wire.optimizers import KEPT_GROUP, NO_GROUP, OPTIMIZERS
 from shardwell_wire.partitions import runs_on_trainers
 from shardwell_wire.v1 import common_pb2
+
+logger = logging.getLogger(__name__)
 
 _CLIP_EPSILON = 1e-6
 """Added to the norm before the division, as in ``torch.nn.utils.clip_grad_norm_``."""
@@ -56,6 +59,8 @@ class ShardedOptimizer(Optimizer):
         self._scaling = _Scaling()
         self.skipped = False
         """True if the last step changed no parameter because a gradient of a scaled loss was not finite."""
+        self.repeats = False
+        """True if the last ``step`` committed nothing, because ``session.steps`` yields the step again."""
         self._ema_decay: float | None = None
         self._combined: ShardedOptimizer | None = None
         """The ``Combined`` that this optimizer belongs to, which commits the steps."""
@@ -124,7 +129,8 @@ class ShardedOptimizer(Optimizer):
 
         Returns:
             The norm before clipping: a 0-dim float64 tensor, the same on every trainer. After ``GradScaler.unscale_``,
-            the norm of the unscaled gradient, or infinity if the step will be skipped.
+            the norm of the unscaled gradient, or infinity if the step will be skipped. NaN if the step was committed
+            before this trainer joined, or if ``session.steps`` is going to yield the step again.
 
         Raises:
             NonFiniteError: A gradient has NaN or infinity; the message names the parameter and the ranks. Or the norm
@@ -199,6 +205,8 @@ class ShardedOptimizer(Optimizer):
         Raises:
             HyperparameterMismatchError: Ranks proposed different hyper-parameters; the message has both values.
             NonFiniteError: A gradient has NaN or infinity. The parameters are unchanged.
+            StepRestartedError: Only in a loop without ``step.batches``: the step's gradients are lost. Compute them
+                again.
         """
         self._refuse_if_combined("step")
         if is_called_from("torch/distributed/checkpoint/state_dict.py"):
@@ -211,9 +219,23 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.skipped = not self._session.commit(self._make_update())
+        updated = self._session.commit(self._make_update())
+        self.repeats = self._session.repeats_step
+        self.skipped = not updated and not self.repeats
+        if self.repeats:
+            self._warn_about_schedulers()
         self._scaling = _Scaling()
         return loss
+
+    def _warn_about_schedulers(self) -> None:
+        """Warns if the loop body may step an LR scheduler of this optimizer whose state cannot be restored."""
+        # torch's schedulers wrap the `step` of their optimizer.
+        if hasattr(self.step, "_wrapped_by_lr_sched") and not self._session.tracks_scheduler_of(self):
+            logger.warning(
+                "the iteration is repeated, but the LR scheduler of this %s is not tracked. It takes a step too many, "
+                "and ranks may propose different learning rates: call session.track(scheduler=scheduler)",
+                type(self).__name__,
+            )
 
     def _make_update(self) -> StepUpdate:
         """Returns the update that this step proposes to commit."""

@@ -443,10 +443,18 @@ class RunStore:
         self._membership.ask()
         if self._membership.lapsed:
             return True
-        if not self._state.in_batches or (current := self._state.current) is None:
+        current = self._state.current
+        if not self._state.in_batches or current is None:
             return False
-        current.abandon(current.key)  # its step was committed with the work of another trainer
+        if self._membership.committed_step > self._state.number:
+            current.abandon(current.key)  # its step was committed with the work of another trainer
+        else:
+            current.spoil()  # the shard has moved, and its former owner has released the memory that was read
         return True
+
+    def restart(self, item: WorkItemState) -> None:
+        """Restarts a work item whose gradients must not count."""
+        self._reset(item)
 
     def update_partitions(
         self, work: coordinator_pb2.PartitionWork, update: Callable[[int, PartitionSegment], None], *, keep_bytes: float

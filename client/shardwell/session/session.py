@@ -25,6 +25,7 @@ from shardwell.session.config import JoinConfig, TransferOptions, WaitOptions
 from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell.session.iteration import Iteration
 from shardwell.session.membership import Membership
+from shardwell.session.preemption import preemption
 from shardwell.session.private_cluster import open_private_cluster
 from shardwell.session.run_buffers import RunBuffers
 from shardwell.session.run_store import RunStore
@@ -95,6 +96,7 @@ class Session:
         self._loop: LoopPosition | None = None
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         _register(self)
+        preemption.add(self.in_flight)
         self._log_ranks()
 
     # ---- this trainer ----
@@ -258,6 +260,10 @@ class Session:
             loop.record_commit()
         return updated
 
+    def tracks_scheduler_of(self, optimizer: Any) -> bool:
+        """True if a tracked object belongs to an optimizer, such as its LR scheduler."""
+        return self._tracked.has_owner(optimizer)
+
     @property
     def repeats_step(self) -> bool:
         """True if the rest of the loop's iteration has no effect, because its step is computed again."""
@@ -369,6 +375,7 @@ class Session:
 
     def _mark_closed(self) -> None:
         self._closed = True
+        preemption.remove(self.in_flight)
         _unregister(self)
         torch_patches.unwatch(self.units)
 
@@ -500,5 +507,6 @@ def _watch_forks() -> None:
 
 def _disown_all() -> None:
     """Closes the sessions of a forked process, such as a DataLoader's worker. Leaving would take the parent's ranks."""
+    preemption.forget()
     for session in list(_open_sessions):
         session.disown()

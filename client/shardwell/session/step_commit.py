@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shardwell.session.membership import Membership
 from shardwell_wire import fault_points
+from shardwell_wire.errors import ShardwellError
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +120,16 @@ class StepCommitter:
         self._finish_wait_s += time.perf_counter() - started
         fault_points.reach("client.finish_work.after", step=step)
         return response
+
+    def report_finished(self, step: int, finished: Sequence[coordinator_pb2.FinishedItem]) -> None:
+        """Reports finished items and does not wait for anything. Errors have no effect: the process is about to end."""
+        request = coordinator_pb2.FinishWorkRequest(
+            context=self._membership.context(step), trainer=self._membership.trainer, items=finished
+        )
+        try:
+            self._membership.call("FinishWork", request)
+        except ShardwellError as error:
+            logger.info("the last work item was not reported: %s", error)
 
     def grad_norm(self, step: int, norm_type: float, unit_indices: Sequence[int] = ()) -> GradNorm:
         """Returns the norm, before clipping, of the mean gradient of a step whose work is finished.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from shardwell.module.units import Units
 from shardwell.session.iteration import Iteration
@@ -61,6 +62,11 @@ class StepInFlight:
         self._committer, self._store, self._units = committer, store, units
         self._buffers, self._tracked = buffers, tracked
         self._several_optimizers = False
+        self._item_started_s: float | None = None
+        self._item_s: float | None = None
+        """Seconds that the last item of ``step.batches`` took."""
+        self._stop: Callable[[], None] | None = None
+        """Called when the current item is finished and reported."""
         self._rollbacks = 0
         """How often the run was rolled back before this trainer joined last."""
         units.passes.before_use = self.settle
@@ -111,6 +117,7 @@ class StepInFlight:
     def start_item(self, item: WorkItemState) -> bool:
         """Starts a work item without gradients of an earlier attempt; returns False if the attempt is over already."""
         self.state.start_item(item)
+        self._item_started_s = time.monotonic()
         self._units.zero_grad()
         try:
             self._buffers.start_item(self.state.number, item)
@@ -136,12 +143,37 @@ class StepInFlight:
             self._units.zero_grad()
             self._buffers.abandon_item()
             self.state.leave_item()
+            if current.spoiled and not self._committer.lapsed:
+                self._store.restart(current)
+            self._end_time()
             return
         self._units.finish_item(keeps_graphs=self._several_optimizers and not self.state.in_batches)
         if current is not None:
             self._store.push_drops(current)
             self._buffers.end_item(self.state.number, current)
         self.state.finish_item()
+        self._end_time()
+
+    def _end_time(self) -> None:
+        """Measures the item that has ended. Stops the process if it should end with the item."""
+        started, self._item_started_s = self._item_started_s, None
+        if started is not None:
+            self._item_s = time.monotonic() - started
+        if self._stop is not None:
+            stop, self._stop = self._stop, None
+            self._store.drain()
+            finished = [item.to_proto() for item in self.state.items.values() if item.finished and not item.abandoned]
+            self._committer.report_finished(self.state.number, finished)
+            stop()
+
+    def remaining_s(self) -> float | None:
+        """See ``Computes.remaining_s`` in ``preemption.py``."""
+        started, item_s = self._item_started_s, self._item_s
+        return None if started is None or item_s is None else max(0.0, started + item_s - time.monotonic())
+
+    def stop_after_item(self, stop: Callable[[], None]) -> None:
+        """See ``Computes.stop_after_item`` in ``preemption.py``."""
+        self._stop = stop
 
     def _is_over(self, item: WorkItemState) -> bool:
         """True if gradients of the item's attempt do not count any more."""
@@ -158,11 +190,10 @@ class StepInFlight:
             StepRestartedError: In a plain loop, the trainer's item was restarted.
         """
         while not self.state.work_finished:
-            if self._committer.lapsed:
-                if not self.join_again():
-                    return []
-                if self.state.unfinished:
-                    return self.state.unfinished
+            if not self.join_again():
+                return []
+            if todo := [item for item in self.state.unfinished if not item.abandoned]:
+                return todo  # this trainer has joined again, or it has restarted items itself
             try:
                 self._store.drain()
                 # The pushes of an abandoned item were dropped. A plain loop reports it to learn the next attempt.

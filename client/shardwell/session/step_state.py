@@ -52,6 +52,8 @@ class WorkItemState:
     finished: bool = False
     abandoned: bool = False
     """True if the attempt is over: its gradients do not count any more, and its pushes are dropped."""
+    spoiled: bool = False
+    """True if the attempt read weights that may have changed meanwhile, so that it must be restarted."""
     written: list[coordinator_pb2.WrittenBuffer] = field(default_factory=list)
     """Buffers that the training script had written when the item started."""
 
@@ -107,10 +109,14 @@ class WorkItemState:
         if key == self.key:
             self.abandoned = True
 
+    def spoil(self) -> None:
+        """Records that the attempt read weights that may have changed meanwhile. Its pushes are dropped from now on."""
+        self.abandoned = self.spoiled = True
+
     def start_attempt(self, item: coordinator_pb2.WorkItem) -> None:
         """Forgets all pushes, because the coordinator has reset the item."""
         self.item.CopyFrom(item)
-        self.abandoned = False
+        self.abandoned = self.spoiled = False
         self.parts.clear()
         self.pushed.clear()
         self.to_drop = defaultdict(set, {unit: set(indices) for unit, indices in self.dropped.items()})

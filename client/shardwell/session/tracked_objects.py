@@ -54,6 +54,10 @@ class TrackedObjects:
         self.restored = any(name in self._stored for name in self._objects)
         self.restore(self._stored)
 
+    def has_owner(self, optimizer: Any) -> bool:
+        """True if an object belongs to an optimizer, such as its LR scheduler."""
+        return any(getattr(tracked, "optimizer", None) is optimizer for tracked in self._objects.values())
+
     def to_json(self) -> dict[str, str]:
         """Returns the present state of every tracked object as JSON text by name."""
         return {name: self._capture(name, tracked) for name, tracked in self._objects.items()}
