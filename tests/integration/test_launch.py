@@ -42,8 +42,10 @@ STUBBORN = """
         time.sleep(1)
 """
 TRAIN = """
-    import torch, shardwell
+    import time, torch, shardwell
     session = shardwell.join()
+    with open({joins!r}, "a") as joins:
+        joins.write(session.trainer + "\\n")
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 1)
     shardwell.fully_shard(model, session)
@@ -54,6 +56,8 @@ TRAIN = """
         optimizer.step()
         optimizer.zero_grad()
         print("step", step.number, "rank", session.global_rank, flush=True)
+        while step.number == 5 and len(open({joins!r}).readlines()) < {starts}:
+            time.sleep(0.01)
 """
 
 
@@ -221,14 +225,15 @@ def test_killed_launch_leaves_no_processes(script: Path, tmp_path: Path) -> None
 
 
 def test_trainers_train_together_on_a_private_cluster(launch: Launch, script: Path) -> None:
-    done = launch(write(script, TRAIN, steps=3))
+    done = launch(write(script, TRAIN, steps=3, joins=str(script) + ".joins", starts=2))
     assert done.returncode == 0, done.stderr
     lines = {line.partition("] ")[2] for line in done.stdout.splitlines()}
     assert lines == {f"step {step} rank {rank}" for step in range(3) for rank in range(2)}
 
 
 def test_restarted_trainer_rejoins_the_run(cluster: shardwell.LocalCluster, run_name: str, script: Path) -> None:
-    command = write(script, TRAIN, steps=40)
+    # The survivor would train to the end before the other trainer has started again.
+    command = write(script, TRAIN, steps=40, joins=str(script) + ".joins", starts=3)
     with launched("--coordinator", cluster.address, "--run", run_name, "--restart", "1", command) as process:
         wait_for_lines(process, "step 2 ", 2)
         victim = next(child for child in descendants(process.pid) if "script.py" in " ".join(child.cmdline()))
