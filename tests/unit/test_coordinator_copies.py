@@ -104,6 +104,7 @@ def test_idle_trainer_computes_a_copy_and_the_first_finished_one_counts(tmp_path
             await commit(cluster, 2, second)
             assert not second.items
             cluster.clock.now += 0.1
+            await finish(second, 3)
             await finish(first, 3, 0, 1)
             await commit(cluster, 3, first, second)
             assert sorted(a.items) == [0], "each trainer has its own rank again"
@@ -244,7 +245,7 @@ def test_trainer_whose_copy_won_gets_no_work_until_it_is_back(tmp_path: Path) ->
             assert late.committed
             assert list(late.next_work.items) == []
             cluster.clock.now += 0.1
-            for trainer in (a, c):
+            for trainer in (b, a, c):
                 await finish(trainer, 3, *trainer.items)
             await commit(cluster, 3, a, c, b)
             assert sorted(b.items) == [1], "b is back"

@@ -423,3 +423,44 @@ def test_request_id_of_another_request_is_rejected(tmp_path: Path) -> None:
                 await cluster.call("ExchangeAddress", context=a.context(0, request_id="i" * 129), trainer="a", name="x")
 
     run_async(scenario())
+
+
+def test_late_trainer_delays_nobody_until_it_asks_for_work(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await cluster.team("a", "b")
+            await cluster.publish_unit([a, b])
+            for trainer in (a, b):
+                await trainer.finish(0)
+            await a.commit(0, wait_s=5)
+            await b.leave()
+            await cluster.settle()
+            b = await cluster.join("b", config=config(World(dp=2)))
+            assert b.ranks == [1]
+            assert not b.items, "b builds its model"
+            for step in (1, 2):
+                await a.finish(step)
+                assert (await a.finish(step, wait_s=5)).all_finished, "a computes the work of b"
+                assert (await a.commit(step, wait_s=5)).committed
+                assert sorted(a.items) == [0, 1]
+            await b.finish(3, [])
+            await a.finish(3)
+            await a.commit(3, wait_s=5)
+            assert (await b.commit(3)).committed
+            assert (sorted(a.items), sorted(b.items)) == ([0], [1])
+
+    run_async(scenario())
+
+
+def test_late_trainer_gets_its_work_at_once_if_nobody_else_computes_it(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await cluster.team("a", "b")
+            await cluster.publish_unit([a, b])
+            await a.finish(0, accept_work=False)  # a plain loop
+            await b.leave()
+            await cluster.settle()
+            b = await cluster.join("b", config=config(World(dp=2)))
+            assert sorted(b.items) == [1]
+
+    run_async(scenario())

@@ -415,7 +415,6 @@ class CoordinatorServicer:
         member = self._coordinator.trainers.require_member(run, request.trainer, epoch)
         # After the membership check, so that stale trainers cannot fill the log of request ids.
         self._requests.check(context.request_id, _fingerprint(request))
-        member.note_behind(False)
         return run, member
 
 

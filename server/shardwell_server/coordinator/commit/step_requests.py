@@ -62,6 +62,7 @@ class StepRequests:
         step = _step_in_flight(run, number)
         if step is None:
             return coordinator_pb2.FinishWorkResponse(all_finished=True, placement=run.announced_placement)
+        member.note_behind(False)
         reported = {report.global_rank for report in reports}
         finished = step.check_finished(member.name, reports, len(run.units))
         written = check_written_buffers(step, [item for item, _ in finished], reports, run.units.layouts)

@@ -117,6 +117,8 @@ class TrainerLeases:
     async def wait_for_start(self, run: Run, member: Member, wait_s: float) -> bool:
         """Waits until the run has started and the member has the vacant items of its own ranks.
 
+        A member that other trainers need not wait for gets items only when it asks for work. See ``Member.behind``.
+
         Returns:
             False after ``wait_s``.
 
@@ -129,7 +131,9 @@ class TrainerLeases:
             if run.checkpoints.restore is not None:
                 run.checkpoints.check_loadable(run.name)
                 return None
-            return True if run.step is not None and run.lease_own_items(member.name) else None
+            if run.step is None:
+                return None
+            return True if member.behind or run.lease_own_items(member.name) else None
 
         return await poll(run.changed, check, wait_s) or False
 

@@ -128,8 +128,8 @@ class Member:
     in_progress: ItemInProgress | None = None
     """The item in the last heartbeat. None: the trainer computes none, or its loop cannot repeat batches."""
     behind: bool = False
-    """True while the trainer computes a work item in vain: another trainer has finished the item or its copy. Ends with
-    the trainer's next request about steps. See Note: [Copies of late items] in ``copies.py``."""
+    """True until the trainer asks for work of the step in flight: it joined late and builds its model, or it computes
+    an item in vain that another trainer has finished. Other trainers compute its ranks' items meanwhile."""
     revoked_because: str = ""
     """Why the lease was revoked although the trainer was sending requests."""
     rpcs_in_progress: int = 0
@@ -185,7 +185,7 @@ class Member:
         return changed
 
     def note_behind(self, behind: bool) -> None:
-        """Records whether the trainer computes a work item in vain."""
+        """Records whether the trainer is behind the step in flight."""
         self.behind = behind
 
     def note_revoked(self, reason: str) -> None:

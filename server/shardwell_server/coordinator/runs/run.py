@@ -223,12 +223,23 @@ class Run:
             joined_step=self.committed_step,
             process=applicant.process,
         )
+        member.note_behind(self._is_dispensable(applicant.name))
         self.members.add(member)
         self.members.prune(keep=self._trainers_with_ranks())
         if self.step is None and len(self.members.live) >= self.settings.min_trainers:
             self._start()
         self.changed.notify()
         return member
+
+    def _is_dispensable(self, name: str) -> bool:
+        """True if the run need not wait for a trainer that joins now: others compute its items until it asks for work.
+
+        A trainer that never asked for work before, in a plain loop, gets its items when it joins.
+        """
+        former = self.members.by_name.get(name)
+        asks = former is None or former.accepts_reassigned_work is not False
+        others = (member for member in self.members.live.values() if not member.behind)
+        return self.step is not None and asks and any(member.accepts_reassigned_work for member in others)
 
     def _trainers_with_ranks(self) -> set[str]:
         """Returns the trainers that own a rank or had its work item last."""
