@@ -55,6 +55,7 @@ class CoordinatorServicer:
             request.budget_bytes,
             request.process,
             restartable=request.restartable,
+            holds_shards=bool(request.held),
         )
         adopted = await self._coordinator.adoption.adopt(request.server_id, request.incarnation, request.held)
         return coordinator_pb2.RegisterServerResponse(

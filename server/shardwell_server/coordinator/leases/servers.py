@@ -66,6 +66,7 @@ class ServerLeases:
         process: str = "",
         *,
         restartable: bool = False,
+        holds_shards: bool = False,
     ) -> int:
         """Registers a shard server process. Returns its epoch.
 
@@ -89,7 +90,8 @@ class ServerLeases:
         if former is None:
             self._state.events.add(EventKind.SERVER_REGISTERED, message)
         elif former.incarnation != incarnation:
-            self._state.events.add(EventKind.SERVER_RESTARTED, message)
+            memory = "" if holds_shards else f"; its memory is empty{self._losses(former)}"
+            self._state.events.add(EventKind.SERVER_RESTARTED, message + memory)
         self._notify_runs()
         return server.epoch
 
