@@ -237,6 +237,8 @@ class RemoteShard:
         own.CopyFrom(header)
         own.parameter_indices[:] = indices
         own.start_bytes, own.stop_bytes = self.start_bytes, self.stop_bytes
+        if own.context.request_id:  # one per shard: a server may own several shards of the unit
+            own.context.request_id = f"{own.context.request_id}.{self.start_bytes}"
         prepared, limit_s = (
             self.owner.run(lambda server: server.prepare_push(self._address, own, part)),
             self.wait_limit_s,
