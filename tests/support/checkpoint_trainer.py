@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardwell
-from tests.support.cluster import join_options
+from tests.support.cluster import join_options, wait_until
 from tests.support.reference import sha256
 
 WIDTH, BATCH = 24, 6
@@ -85,10 +84,27 @@ def _make_optimizer(kind: str, model: nn.Module) -> Any:
 KINDS = ("sgd", "adamw", "client-side", "adafactor", "muon", "gan")
 
 
-def train(session: shardwell.Session, kind: str, steps: int, kill_at_step: int | None = None) -> dict[str, Any]:
+class Pause:
+    """Waits in the first batch of one step until a file exists.
+
+    Args:
+        step: The step. None: never.
+        path: The file.
+    """
+
+    def __init__(self, step: int | None, path: str) -> None:
+        self._step, self._path = step, Path(path)
+
+    def __call__(self, step: int) -> None:
+        if step == self._step:
+            print(json.dumps({"step": step, "paused": True}), flush=True)
+            wait_until(self._path.exists, f"{self._path} exists", timeout_s=60)
+
+
+def train(session: shardwell.Session, kind: str, steps: int, pause: Pause) -> dict[str, Any]:
     """Trains to a number of loop steps. Returns the final state."""
     if kind == "gan":
-        return _train_gan(session, steps, kill_at_step)
+        return _train_gan(session, steps, pause)
     whole = kind in ("adafactor", "muon")
     model = shard(build(), session, "net", "tensor" if whole else "flat")
     optimizer = _make_optimizer(kind, model)
@@ -98,7 +114,7 @@ def train(session: shardwell.Session, kind: str, steps: int, kill_at_step: int |
         session.track(scheduler=scheduler)
     for step in session.steps(steps):
         for x in step.batches(batch):
-            _die_if(step.number == kill_at_step)
+            pause(step.number)
             loss = F.smooth_l1_loss(model(x), x.sum(1, keepdim=True))
             loss.backward()
             _report(step.number, loss)
@@ -109,14 +125,14 @@ def train(session: shardwell.Session, kind: str, steps: int, kill_at_step: int |
     return shardwell.full_state_dict(model)
 
 
-def _train_gan(session: shardwell.Session, steps: int, kill_at_step: int | None) -> dict[str, Any]:
+def _train_gan(session: shardwell.Session, steps: int, pause: Pause) -> dict[str, Any]:
     """Two optimizers in turn: two commits per step. Every second step keeps gradients for the other optimizer."""
     net_d, net_g = shard(build(), session, "d"), shard(build(17), session, "g")
     optimizer_d = shardwell.optim.Adam(net_d.parameters(), **ADAM)
     optimizer_g = shardwell.optim.SGD(net_g.parameters(), lr=0.05, momentum=0.9)
     for step in session.steps(steps, optimizer_steps=2):
         for x in step.batches(batch):
-            _die_if(step.number == kill_at_step)
+            pause(step.number)
             loss = F.softplus(net_d(net_g(x).detach())).mean() + F.softplus(-net_d(x)).mean()
             loss.backward()
             _report(step.number, loss)
@@ -138,11 +154,6 @@ def _report(step: int, loss: torch.Tensor) -> None:
     print(json.dumps({"step": step, "loss": loss.item()}), flush=True)
 
 
-def _die_if(condition: bool) -> None:
-    if condition:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
 def main() -> None:
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser()
@@ -157,7 +168,8 @@ def main() -> None:
     parser.add_argument("--checkpoint-every", type=int)
     parser.add_argument("--keep", type=int)
     parser.add_argument("--resume")
-    parser.add_argument("--kill-at-step", type=int)
+    parser.add_argument("--pause-at-step", type=int)
+    parser.add_argument("--pause-until", default="")
     parser.add_argument("--transports")
     parser.add_argument("--chunk-bytes", type=int)
     options = parser.parse_args()
@@ -177,7 +189,7 @@ def main() -> None:
             wait_limit_s=90,
         ),
     )
-    state = train(session, options.kind, options.steps, options.kill_at_step)
+    state = train(session, options.kind, options.steps, Pause(options.pause_at_step, options.pause_until))
     print(json.dumps({"sha256": sha256(state)}), flush=True)
     session.close()
 

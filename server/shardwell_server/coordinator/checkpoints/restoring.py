@@ -52,6 +52,8 @@ logger = logging.getLogger(__name__)
 LATEST = "latest"
 """Value of ``JoinRequest.resume`` for the newest checkpoint that can be loaded."""
 
+_SERVERS_WAIT_S = 2.0
+"""Seconds that a rollback waits for the configured number of servers: all may be about to start again."""
 _POLL_S = 1.0
 """Seconds that a server waits in ``LoadShards`` for the end."""
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.2, 5.0
@@ -255,7 +257,7 @@ class RunRestorer:
             )
         commits = commits_in(manifest, restore.url)
         fault_points.reach("coordinator.restore.begun", step=restore.step)
-        await self._wait_for_servers(run)
+        await self._wait_for_servers(restore)
         number = run.next_epoch()
         await self._state.save(run)  # no other restore may get this number, even after a restart
         context = self._servers.context(run, restore.step)
@@ -273,14 +275,16 @@ class RunRestorer:
         await self._load_shards(run, restore, number, units)
         await self._finish(run, restore, manifest, commits, units)
 
-    async def _wait_for_servers(self, run: Run) -> None:
+    async def _wait_for_servers(self, restore: Restore) -> None:
+        """Waits for ``min_servers`` servers. A run that is rolled back makes do with fewer after a while."""
         cluster, wanted = self._state.cluster, self._state.settings.min_servers
 
         async def check() -> bool | None:
             return len(cluster.live) >= wanted or None
 
-        if not await poll(cluster.changed, check, _LONGEST_RETRY_S):
-            raise UnavailableError(f"{len(cluster.live)} of {wanted} shard servers are live")
+        found = await poll(cluster.changed, check, _SERVERS_WAIT_S if restore.is_rollback else _LONGEST_RETRY_S)
+        if not found and not (restore.is_rollback and cluster.live):
+            raise UnavailableError(f"{len(cluster.live)} of {wanted} shard servers are live: start more")
 
     async def _load_shards(self, run: Run, restore: Restore, number: int, units: Sequence[Unit]) -> None:
         request = shard_pb2.LoadShardsRequest(

@@ -259,6 +259,7 @@ async def describe_weights(
 
     async def check() -> coordinator_pb2.DescribeWeightsResponse | None:
         run.check_not_deleted()
+        run.checkpoints.check_loaded(run.name)
         if version is not None and version > run.committed_step:
             return None
         if version is not None and version < run.committed_step:

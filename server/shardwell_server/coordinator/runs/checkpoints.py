@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any
 
 from shardwell_server.coordinator.storage.records import CheckpointRecord
-from shardwell_wire.errors import ConflictError, InvalidRequestError
+from shardwell_wire.errors import ConflictError, InvalidRequestError, UnavailableError
 from shardwell_wire.v1 import coordinator_pb2
 
 _REMEMBERED_FAILURES = 16
@@ -271,6 +271,11 @@ class RunCheckpoints:
     def begin_restore(self, restore: Restore, now: float) -> None:
         """Records that the run is loaded from a checkpoint from the clock time ``now`` on."""
         self.restore, self.restoring = restore, RestoreProgress(now)
+
+    def check_loaded(self, run: str) -> None:
+        """Raises UnavailableError while the run is loaded from a checkpoint: its shards have no servers now."""
+        if self.restore is not None:
+            raise UnavailableError(self.restoring.describe(self.restore), run=run)
 
     def check_loadable(self, run: str) -> None:
         """Raises ConflictError if the run waits for a checkpoint and none can be loaded."""

@@ -1,0 +1,97 @@
+"""Runs that lose shards without a backup go back to their last checkpoint by themselves, and end with the same bits."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import shardwell
+from shardwell.session.coordinator_client import CoordinatorClient
+from shardwell_wire import fault_points
+from shardwell_wire.checkpoints.folder import RunFolder
+from shardwell_wire.v1 import coordinator_pb2
+from tests.support.cluster import wait_until
+from tests.support.processes import TrainerProcess
+
+STEPS, PAUSE = 8, 5
+EVERY = 3
+"""Commits between two checkpoints: the newest one before the pause is of step 3."""
+
+
+class CheckpointTrainer(TrainerProcess):
+    module = "tests.support.checkpoint_trainer"
+
+
+def run_once(
+    cluster: shardwell.LocalCluster, folder: Path, kind: str, at_pause: Callable[[], None] = lambda: None
+) -> tuple[str, list[dict[str, Any]]]:
+    """Trains with two trainers. ``at_pause`` runs while both compute step ``PAUSE``. Returns run and results."""
+    run, proceed = uuid.uuid4().hex, folder / "proceed"
+    proceed.unlink(missing_ok=True)
+    arguments: tuple[object, ...] = ("--kind", kind, "--steps", STEPS, "--checkpoint-dir", folder)
+    arguments += ("--checkpoint-every", EVERY, "--pause-at-step", PAUSE, "--pause-until", proceed)
+    with ExitStack() as stack:
+        trainers = [stack.enter_context(CheckpointTrainer(cluster.address, run, *arguments)) for _ in range(2)]
+        for trainer in trainers:
+            trainer.wait_for_step(PAUSE)
+        wait_until(lambda: [at.step for at in RunFolder.of(folder, run).entries() if at.is_valid][:1] == [3], "saved")
+        at_pause()
+        proceed.touch()
+        results = [trainer.finish() for trainer in trainers]
+    assert {result["returncode"] for result in results} == {0}, results
+    return run, results
+
+
+def describe(cluster: shardwell.LocalCluster, run: str) -> coordinator_pb2.CheckpointSummary:
+    with closing(CoordinatorClient(cluster.address)) as client:
+        response = client.call("DescribeRun", coordinator_pb2.DescribeRunRequest(run=run), timeout_s=20)
+    return response.checkpoints
+
+
+def kill(server: Any) -> None:
+    process = psutil.Process(server.pid)
+    process.kill()
+    process.wait(20)
+
+
+def computed(results: list[dict[str, Any]], step: int) -> int:
+    """Returns how many work items of a step were computed."""
+    return sum(number == step for result in results for number, _ in result["losses"])
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "client-side"])
+def test_loss_of_a_shard_server_rolls_the_run_back(tmp_path: Path, kind: str) -> None:
+    with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096, lease_s=2.0) as cluster:
+        _, expected = run_once(cluster, tmp_path, kind)
+        run, results = run_once(cluster, tmp_path, kind, lambda: kill(cluster.shards[1]))
+        assert {result["sha256"] for result in results} == {expected[0]["sha256"]}
+        assert computed(results, 3) == 4 and computed(results, 2) == 2, "steps 3 and 4 were repeated"
+        assert describe(cluster, run).rollback_count == 1
+        assert not describe(cluster, run).loading
+
+
+@pytest.mark.parametrize("point", ["restore.begun", "restore.before_record", "restore.after_record"])
+def test_a_coordinator_killed_during_the_rollback_continues_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    happened = tmp_path / "happened"
+    fault = fault_points.Fault(point=f"coordinator.{point}", action="kill", once=str(happened))
+    for name, value in fault_points.environment(fault).items():
+        monkeypatch.setenv(name, value)
+    with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096, lease_s=2.0) as cluster:
+        _, expected = run_once(cluster, tmp_path, "adamw")
+
+        def lose() -> None:
+            kill(cluster.shards[0])
+            wait_until(happened.exists, "the coordinator is killed")
+            cluster.restart_coordinator()
+
+        run, results = run_once(cluster, tmp_path, "adamw", lose)
+        assert {result["sha256"] for result in results} == {expected[0]["sha256"]}
+        assert describe(cluster, run).rollback_count == 1
