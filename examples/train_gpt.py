@@ -8,9 +8,11 @@ On an existing cluster:              SHARDWELL_ADDRESS=host:50051 SHARDWELL_DP=2
 from __future__ import annotations
 
 import argparse
+import hashlib
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -34,7 +36,9 @@ def main() -> None:
         started, first_step = time.perf_counter(), session.step
         history, is_printing = train(session, model, corpus, arguments)
         seconds = time.perf_counter() - started
-        if is_printing:
+        if arguments.hash_file:
+            Path(arguments.hash_file).write_text(hash_of(shardwell.full_state_dict(model)))
+        elif is_printing:
             print_summary(model, corpus, history, Path(arguments.output))
             print(describe_costs(session, model, seconds=seconds, num_steps=session.step - first_step))
 
@@ -49,6 +53,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=8e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", metavar="DIR", default="demo-output", help="folder for the image of the loss curve")
+    parser.add_argument("--hash-file", metavar="FILE", help="write the hash of the weights there, instead of a summary")
     return parser.parse_args()
 
 
@@ -94,6 +99,15 @@ def train(
         if is_printing:
             progress.show(step.number, history.recent_loss())
     return history, is_printing
+
+
+def hash_of(state: Mapping[str, torch.Tensor]) -> str:
+    """Returns the SHA-256 of all bits of the weights."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(state.items()):
+        digest.update(name.encode())
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def print_introduction(session: shardwell.Session, model: GPT, corpus: Corpus) -> None:
