@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cache, partial
-from importlib.util import find_spec
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -18,13 +17,13 @@ from tests.simulation.environment import Environment
 from tests.simulation.jobs import History, Job
 from tests.simulation.loop import ProcessDied, VirtualLoop, current_process
 from tests.simulation.network import Network
-from tests.simulation.nodes import LEASE_S, CoordinatorNode, Node, ServerNode
+from tests.simulation.nodes import LEASE_S, SHARD_SERVICE, CoordinatorNode, Node, ServerNode
 from tests.simulation.trainer import RUN, TrainerNode
 
 CHECKPOINTED = 0.15
 """Share of the schedules with checkpoints. They take longer."""
 
-CAN_HAVE_BACKUPS = find_spec("shardwell_server.coordinator.relocation") is not None
+CAN_HAVE_BACKUPS = "PromoteShards" in SHARD_SERVICE.methods_by_name
 
 PROGRESS_S = 120.0
 """Virtual seconds after the last fault in which the run must finish."""
@@ -267,7 +266,7 @@ class Simulation:
         if not server.alive or run is None or not self.coordinator.alive:
             return False
         if self._checkpoints and run.checkpoints.saved:
-            return CAN_HAVE_BACKUPS  # with backups came rollbacks
+            return True
         live = {(each.name, each.incarnation) for each in self.servers if each.alive and each is not server}
         return all(
             shard.server_id != server.name

@@ -150,31 +150,8 @@ def _availability_error(run: Run, cluster: Cluster, process: tuple[str, str]) ->
     if restarted or server is None or server.ended:
         # A unit without initial values loses nothing: the next declaration places it on other servers.
         owned = [unit for unit in owned if unit.published]
-        if not owned:
-            return None
+        return _loss_error(run, cluster, process, _names(owned)) if owned else None
     units = _names(owned)
-    if server is not None and cluster.awaits_restart(process):
-        return UnavailableError(
-            f"server {server_id!r} at {server.address} has ended; its shards of {units} of this run are in shared "
-            "memory of its host. The run continues when the server is started again there, under its id",
-            run=run.name,
-            server=server_id,
-        )
-    advice = f"delete the run (shardwell delete-run {run.name}) and start it again"
-    if server is None or restarted:
-        return ConflictError(
-            f"server {server_id!r} was restarted and has lost its shards of {units} of this run: {advice}",
-            run=run.name,
-            server=server_id,
-        )
-    if server.ended:
-        what = "was stopped and left the cluster" if server.state is ServerState.LEFT else "has ended"
-        return ConflictError(
-            f"server {server_id!r} at {server.address} {what}, and its shards of {units} of this run are lost: "
-            f"{advice}",
-            run=run.name,
-            server=server_id,
-        )
     reason = f" ({server.unreachable_because})" if server.unreachable_because else ""
     return UnavailableError(
         f"server {server_id!r} at {server.address} has sent no heartbeat for {cluster.silent_s(server):.1f} s{reason}: "
@@ -183,6 +160,33 @@ def _availability_error(run: Run, cluster: Cluster, process: tuple[str, str]) ->
         run=run.name,
         server=server_id,
     )
+
+
+def _loss_error(run: Run, cluster: Cluster, process: tuple[str, str], units: str) -> ShardwellError:
+    """Returns the error for a server process that has ended. It is an UnavailableError if the run will continue."""
+    server_id, server = process[0], cluster.servers.get(process[0])
+    restarted, facts = cluster.has_restarted(*process), {"run": run.name, "server": server_id}
+    if server is not None and cluster.awaits_restart(process):
+        return UnavailableError(
+            f"server {server_id!r} at {server.address} has ended; its shards of {units} of this run are in shared "
+            "memory of its host. The run continues when the server is started again there, under its id",
+            **facts,
+        )
+    if run.checkpoints.saved:
+        return UnavailableError(
+            f"server {server_id!r} has lost its shards of {units} of this run, which goes back to its last checkpoint",
+            **facts,
+        )
+    if server is None or restarted:
+        what = f"server {server_id!r} was restarted and has lost its shards of {units} of this run"
+    elif server.state is ServerState.LEFT:
+        what = (
+            f"server {server_id!r} at {server.address} was stopped and left the cluster, and its shards of {units} of "
+            "this run are lost"
+        )
+    else:
+        what = f"server {server_id!r} at {server.address} has ended, and its shards of {units} of this run are lost"
+    return ConflictError(f"{what}: delete the run (shardwell delete-run {run.name}) and start it again", **facts)
 
 
 def _is_replaceable(run: Run, cluster: Cluster, process: tuple[str, str]) -> bool:
