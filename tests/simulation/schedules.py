@@ -270,7 +270,7 @@ class Simulation:
         live = {(each.name, each.incarnation) for each in self.servers if each.alive and each is not server}
         return all(
             shard.server_id != server.name
-            or not unit.published
+            or not (unit.published or unit.publishing.in_flight)
             or any(backup.in_sync and backup.process in live for backup in unit.backups_of(shard))
             for unit in run.units
             for shard in unit.shards

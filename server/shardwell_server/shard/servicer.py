@@ -32,7 +32,7 @@ from shardwell_server.shard.transports import shm_requests
 from shardwell_server.shard.transports.base import ServerTransports, measurement_chunks
 from shardwell_server.shard.transports.shm_transport import ShmTransport
 from shardwell_wire import chunk_streams, fault_points
-from shardwell_wire.errors import InvalidRequestError
+from shardwell_wire.errors import InvalidRequestError, NotFoundError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
@@ -159,7 +159,10 @@ class ShardServicer:
     async def ReleaseShards(
         self, request: shard_pb2.ReleaseShardsRequest, call: Call
     ) -> shard_pb2.ReleaseShardsResponse:
-        run = await self._coordinated(request, call)
+        try:
+            run = await self._coordinated(request, call)
+        except NotFoundError:  # nothing of the run is here
+            return shard_pb2.ReleaseShardsResponse(free_bytes=self._store.memory.free_bytes)
 
         async def work() -> None:
             relocation.release(self._store, run, request)

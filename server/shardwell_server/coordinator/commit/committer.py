@@ -41,7 +41,7 @@ from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.storage.records import CommitRecord
 from shardwell_server.optimizer_checks import allocation_key, units_that_count
 from shardwell_wire import fault_points
-from shardwell_wire.errors import IncompleteStepError, NonFiniteError, ShardwellError, StepStateError
+from shardwell_wire.errors import IncompleteStepError, NonFiniteError, NotFoundError, ShardwellError, StepStateError
 from shardwell_wire.retry import retry_async
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
@@ -328,7 +328,12 @@ class Committer:
             while server_id in run.unconfirmed and not run.deleted and not cluster.is_gone(process):
                 await run.changed.wait(_RECHECK_S)
             if not run.deleted and not cluster.is_gone(process):
-                response = await self._servers.call(server_id, "Update", request, retry_for_s=0.0)
+                try:
+                    response = await self._servers.call(server_id, "Update", request, retry_for_s=0.0)
+                except NotFoundError:
+                    if run.units.needs_updates(process):
+                        raise
+                    return  # a backup was to be built there, and its memory is not reserved yet
                 self._note_stale_backups(run, server_id, response)
 
         def note_failure(error: Exception) -> None:

@@ -142,7 +142,7 @@ class BackupKeeper:
         builds = self._take_builds(run)
         if builds:
             run.touch()
-            await self._state.save(run)  # a record of every copy, before any memory is reserved
+            await self._state.save_or_retry(run)  # a record of every copy, before any memory is reserved
             outcomes = await asyncio.gather(*(self._build(run, unit, backup) for unit, backup in builds))
             notes.complete = notes.complete and all(outcomes)
         self._update_moves(run)

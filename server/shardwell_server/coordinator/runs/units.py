@@ -139,6 +139,14 @@ class DeclaredUnits:
         kept = {backup.process for unit in self for backup in unit.backups if backup.state is not BackupState.RELEASING}
         return sorted({*self.processes, *kept})
 
+    def needs_updates(self, process: tuple[str, str]) -> bool:
+        """True if a server process, given as (server id, incarnation), has a primary or a backup that is in sync."""
+        return any(
+            holder.process == process
+            for unit in self
+            for holder in (*unit.shards, *(backup for backup in unit.backups if backup.in_sync))
+        )
+
     def retired_on(self, process: tuple[str, str]) -> list[tuple[Unit, BackupRecord]]:
         """Returns the copies that a server process must release, with their units."""
         return [
