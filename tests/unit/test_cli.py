@@ -177,6 +177,25 @@ def test_run_table_shows_lost_trainers_and_spares() -> None:
         assert expected in output
 
 
+def test_run_table_shows_checkpoints() -> None:
+    saved = coordinator_pb2.CheckpointProgress(step=40, url="/c/gpt/step-000000040-ab")
+    failed = coordinator_pb2.CheckpointProgress(step=60, error="No space left on device")
+    writing = coordinator_pb2.CheckpointProgress(step=80, written_bytes=1 << 20, total_bytes=4 << 20)
+    summary = coordinator_pb2.CheckpointSummary(
+        checkpoint_dir="/c", checkpoint_every=20, in_flight=writing, last_saved=saved, last_failed=failed
+    )
+    output = text(tables.run(coordinator_pb2.DescribeRunResponse(checkpoints=summary)))
+    for expected in (
+        "checkpoints: after every 20 commits in /c, keeps all",
+        "step 80 is being written: 1.0 MiB of 4.0 MiB",
+        "newest: step 40",
+        "failed: step 60",
+        "No space left on device",
+    ):
+        assert expected in output
+    assert "checkpoints" not in text(tables.run(coordinator_pb2.DescribeRunResponse()))
+
+
 def test_peek_table_combines_the_pieces_of_all_servers() -> None:
     pieces = [
         ParameterPiece("shard-0", shard_pb2.PeekResponse(start_element=0, stop_element=2, norm=3, values=[1.0, 2.0])),
@@ -190,9 +209,12 @@ def test_units_table_names_units_without_initial_values() -> None:
     shards = [
         common_pb2.ShardRange(server_id=f"s{index}", start_bytes=index, stop_bytes=index + 1) for index in range(2)
     ]
-    unit = coordinator_pb2.UnitSummary(unit="blocks.0", element_count=1234, shards=shards)
+    copy = common_pb2.ShardRange(server_id="s7", start_bytes=1, stop_bytes=2)
+    backups = [coordinator_pb2.BackupSummary(shard=copy, state=coordinator_pb2.BACKUP_STATE_IN_SYNC)]
+    unit = coordinator_pb2.UnitSummary(unit="blocks.0", element_count=1234, shards=shards, backups=backups)
     output = text(tables.units(coordinator_pb2.ListUnitsResponse(units=[unit])))
     assert "without initial values yet: blocks.0" in output and "1,234" in output and "s1" in output
+    assert "s7 (in sync)" in output
 
 
 def test_lists_of_numbers_take_one_line_of_json() -> None:

@@ -89,6 +89,7 @@ def run(response: coordinator_pb2.DescribeRunResponse) -> RenderableType:
         _work(response.work),
         "",
         _optimizer(response),
+        *checkpoint_lines(response.checkpoints),
     )
 
 
@@ -133,6 +134,31 @@ def _optimizer(response: coordinator_pb2.DescribeRunResponse) -> RenderableType:
     return "\n".join(lines)
 
 
+def checkpoint_lines(checkpoints: coordinator_pb2.CheckpointSummary) -> list[str]:
+    """Returns what is known of a run's checkpoints, one line each. Empty if the run has none."""
+    lines = []
+    if checkpoints.checkpoint_dir:
+        every = f"after every {checkpoints.checkpoint_every} commits" if checkpoints.checkpoint_every else "on request"
+        kept = f"the newest {checkpoints.checkpoint_keep}" if checkpoints.checkpoint_keep else "all"
+        lines.append(f"checkpoints: {every} in {checkpoints.checkpoint_dir}, keeps {kept}")
+    if checkpoints.HasField("in_flight"):
+        at = checkpoints.in_flight
+        lines.append(
+            f"    step {at.step} is being written: {format_size(at.written_bytes)} of {format_size(at.total_bytes)}"
+        )
+    if checkpoints.HasField("last_saved"):
+        at = checkpoints.last_saved
+        lines.append(f"    newest: step {at.step}, {_ago(at.ended)}, {at.url}")
+    if checkpoints.HasField("last_failed"):
+        at = checkpoints.last_failed
+        lines.append(f"    failed: step {at.step}, {_ago(at.ended)}: {at.error}")
+    if checkpoints.rollback_count:
+        lines.append(f"    rolled back {checkpoints.rollback_count} times")
+    if checkpoints.loading:
+        lines.append(checkpoints.loading)
+    return ["", *lines] if lines else []
+
+
 def world(response: coordinator_pb2.DescribeWorldResponse) -> RenderableType:
     """Renders ``shardwell world``."""
     table = _table("RANK", "DP", "TP", "PP", "DP GROUP", "TP GROUP", "PP GROUP", "STAGES", "TRAINER", "HOST")
@@ -158,8 +184,12 @@ def _stages(rank_assignment: coordinator_pb2.RankAssignment) -> str:
 
 def units(response: coordinator_pb2.ListUnitsResponse) -> RenderableType:
     """Renders ``shardwell units``."""
-    table = _table("UNIT", "NAME", "PARAMETERS", "ELEMENTS", "SIZE", "SERVER", "BYTE RANGE")
+    table = _table("UNIT", "NAME", "PARAMETERS", "ELEMENTS", "SIZE", "SERVER", "BYTE RANGE", "BACKUPS")
     for unit in response.units:
+        backups: dict[int, list[str]] = {}
+        for each in unit.backups:
+            state = coordinator_pb2.BackupState.Name(each.state).removeprefix("BACKUP_STATE_").lower().replace("_", " ")
+            backups.setdefault(each.shard.start_bytes, []).append(f"{each.shard.server_id} ({state})")
         cells: tuple[str, ...] = (
             str(unit.unit_index),
             unit.unit,
@@ -168,7 +198,8 @@ def units(response: coordinator_pb2.ListUnitsResponse) -> RenderableType:
             format_size(unit.size_bytes),
         )
         for shard in unit.shards:
-            table.add_row(*cells, shard.server_id, f"[{shard.start_bytes:,}, {shard.stop_bytes:,})")
+            copies = ", ".join(backups.get(shard.start_bytes, ()))
+            table.add_row(*cells, shard.server_id, f"[{shard.start_bytes:,}, {shard.stop_bytes:,})", copies or "-")
             cells = ("",) * len(cells)
     unpublished = [unit.unit for unit in response.units if not unit.published]
     notes = [f"version {response.version}"]
