@@ -58,7 +58,7 @@ def wait_until(condition: Callable[[], bool], what: str, *, timeout_s: float = 2
 
 
 def events(address: str, run: str) -> list[coordinator_pb2.WatchEventsResponse]:
-    """Returns the kept events of a run."""
+    """Returns the kept events of a run. An empty name: those of the cluster."""
     request = coordinator_pb2.WatchEventsRequest(run=run, duration_s=0.05)
     with closing(CoordinatorClient(address)) as client:
         return [event for event in client.stream("WatchEvents", request, timeout_s=20.0) if event.run == run]
