@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from shardwell_server.shard.memory.shared_memory import SharedMemory
+from shardwell_server.shard.requests import backups
 from shardwell_server.shard.state.shard_spec import Role
 from shardwell_server.shard.state.unit_shard import UnitShard
 from shardwell_wire.errors import NotFoundError, StaleEpochError, StepStateError, UnavailableError
 from shardwell_wire.layout import BLOCK_BYTES
 from shardwell_wire.optimizers import KEPT_GROUP
 from shardwell_wire.partitions import TRAINER_PREFIX
+from shardwell_wire.server_folders import FolderOwner
 from shardwell_wire.v1 import common_pb2, shard_pb2
 from tests.integration.test_buffer_shards import FIRST, LAYOUT
 from tests.integration.test_partitions import descend, read, stage
@@ -244,6 +249,33 @@ def test_a_copy_during_a_prepared_step_includes_the_step(servers: Any) -> None:
     assert shard_on(pair.backup).has_prepared(0)
     pair.update(0)
     pair.assert_equal(1)
+
+
+@pytest.mark.parametrize("readable", [True, False])
+@pytest.mark.parametrize("dp", [1, 2])
+def test_gradient_travels_through_shared_memory(tmp_path: Path, dp: int, readable: bool) -> None:
+    owners = [FolderOwner(server_id=f"s{number}", coordinator="here:1") for number in range(2)]
+    with ExitStack() as stack:
+        memory = [stack.enter_context(closing(SharedMemory(tmp_path, owner))) for owner in owners]
+        servers = [stack.enter_context(ShardServer(shared=shared)) for shared in memory]
+        pair = Pair(servers, dp=dp)
+        pair.copy()
+        received: list[str] = []
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        read_file = backups._read_file
+
+        def note(path: str, *arguments: Any) -> None:
+            received.append(path)
+            read_file(path if readable else f"{path}0", *arguments)
+
+        patch.setattr(backups, "_read_file", note)
+        for step in range(3):
+            pair.train(step)
+            pair.assert_equal(step + 1)
+        assert len(received) == (3 if readable else 1), "after a failure, gradients are streamed"
+        assert list(hash_of(pair.backup).tensors) == list(straight(PLAIN, dp, 3))
+        pair.promote(3)
+        assert pair.backup.gather(3)[0] == 3
 
 
 def test_a_new_attempt_replaces_the_gradient_on_the_backup(servers: Any) -> None:

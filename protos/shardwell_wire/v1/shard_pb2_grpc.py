@@ -524,8 +524,8 @@ class ShardServiceServicer(object):
         """Shard server with the primary: streams a part of what the update of the step in flight needs. Waits until the backup
         has the version that the step reads. A later generation replaces an earlier one.
 
-        ABORTED: as ReceiveShardState, or a later generation has arrived. FAILED_PRECONDITION: the backup is out of sync, or
-        the file of the gradient cannot be read. DATA_LOSS: checksum mismatch. RESOURCE_EXHAUSTED: memory budget exceeded.
+        ABORTED: as ReceiveShardState, or a later generation has arrived. FAILED_PRECONDITION: the backup is out of sync.
+        NOT_FOUND: also if the file of the gradient cannot be read. DATA_LOSS: checksum mismatch. RESOURCE_EXHAUSTED: memory budget exceeded.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -5,7 +5,9 @@ See Note: [When a backup has a step] in ``replication.py``. Nothing here takes t
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -30,6 +32,7 @@ from shardwell_wire.errors import (
 )
 from shardwell_wire.layout import Segment
 from shardwell_wire.partitions import runs_on_trainers, state_places
+from shardwell_wire.shared_files import file_size, open_in_folder, opened, server_folder
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
 _REPLICATED_EPOCH = 0
@@ -129,7 +132,7 @@ async def receive_step(
     async def receive() -> None:
         _open_replica(run, shard, header, step)
         if header.content == _GRADIENT:
-            await _receive_gradient(run, shard, header, incoming, what)
+            await _receive_gradient(store, run, shard, header, incoming, what)
         elif header.content == _CONTRIBUTIONS:
             await _receive_contributions(store, run, shard, header, incoming, what)
         else:
@@ -197,18 +200,49 @@ def _numbers(shard: UnitShard, indices: Sequence[int], what: str) -> list[int]:
 
 
 async def _receive_gradient(
-    run: HostedRun, shard: UnitShard, header: shard_pb2.ReplicateStepHeader, incoming: IncomingStream, what: str
+    store: ShardStore,
+    run: HostedRun,
+    shard: UnitShard,
+    header: shard_pb2.ReplicateStepHeader,
+    incoming: IncomingStream,
+    what: str,
 ) -> None:
     numbers = _numbers(shard, header.gradient_indices, what)
     buffer, views = shard.receive_mean(numbers)
     try:
-        await incoming.into([tensor_memory(view) for view in views], what)
+        memory = [tensor_memory(view) for view in views]
+        await incoming.into([] if header.path else memory, what)
+        if header.path:
+            starts = [shard.segments[number].start_bytes - shard.start_bytes for number in numbers]
+            await store.in_thread(partial(_read_file, header.path, shard.size_bytes, starts, memory))
         replica = _accept(run, shard, header)
     except BaseException:
         shard.release_mean(buffer)
         raise
     shard.set_mean(buffer, numbers)
     replica.contents.add(_GRADIENT)
+
+
+def _read_file(path: str, size_bytes: int, starts: Sequence[int], memory: Sequence[memoryview]) -> None:
+    """Copies ranges of a file of another server's shared memory. See Note: [Trust between users].
+
+    The primary may write the next gradient into the file meanwhile. It then ignores the acknowledgement of this one.
+
+    Raises:
+        NotFoundError: The file is not on this host, or is not trusted.
+    """
+    try:
+        server_folder(path)
+        with opened(open_in_folder(path, size_bytes=file_size(size_bytes))) as descriptor:
+            for start, target in zip(starts, memory, strict=True):
+                done = 0
+                while done < len(target):
+                    count = os.preadv(descriptor, [target[done:]], start + done)
+                    if not count:
+                        raise OSError(f"it ends at byte {start + done}")
+                    done += count
+    except OSError as error:
+        raise NotFoundError(f"cannot read {path!r}, a file of the primary's server: {error}") from error
 
 
 async def _receive_contributions(

@@ -133,6 +133,8 @@ class Push:
 
     async def _reduce_ahead(self) -> None:
         await self._shard.reduce_ahead(self._store.in_thread)
+        if any(backup.shares_host for backup in self._shard.backups.in_sync):
+            await self._shard.share_mean(self._store.in_thread)
         self._store.when_reduced(self._run, self._shard)
 
     # ---- checks ----

@@ -284,6 +284,8 @@ class Replicator:
         )
         pieces = write_step(shard, header, optimizer)
         size_bytes = sum(len(piece) for piece in pieces)
+        if content == shard_pb2.STEP_CONTENT_GRADIENT and backup.shares_host and shard.mean_path:
+            header.path, pieces = shard.mean_path, []
         timeout_s = _TIMEOUT_S + size_bytes / _SLOWEST_BYTES_PER_S
 
         def messages() -> Iterator[bytes]:
@@ -296,10 +298,18 @@ class Replicator:
                 fault_points.reach("server.replicate.middle", unit=shard.index, step=step)
 
         fault_points.reach("server.replicate.before", unit=shard.index, step=step)
-        await retry_async(
-            lambda: self._peers.stream(backup.address, "ReplicateStep", messages(), timeout_s=timeout_s),
-            limit_s=_RETRY_S,
-        )
+        try:
+            await retry_async(
+                lambda: self._peers.stream(backup.address, "ReplicateStep", messages(), timeout_s=timeout_s),
+                limit_s=_RETRY_S,
+            )
+        except NotFoundError as error:
+            if not header.path:
+                raise
+            logger.info("the gradients of %s are streamed to server %r: %s", shard.what, backup.server_id, error)
+            backup.shares_host = False
+            await self._send_content(run, step, shard, backup, content, optimizer)
+            return
         fault_points.reach("server.replicate.after", unit=shard.index, step=step)
         self.sent_bytes += size_bytes
 

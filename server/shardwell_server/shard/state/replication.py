@@ -22,6 +22,8 @@ class Backup:
     """Number of the backup's reservation."""
     acknowledged: set[tuple[object, ...]] = field(default_factory=set)
     """What the backup has of the step in flight; see ``Replicator``."""
+    shares_host: bool = True
+    """False once the server could not read a file in shared memory of this server."""
     failure: str = ""
     """Why the backup is out of sync. Empty: it is not."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)

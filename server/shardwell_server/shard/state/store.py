@@ -220,7 +220,8 @@ class ShardStore:
         run.remove_shard(shard, why)
         self.memory.release_shard(shard.spec.memory_key)
         self.memory.reserve(shard.spec.memory_key, shard.size_bytes, shard.dp, holds_buffers=shard.layout.holds_buffers)
-        empty = type(shard)(shard.spec, self.memory, self._shared, Role.BACKUP)
+        files = None if run.files is None else ShardFiles(shard.spec, run.files)
+        empty = type(shard)(shard.spec, self.memory, self._shared, Role.BACKUP, files)
         run.add_shard(empty)
         return empty
 

@@ -505,6 +505,21 @@ class UnitShard:
         self._files.save(self)
         self._recorded = True
 
+    @property
+    def mean_path(self) -> str:
+        """Path of the shared file with the mean gradient, laid out like the shard. Empty: it is in ordinary memory."""
+        mean = None if self._files is None else self._files.mean
+        return mean.path if mean is not None and self._mean_in_file else ""
+
+    async def share_mean(self, in_thread: InThread) -> None:
+        """Puts the mean gradient into a shared file, so that a backup on this host reads it there. Runs in
+        ``HostedRun.exclusively``. Does nothing without a mean gradient, or if shared memory is full."""
+        if self.reduced is None or self._files is None or self.recorded_segments is not None:
+            return
+        if (file := self._files.acquire_mean(self)) is not None:
+            await uninterrupted(self._compute(in_thread, partial(self.compute_keep_mean, file)))
+            self._mean_in_file = True
+
     def compute_keep_mean(self, file: torch.Tensor) -> None:
         """Copies the gradients, which are in a contribution, to their file. uint8. [size_bytes]"""
         assert self.reduced is not None
