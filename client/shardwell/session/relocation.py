@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 
+_LIST_AGAIN_S = 0.5
+"""How long a server that cannot be reached is retried before the owners are listed again."""
+
 MoveShards = Callable[[coordinator_pb2.ListUnitsResponse, bool], None]
 """``(units, anew)``: moves all shards to their owners; ``anew``: through new connections and mappings."""
 
@@ -47,6 +50,8 @@ class ShardRelocations:
         self._error: ShardwellError | None = None
         self._closed = False
         self._thread: threading.Thread | None = None
+        self._listed, self._listed_s = 0, 0.0
+        """Placement and time of the last list of owners. Used in the thread only."""
 
     def attach(self, move: MoveShards) -> None:
         """Sets the function that moves the shards. Called in the background thread."""
@@ -74,6 +79,11 @@ class ShardRelocations:
             self._requests += 1
         self.wake()
 
+    def try_settle(self, limit_s: float) -> None:
+        """Waits for a limited time until all shards are connected to their owners."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or not self._is_pending(), min(limit_s, self._limit_s))
+
     def settle(self) -> None:
         """See ``Moves.settle``."""
         if threading.current_thread() is self._thread:
@@ -87,6 +97,18 @@ class ShardRelocations:
                 f"shards of run {self._membership.run!r} have other servers now, and this trainer could not reach them "
                 f"for {self._limit_s:.0f} s: {error}. Check the network between this host and the shard servers"
             ) from error
+
+    def check(self) -> None:
+        """Called before a retry of a request to a shard server; raises if a retry is pointless.
+
+        Raises:
+            UnavailableError: This is the thread that moves shards, and the list of owners may be out of date.
+        """
+        self._membership.check()
+        if threading.current_thread() is self._thread and (
+            self._membership.placement > self._listed or time.monotonic() - self._listed_s > _LIST_AGAIN_S
+        ):
+            raise UnavailableError("a server does not answer, and its shards may have another server by now")
 
     def require_valid(self) -> None:
         """See ``Moves.require_valid``."""
@@ -112,6 +134,7 @@ class ShardRelocations:
             started = time.monotonic()
             try:
                 units = self._membership.list_units()
+                self._listed, self._listed_s = units.placement, time.monotonic()
                 assert self._move is not None
                 self._move(units, anew)
             except (ShardwellError, OSError) as error:

@@ -35,6 +35,12 @@ from shardwell_wire.errors import CapacityError, StaleEpochError, UsageError, Ve
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
+_REACH_LIMIT_S = 60.0
+"""How long a trainer that was cut off tries to reach the servers before it joins again."""
+
+_REOPEN_TIMEOUT_S = 10.0
+"""Deadline for opening a transport to another owner of a shard. A silent server is soon replaced."""
+
 _CLOSE_LIMIT_S = 5.0
 """Seconds to wait for transfers in ``close``. A transfer ends with its connection, except while it is connecting."""
 
@@ -194,7 +200,7 @@ class RunStore:
             self._unmapped[unit.index] = set(range(len(shards)))
             return replace(unit, shards=shards)
         for number, (shard, owner) in enumerate(zip(unit.shards, owners, strict=True)):
-            server = self._servers.connect(owner)
+            server = self._servers.connect(owner, open_timeout_s=_REOPEN_TIMEOUT_S)
             if anew or server is not shard.server:
                 self._unmapped[unit.index].add(number)
             if server is not shard.server:
@@ -415,6 +421,13 @@ class RunStore:
         self._servers.release_gradient_buffers(item.item.dp_rank)
         if self._feedback is not None:
             self._feedback.reset(item.item.dp_rank)
+
+    def reach_servers(self) -> None:
+        """Waits for a limited time until this trainer reaches all servers of the run, before it joins again.
+
+        A trainer that is still cut off would get work that it cannot do.
+        """
+        self._relocations.try_settle(_REACH_LIMIT_S)
 
     def rejoin(self, joined: coordinator_pb2.JoinResponse, *, moved: bool) -> None:
         """Called when this trainer has joined the run again and the state has the new items.

@@ -12,7 +12,7 @@ from shardwell.data_plane.shard_owner import ShardOwner
 from shardwell.session.config import JoinConfig
 from shardwell.session.membership import Membership
 from shardwell.session.relocation import ShardRelocations
-from shardwell.transport.selector import ServerConnection
+from shardwell.transport.selector import OPEN_TIMEOUT_S, ServerConnection
 from shardwell.transport.server_guard import ServerGuard
 from shardwell.transport.shard_client import ShardClient
 from shardwell_wire.credentials import Credentials
@@ -87,12 +87,17 @@ class ShardServers:
         return tuple(self.shard(wire, layout, shard) for shard in declared.shards)
 
     def shard(self, wire: Wire, layout: UnitLayout, shard: common_pb2.ShardRange) -> RemoteShard:
-        """Returns one shard of a unit, connected to the server that owns it."""
+        """Returns one shard of a unit, connected to the server that owns it. Thread-safe."""
         owner = ShardOwner(self.connect(shard), self.relocations)
         return RemoteShard(self._membership.identity, layout, owner, shard.start_bytes, shard.stop_bytes, wire)
 
-    def connect(self, shard: common_pb2.ShardRange) -> ServerConnection:
-        """Returns the connection to the server process that owns a shard. Thread-safe."""
+    def connect(self, shard: common_pb2.ShardRange, *, open_timeout_s: float = OPEN_TIMEOUT_S) -> ServerConnection:
+        """Returns the connection to the server process that owns a shard. Thread-safe.
+
+        Args:
+            shard: The shard.
+            open_timeout_s: Deadline for opening a transport.
+        """
         key: ServerKey = shard.address, shard.incarnation
         with self._connecting:
             if key not in self._connections:
@@ -105,7 +110,8 @@ class ShardServers:
                         membership.identity,
                         transports=config.transfers.transport_names,
                         chunk_bytes=config.transfers.chunk_bytes,
-                        check=membership.check,
+                        check=self.relocations.check,
+                        open_timeout_s=open_timeout_s,
                         credentials=membership.credentials,
                         guard=guard,
                     ),

@@ -259,6 +259,7 @@ class StepInFlight:
             return True
         before, in_batches = self.state.number, self.state.in_batches
         computed = self._units.have_gradients
+        self._store.reach_servers()
         joined = self._committer.rejoin()
         moved = joined.committed_step != before or joined.rollback_count != self._rollbacks
         self._rollbacks = joined.rollback_count

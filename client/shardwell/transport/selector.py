@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 AnyTransport = TypeVar("AnyTransport", bound=Transport)
 Result = TypeVar("Result")
 
-_OPEN_TIMEOUT_S = 60.0
+OPEN_TIMEOUT_S = 60.0
 """Deadline for opening a transport. Long, because a server that receives a large upload may respond late."""
 
 _NOTICE_S = 1.0
@@ -59,12 +59,12 @@ _RETRY_S = 2.0
 
 SHARED_TRANSPORTS: dict[str, Callable[[ServerConnection], SharedTransport]] = {
     ShmTransport.name: lambda server: ShmTransport(
-        server.client, server.run, server.control, timeout_s=_OPEN_TIMEOUT_S
+        server.client, server.run, server.control, timeout_s=server.open_timeout_s
     ),
 }
 STREAM_TRANSPORTS: dict[str, Callable[[ServerConnection], StreamTransport]] = {
     SocketTransport.name: lambda server: SocketTransport(
-        server.client, server.run, server.counter, timeout_s=_OPEN_TIMEOUT_S
+        server.client, server.run, server.counter, timeout_s=server.open_timeout_s
     ),
     GrpcTransport.name: lambda server: GrpcTransport(server.client, server.counter),
 }
@@ -104,6 +104,7 @@ class ServerConnection:
         check: Called before a retry while the server is unavailable; raises if a retry is pointless.
         credentials: Credentials of the cluster. None: the result of ``find_credentials`` for the address.
         guard: Decides how to handle a failed operation. By default every failure is final.
+        open_timeout_s: Deadline for opening a transport.
 
     Raises:
         UnavailableError: None of the transports can be opened.
@@ -114,6 +115,8 @@ class ServerConnection:
     """Calls the server's rpcs."""
     counter: ByteCounter
     """Streamed bytes, in their encoded size."""
+    open_timeout_s: float
+    """Deadline for opening a transport."""
 
     def __init__(
         self,
@@ -125,8 +128,10 @@ class ServerConnection:
         check: Callable[[], None] = lambda: None,
         credentials: Credentials | None = None,
         guard: ServerGuard | None = None,
+        open_timeout_s: float = OPEN_TIMEOUT_S,
     ) -> None:
         self.guard = guard or ServerGuard(address)
+        self.open_timeout_s = open_timeout_s
         self.address, self.run, self._names, self._check = address, run, tuple(transports), check
         self.client = ShardClient(address, chunk_bytes=chunk_bytes, check=check, credentials=credentials)
         self.counter = ByteCounter()
@@ -138,7 +143,7 @@ class ServerConnection:
                 self._shared = self._try_open(SHARED_TRANSPORTS, self._names[0])
             if self._shared is None:
                 self._stream = self._open_stream()
-            self.bytes_per_s = self.transport.measure(timeout_s=_OPEN_TIMEOUT_S)
+            self.bytes_per_s = self.transport.measure(timeout_s=open_timeout_s)
             """Bandwidth, measured when the transport was opened."""
         except BaseException:
             self._close_transports()
