@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import shardwell
+from shardwell_wire import fault_points
 from shardwell_wire.optimizers import OPTIMIZERS
+from tests.support.cluster import wait_until
+from tests.support.processes import TrainerProcess
+from tests.support.reference import undisturbed_sha256
+from tests.support.shared_files import folder_of
 from tests.unit.test_shard_optimizers import SETTINGS
 
 Fault = tuple[str, int]
@@ -97,3 +105,69 @@ def test_step_is_repeated_or_continued_from_every_point(point: str, dp: int, tmp
     for nth in (1, 2, 3):
         found = shards.finish(tmp_path / f"killed-{nth}", *case, (point, nth))
         assert (found["hash"], found["held"]) == (expected["hash"], 3)
+
+
+# Real processes.
+
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def undisturbed_hash() -> str:
+    return undisturbed_sha256(dp=2, steps=STEPS)
+
+
+def train(cluster: shardwell.LocalCluster, kill_after: Sequence[int] = ()) -> tuple[list[str], list[int]]:
+    """Trains with two trainers, and kills the first shard server after some steps.
+
+    Returns:
+        The hashes that the trainers found, and the process ids that the shard server had.
+    """
+    run, options = uuid.uuid4().hex, ("--dp", 2, "--steps", STEPS)
+    with (
+        TrainerProcess(cluster.address, run, *options) as first,
+        TrainerProcess(cluster.address, run, *options) as second,
+    ):
+        pids = [cluster.shards[0].pid]
+        for step in kill_after:
+            first.wait_for_step(step)
+            os.kill(cluster.shards[0].pid, signal.SIGKILL)
+            wait_until(lambda: cluster.shards[0].pid != pids[-1], "another process of the shard server")
+            pids.append(cluster.shards[0].pid)
+        results = [first.finish(), second.finish()]
+    assert all("sha256" in result for result in results), results
+    return [result["sha256"] for result in results], pids
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_killed_shard_server_loses_no_step(num_shards: int, undisturbed_hash: str) -> None:
+    with shardwell.LocalCluster(num_shards=num_shards, min_shard_bytes=4096) as cluster:
+        hashes, pids = train(cluster, kill_after=(1, 3))
+        folder = folder_of(cluster.shards[0].pid)
+    assert hashes == [undisturbed_hash] * 2
+    assert len(set(pids)) == 3
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("point", "nth"),
+    [
+        ("server.update.in_piece", 40),
+        ("server.update.between_shards", 9),
+        ("server.prepare.after", 3),
+        ("server.push.accepted", 11),
+        ("server.update.after", 3),
+    ],
+)
+def test_shard_server_killed_in_the_middle_of_a_step_loses_nothing(
+    point: str, nth: int, undisturbed_hash: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened = tmp_path / "happened"
+    fault = fault_points.Fault(point=point, action="kill", nth=nth, once=str(happened))
+    for name, value in fault_points.environment(fault).items():
+        monkeypatch.setenv(name, value)
+    with shardwell.LocalCluster(num_shards=1) as cluster:
+        hashes, _ = train(cluster)
+    assert happened.exists()
+    assert hashes == [undisturbed_hash] * 2

@@ -20,8 +20,11 @@ def folder_of(pid: int) -> Path:
 
 
 def files_of(pid: int) -> set[str]:
-    """Returns the names of a running server's files: shards, gradient buffers and one file per open session."""
-    return {path.name for path in folder_of(pid).iterdir()} - {"lock"}
+    """Returns the names of a running server's files: shards, gradient buffers and one file per open session.
+
+    Files that only a new process of the server needs are left out: they have a suffix.
+    """
+    return {path.name for path in folder_of(pid).iterdir() if not path.suffix} - {"lock"}
 
 
 def shared_folders() -> dict[Path, set[int]]:

@@ -182,15 +182,20 @@ class SharedMemory:
             )
         return problem is None
 
-    def create(self, size_bytes: int, what: str) -> SharedBuffer:
+    def create(self, size_bytes: int, what: str, suffix: str = "") -> SharedBuffer:
         """Makes a new file of zeros.
+
+        Args:
+            size_bytes: Size of the buffer.
+            what: Names the buffer in errors.
+            suffix: End of the file's name, by which people recognise it.
 
         Raises:
             CapacityError: The file system has no space beyond the reserve, or the process has no file descriptor.
         """
         if (problem := self._reserve.problem(file_size(size_bytes))) is not None:
             raise self._no_space(what, size_bytes, problem, errno.ENOSPC)
-        path = self._directory / secrets.token_hex(8)
+        path = self._directory / f"{secrets.token_hex(8)}{suffix}"
         try:
             mapped = _map_new(path, file_size(size_bytes))
         except OSError as error:

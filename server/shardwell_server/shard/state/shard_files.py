@@ -85,7 +85,7 @@ class RunFiles:
         size_bytes = area_bytes(copied_bytes)
         if self.undo is not None and self.undo.size_bytes >= size_bytes:
             return
-        made = UndoArea(self.shared.create(size_bytes, "undo area"))
+        made = UndoArea(self.shared.create(size_bytes, "undo area", ".undo"))
         self.close()
         self.memory.note_shared(size_bytes)
         self.undo = made
@@ -141,7 +141,7 @@ class ShardFiles:
             offsets.append(size_bytes)
             size_bytes += -(-template.nbytes // _ALIGNMENT) * _ALIGNMENT
         try:
-            arena = self._shared.create(size_bytes, f"optimizer state of {self._spec.what}")
+            arena = self._shared.create(size_bytes, f"optimizer state of {self._spec.what}", ".state")
         except CapacityError:
             return allocate_ordinary(templates)  # SharedMemory logs the reason
         self._arenas.append(arena)
@@ -156,7 +156,7 @@ class ShardFiles:
             self.save(shard, prepared=False)  # the recorded gradient is about to be overwritten
         if self.mean is None:
             try:
-                self.mean = self._shared.create(self._spec.size_bytes, f"mean gradient of {self._spec.what}")
+                self.mean = self._shared.create(self._spec.size_bytes, f"mean gradient of {self._spec.what}", ".mean")
             except CapacityError:
                 return None
             self._memory.note_shared(self._spec.size_bytes)
