@@ -20,6 +20,8 @@ import xxhash
 from shardwell_server.shard.arithmetic import update_pieces
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.requests import steps
+from shardwell_server.shard.requests.peers import NoPeers
+from shardwell_server.shard.requests.replication import Replicator
 from shardwell_server.shard.state.contributions import Contribution
 from shardwell_server.shard.state.runs import HostedRun
 from shardwell_server.shard.state.shard_spec import ShardSpec
@@ -108,7 +110,7 @@ class Program:
         ]
         context = common_pb2.RequestContext(step=step)
         prepare = shard_pb2.PrepareStepRequest(context=context, ranks=ranks, dp=self.dp, optimizer=self.optimizer)
-        answer = await steps.prepare(run, store.in_thread, prepare)
+        answer = await steps.prepare(run, store.in_thread, prepare, Replicator(store, NoPeers()))
         assert answer.update_ready
         (self.folder / "committed").write_text(str(step))
         await self.update(run, store, step)
@@ -135,7 +137,7 @@ class Program:
     async def update(self, run: HostedRun, store: ShardStore, step: int) -> None:
         context = common_pb2.RequestContext(step=step)
         request = shard_pb2.UpdateRequest(context=context, optimizer=self.optimizer, clip_coefficient=0.5)
-        assert await steps.update(run, store.in_thread, request) == step + 1
+        assert (await steps.update(run, store.in_thread, request)).version == step + 1
 
     def committed(self) -> int:
         file = self.folder / "committed"
