@@ -1,0 +1,94 @@
+"""Measures what updates that another process can continue cost: ``python -m benchmarks.restartable_updates``.
+
+By turns, it updates one shard whose files outlive the process, and one whose files do not. The table has the CPU seconds
+of the thread that updates, which other programs on the machine disturb less than the duration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import TypeVar
+
+import torch
+
+from benchmarks.server_optimizer import ServedShard, to_step
+from shardwell_server.optimizer_checks import allocation_key
+from shardwell_server.shard.memory.shared_memory import SharedMemory
+from shardwell_server.shard.state.store import ShardStore
+from shardwell_wire.server_folders import DEFAULT_DIRECTORY, FolderOwner
+
+Result = TypeVar("Result")
+OWNER = FolderOwner(server_id="benchmark", coordinator="none")
+
+
+async def update(served: ServedShard, store: ShardStore, step: int, algorithm: str, clip: float) -> float:
+    """Reduces a gradient and updates the shard; returns the CPU seconds of the update."""
+    await served.reduce()
+    await served.shard.record_prepared(store.in_thread)
+    optimizer, seconds = to_step(algorithm), 0.0
+
+    async def in_thread(work: Callable[[], Result], /) -> Result:
+        def timed() -> Result:
+            nonlocal seconds
+            started = time.thread_time()
+            result = work()
+            seconds += time.thread_time() - started
+            return result
+
+        return await store.in_thread(timed)
+
+    key = allocation_key(optimizer)
+    await served.shard.prepare_update(store.in_thread, optimizer, [0], key)
+    await served.shard.update(in_thread, step, optimizer, [0], clip, key)
+    return seconds
+
+
+async def measure(algorithm: str, elements: int, repeats: int, clip: float) -> tuple[float, float]:
+    """Returns the median CPU seconds of an update that ends with its process, and of one that can be continued."""
+    with (
+        ThreadPoolExecutor(1) as threads,
+        closing(SharedMemory()) as plain,
+        closing(SharedMemory(DEFAULT_DIRECTORY, OWNER)) as restartable,
+    ):
+        stores = [ShardStore(100 * elements, threads, shared) for shared in (plain, restartable)]
+        served = [ServedShard(store, elements) for store in stores]
+        for each, store in zip(served, stores, strict=True):
+            await each.begin(store)
+            each.shard.record()
+        times: tuple[list[float], list[float]] = ([], [])
+        for step in range(repeats + 1):
+            for each, store, own in zip(served, stores, times, strict=True):
+                seconds = await update(each, store, step, algorithm, clip)
+                own += [seconds] if step else []  # the first update also allocates state
+    first, second = map(statistics.median, times)
+    return first, second
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--elements", type=int, default=7 << 20, help="fp32 elements of the shard, a multiple of 1024")
+    parser.add_argument("--repeats", type=int, default=9, help="updates of each shard")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    print("| optimizer | clipping | plain, ms | restartable, ms | ratio |\n|---|---|---|---|---|")
+    for algorithm in ("adamw", "sgd", "lion", "adafactor"):
+        for clip in (1.0, 0.5):
+            plain, other = asyncio.run(measure(algorithm, arguments.elements, arguments.repeats, clip))
+            row = (
+                algorithm,
+                "yes" if clip < 1 else "no",
+                f"{plain * 1e3:.1f}",
+                f"{other * 1e3:.1f}",
+                f"{other / plain:.2f}",
+            )
+            print("|", " | ".join(row), "|", flush=True)
+
+
+if __name__ == "__main__":
+    main()
