@@ -1,7 +1,7 @@
 """Measures what updates that another process can continue cost: ``python -m benchmarks.restartable_updates``.
 
-By turns, it updates one shard whose files outlive the process, and one whose files do not. The table has the CPU seconds
-of the thread that updates, which other programs on the machine disturb less than the duration.
+By turns, it updates one shard whose files outlive the process, and one whose files do not. The table has the CPU
+seconds of the thread that updates, which other programs on the machine disturb less than the duration.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ async def measure(algorithm: str, elements: int, repeats: int, clip: float) -> t
         for step in range(repeats + 1):
             for each, store, own in zip(served, stores, times, strict=True):
                 seconds = await update(each, store, step, algorithm, clip)
-                own += [seconds] if step else []  # the first update also allocates state
+                if step:  # the first update also allocates state
+                    own.append(seconds)
     first, second = map(statistics.median, times)
     return first, second
 
