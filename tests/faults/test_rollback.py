@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
+import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 import shardwell
 from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell_wire import fault_points
 from shardwell_wire.checkpoints.folder import RunFolder
+from shardwell_wire.server_folders import DEFAULT_DIRECTORY, FolderOwner
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support.cluster import wait_until
 from tests.support.processes import TrainerProcess
@@ -54,10 +57,13 @@ def describe(cluster: shardwell.LocalCluster, run: str) -> coordinator_pb2.Check
     return response.checkpoints
 
 
-def kill(server: Any) -> None:
-    process = psutil.Process(server.pid)
-    process.kill()
-    process.wait(20)
+def lose(cluster: shardwell.LocalCluster, number: int) -> None:
+    """Kills a shard server and removes its shared memory, as if its host had restarted. Starts it again, empty."""
+    server = cluster.shards[number]
+    server.kill()
+    for folder in DEFAULT_DIRECTORY.glob(f"{FolderOwner(server_id=server.name, coordinator=cluster.address).prefix}*"):
+        shutil.rmtree(folder)
+    server.restart(time.monotonic() + 60)
 
 
 def computed(results: list[dict[str, Any]], step: int) -> int:
@@ -69,7 +75,7 @@ def computed(results: list[dict[str, Any]], step: int) -> int:
 def test_loss_of_a_shard_server_rolls_the_run_back(tmp_path: Path, kind: str) -> None:
     with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096, lease_s=2.0) as cluster:
         _, expected = run_once(cluster, tmp_path, kind)
-        run, results = run_once(cluster, tmp_path, kind, lambda: kill(cluster.shards[1]))
+        run, results = run_once(cluster, tmp_path, kind, lambda: lose(cluster, 1))
         assert {result["sha256"] for result in results} == {expected[0]["sha256"]}
         assert computed(results, 3) == 4 and computed(results, 2) == 2, "steps 3 and 4 were repeated"
         assert describe(cluster, run).rollback_count == 1
@@ -87,11 +93,13 @@ def test_a_coordinator_killed_during_the_rollback_continues_it(
     with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096, lease_s=2.0) as cluster:
         _, expected = run_once(cluster, tmp_path, "adamw")
 
-        def lose() -> None:
-            kill(cluster.shards[0])
-            wait_until(happened.exists, "the coordinator is killed")
-            cluster.restart_coordinator()
+        def lose_and_restart() -> None:
+            with ThreadPoolExecutor(1) as thread:
+                losing = thread.submit(lose, cluster, 0)  # the server is ready when the coordinator is there again
+                wait_until(happened.exists, "the coordinator is killed")
+                cluster.restart_coordinator()
+                losing.result()
 
-        run, results = run_once(cluster, tmp_path, "adamw", lose)
+        run, results = run_once(cluster, tmp_path, "adamw", lose_and_restart)
         assert {result["sha256"] for result in results} == {expected[0]["sha256"]}
         assert describe(cluster, run).rollback_count == 1
