@@ -50,7 +50,7 @@ class ChaosRun:
         self._rng = random.Random(options.seed)
         self._timeline = Timeline(cluster.folder)
         self.injected: list[InjectedFault] = []
-        self._faults = Faults(cluster, self._rng, lease_s=options.lease_s, replaceable_servers=options.kill_servers)
+        self._faults = Faults(cluster, self._rng, lease_s=options.lease_s, replaceable_servers=options.backups > 0)
         self._step_s = 0.0
         self._begun_s = 0.0
 
@@ -172,7 +172,7 @@ def main() -> int:
     parser.add_argument("--lease-s", type=float, default=2.0, help="lease of trainers and shard servers in seconds")
     parser.add_argument("--batch-s", type=float, default=0.05, help="seconds that each batch sleeps")
     parser.add_argument("--warm-up", type=int, default=100, help="steps without faults")
-    parser.add_argument("--kill-servers", action="store_true", help="also kill shard servers")
+    parser.add_argument("--backups", type=int, default=1, help="copies of every shard on other servers")
     parser.add_argument("--no-namespace", action="store_true", help="no network namespace and no firewall rules")
     parser.add_argument("--logs", type=Path, help="folder for logs, kept (default: temporary, kept after a failure)")
     options = parser.parse_args()
@@ -186,7 +186,7 @@ def main() -> int:
         dp=DP,
         lease_s=options.lease_s,
         batch_s=options.batch_s,
-        join={},
+        join={"backups": options.backups} if options.backups else {},
         network=network,
     )
     succeeded = False

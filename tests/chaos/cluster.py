@@ -178,9 +178,11 @@ class ChaosCluster:
         return self.servers.coordinator
 
     def start_servers(self) -> None:
-        """Starts servers that have ended and that no supervisor starts again."""
-        for server in (self.servers.coordinator, *self.servers.shards):
-            if server.exit_code is not None:
+        """Starts the coordinator if it has ended. ``LocalCluster`` starts shard servers again by itself."""
+        if self.servers.coordinator.exit_code is not None:
+            self.servers.restart_coordinator()
+        for server in self.servers.shards:
+            if server.is_over:  # it was killed too often in a row
                 server.restart(time.monotonic() + 60.0)
 
     def pids(self) -> list[int]:

@@ -37,9 +37,8 @@ class Faults:
             "kill coordinator": self._kill_coordinator,
             "stop coordinator": self._stop_coordinator,
             "stop shard server": self._stop_server,
+            "kill shard server": self._kill_server,
         }
-        if self._replaceable_servers:
-            kinds["kill shard server"] = self._kill_server
         if self._cluster.network is not None:
             kinds["close connections"] = self._close_connections
             kinds["drop packets"] = self._drop_packets

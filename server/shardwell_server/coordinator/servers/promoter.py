@@ -48,10 +48,11 @@ class Promoter:
         """Sends one request. Returns False if it must be repeated."""
         placement, step = run.placement, run.step
         process = next((at for at in run.units.processes if at[0] == server_id), None)
-        if process is None or self._cluster.is_gone(process):
-            # It owns no shards any more, or the next relocation replaces it.
-            run.note_confirmed(server_id, placement)
+        if process is None:
+            run.note_confirmed(server_id, placement)  # it owns no shards any more
             return True
+        if self._cluster.is_gone(process):
+            return False  # it may come back, and must learn of its shards then; or the next relocation replaces it
         request = shard_pb2.PromoteShardsRequest(
             context=self._servers.context(run, run.committed_step),
             placement=placement,
