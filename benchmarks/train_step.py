@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -38,7 +39,11 @@ MODES = (
     "shardwell_socket",
     "shardwell_socket_keep",
     "shardwell_grpc",
+    "shardwell_shm_backup",
+    "shardwell_shm_checkpoint",
 )
+_DEFAULT_MODES = tuple(mode for mode in MODES if not mode.endswith(("_backup", "_checkpoint")))
+_CHECKPOINT_EVERY = 20
 _ALL_BYTES = 1 << 40
 _FSDP2_MODES = ("fsdp2", "fsdp2_prefetch")
 
@@ -68,9 +73,15 @@ class Measured:
         return total / self.steps_in_counters
 
 
-def _transfer_options(transport: str = "", kept: str = "") -> dict[str, Any]:
+def _transfer_options(transport: str = "", *options: str) -> dict[str, Any]:
     """Returns the options of a mode: its transport, and ``keep_bytes`` if weights stay from forward to backward."""
-    return ({"transports": transport} if transport else {}) | ({"keep_bytes": _ALL_BYTES} if kept else {})
+    return ({"transports": transport} if transport else {}) | ({"keep_bytes": _ALL_BYTES} if "keep" in options else {})
+
+
+def _join_options(*options: str) -> dict[str, Any]:
+    """Returns the arguments of ``join`` of a mode with backups or checkpoints."""
+    checkpoints = {"checkpoint_every": _CHECKPOINT_EVERY, "keep": 1} if "checkpoint" in options else {}
+    return checkpoints | ({"backups": 1} if "backup" in options else {})
 
 
 class TrainStepBenchmark:
@@ -95,6 +106,7 @@ class TrainStepBenchmark:
             length=self.arguments.length,
             dp=1 if mode == "plain" else _NUM_RANKS,
             transfers=_transfer_options(*options),
+            join=_join_options(*options),
         )
 
     def run(self) -> dict[str, str]:
@@ -222,7 +234,9 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measures whole training steps with Shardwell and with baselines.")
     models.add_arguments(parser)
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, metavar="MODE", help=" ".join(MODES))
+    parser.add_argument(
+        "--modes", nargs="+", choices=MODES, default=_DEFAULT_MODES, metavar="MODE", help=" ".join(MODES)
+    )
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each mode per round")
     parser.add_argument("--num-shards", type=int, default=2, help="shard servers of each Shardwell mode")
@@ -244,7 +258,7 @@ def _step_table(
     steps: Mapping[str, Summary],
     failures: Mapping[str, str],
 ) -> str:
-    header = ["mode", "step, ms (quartiles)", "steps", "tokens/s", "/ FSDP2's better", "/ DDP", "/ plain2"]
+    header = ["mode", "step, ms (quartiles)", "mean, ms", "steps", "tokens/s", "/ FSDP2's better", "/ DDP", "/ plain2"]
     rows = []
     for mode in arguments.modes:
         if mode in failures:
@@ -253,7 +267,9 @@ def _step_table(
         step = steps[mode]
         tokens = len(measured[mode].losses) * arguments.batch_size * arguments.length
         bases = (_better_fsdp2(steps), steps.get("ddp"), steps.get("plain2"))
-        row = [mode, spread(step.scaled(1e3), ".1f"), str(step.count), f"{step.inverse(tokens).median:.0f}"]
+        mean_ms = statistics.fmean(measured[mode].seconds) * 1e3
+        timed = [spread(step.scaled(1e3), ".1f"), f"{mean_ms:.1f}", str(step.count)]
+        row = [mode, *timed, f"{step.inverse(tokens).median:.0f}"]
         rows.append(row + [ratio(step, base) for base in bases])
     return report.to_table(header, rows)
 

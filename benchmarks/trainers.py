@@ -51,6 +51,8 @@ class TrainerSpec:
     """Address of the coordinator; for the baselines, the ``init_method`` of ``torch.distributed``."""
     transfers: dict[str, Any] = field(default_factory=dict)
     """Arguments of ``shardwell.TransferOptions``."""
+    join: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of ``shardwell.join``."""
 
     def tokens(self, step: int, dp_rank: int) -> torch.Tensor:
         """Returns a rank's batch of a step. [batch_size, length + 1]"""
@@ -130,6 +132,7 @@ def shardwell_steps(spec: TrainerSpec) -> Generator[StepResult, None, None]:
         world=shardwell.World(dp=spec.dp),
         global_rank=spec.dp_rank,
         transfers=shardwell.TransferOptions(**spec.transfers),
+        **spec.join,
     ) as session:
         model = make_model(spec.model)
         for block in model.blocks:
@@ -162,9 +165,10 @@ def baseline_group(spec: TrainerSpec) -> Iterator[Group]:
 @contextmanager
 def shardwell_group(spec: TrainerSpec, *, num_shards: int) -> Iterator[Group]:
     """Starts ``spec.dp`` trainers of Shardwell, and a cluster for them."""
-    with shardwell.LocalCluster(num_shards=num_shards) as cluster:
+    with tempfile.TemporaryDirectory() as folder, shardwell.LocalCluster(num_shards=num_shards) as cluster:
+        join = spec.join | ({"checkpoint_dir": folder} if "checkpoint_every" in spec.join else {})
         server_pids = [cluster.coordinator.pid, *(shard.pid for shard in cluster.shards)]
-        with _trainers(replace(spec, address=cluster.address), server_pids=server_pids) as group:
+        with _trainers(replace(spec, address=cluster.address, join=join), server_pids=server_pids) as group:
             yield group
 
 
