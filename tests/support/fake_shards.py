@@ -267,6 +267,7 @@ class FakeShard:
 
     def PromoteShards(self, request: shard_pb2.PromoteShardsRequest) -> shard_pb2.PromoteShardsResponse:
         run, step = self._run(request), request.context.step
+        names = {index: name for name, index in run.names.items()}
         units = [run.named(reference) for reference in request.shards]
         for unit in units:
             can_update = unit is not None and (unit.version, unit.prepared_step) == (step - 1, step - 1)
@@ -276,6 +277,12 @@ class FakeShard:
             assert unit is not None
             if unit.version == step:
                 unit.prepared_step = None
+            if unit.backup or request.placement > run.placement:
+                unit.replicas = {
+                    entry.server_id: self.peers[entry.address]
+                    for entry in request.backups
+                    if (entry.shard.unit, entry.shard.start_bytes) == (names[unit.index], unit.start_bytes)
+                }
             unit.backup = unit.in_sync = False
         self._raise_fences(run, request.fences)
         run.placement = max(run.placement, request.placement)

@@ -496,3 +496,26 @@ def test_server_that_returns_is_told_which_shards_it_no_longer_owns(tmp_path: Pa
             await in_sync(cluster, 1)
 
     run_async(scenario())
+
+
+def test_other_backups_stay_in_sync_after_a_promotion(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=3) as cluster:
+            trainers = await started(cluster, backups=2)
+            for shard in cluster.shards.values():
+                shard.fail = fail_times("ReserveUnit", 10**6, UnavailableError("no new copies"))
+            kill(cluster, "s0")
+            for step in range(3):
+                await take_step(trainers, step)
+            await cluster.settle()
+            await in_sync(cluster, 1)
+            for unit in run_of(cluster).units:
+                for backup in unit.backups:
+                    copy = cluster.shards[backup.server_id].runs["r"].shards[unit.index, backup.start_bytes]
+                    assert (copy.in_sync, copy.history) == (True, [0, 1, 2])
+            kill(cluster, "s1")
+            await take_step(trainers, 3)
+            await cluster.settle()
+            assert histories(cluster) == [[0, 1, 2, 3]] * len(histories(cluster))
+
+    run_async(scenario())

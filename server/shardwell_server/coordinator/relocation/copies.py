@@ -34,7 +34,7 @@ class ShardCopies:
             CapacityError: The server has no memory for the backup.
             ShardwellError: A server is unavailable, or refused.
         """
-        primary = unit.shard_at(backup.start_bytes)
+        primary, relocations = unit.shard_at(backup.start_bytes), run.placement
         # First drop what an earlier attempt has left. A reservation with a higher number is then a new one.
         await self._release_copy(run, unit, backup)
         placement = run.next_epoch()
@@ -70,14 +70,15 @@ class ShardCopies:
             ),
         )
         fault_points.reach("coordinator.backup.copied", unit=unit.layout.unit, server=backup.server_id)
-        if not self._is_current(run, unit, primary, backup):
+        # A relocation meanwhile may have told the primary which backups it has, without this one.
+        if not self._is_current(run, unit, primary, backup) or run.placement != relocations:
             return False
         if copied.version < run.committed_step:
             # The commit of this step came before the copy, so the backup's server may have acknowledged the update
             # without it.
             run.commits.expect_update(backup.process, self._state.clock())
             self._committer.start_update(run, backup.server_id, run.commits.pending_updates[backup.server_id])
-        run.units.set_backup_state(unit, backup, BackupState.IN_SYNC)
+        run.units.set_backup_state(unit, backup, BackupState.IN_SYNC, placement=placement)
         run.touch()
         await self._state.save(run)
         run.changed.notify()

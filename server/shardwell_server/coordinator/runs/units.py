@@ -184,14 +184,7 @@ class DeclaredUnits:
         former = unit.shard_at(backup.start_bytes)
         primary = ShardRecord(backup.start_bytes, backup.stop_bytes, backup.server_id, backup.incarnation)
         unit.shards = tuple(primary if shard is former else shard for shard in unit.shards)
-        # The new primary does not know the other backups, so they miss the next step.
-        rest = [
-            replace(each, state=BackupState.BUILDING)
-            if each.start_bytes == backup.start_bytes and each.in_sync
-            else each
-            for each in unit.backups
-            if each is not backup
-        ]
+        rest = [each for each in unit.backups if each is not backup]
         if promotion.keep_former:
             copy = BackupRecord(former.start_bytes, former.stop_bytes, former.server_id, former.incarnation)
             rest.append(replace(copy, state=BackupState.RELEASING))
@@ -209,9 +202,11 @@ class DeclaredUnits:
         unit.backups = (*unit.backups, backup)
         self._note_relocated(unit)
 
-    def set_backup_state(self, unit: Unit, backup: BackupRecord, state: BackupState) -> BackupRecord:
-        """Changes the state of a backup. Returns the new record."""
-        changed = replace(backup, state=state)
+    def set_backup_state(
+        self, unit: Unit, backup: BackupRecord, state: BackupState, *, placement: int | None = None
+    ) -> BackupRecord:
+        """Changes the state of a backup, and the number of its reservation if given. Returns the new record."""
+        changed = replace(backup, state=state, placement=backup.placement if placement is None else placement)
         unit.backups = tuple(changed if each is backup else each for each in unit.backups)
         self._note_relocated(unit)
         return changed

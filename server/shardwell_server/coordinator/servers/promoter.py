@@ -7,11 +7,13 @@ import logging
 from collections.abc import Callable
 
 from shardwell_server.coordinator.runs.run import Run
+from shardwell_server.coordinator.runs.units import Unit
 from shardwell_server.coordinator.servers.cluster import Cluster
 from shardwell_server.coordinator.servers.shard_servers import ShardServers
+from shardwell_server.coordinator.storage.records import ShardRecord
 from shardwell_server.coordinator.waiting import BackgroundTasks
 from shardwell_wire import fault_points
-from shardwell_wire.errors import ShardwellError, UnavailableError
+from shardwell_wire.errors import NotFoundError, ShardwellError, StepStateError
 from shardwell_wire.v1 import shard_pb2
 
 logger = logging.getLogger(__name__)
@@ -53,31 +55,45 @@ class Promoter:
             return True
         if self._cluster.is_gone(process):
             return False  # it may come back, and must learn of its shards then; or the next relocation replaces it
+        owned = [
+            (unit, shard) for unit in run.units for shard in unit.shards if unit.published and shard.process == process
+        ]
+        if not owned:
+            run.note_confirmed(server_id, placement)
+            return True
         request = shard_pb2.PromoteShardsRequest(
             context=self._servers.context(run, run.committed_step),
             placement=placement,
-            shards=[
-                shard_pb2.ShardReference(
-                    unit=unit.layout.unit, start_bytes=shard.start_bytes, stop_bytes=shard.stop_bytes
-                )
-                for unit in run.units
-                for shard in unit.shards
-                if unit.published and shard.process == process
-            ],
+            shards=[_reference(unit, shard) for unit, shard in owned],
             fences=[
                 shard_pb2.RankFence(dp_rank=item.dp_rank, epoch=item.epoch, attempt=item.attempt)
                 for item in (step.items.values() if step is not None else ())
             ],
+            backups=[
+                shard_pb2.PromotedBackup(
+                    shard=_reference(unit, backup),
+                    server_id=backup.server_id,
+                    address=self._cluster.servers[backup.server_id].address,
+                    placement=backup.placement,
+                )
+                for unit, shard in owned
+                for backup in unit.backups_of(shard)
+                if backup.in_sync and not self._cluster.is_gone(backup.process)
+            ],
         )
         try:
             await self._servers.call(server_id, "PromoteShards", request)
-        except UnavailableError as error:
-            logger.warning("run %r: %s", run.name, error)
-            return False
-        except ShardwellError as error:
+        except (StepStateError, NotFoundError) as error:
             if placement == run.placement and self.when_refused is not None:
                 self.when_refused(run, server_id, error)
+            return False
+        except ShardwellError as error:
+            logger.warning("run %r: %s", run.name, error)
             return False
         fault_points.reach("coordinator.promotion.after", server=server_id)
         run.note_confirmed(server_id, placement)
         return True
+
+
+def _reference(unit: Unit, shard: ShardRecord) -> shard_pb2.ShardReference:
+    return shard_pb2.ShardReference(unit=unit.layout.unit, start_bytes=shard.start_bytes, stop_bytes=shard.stop_bytes)

@@ -148,6 +148,8 @@ class BackupRecord(ShardRecord):
     """A stored copy of a shard on a server process other than its primary."""
 
     state: BackupState = BackupState.BUILDING
+    placement: int = 0
+    """Number of the backup's reservation on its server. 0: not built yet."""
 
     @classmethod
     def from_row(cls, row: Sequence[Any]) -> Self:

@@ -69,7 +69,7 @@ CREATE TABLE shards (
 ) WITHOUT ROWID;
 CREATE TABLE backups (
     run TEXT NOT NULL, unit_index INTEGER NOT NULL, start_bytes INTEGER NOT NULL, stop_bytes INTEGER NOT NULL,
-    server_id TEXT NOT NULL, incarnation TEXT NOT NULL, state TEXT NOT NULL,
+    server_id TEXT NOT NULL, incarnation TEXT NOT NULL, state TEXT NOT NULL, placement INTEGER NOT NULL,
     PRIMARY KEY (run, unit_index, start_bytes, server_id, incarnation)
 ) WITHOUT ROWID;
 CREATE TABLE finished (
@@ -374,7 +374,7 @@ def _unit_writes(run: str, records: Sequence[UnitRecord]) -> list[Write]:
         ("DELETE FROM shards WHERE run = ? AND unit_index = ?", replaced),
         (_upsert("shards", 6), shards),
         ("DELETE FROM backups WHERE run = ? AND unit_index = ?", replaced),
-        (_upsert("backups", 7), backups),
+        (_upsert("backups", 8), backups),
     ]
 
 
