@@ -26,6 +26,7 @@ from shardwell_wire.errors import (
     UsageError,
 )
 from shardwell_wire.process_identity import own_identity
+from shardwell_wire.protocol_versions import check_chosen, own_versions
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.topology import World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
@@ -363,6 +364,7 @@ class Membership:
             world_size=config.world_size,
             incarnation=uuid.uuid4().hex,
             process=own_identity(),
+            protocol=own_versions(),
             run_id=self.identity.run_id if former else "",
         )
         response: coordinator_pb2.JoinResponse = self._poll(
@@ -373,6 +375,7 @@ class Membership:
             log_level=logging.WARNING,  # the user may have started too few trainers
             check=self.check,
         )
+        check_chosen(response.protocol_version, self._coordinator.address)
         return response
 
     def _call(self, rpc_name: str, request: Any, *, timeout_s: float) -> Any:

@@ -25,6 +25,7 @@ from shardwell_server.rpc import MAX_WAIT_S, Call
 from shardwell_wire.errors import InvalidRequestError, NotFoundError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.names import check_name
+from shardwell_wire.protocol_versions import negotiate
 from shardwell_wire.topology import World
 from shardwell_wire.v1 import coordinator_pb2
 
@@ -48,6 +49,7 @@ class CoordinatorServicer:
     async def RegisterServer(
         self, request: coordinator_pb2.RegisterServerRequest, call: Call
     ) -> coordinator_pb2.RegisterServerResponse:
+        version = negotiate(request.protocol, f"shard server {request.server_id!r}")
         epoch = await self._coordinator.server_leases.register(
             request.server_id,
             request.address,
@@ -63,6 +65,7 @@ class CoordinatorServicer:
             lease_s=self._state.settings.lease_s,
             coordinator_epoch=self._state.term,
             adopted=adopted,
+            protocol_version=version,
             retired_shards=await self._coordinator.relocator.retired_shards(request.server_id, request.incarnation),
         )
 
@@ -97,6 +100,7 @@ class CoordinatorServicer:
 
     async def Join(self, request: coordinator_pb2.JoinRequest, call: Call) -> coordinator_pb2.JoinResponse:
         wait_s = _wait_s(call, request.wait_s)
+        version = negotiate(request.protocol, f"trainer {request.trainer!r}")
         settings = RunSettings.from_proto(request.config, world_size=request.world_size)
         applicant = _applicant(request, settings.world)
         if request.run_id:
@@ -124,6 +128,7 @@ class CoordinatorServicer:
                 run_id=run.identity.run_id,
                 placement=run.announced_placement,
                 rollback_count=run.checkpoints.rollback_count,
+                protocol_version=version,
             )
             if not started:
                 response.waiting_for.extend(explain_stall(run, self._state.cluster, self._state.clock()).lines)

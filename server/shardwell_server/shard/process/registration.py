@@ -30,6 +30,7 @@ from shardwell_wire.errors import (
     from_rpc_error,
 )
 from shardwell_wire.process_identity import own_identity
+from shardwell_wire.protocol_versions import check_chosen, own_versions
 from shardwell_wire.retry import backoff, retry_async
 from shardwell_wire.v1 import coordinator_pb2
 
@@ -113,6 +114,7 @@ class Registration:
             address=self._address,
             budget_bytes=self._store.memory.budget_bytes,
             shardwell_version=installed_version("shardwell"),
+            protocol=own_versions(),
             incarnation=self.incarnation,
             process=own_identity(),
             held=[] if self._store.of_former is None else self._store.of_former.held(),
@@ -136,6 +138,7 @@ class Registration:
                 f"the coordinator at {self._coordinator} sends no term, so it is older than this server "
                 f"({installed_version('shardwell')}): update the coordinator first"
             )
+        check_chosen(response.protocol_version, self._coordinator)
         self._store.adopt(response.adopted)
         self._epoch, self._lease_s = response.epoch, response.lease_s
         self.term.learn(response.coordinator_epoch)
