@@ -80,19 +80,19 @@ def test_update_of_every_optimizer_continues_where_it_was_killed(
     assert (found["hash"], found["held"]) == (expected["hash"], 3)
 
 
-@pytest.mark.parametrize("algorithm", ["adamw", "sgd", "muon"])
+@pytest.mark.parametrize("algorithm", ["adamw", "muon"])
 def test_update_continues_from_every_piece(algorithm: str, tmp_path: Path, shards: Shards) -> None:
     case = (algorithm, "float32", 2)
     expected = shards.finish(tmp_path / "whole", *case)
     for point in ("server.update.in_piece", "server.update.middle"):
-        for nth in (1, 2, 3, 4, 6, 9, 14, 21, 30, 50):
+        for nth in (1, 3, 9, 30):
             folder = tmp_path / f"{point}-{nth}"
             folder.mkdir()
             if shards.play(folder, *case, (point, nth))["code"] == 0:
                 break  # the update has fewer pieces
             found = shards.play(folder, *case, None)
             assert (found["hash"], found["held"]) == (expected["hash"], 3), (point, nth)
-        assert nth > 9
+        assert nth > 3
 
 
 @pytest.mark.parametrize("dp", [1, 2])
