@@ -1,4 +1,4 @@
-"""Fault tests of memberships that end: a trainer that was stopped is fenced, joins again by itself, and goes on."""
+"""Fault tests of trainers that are stopped: each goes on by itself, whether its item was copied or it was fenced."""
 
 from __future__ import annotations
 
@@ -35,4 +35,4 @@ def test_stopped_trainer_joins_again(cluster: shardwell.LocalCluster, transports
         results = [stopped.finish(), other.finish()]
     expected = undisturbed_sha256(dp=2, steps=STEPS)
     assert [result.get("sha256") for result in results] == [expected] * 2, results
-    assert "joins run" in results[0]["stderr"], results[0]
+    assert len(results[1]["losses"]) > STEPS, "the other trainer has computed work of the stopped one"
