@@ -1,30 +1,20 @@
-"""Reads and writes the safetensors file format piece by piece, without holding whole tensors.
-
-A file consists of the length of the header (8 bytes, little-endian), the header (JSON: name to dtype, shape and
-half-open byte range after the header), and the bytes of the tensors in C order, without holes.
-(https://github.com/huggingface/safetensors, "Format".)
-"""
+"""Reads and writes the safetensors file format piece by piece, without holding whole tensors."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from shardwell_wire.checkpoints import safetensors_header
+from shardwell_wire.checkpoints.safetensors_header import LENGTH_BYTES, header_size, parse_header
 from shardwell_wire.errors import CorruptDataError, NotFoundError
 
 INDEX_NAME, SINGLE_NAME = "model.safetensors.index.json", "model.safetensors"
 """File names in a model's folder, as in Hugging Face's libraries."""
-
-_MAX_HEADER_BYTES = 100_000_000
-"""Limit of the header's size in the reference implementation."""
-
-_ALIGNMENT_BYTES = 8
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -141,48 +131,13 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     """
     size_bytes = path.stat().st_size
     with path.open("rb") as file:
-        header_bytes = int.from_bytes(file.read(8), "little")
-        if size_bytes < 8 or header_bytes > min(size_bytes - 8, _MAX_HEADER_BYTES):
-            raise CorruptDataError(
-                f"{path} is not a safetensors file, or is truncated: {size_bytes} bytes, expected a header of "
-                f"{header_bytes} bytes after the first 8"
-            )
-        text = file.read(header_bytes)
-    try:
-        header: dict[str, Any] = json.loads(text)
-        header.pop("__metadata__", None)
-        tensors = {name: _parse(path, name, entry, 8 + header_bytes) for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptDataError(f"{path} is not a safetensors file: its header does not parse ({error})") from error
-    _check_ranges(path, tensors, header, size_bytes - 8 - header_bytes)
-    return tensors
-
-
-def _parse(path: Path, name: str, entry: Mapping[str, Any], data_start: int) -> StoredTensor:
-    if entry["dtype"] not in DTYPES:
-        raise ValueError(f"tensor {name!r} has unknown dtype {entry['dtype']!r}")
-    shape = tuple(int(size) for size in entry["shape"])
-    if any(size < 0 for size in shape):
-        raise ValueError(f"tensor {name!r} has shape {shape}")
-    return StoredTensor(path, name, DTYPES[entry["dtype"]], shape, data_start + int(entry["data_offsets"][0]))
-
-
-def _check_ranges(path: Path, tensors: Mapping[str, StoredTensor], header: Mapping[str, Any], size_bytes: int) -> None:
-    """Raises CorruptDataError unless the tensors are stored one after another and fill the file."""
-    position = 0
-    for name in sorted(header, key=lambda name: header[name]["data_offsets"]):
-        start, stop = header[name]["data_offsets"]
-        stored = tensors[name]
-        needed = math.prod(stored.shape) * stored.dtype.itemsize
-        if start != position or stop - start != needed:
-            raise CorruptDataError(
-                f"{path}: tensor {name!r} {stored.shape} of {stored.dtype} has bytes [{start}, {stop}) in the header, "
-                f"expected [{position}, {position + needed})"
-            )
-        position = stop
-    if position != size_bytes:
-        kind = "truncated" if position > size_bytes else "longer than its header says"
-        raise CorruptDataError(f"{path} is {kind}: {size_bytes} bytes of tensors, expected {position}")
+        start = file.read(LENGTH_BYTES)
+        header = start + file.read(header_size(start, size_bytes, str(path)) - LENGTH_BYTES)
+    entries, _ = parse_header(header, size_bytes, str(path))
+    return {
+        name: StoredTensor(path, name, DTYPES[entry.dtype], entry.shape, entry.start_bytes)
+        for name, entry in entries.items()
+    }
 
 
 def is_storable(dtype: torch.dtype) -> bool:
@@ -197,12 +152,5 @@ def make_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], meta
         tensors: Dtype and shape by name.
         metadata: Additional strings.
     """
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    position = 0
-    for name, (dtype, shape) in tensors.items():
-        stop = position + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [position, stop]}
-        position = stop
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % _ALIGNMENT_BYTES)
-    return len(text).to_bytes(8, "little") + text
+    stored = {name: (_NAMES[dtype], shape) for name, (dtype, shape) in tensors.items()}
+    return safetensors_header.make_header(stored, metadata)

@@ -176,4 +176,6 @@ def _check_ranges(entries: Mapping[str, HeaderEntry], data_start: int, size_byte
         position = entry.stop_bytes
     if position != size_bytes:
         kind = "truncated" if position > size_bytes else "longer than its header says"
-        raise CorruptDataError(f"{where} is {kind}: {size_bytes} bytes, expected {position}")
+        raise CorruptDataError(
+            f"{where} is {kind}: {size_bytes - data_start} bytes of tensors, expected {position - data_start}"
+        )
