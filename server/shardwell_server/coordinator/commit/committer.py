@@ -328,6 +328,7 @@ class Committer:
             while server_id in run.unconfirmed and not run.deleted and not cluster.is_gone(process):
                 await run.changed.wait(_RECHECK_S)
             if not run.deleted and not cluster.is_gone(process):
+                await self._release_retired(run, process)
                 try:
                     response = await self._servers.call(server_id, "Update", request, retry_for_s=0.0)
                 except NotFoundError:
@@ -351,6 +352,25 @@ class Committer:
             run.changed.notify()
             if not run.commits.pending_updates:
                 self._checkpoints.start_if_due(run)
+
+    async def _release_retired(self, run: Run, process: tuple[str, str]) -> None:
+        """Makes a server drop the shards that moved to other servers with the commit, before it updates the others.
+
+        Otherwise it would create the next version of them, and accept gradients from trainers that do not know the new
+        servers yet.
+        """
+        if retired := run.units.retired_on(process):
+            request = shard_pb2.ReleaseShardsRequest(
+                context=self._servers.context(run, run.committed_step),
+                placement=run.last_epoch,
+                shards=[
+                    shard_pb2.ShardReference(
+                        unit=unit.layout.unit, start_bytes=backup.start_bytes, stop_bytes=backup.stop_bytes
+                    )
+                    for unit, backup in retired
+                ],
+            )
+            await self._servers.call(process[0], "ReleaseShards", request, retry_for_s=0.0)
 
     def _note_stale_backups(self, run: Run, server_id: str, response: shard_pb2.UpdateResponse) -> None:
         """Marks the backups on a server that lacked the step."""

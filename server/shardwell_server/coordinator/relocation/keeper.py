@@ -341,6 +341,9 @@ class BackupKeeper:
         targets = ", ".join(sorted({repr(at.backup.server_id) for at in promotions}))
         self._state.events.add(EventKind.SHARDS_MOVED, f"{len(promotions)} shards moved to {targets}", run=run.name)
         self._promoter.start(run)
+        while run.unconfirmed and not run.deleted:
+            await run.changed.wait(_PAUSE_S)
+        await self._release_unwanted(run)  # before a trainer gets a new attempt, which it could push there
         self._trainers.start_fencing(run)
 
     # Reports
