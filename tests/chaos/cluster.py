@@ -81,8 +81,9 @@ class Network:
         run("ip", "link", "set", self.device, "up")
 
     def slow_down(self) -> None:
-        """Delays packets by 20 ms and limits the rate to 50 Mbit/s."""
-        run("tc", "qdisc", "replace", "dev", self.device, "root", "netem", "delay", "20ms", "rate", "50mbit")
+        """Limits the rate of the trainer's incoming traffic to 5 Mbit/s."""
+        limit = ("rate", "5mbit", "burst", "64kb", "latency", "50ms")
+        run("tc", "qdisc", "replace", "dev", self.device, "root", "tbf", *limit)
 
     def speed_up(self) -> None:
         """Ends ``slow_down``."""
