@@ -10,11 +10,12 @@ import pytest
 import torch
 
 import shardwell
+from shardwell_server.coordinator.servers.cluster import RESTART_WAIT_S
 from shardwell_wire.errors import ConflictError
 from tests.support.cluster import build_model, join_options
 
-LIMIT_S = 40.0
-"""Far below ``wait_limit_s``, with a margin for slow machines."""
+LIMIT_S = RESTART_WAIT_S + 40.0
+"""The run waits for a new process of the server first. Far below ``wait_limit_s``, with a margin for slow machines."""
 
 
 @pytest.fixture
