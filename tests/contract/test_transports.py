@@ -73,7 +73,9 @@ class Opened:
     def __init__(self, one: OneUnit, name: str) -> None:
         self.one, self.server = one, one.server
         self._ends = ExitStack()
-        connection: Any = SimpleNamespace(client=self.server.client, run=one.identity, counter=ByteCounter())
+        connection: Any = SimpleNamespace(
+            client=self.server.client, run=one.identity, counter=ByteCounter(), open_timeout_s=20.0
+        )
         name, _, control = name.partition(" with ")
         if control:
             path = self._ends.enter_context(closing(STREAM_TRANSPORTS[control](connection)))
