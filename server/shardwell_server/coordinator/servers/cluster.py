@@ -18,7 +18,7 @@ from shardwell_wire.errors import (
 from shardwell_wire.names import check_id, check_name
 from shardwell_wire.v1 import coordinator_pb2
 
-RESTART_WAIT_S = 60.0
+RESTART_WAIT_S = 20.0
 """How long runs wait for the restart of a server process that has ended with shards in shared memory, in seconds since
 its last request."""
 
