@@ -56,7 +56,7 @@ def test_grpcurl_describes_the_services(coordinator: grpcurl.Grpcurl, shard: grp
         ("DescribeRun", {"run": RUN}, {"summary", "trainers", "work", "grad_norm", "optimizer", "checkpoints"}),
         ("DescribeWorld", {"run": RUN}, {"world", "world_size", "rank_assignments"}),
         ("DescribeWorld", {"world": {"dp": 2, "tp": 2, "pp": 2}}, {"world", "world_size", "rank_assignments"}),
-        ("ListUnits", {"run": RUN}, {"units", "version"}),
+        ("ListUnits", {"run": RUN}, {"units", "version", "placement"}),
         ("ListServers", {}, {"servers"}),
         ("ExplainStall", {"run": RUN}, {"step", "phase", "phase_s", "waiting_for"}),
     ],
