@@ -136,6 +136,8 @@ class Committer:
                 unit=unpublished[0],
             )
         await run.wait_until_updated()
+        while step.unfenced and generation == step.generation and step is run.step and not run.deleted:
+            await run.changed.wait()  # a fence that arrives after PrepareStep discards what was prepared
         if any(item.is_copy for item in step.items.values()):
             # The servers drop the contributions of trainers that lost to a copy. A restarted coordinator must not wait
             # for these trainers.
