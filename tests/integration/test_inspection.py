@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import re
 import json
+import re
 from collections.abc import Iterator
 
 import pytest
