@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
 import sys
+import uuid
+from concurrent.futures import Future
 
 import pytest
+import torch
+from torch import nn
 
 import shardwell
 from tests.support.memory_probe import NUM_BLOCKS
@@ -48,3 +53,33 @@ def test_freed_units_hold_no_memory(cluster: shardwell.LocalCluster, plain: dict
     # The graph is alive: the memory of weights that autograd saved must be released too.
     assert sharded["after_forward"] < 4 * block
     assert sharded["after_backward"] < 6 * block
+
+
+@pytest.mark.parametrize("transport", ["shm", "socket", "grpc"])
+def test_steps_leave_no_memory_to_the_garbage_collector(cluster: shardwell.LocalCluster, transport: str) -> None:
+    """A reference cycle would keep the values of a layer in memory until Python looks for cycles."""
+    transfers = shardwell.TransferOptions(transports=transport)
+    with shardwell.join(cluster.address, run=uuid.uuid4().hex, transfers=transfers) as session:
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+        for layer in model:
+            shardwell.fully_shard(layer, session)
+        optimizer = shardwell.optim.SGD(model.parameters(), lr=0.1)
+
+        def step() -> None:
+            model(torch.ones(4, 64)).sum().backward()
+            optimizer.step()
+            shardwell.full_state_dict(model)
+
+        step()
+        gc.collect()
+        gc.disable()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            step()
+            step()
+            gc.collect()
+            assert not [each for each in gc.garbage if isinstance(each, torch.Tensor | memoryview | Future)]
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()

@@ -85,7 +85,8 @@ class GatherFuture(TimedFuture):
 
     def __init__(self, parts: Sequence[Future[int]], stats: TrafficStats) -> None:
         super().__init__(stats)
-        self._parts, self._missing = parts, len(parts)
+        self._parts: Sequence[Future[int]] = parts
+        self._missing = len(parts)
         self._count_lock = threading.Lock()
         for part in parts:
             part.add_done_callback(self._part_done)
@@ -96,11 +97,13 @@ class GatherFuture(TimedFuture):
             if self._missing:
                 return
         # All parts are done, so no thread writes to the target any more, even if a part has failed.
-        for part in self._parts:
+        # The parts refer to this future. Without this, the reference cycle would keep the target in memory.
+        parts, self._parts = self._parts, ()
+        for part in parts:
             if (error := part.exception()) is not None:
                 self.set_exception(error)
                 return
-        self.set_result(self._parts[0].result())
+        self.set_result(parts[0].result())
 
 
 class VersionInPlace(Future[int]):

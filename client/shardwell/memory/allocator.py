@@ -69,5 +69,6 @@ def _set(parameter: int, value: int) -> None:
         mallopt(parameter, value)
 
 
+@functools.cache
 def _of_glibc(name: str) -> ctypes._NamedFuncPointer | None:
     return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
