@@ -185,7 +185,7 @@ def armed(
 
     Args:
         name: A name of ``POINTS``.
-        action: See ``Fault.action``; or a function that is called with the details of the occurrence.
+        action: As in ``Fault.action``, or a function. The function is called with the details of the occurrence.
         nth: See ``Fault.nth``.
         error: See ``Fault.error``.
         delay_s: See ``Fault.delay_s``.

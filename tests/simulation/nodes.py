@@ -17,7 +17,6 @@ from shardwell_server.shard.state.portable_state import export
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_server.shard.state.unit_shard import UnitShard
 from shardwell_server.shard.transports.base import ServerTransports
-from shardwell_wire import fault_points
 from shardwell_wire.errors import ShardwellError
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2
 from tests.simulation.environment import DISK, running
@@ -108,7 +107,6 @@ class ServerNode(Node):
         self.incarnation = ""
 
     async def main(self) -> None:
-        fault_points.describe_process(server=self.name)
         store = self.store = ShardStore(BUDGET_BYTES, ThreadPoolExecutor(2))
         registration = Registration(COORDINATOR, self.name, store)
         self.incarnation = registration.incarnation

@@ -59,7 +59,7 @@ def test_handlers_get_the_details() -> None:
         fault_points.armed("server.update.before", seen.append),
     ):
         fault_points.reach("server.update.before", step=3)
-    assert seen == [{"step": 3}] * 2
+    assert [details["step"] for details in seen] == [3, 3]
     assert not fault_points.are_armed()
 
 

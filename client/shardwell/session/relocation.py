@@ -108,7 +108,7 @@ class ShardRelocations:
         if threading.current_thread() is self._thread and (
             self._membership.placement > self._listed or time.monotonic() - self._listed_s > _LIST_AGAIN_S
         ):
-            raise UnavailableError("a server does not answer, and its shards may have another server by now")
+            raise UnavailableError("a server does not answer, and its shards may have moved to another server")
 
     def require_valid(self) -> None:
         """See ``Moves.require_valid``."""

@@ -343,7 +343,7 @@ class RunStore:
 
     def _excuses(self, item: WorkItemState, key: tuple[int, int], error: BaseException) -> bool:
         """Returns whether a failed push does not matter, because the attempt of its item is over. In any thread."""
-        # The work of another trainer counts, or the server has no memory for the copy of a late work item.
+        # Servers reject pushes of an attempt that is over. A copy of a late item also ends if a server has no memory.
         over = isinstance(error, StaleEpochError | VersionGoneError)
         if over or (isinstance(error, CapacityError) and item.item.copy):
             item.abandon(key)

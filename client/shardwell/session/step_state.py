@@ -105,7 +105,7 @@ class WorkItemState:
         return self.item.epoch, self.item.attempt
 
     def abandon(self, key: tuple[int, int]) -> None:
-        """Records that an attempt is over. Harmless if the item has a later attempt by now. Thread-safe."""
+        """Records that an attempt is over. Harmless if the item has a later attempt. Thread-safe."""
         if key == self.key:
             self.abandoned = True
 

@@ -30,7 +30,7 @@ _CHECK_S = 0.02
 """Pause between checks during the grace, in seconds. A killed process closes its connections shortly before it ends."""
 
 
-class Verdict(Enum):
+class ConnectionState(Enum):
     """What a broken stream means. See Note: [Broken streams]."""
 
     CONNECTED = auto()
@@ -68,8 +68,8 @@ class MembershipConnection:
         """Counts a request, which shows that the process lives."""
         self.requests += 1
 
-    async def judge(self, process: str, *, was_silent: bool, grace_s: float = GRACE_S) -> Verdict:
-        """Decides what it means that no stream is open. Returns after ``grace_s`` at the latest.
+    async def settled_state(self, process: str, *, was_silent: bool, grace_s: float = GRACE_S) -> ConnectionState:
+        """Returns the state of a process whose stream broke. Waits for at most ``grace_s``.
 
         Args:
             process: Process identity, as returned by ``process_identity``. Empty: unknown.
@@ -80,10 +80,10 @@ class MembershipConnection:
         deadline = clock() + grace_s
         while True:
             if self.streams or self.requests != requests:
-                return Verdict.CONNECTED
+                return ConnectionState.CONNECTED
             if has_ended(process):
-                return Verdict.ENDED
+                return ConnectionState.ENDED
             if (remaining_s := deadline - clock()) <= 0:
                 break
             await asyncio.sleep(min(remaining_s, _CHECK_S))
-        return Verdict.UNKNOWN if was_silent or runs_here(process) else Verdict.DISCONNECTED
+        return ConnectionState.UNKNOWN if was_silent or runs_here(process) else ConnectionState.DISCONNECTED

@@ -19,7 +19,7 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from weakref import WeakValueDictionary
 
-from shardwell_server.coordinator.connection import Verdict
+from shardwell_server.coordinator.connection import ConnectionState
 from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.servers.cluster import Server, ServerState
 from shardwell_server.coordinator.servers.shard_client import REFUSED, ShardCalls
@@ -140,12 +140,12 @@ class ServerLeases:
             return server if alike else None
 
         async def watch(server: Server, was_silent: bool) -> None:
-            verdict = await server.connection.judge(server.process, was_silent=was_silent)
+            state = await server.connection.settled_state(server.process, was_silent=was_silent)
             if (found := current()) is None:
                 return
-            if verdict is Verdict.ENDED:
+            if state is ConnectionState.ENDED:
                 self._note_ended(found)
-            elif verdict is Verdict.DISCONNECTED:
+            elif state is ConnectionState.DISCONNECTED:
                 found.mark_suspected()
                 self._start_probing(found)
 

@@ -18,7 +18,7 @@ from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from shardwell_server.coordinator.connection import GRACE_S, Verdict
+from shardwell_server.coordinator.connection import GRACE_S, ConnectionState
 from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.runs.members import Member, UnreachableServer
 from shardwell_server.coordinator.runs.rank_assignment import Applicant
@@ -180,19 +180,19 @@ class TrainerLeases:
         was_silent = member.silent_s(self._state.clock()) > self._state.settings.lease_s / 2
 
         async def watch() -> None:
-            verdict = await member.connection.judge(member.process, was_silent=was_silent, grace_s=grace_s)
+            state = await member.connection.settled_state(member.process, was_silent=was_silent, grace_s=grace_s)
             if member.live and run.members.is_current(member) and not run.deleted:
-                self._end_disconnected(run, member, verdict)
+                self._end_disconnected(run, member, state)
 
         if member.live and not member.connection.streams and not run.deleted and not self._state.stopping:
             self._state.tasks.start(watch())
 
-    def _end_disconnected(self, run: Run, member: Member, verdict: Verdict) -> None:
-        if verdict is Verdict.ENDED:
+    def _end_disconnected(self, run: Run, member: Member, state: ConnectionState) -> None:
+        if state is ConnectionState.ENDED:
             self._add_event(run, member, EventKind.TRAINER_ENDED, f"{member}: its process has ended")
             member.note_revoked("its process ended, and its work was reassigned")
             self.revoke(run, [member])
-        elif verdict is Verdict.DISCONNECTED:
+        elif state is ConnectionState.DISCONNECTED:
             self._expire(run, member, "closed its connection")
             self.revoke_unfinished(run)
 
@@ -229,7 +229,7 @@ class TrainerLeases:
                 self._expire(run, member, f"sent no request for {member.silent_s(now):.1f} s")
             for member in list(run.members.live.values()):
                 if not member.connection.streams and has_ended(member.process):  # before it opened a stream
-                    self._end_disconnected(run, member, Verdict.ENDED)
+                    self._end_disconnected(run, member, ConnectionState.ENDED)
             self.revoke_unfinished(run)
             self._revoke_cut_off(run)
 

@@ -608,7 +608,7 @@ class UnitShard:
             )
 
     def retire(self) -> None:
-        """Refuses trainers and steps from now on, because the shard belongs to another server."""
+        """Rejects all later requests of trainers and all later steps: another server owns the shard."""
         self.role = Role.RETIRED
 
     def promote(self) -> None:
