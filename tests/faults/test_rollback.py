@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import shardwell
 from shardwell.session.coordinator_client import CoordinatorClient
@@ -103,3 +105,35 @@ def test_a_coordinator_killed_during_the_rollback_continues_it(
         run, results = run_once(cluster, tmp_path, "adamw", lose_and_restart)
         assert {result["sha256"] for result in results} == {expected[0]["sha256"]}
         assert describe(cluster, run).rollback_count == 1
+
+
+def test_a_model_that_follows_the_run_gets_the_values_of_the_repeated_steps(tmp_path: Path) -> None:
+    """A reader loads version 2. The run goes back to version 1, and commits version 2 again, with other values."""
+    run, losses = uuid.uuid4().hex, [1.0]
+    values: list[torch.Tensor] = []
+    with (
+        shardwell.LocalCluster(num_shards=2, min_shard_bytes=64, lease_s=2.0) as cluster,
+        shardwell.join(cluster.address, run=run, checkpoint_dir=str(tmp_path)) as session,
+        ExitStack() as stack,
+    ):
+        trained, followed = nn.Linear(300, 7), nn.Linear(300, 7)
+        shardwell.auto_wrap(trained, session)
+        optimizer = shardwell.optim.SGD(trained.parameters(), lr=0.1)
+        reader: shardwell.Reader | None = None
+        for step in session.steps(3):
+            for x in step.batches(lambda number, rank: torch.randn(4, 300)):
+                (losses[-1] * trained(x)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step.number == 0:
+                session.save_checkpoint(wait=True)
+            reader = reader or stack.enter_context(shardwell.attach(cluster.address, run=run))
+            fresh = nn.Linear(300, 7)
+            assert reader.follow(followed) == reader.follow(fresh) == step.number + 1
+            assert torch.equal(followed.weight, fresh.weight), f"version {step.number + 1}, losses {losses}"
+            if step.number == 1:
+                values.append(fresh.weight.detach())
+                if losses == [1.0]:
+                    losses.append(2.0)
+                    lose(cluster, 1)
+    assert len(values) == 2 and not torch.equal(*values)

@@ -113,6 +113,7 @@ class PinnedVersion:
     Attributes:
         run: Name of the run.
         version: Number of committed steps.
+        rollback_count: How often the run was rolled back before. The same version may have other values afterwards.
         parameters: Parameters of all units, in the order of the units.
         buffers: The persistent buffers of all sharded modules.
     """
@@ -124,6 +125,7 @@ class PinnedVersion:
         pins: Sequence[shard_pb2.PinVersionResponse],
     ) -> None:
         self.run, self.version = reader.run.name, weights.version
+        self.rollback_count: int = weights.rollback_count
         self._reader = reader
         self._changes: dict[str, int] = {}
         for change in (change for pin in pins for change in pin.changes):

@@ -49,8 +49,8 @@ class Reader:
         newest = describe_weights(coordinator, run)
         self.run, self.run_id = run, newest.run_id
         self._connections = RunConnections(RunIdentity(run, newest.run_id), coordinator.credentials)
-        self._followed: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-        """The version that each followed model contains."""
+        self._followed: weakref.WeakKeyDictionary[nn.Module, tuple[int, int]] = weakref.WeakKeyDictionary()
+        """The number of rollbacks and the version that each followed model contains."""
 
     @property
     def version(self) -> int:
@@ -132,7 +132,7 @@ class Reader:
 
     def _follow(self, model: nn.Module, rename: Rename, cast: bool) -> int:
         with self.pin() as pinned:
-            targets, former = _targets(model, pinned, rename, cast=cast), self._followed.get(model, -1)
+            targets, former = _targets(model, pinned, rename, cast=cast), self._version_in(model, pinned)
             if former == pinned.version:
                 return former
             units = {stored.unit.layout.unit: stored.unit for stored, _ in targets}
@@ -142,8 +142,17 @@ class Reader:
             for stored, tensor in targets:
                 if (flat := read.get(stored.unit.layout.unit)) is not None:
                     tensor.copy_(stored.unit.view(flat, stored.index))
-            self._followed[model] = pinned.version
+            self._followed[model] = pinned.rollback_count, pinned.version
         return pinned.version
+
+    def _version_in(self, model: nn.Module, pinned: PinnedVersion) -> int:
+        """Returns the version that a model contains. -1: none of the pinned version's history, so nothing is reused."""
+        rollback_count, version = self._followed.get(model, (-1, -1))
+        if rollback_count != pinned.rollback_count:
+            return -1
+        # A rollback between the description of the run and the pins has made the pinned version anew.
+        newest = describe_weights(self._coordinator, self.run)
+        return version if newest.rollback_count == rollback_count else -1
 
     def close(self) -> None:
         """Closes the connections. Harmless to repeat."""

@@ -2399,10 +2399,15 @@ class DescribeWeightsResponse(google.protobuf.message.Message):
     WORLD_FIELD_NUMBER: builtins.int
     UNITS_FIELD_NUMBER: builtins.int
     RUN_ID_FIELD_NUMBER: builtins.int
+    ROLLBACK_COUNT_FIELD_NUMBER: builtins.int
     version: builtins.int
     """The described version: number of committed steps."""
     run_id: builtins.str
     """Id of the run. Required for reading the values."""
+    rollback_count: builtins.int
+    """How often the run was rolled back to a checkpoint. After a rollback, versions are committed again, possibly with
+    other values.
+    """
     @property
     def world(self) -> shardwell_wire.v1.common_pb2.World:
         """The grid of logical ranks. Each combination of tp and pp rank has its own units."""
@@ -2420,9 +2425,10 @@ class DescribeWeightsResponse(google.protobuf.message.Message):
         world: shardwell_wire.v1.common_pb2.World | None = ...,
         units: collections.abc.Iterable[global___UnitWeights] | None = ...,
         run_id: builtins.str = ...,
+        rollback_count: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["world", b"world"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["run_id", b"run_id", "units", b"units", "version", b"version", "world", b"world"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["rollback_count", b"rollback_count", "run_id", b"run_id", "units", b"units", "version", b"version", "world", b"world"]) -> None: ...
 
 global___DescribeWeightsResponse = DescribeWeightsResponse
 

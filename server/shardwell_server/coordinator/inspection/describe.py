@@ -296,6 +296,7 @@ def _weights(run: Run, cluster: Cluster) -> coordinator_pb2.DescribeWeightsRespo
             for unit in run.units
         ],
         run_id=run.identity.run_id,
+        rollback_count=run.checkpoints.rollback_count,
     )
 
 
