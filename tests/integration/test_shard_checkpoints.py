@@ -8,19 +8,22 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from shardwell_server.shard.state import version_capture
+from shardwell_server.shard.memory.shared_memory import SharedMemory
+from shardwell_server.shard.state import shard_record, version_capture
 from shardwell_wire import fault_points
 from shardwell_wire.checkpoints.folder import RunFolder
 from shardwell_wire.checkpoints.local_storage import LocalStorage
 from shardwell_wire.checkpoints.manifest import FileRecord, Manifest
 from shardwell_wire.checkpoints.reading import Checkpoint
 from shardwell_wire.errors import CorruptDataError, NotFoundError, StaleEpochError, StepStateError
+from shardwell_wire.server_folders import FolderOwner
 from shardwell_wire.topology import World
 from shardwell_wire.v1 import shard_pb2
 from tests.support.shard_server import OneUnit, ShardServer, error_of, in_background, layout_of
@@ -316,6 +319,23 @@ def _restricted(unit: OneUnit, start: int, stop: int) -> dict[str, torch.Tensor]
     from shardwell_server.shard.state.portable_state import export
 
     return {name: each.clone() for name, each in export(unit.shard).restrict(start, stop).tensors()}
+
+
+def test_loaded_shards_can_be_taken_up_by_the_next_process(server: ShardServer, folder: Path, tmp_path: Path) -> None:
+    unit = OneUnit(server, LAYOUT).begin()
+    train(unit, range(2))
+    checkpoints = Checkpoints(unit, folder)
+    checkpoints.begin(2)
+    checkpoints.publish(2, checkpoints.describe())
+    owner = FolderOwner(server_id="s", coordinator="here:1")
+    with closing(SharedMemory(tmp_path, owner)) as shared, ShardServer(shared=shared) as other:
+        resumed = OneUnit(other, LAYOUT)
+        loading = Checkpoints(resumed, folder)
+        loading.begin_restore(1)  # the server has not heard of the run before
+        resumed.reserve()
+        loading.load(2)
+        (record,) = map(shard_record.decode, shared.records().values())
+        assert (record.version, [part.step_count for part in record.parts]) == (2, [2, 2, 2])
 
 
 def test_shards_without_updates_have_no_state_after_loading(server: ShardServer, folder: Path) -> None:

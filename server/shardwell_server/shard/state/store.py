@@ -275,7 +275,7 @@ class ShardStore:
         """
         identity = named_identity(request)
         self._check_not_dropped(identity)
-        run = self.runs.setdefault(identity.run_id, HostedRun(identity))
+        run = self.runs.setdefault(identity.run_id, self._new_run(identity))
 
         async def begin() -> None:
             if restore < run.restore:
