@@ -189,6 +189,17 @@ class FakeShard:
             unit.version = unit.version or 0
         return shard_pb2.PublishUnitResponse(version=unit.version)
 
+    def BeginRestore(self, request: shard_pb2.BeginRestoreRequest) -> shard_pb2.BeginRestoreResponse:
+        run = self.runs_by_id.setdefault(request.context.run_id, FakeRun(request.context.run))
+        for key in list(run.shards):
+            self._release(run, key)
+        return shard_pb2.BeginRestoreResponse(free_bytes=self.budget_bytes - self.reserved_bytes)
+
+    def LoadShards(self, request: shard_pb2.LoadShardsRequest) -> shard_pb2.LoadShardsResponse:
+        for unit in self._run(request).primaries:
+            unit.version, unit.history = request.context.step, list(range(request.context.step))
+        return shard_pb2.LoadShardsResponse(loaded=True)
+
     def Fence(self, request: shard_pb2.FenceRequest) -> shard_pb2.FenceResponse:
         run = self._run(request)
         self._raise_fences(run, request.ranks)

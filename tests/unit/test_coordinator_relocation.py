@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from shardwell_server.coordinator.checkpoints import restoring
+from shardwell_server.coordinator.checkpoints.manifests import manifest_of
 from shardwell_server.coordinator.relocation import keeper
 from shardwell_server.coordinator.runs.run import Run
-from shardwell_server.coordinator.storage.records import BackupState
+from shardwell_server.coordinator.storage.records import BackupState, CheckpointRecord
 from shardwell_wire.errors import CapacityError, ConflictError, StepRestartedError, UnavailableError
 from shardwell_wire.topology import World
 from shardwell_wire.v1 import coordinator_pb2
@@ -494,6 +496,38 @@ def test_server_that_returns_is_told_which_shards_it_no_longer_owns(tmp_path: Pa
             assert retired == before, "former primaries and backups: none of them follows the run any more"
             cluster.shards["s0"].available = True
             await in_sync(cluster, 1)
+
+    run_async(scenario())
+
+
+def test_server_that_returns_after_a_rollback_is_told_that_it_owns_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=2) as cluster:
+            trainers = await started(cluster, backups=0)
+            run = run_of(cluster)
+            manifest = manifest_of(run, "c0", 0.0)
+            monkeypatch.setattr(restoring, "_open", lambda url: manifest)
+            run.checkpoints.add_saved(CheckpointRecord("c0", 0, "somewhere", 1, 0.0, True))
+            await take_step(trainers, 0)
+            await cluster.settle()
+            former = {
+                (unit.layout.unit, at.start_bytes) for unit in run.units for at in unit.shards if at.server_id == "s0"
+            }
+            epoch = cluster.state.cluster.servers["s0"].epoch
+            cluster.shards["s0"].available = False  # cut off: its shards are where they were
+            cluster.clock.now += 10.6
+            cluster.state.cluster.servers["s1"].renew_lease(cluster.clock.now)
+            cluster.coordinator.expire()
+            await cluster.until(lambda: run.checkpoints.rollback_count == 1, "the rollback")
+            assert owners(cluster) == {"s1"}
+            await cluster.restart()
+            answer = await cluster.call("HeartbeatServer", server_id="s0", epoch=epoch)
+            assert {(shard.unit, shard.start_bytes) for shard in answer.retired_shards} == former
+            cluster.shards["s0"].available = True
+            await cluster.until(lambda: not cluster.shards["s0"].runs["r"].shards, "the release of its shards")
+            await cluster.until(lambda: not any(unit.backups for unit in run_of(cluster).units), "their records")
 
     run_async(scenario())
 

@@ -5,7 +5,7 @@ Note: [Loading a run]
     run is not started, so no trainer observes a run that is partly loaded. The coordinator then
 
     1. makes every live server drop what it holds of the run, and reject the epochs of former trainers
-       (``BeginRestore``),
+       (``BeginRestore``); a server that is silent now releases its shards when it returns,
     2. places all units of the checkpoint, and has every server fill and publish its shards (``LoadShards``),
     3. stores units, commit records, the run's state and the end of the restore in one transaction.
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from shardwell_server.coordinator.checkpoints.manifests import commits_in, require_same_run, run_state_in
@@ -31,7 +31,7 @@ from shardwell_server.coordinator.runs.units import Unit
 from shardwell_server.coordinator.servers.shard_servers import ShardServers
 from shardwell_server.coordinator.settings import RunSettings
 from shardwell_server.coordinator.state import CoordinatorState
-from shardwell_server.coordinator.storage.records import CheckpointRecord, CommitRecord
+from shardwell_server.coordinator.storage.records import BackupRecord, BackupState, CheckpointRecord, CommitRecord
 from shardwell_server.coordinator.waiting import SharedCall, poll
 from shardwell_wire import fault_points
 from shardwell_wire.checkpoints.folder import RunFolder
@@ -262,7 +262,6 @@ class RunRestorer:
         await self._state.save(run)  # no other restore may get this number, even after a restart
         context = self._servers.context(run, restore.step)
         begin = shard_pb2.BeginRestoreRequest(context=context, restore=number, min_epoch=number)
-        # Servers that are not live now are told later that they own no shards of the run.
         answers = await self._servers.call_all(
             [server.server_id for server in self._state.cluster.live], "BeginRestore", lambda _: begin
         )
@@ -272,8 +271,21 @@ class RunRestorer:
             Unit(index, layout, await self._placer.reserve(run, index, layout, placement=number), published=True)
             for index, layout in enumerate(manifest.units)
         ]
+        self._keep_former(run, units, answers.keys())
         await self._load_shards(run, restore, number, units)
         await self._finish(run, restore, manifest, commits, units)
+
+    def _keep_former(self, run: Run, units: Sequence[Unit], emptied: Collection[str]) -> None:
+        """Notes the shards of servers that may be alive and did not drop them. They must release these shards when
+        they return, before they serve anyone."""
+        for unit, former in zip(units, run.units, strict=False):
+            if unit.layout.unit != former.layout.unit:
+                continue
+            unit.backups = tuple(
+                BackupRecord(at.start_bytes, at.stop_bytes, at.server_id, at.incarnation, BackupState.RELEASING)
+                for at in (*former.shards, *former.backups)
+                if at.server_id not in emptied and not self._placer.has_ended(at)
+            )
 
     async def _wait_for_servers(self, restore: Restore) -> None:
         """Waits for ``min_servers`` servers. A run that is rolled back makes do with fewer after a while."""
