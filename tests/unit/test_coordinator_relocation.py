@@ -454,6 +454,32 @@ def test_restarted_process_without_the_committed_version_keeps_nothing(tmp_path:
     run_async(scenario())
 
 
+def test_restarted_process_has_the_backups_of_its_predecessor(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=2) as cluster:
+            for name in cluster.shards:
+                await register(cluster, name, "1")
+            trainers = await started(cluster)
+            await take_step(trainers, 0)
+            await cluster.settle()
+            for server in cluster.shards.values():
+                server.fail = fail_times("ReserveUnit", 10**6, UnavailableError("no new copies"))
+            reported = [shard for shard in held(cluster, "s0", version=1) if not shard.backup]
+            shards = cluster.shards["s0"].runs["r"].shards
+            for key, shard in list(shards.items()):
+                if shard.backup:
+                    del shards[key]  # only primaries are taken up
+                shard.replicas.clear()
+            assert list((await register(cluster, "s0", "2", held=reported)).adopted) == reported
+            await take_step(trainers, 1)
+            kill(cluster, "s0")
+            await take_step(trainers, 2)
+            await cluster.settle()
+            assert histories(cluster) == [[0, 1, 2]] * 4
+
+    run_async(scenario())
+
+
 def test_restarted_process_does_not_keep_shards_that_a_backup_replaced(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path, num_shards=2) as cluster:

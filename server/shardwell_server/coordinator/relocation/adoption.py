@@ -73,7 +73,7 @@ class Adoption:
     ) -> tuple[list[coordinator_pb2.HeldShard], bool]:
         """Returns the shards of one run that the process keeps, and True if any was its predecessor's until now."""
         server_id, incarnation = process
-        kept, former, was_backup = [], set(), False
+        kept, former = [], set()
         for unit in run.units:
             for shard in unit.shards:
                 found = held.get((unit.index, shard.start_bytes, shard.stop_bytes))
@@ -84,12 +84,10 @@ class Adoption:
                 kept.append(found)
                 if shard.incarnation != incarnation:
                     former.add(shard.process)
-                    was_backup = was_backup or found.backup
                     run.units.adopt(unit, shard, incarnation)
         if not former:
             return kept, False
-        if was_backup:
-            run.unconfirmed.add(server_id)  # it was to be promoted when it ended
+        run.unconfirmed.add(server_id)  # PromoteShards names the backups, which the process does not know
         run.raise_placement()
         run.restart_step()
         run.commits.expect_update(process, self._state.clock())
