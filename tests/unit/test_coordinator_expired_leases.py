@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -140,5 +141,47 @@ def test_joining_trainer_replaces_an_expired_one(tmp_path: Path) -> None:
             assert c.ranks == [0]
             with pytest.raises(StaleEpochError):
                 await a.heartbeat()
+
+    run_async(scenario())
+
+
+def test_fences_of_a_step_do_not_reach_the_next_step(tmp_path: Path) -> None:
+    """A trainer is lost while the commit record is written. Its attempts mean nothing in the next step."""
+
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await cluster.team("a", "b")
+            await cluster.publish_unit([a, b])
+            await b.reset(0, 1)
+            await asyncio.gather(a.finish(0, wait_s=5), b.finish(0, wait_s=5))
+            storage, written = cluster.state.storage, asyncio.Event()
+            save_commit = storage.save_commit
+
+            async def save_slowly(*arguments: Any) -> None:
+                await written.wait()
+                await save_commit(*arguments)
+
+            storage.save_commit = save_slowly  # type: ignore[method-assign]
+            run = cluster.state.runs["r"]
+            committing = asyncio.create_task(a.commit(0, wait_s=5))
+            await cluster.until(lambda: run.commits.writing, "the commit record")
+            save_run = storage.save_run
+
+            async def save_after_commit(*arguments: Any) -> None:
+                written.set()
+                await cluster.until(lambda: run.committed_step == 1, "the commit")
+                await save_run(*arguments)
+
+            storage.save_run = save_after_commit  # type: ignore[method-assign]
+            cluster.coordinator.trainers.leave(run, run.members.by_name["b"])
+            assert (await committing).committed
+            await cluster.settle()
+            assert run.step is not None
+            attempts = {rank: item.attempt for rank, item in run.step.items.items()}
+            for shard in cluster.shards.values():
+                assert all(attempt <= attempts[rank] for rank, attempt in shard.runs["r"].attempts.items())
+            await a.finish(1)
+            assert (await a.finish(1, wait_s=5)).all_finished
+            assert (await a.commit(1, wait_s=5)).committed
 
     run_async(scenario())

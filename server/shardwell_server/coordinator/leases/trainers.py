@@ -343,6 +343,10 @@ class TrainerLeases:
         await run.wait_until_updated()
         if step is None or step is not run.step:
             return
+        # Attempts start again in every step, and the step may have been committed while the items were stored.
+        items = [item for item in items if step.items.get(item.global_rank) is item]
+        if not items:
+            return
         fences = [(item, item.epoch, item.attempt) for item in items]
         request = shard_pb2.FenceRequest(
             context=self._servers.context(run, step.number),
