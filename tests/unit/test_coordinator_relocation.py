@@ -454,6 +454,37 @@ def test_restarted_process_without_the_committed_version_keeps_nothing(tmp_path:
     run_async(scenario())
 
 
+def test_registration_is_repeated_after_the_step_was_committed(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=2) as cluster:
+            for name in cluster.shards:
+                await register(cluster, name, "1")
+            trainers = await started(cluster, backups=0)
+            reported = held(cluster, "s0", version=0)
+            assert list((await register(cluster, "s0", "2", held=reported)).adopted) == reported
+            cluster.shards["s0"].fail = fail_times("Update", 10**6, UnavailableError("busy"))
+            await take_step(trainers, 0)
+            again = await register(cluster, "s0", "2", held=reported)  # the first answer was lost
+            assert list(again.adopted) == reported, "the process owns these shards, and their update is due"
+
+    run_async(scenario())
+
+
+def test_process_that_cannot_apply_the_step_keeps_nothing_while_it_is_committed(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=2) as cluster:
+            for name in cluster.shards:
+                await register(cluster, name, "1")
+            await started(cluster, backups=0)
+            with run_of(cluster).commits.writing_record():
+                adopted = (await register(cluster, "s0", "2", held=held(cluster, "s0", version=0))).adopted
+                assert not adopted
+                prepared = held(cluster, "s1", version=0, can_update=True)
+                assert list((await register(cluster, "s1", "2", held=prepared)).adopted) == prepared
+
+    run_async(scenario())
+
+
 def test_restarted_process_has_the_backups_of_its_predecessor(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path, num_shards=2) as cluster:

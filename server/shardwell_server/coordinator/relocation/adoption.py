@@ -79,10 +79,10 @@ class Adoption:
                 found = held.get((unit.index, shard.start_bytes, shard.stop_bytes))
                 if found is None or shard.server_id != server_id or not unit.published:
                     continue
-                if not _can_continue(found, run.committed_step):
-                    continue
-                kept.append(found)
-                if shard.incarnation != incarnation:
+                if shard.incarnation == incarnation:
+                    kept.append(found)  # also if the step was committed since the first answer
+                elif _can_continue(found, run.committed_step, is_committing=run.commits.writing):
+                    kept.append(found)
                     former.add(shard.process)
                     run.units.adopt(unit, shard, incarnation)
         if not former:
@@ -108,7 +108,9 @@ class Adoption:
         self._trainers.start_fencing(run)
 
 
-def _can_continue(held: coordinator_pb2.HeldShard, committed_step: int) -> bool:
-    """True if a shard has the committed version, or can still get it."""
+def _can_continue(held: coordinator_pb2.HeldShard, committed_step: int, *, is_committing: bool) -> bool:
+    """True if a shard has the committed version, or can still get it. A step that is being committed is due, too."""
     complete = held.version == committed_step and not held.updating
-    return complete or (held.version == committed_step - 1 and held.can_update)
+    if complete and (held.can_update or not is_committing):
+        return True
+    return held.version == committed_step - 1 and held.can_update and not is_committing
