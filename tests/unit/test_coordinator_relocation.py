@@ -149,6 +149,21 @@ def test_lost_primary_is_replaced_in_any_phase_of_a_step(tmp_path: Path, when: s
     run_async(scenario())
 
 
+def test_server_that_does_not_confirm_its_shards_is_named(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=2) as cluster:
+            trainers = await started(cluster)
+            cluster.shards["s1"].fail = fail_times("PromoteShards", 10**6, UnavailableError("busy"))
+            kill(cluster, "s0")
+            await cluster.until(lambda: owners(cluster) == {"s1"}, "the promotion")
+            lines = (await cluster.call("ExplainStall", run="r")).waiting_for
+            assert "server 's1': PromoteShards of placement 1 not acknowledged" in lines
+            cluster.shards["s1"].fail = lambda rpc_name, request: None
+            await take_step(trainers, 0)
+
+    run_async(scenario())
+
+
 def test_contributions_of_former_attempts_are_fenced_on_the_new_primary(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path, num_shards=2) as cluster:

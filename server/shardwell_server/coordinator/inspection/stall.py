@@ -35,6 +35,7 @@ def explain_stall(run: Run, cluster: Cluster, now: float) -> Stall:
         *_silent_servers(run, cluster),
         *_cut_off_trainers(run, cluster, now),
         *_updates(run, now),
+        *_promotions(run),
     ]
     if phase == "idle":
         lines.append(
@@ -110,6 +111,13 @@ def _updates(run: Run, now: float) -> list[str]:
         f"server {server_id!r}: Update of step {pending.step} not acknowledged for {now - pending.since_s:.1f} s"
         + (f": {pending.error}" if pending.error else "")
         for server_id, pending in run.commits.pending_updates.items()
+    ]
+
+
+def _promotions(run: Run) -> list[str]:
+    return [
+        f"server {server_id!r}: PromoteShards of placement {run.placement} not acknowledged"
+        for server_id in sorted(run.unconfirmed)
     ]
 
 
