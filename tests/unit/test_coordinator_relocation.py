@@ -572,6 +572,30 @@ def test_server_that_returns_is_told_which_shards_it_no_longer_owns(tmp_path: Pa
     run_async(scenario())
 
 
+def test_server_that_returns_gets_the_update_that_it_missed(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=2) as cluster:
+            trainers = await started(cluster, backups=0)
+            epoch = cluster.state.cluster.servers["s0"].epoch
+            cluster.shards["s0"].fail = fail_times("Update", 10**6, UnavailableError("cut off"))
+            await take_step(trainers, 0)
+            cluster.shards["s0"].available = False
+            cluster.clock.now += 10.6
+            cluster.state.cluster.servers["s1"].renew_lease(cluster.clock.now)
+            cluster.coordinator.expire()
+            await cluster.until(lambda: not cluster.state.cluster.servers["s0"].may_be_alive, "the loss of s0")
+            await asyncio.sleep(0.2)  # longer than any pause between two attempts to update it
+            cluster.shards["s0"].available, cluster.shards["s0"].fail = True, lambda rpc_name, request: None
+            await cluster.call("HeartbeatServer", server_id="s0", epoch=epoch)
+            for trainer in trainers:
+                await trainer.heartbeat()
+            await take_step(trainers, 1)
+            await cluster.settle()
+            assert histories(cluster) == [[0, 1]] * 4
+
+    run_async(scenario())
+
+
 def test_server_that_returns_after_a_rollback_is_told_that_it_owns_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

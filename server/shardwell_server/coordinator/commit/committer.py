@@ -41,7 +41,14 @@ from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.storage.records import CommitRecord
 from shardwell_server.optimizer_checks import allocation_key, units_that_count
 from shardwell_wire import fault_points
-from shardwell_wire.errors import IncompleteStepError, NonFiniteError, NotFoundError, ShardwellError, StepStateError
+from shardwell_wire.errors import (
+    IncompleteStepError,
+    NonFiniteError,
+    NotFoundError,
+    ShardwellError,
+    StepStateError,
+    UnavailableError,
+)
 from shardwell_wire.retry import retry_async
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
@@ -314,7 +321,10 @@ class Committer:
         self._state.tasks.start(self._update(run, run.commits.records[-1], server_id, pending))
 
     async def _update(self, run: Run, record: CommitRecord, server_id: str, pending: PendingUpdate) -> None:
-        """Repeats ``Update`` until the server acknowledges it, the run is deleted, or the server process is gone."""
+        """Repeats ``Update`` until the server acknowledges it, the run is deleted, or the server process is gone.
+
+        A server that is only lost may return with its shards. It then needs the update, unless they have moved.
+        """
         request = shard_pb2.UpdateRequest(
             context=self._servers.context(run, record.step),
             optimizer=common_pb2.OptimizerStep.FromString(record.optimizer),
@@ -329,15 +339,20 @@ class Committer:
             # A new primary applies the update only after it knows that it is the primary.
             while server_id in run.unconfirmed and not run.deleted and not cluster.is_gone(process):
                 await run.changed.wait(_RECHECK_S)
-            if not run.deleted and not cluster.is_gone(process):
-                await self._release_retired(run, process)
-                try:
-                    response = await self._servers.call(server_id, "Update", request, retry_for_s=0.0)
-                except NotFoundError:
-                    if run.units.needs_updates(process):
-                        raise
-                    return  # a backup was to be built there, and its memory is not reserved yet
-                self._note_stale_backups(run, server_id, response)
+            if run.deleted:
+                return
+            if cluster.is_gone(process):
+                if cluster.may_return(process) and run.units.needs_updates(process):
+                    raise UnavailableError("the server is lost, and no other server has its shards")
+                return
+            await self._release_retired(run, process)
+            try:
+                response = await self._servers.call(server_id, "Update", request, retry_for_s=0.0)
+            except NotFoundError:
+                if run.units.needs_updates(process):
+                    raise
+                return  # a backup was to be built there, and its memory is not reserved yet
+            self._note_stale_backups(run, server_id, response)
 
         def note_failure(error: Exception) -> None:
             nonlocal reported

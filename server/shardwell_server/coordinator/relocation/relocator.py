@@ -156,8 +156,7 @@ class Relocator:
         return bool(losses.shards) and not awaited and possible
 
     def _may_be_alive(self, shard: ShardRecord) -> bool:
-        server = self._state.cluster.servers.get(shard.server_id)
-        return server is not None and server.incarnation == shard.incarnation and not server.ended
+        return self._state.cluster.may_return(shard.process)
 
     async def _relocate(self, run: Run) -> None:
         while True:

@@ -330,6 +330,12 @@ class Cluster:
         silent = self.silent_s(server) > self._lease_s + PROMOTION_MARGIN_S
         return server.state is ServerState.LOST and (server.refused or silent)
 
+    def may_return(self, process: tuple[str, str]) -> bool:
+        """True if a server process, given as (server id, incarnation), may still be alive, with its memory."""
+        server_id, incarnation = process
+        server = self.servers.get(server_id)
+        return server is not None and server.incarnation == incarnation and not server.ended
+
     def awaits_restart(self, process: tuple[str, str]) -> bool:
         """True if a server process, given as (server id, incarnation), may still be replaced by one with its shards."""
         server_id, incarnation = process
