@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import FileStore
 
-from shardwell.data_plane.host_cache import HostFolder
+from shardwell.data_plane.host_folder import HostFolder
 from shardwell.data_plane.node_gathers import MAX_FAILURES, NodeGathers
 from shardwell.data_plane.node_group import NodeGroup, NodeRendezvous
 from shardwell.data_plane.remote_shard import RemoteShard, Wire

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import FileStore
 
-from shardwell.data_plane.host_cache import HostFolder
+from shardwell.data_plane.host_folder import HostFolder
 from shardwell.data_plane.node_group import NodeGroup, NodeRendezvous
 from shardwell.session import process_groups
 from shardwell.session.config import JoinConfig, TransferOptions

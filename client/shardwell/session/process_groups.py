@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwell.data_plane.host_cache import HostFolder
+from shardwell.data_plane.host_folder import HostFolder
 from shardwell.data_plane.node_group import CONNECTED, MemberGoneError, NodeGroup, NodeRendezvous, Outcome
 from shardwell.session.config import JoinConfig
 from shardwell.session.membership import Membership
