@@ -17,6 +17,7 @@ from shardwell_wire.checkpoints.opening import absolute
 from shardwell_wire.errors import InvalidRequestError, UsageError, WorldError
 from shardwell_wire.names import check_name
 from shardwell_wire.topology import World
+from shardwell_wire.v1 import coordinator_pb2
 from shardwell_wire.wire_dtypes import NAMES
 
 ENVIRONMENT_PREFIX = "SHARDWELL_"
@@ -276,6 +277,19 @@ class JoinConfig:
                     check_name(what, value)
         except InvalidRequestError as error:
             raise UsageError(str(error)) from error
+
+    def run_config(self) -> coordinator_pb2.RunConfig:
+        """Returns the options that concern the whole run. The coordinator compares or changes those of the run."""
+        return coordinator_pb2.RunConfig(
+            world=self.world.to_proto(),
+            seed=self.seed,
+            min_trainers=self.min_trainers or 0,
+            num_layers=self.num_layers,
+            checkpoint_dir=self.checkpoint_dir,
+            checkpoint_every=self.checkpoint_every,
+            checkpoint_keep=self.keep,
+            backups=self.backups,
+        )
 
     @classmethod
     def from_env(cls, explicit: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> JoinConfig:

@@ -7,12 +7,12 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from shardwell.session.config import JoinConfig
 from shardwell.session.coordinator_client import CoordinatorClient
+from shardwell.session.heartbeats import Heartbeats, ItemInWork, TrainerReports
 from shardwell.session.membership_stream import MembershipStream
 from shardwell_wire.credentials import Credentials
 from shardwell_wire.errors import (
@@ -37,26 +37,10 @@ _POLL_S = 10.0
 """Longest server-side wait of one poll. A restarted coordinator is noticed within this time."""
 
 _ASK_TIMEOUT_S = 5.0
-_REPORT_ITEM_AFTER_S = 0.25
-"""Time after which a heartbeat reports a work item in progress, beside those that keep the lease."""
 _LEAVE_TIMEOUT_S = 2.0
 
 _MAX_REJOINS = 5
 """Memberships in a row that may lapse without a commit in between. More often, the cause is not going to disappear."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Item:
-    """A work item in progress."""
-
-    step: int
-    global_rank: int
-    since_s: float
-    """Start of the item, by ``time.monotonic``."""
-
-    def to_proto(self) -> coordinator_pb2.ItemInProgress:
-        for_s = time.monotonic() - self.since_s
-        return coordinator_pb2.ItemInProgress(step=self.step, global_rank=self.global_rank, for_s=for_s)
 
 
 class Membership:
@@ -82,12 +66,10 @@ class Membership:
         self._ended: ShardwellError | None = None
         self._lapse: StaleEpochError | None = None
         self._rejoins_in_a_row = 0
-        self._transports: Callable[[], Sequence[coordinator_pb2.TransportReport]] = tuple
-        self._unreachable: Callable[[], Sequence[coordinator_pb2.UnreachableServer]] = tuple
+        self._reports = TrainerReports()
         self._when_ended: Callable[[], None] = lambda: None
         self._when_news: Callable[[], None] = lambda: None
         self._news_lock = threading.Lock()
-        self._item: _Item | None = None
         self.committed_step = 0
         """Number of committed steps, as far as the coordinator has told outside of the training thread's rpcs."""
         self.placement = 0
@@ -115,17 +97,22 @@ class Membership:
 
     def _start_keeping(self) -> None:
         """Starts the threads that keep the membership which the last join began."""
-        self._heartbeats = threading.Thread(
-            target=self._send_heartbeats, args=(self._stop,), name="shardwell-heartbeat", daemon=True
+        membership = {"run": self.run, "run_id": self.identity.run_id, "trainer": self.trainer, "epoch": self.epoch}
+        end = partial(self._end, epoch=self.epoch)
+        self._heartbeats = Heartbeats(
+            self._coordinator,
+            coordinator_pb2.HeartbeatRequest(**membership),
+            self._reports,
+            lease_s=self._lease_s,
+            note_news=lambda news: self._note_news(news.committed_step, news.placement),
+            end=end,
+            stop=self._stop,
         )
-        self._heartbeats.start()
         self._stream = MembershipStream(
             self._coordinator,
-            coordinator_pb2.KeepMembershipRequest(
-                run=self.run, run_id=self.identity.run_id, trainer=self.trainer, epoch=self.epoch
-            ),
+            coordinator_pb2.KeepMembershipRequest(**membership),
             note_news=lambda news: self._note_news(news.committed_step, news.placement),
-            end=partial(self._end, epoch=self.epoch),
+            end=end,
         )
 
     @property
@@ -151,8 +138,8 @@ class Membership:
             when_news: Called in any thread when ``committed_step`` or ``placement`` has risen. Must return at once.
             when_lapsed: Called in any thread, once per membership that lapses.
         """
-        self._transports, self._unreachable, self._when_ended = transports, unreachable, when_ended
-        self._when_news, self._when_lapsed = when_news, when_lapsed
+        self._reports.transports, self._reports.unreachable = transports, unreachable
+        self._when_ended, self._when_news, self._when_lapsed = when_ended, when_news, when_lapsed
 
     # ---- calls ----
 
@@ -224,11 +211,11 @@ class Membership:
 
     def start_item(self, step: int, global_rank: int) -> None:
         """Records that this trainer computes a work item, which another trainer may copy if it takes long."""
-        self._item = _Item(step, global_rank, time.monotonic())
+        self._reports.item = ItemInWork(step, global_rank, time.monotonic())
 
     def end_item(self) -> None:
         """Records that this trainer computes no work item."""
-        self._item = None
+        self._reports.item = None
 
     def exchange_address(self, step: int, name: str, address: str | None) -> str:
         """Publishes an address under a name; without an address, waits until another trainer publishes one."""
@@ -270,11 +257,11 @@ class Membership:
         self.check()
         if self._lapse is not None:
             return
-        epoch = self.epoch
+        heartbeats = self._heartbeats  # another thread may start the next membership meanwhile
         try:
-            self._send_heartbeat(_ASK_TIMEOUT_S)
+            heartbeats.send(_ASK_TIMEOUT_S)
         except StaleEpochError as error:
-            self._end(error, epoch)
+            self._end(error, heartbeats.epoch)
         except (RunDeletedError, ConflictError) as error:
             self._end(error)
             raise
@@ -323,7 +310,7 @@ class Membership:
     def leave(self) -> None:
         """Leaves the run, so that the coordinator reassigns the ranks at once. No effect after the membership ended."""
         self._stop.set()
-        self._heartbeats.join(timeout=self._config.waits.rpc_timeout_s)
+        self._heartbeats.join(self._config.waits.rpc_timeout_s)
         if self._ended is None and self._lapse is None:
             request = coordinator_pb2.LeaveRequest(
                 run=self.run, run_id=self.identity.run_id, trainer=self.trainer, epoch=self.epoch
@@ -347,16 +334,7 @@ class Membership:
         config = self._config
         request = coordinator_pb2.JoinRequest(
             run=config.run,
-            config=coordinator_pb2.RunConfig(
-                world=config.world.to_proto(),
-                seed=config.seed,
-                min_trainers=config.min_trainers or 0,
-                num_layers=config.num_layers,
-                checkpoint_dir=config.checkpoint_dir,
-                checkpoint_every=config.checkpoint_every,
-                checkpoint_keep=config.keep,
-                backups=config.backups,
-            ),
+            config=config.run_config(),
             resume="" if former else config.resume,
             trainer=self.trainer if former else config.trainer,
             host=config.host,
@@ -401,39 +379,6 @@ class Membership:
                 raise
             logger.warning("%s; retrying for %.0f s", error, waits.wait_limit_s)
         return call(retry_for_s=waits.wait_limit_s)
-
-    def _send_heartbeats(self, stop: threading.Event) -> None:
-        reached, epoch, interval_s = True, self.epoch, self._lease_s / 3
-        sent_s, reported = time.monotonic(), None
-        while not stop.wait(min(_REPORT_ITEM_AFTER_S, interval_s / 2)):
-            now, item = time.monotonic(), self._item
-            long = item is not None and item is not reported and now - item.since_s > _REPORT_ITEM_AFTER_S
-            if not long and now - sent_s < interval_s:
-                continue
-            sent_s, reported = now, item
-            try:
-                self._send_heartbeat(self._lease_s / 3)
-                reached = True
-            except (StaleEpochError, RunDeletedError, ConflictError) as error:
-                self._end(error, epoch)
-                return
-            except ShardwellError as error:
-                if reached:
-                    logger.warning("the coordinator does not answer heartbeats, still trying: %s", error)
-                reached = False
-
-    def _send_heartbeat(self, timeout_s: float) -> None:
-        request = coordinator_pb2.HeartbeatRequest(
-            run=self.run,
-            run_id=self.identity.run_id,
-            trainer=self.trainer,
-            epoch=self.epoch,
-            transports=self._transports(),
-            unreachable=self._unreachable(),
-            item_in_progress=None if (item := self._item) is None else item.to_proto(),
-        )
-        response = self._coordinator.call("Heartbeat", request, timeout_s=timeout_s)
-        self._note_news(response.committed_step, response.placement)
 
     def _note_news(self, committed_step: int, placement: int) -> None:
         with self._news_lock:
