@@ -26,7 +26,8 @@ from shardwell.transport.base import (
     ignore,
 )
 from shardwell.transport.grpc_transport import GrpcTransport
-from shardwell.transport.selector import SHARED_TRANSPORTS, STREAM_TRANSPORTS, TRANSPORT_NAMES, ServerConnection
+from shardwell.transport.selector import SHARED_TRANSPORTS, STREAM_TRANSPORTS, TRANSPORT_NAMES
+from shardwell.transport.server_connection import ServerConnection
 from shardwell.transport.shared_vector import SegmentLocation, SharedVector
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_wire.chunk_streams import memory_at

@@ -14,7 +14,7 @@ import torch
 
 from shardwell.data_plane.remote_shard import RemoteShard, Wire
 from shardwell.transport.base import ignore
-from shardwell.transport.selector import ServerConnection
+from shardwell.transport.server_connection import ServerConnection
 from shardwell.transport.shm_transport import ShmTransport
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.requests.pushes import Push
@@ -245,7 +245,7 @@ def test_session_that_breaks_during_locate_is_replaced(server: ShardServer) -> N
                 trainer.break_session()
             return transport.locate(trainer.shard.address, 0, timeout_s=20.0, retry_for_s=0.0).version
 
-        assert trainer.connection._over_shared(locate) == 0
+        assert trainer.connection.transports.over_shared(locate) == 0
         assert seen == [first, trainer.transport]
 
 
@@ -261,6 +261,6 @@ def test_error_on_an_intact_session_is_not_retried(
             raise ConflictError("no")
 
         with pytest.raises(ConflictError, match=r"^no$"):
-            trainer.connection._over_shared(refused)
+            trainer.connection.transports.over_shared(refused)
         assert seen == [trainer.transport]
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from shardwell.transport.rpc import Endpoint
-from shardwell.transport.selector import ServerConnection
+from shardwell.transport.server_connection import ServerConnection
 from shardwell.transport.shard_client import ShardClient
 from shardwell.transport.socket_transport import SocketConnection, SocketTransport
 from shardwell_server.shard.requests import streams

@@ -12,7 +12,7 @@ import torch
 
 from shardwell.data_plane.remote_shard import RemoteShard, Wire
 from shardwell.transport.base import ignore
-from shardwell.transport.selector import ServerConnection
+from shardwell.transport.server_connection import ServerConnection
 from shardwell_server.shard.memory.shared_memory import ShardFile, SharedBuffer, SharedMemory
 from shardwell_server.shard.transports.shm_buffers import SharedGradientBuffer
 from shardwell_wire.errors import UnavailableError
@@ -37,8 +37,8 @@ def victim(request: pytest.FixtureRequest, tmp_path: Path, server: ShardServer) 
     path.write_bytes(b"precious".ljust(PLAIN.size_bytes, b"!"))
     if request.param != "linked":
         return path, str(path)
-    assert server._shared is not None
-    link = Path(server._shared.create(1, "a file").path).with_name("link")
+    assert server.transports.shared is not None
+    link = Path(server.transports.shared.create(1, "a file").path).with_name("link")
     link.symlink_to(path)
     return path, str(link)
 

@@ -14,7 +14,7 @@ import torch
 from shardwell.data_plane.partition_updates import RemotePartition
 from shardwell.data_plane.remote_shard import RemoteShard, Wire
 from shardwell.transport.partitions import PartitionLocation, PartitionSegment, SharedPartitionSegment
-from shardwell.transport.selector import ServerConnection
+from shardwell.transport.server_connection import ServerConnection
 from shardwell.transport.shm_transport import ShmTransport
 from shardwell_server.shard.memory.budget import Memory
 from shardwell_server.shard.memory.shared_memory import SharedMemory

@@ -233,7 +233,7 @@ def test_broken_transport_is_reopened(single: str, transports: str, when: str) -
             for tokens in step.batches(transformer.batch):
                 if when == "after the backward":
                     model(tokens).backward()
-                transport: Any = server._shared or server._require_stream()
+                transport: Any = server.transport
                 seen.add(transport)
                 transport._rpc._call.cancel()  # simulates a lost connection
                 if when == "before the forward":

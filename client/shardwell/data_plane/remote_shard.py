@@ -14,7 +14,7 @@ from shardwell.data_plane.host_cache import CachedShard
 from shardwell.data_plane.shard_owner import ShardOwner
 from shardwell.memory.buffer_pool import BufferPool
 from shardwell.transport.base import FetchTarget, GradientPart, NearlyDone, ShardAddress, ignore
-from shardwell.transport.selector import ServerConnection
+from shardwell.transport.server_connection import ServerConnection
 from shardwell.transport.shared_vector import SegmentLocation, SharedVector
 from shardwell_wire import fault_points, wire_dtypes
 from shardwell_wire.chunk_streams import memory_at

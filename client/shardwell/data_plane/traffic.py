@@ -18,7 +18,7 @@ from shardwell.data_plane.remote_shard import RemoteShard
 from shardwell.data_plane.transfer_queue import DaemonThreads, TransferQueue
 from shardwell.memory.device_copies import to_host
 from shardwell.transport.base import NearlyDone
-from shardwell.transport.selector import ServerConnection
+from shardwell.transport.server_connection import ServerConnection
 from shardwell.transport.shared_vector import SharedVector
 from shardwell_wire.errors import DeadlineError, ShardwellError
 from shardwell_wire.layout import UnitLayout

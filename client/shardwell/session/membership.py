@@ -97,11 +97,11 @@ class Membership:
 
     def _start_keeping(self) -> None:
         """Starts the threads that keep the membership which the last join began."""
-        membership = {"run": self.run, "run_id": self.identity.run_id, "trainer": self.trainer, "epoch": self.epoch}
-        end = partial(self._end, epoch=self.epoch)
+        run, run_id, trainer, epoch = self.run, self.identity.run_id, self.trainer, self.epoch
+        end = partial(self._end, epoch=epoch)
         self._heartbeats = Heartbeats(
             self._coordinator,
-            coordinator_pb2.HeartbeatRequest(**membership),
+            coordinator_pb2.HeartbeatRequest(run=run, run_id=run_id, trainer=trainer, epoch=epoch),
             self._reports,
             lease_s=self._lease_s,
             note_news=lambda news: self._note_news(news.committed_step, news.placement),
@@ -110,7 +110,7 @@ class Membership:
         )
         self._stream = MembershipStream(
             self._coordinator,
-            coordinator_pb2.KeepMembershipRequest(**membership),
+            coordinator_pb2.KeepMembershipRequest(run=run, run_id=run_id, trainer=trainer, epoch=epoch),
             note_news=lambda news: self._note_news(news.committed_step, news.placement),
             end=end,
         )

@@ -28,7 +28,7 @@ from shardwell.session.run_units import ShardMappings, UnitDeclarations
 from shardwell.session.servers import ShardServers
 from shardwell.session.step_state import FinishedStep, StepState, WorkItemState
 from shardwell.transport.partitions import PartitionSegment
-from shardwell.transport.selector import ServerConnection
+from shardwell.transport.server_connection import ServerConnection
 from shardwell.transport.shared_vector import SharedVector
 from shardwell_wire import wire_dtypes
 from shardwell_wire.errors import CapacityError, StaleEpochError, UsageError, VersionGoneError

@@ -12,7 +12,7 @@ from shardwell.data_plane.shard_owner import ShardOwner
 from shardwell.session.config import JoinConfig
 from shardwell.session.membership import Membership
 from shardwell.session.relocation import ShardRelocations
-from shardwell.transport.selector import OPEN_TIMEOUT_S, ServerConnection
+from shardwell.transport.server_connection import OPEN_TIMEOUT_S, ServerConnection
 from shardwell.transport.server_guard import ServerGuard
 from shardwell.transport.shard_client import ShardClient
 from shardwell_wire.credentials import Credentials

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from shardwell.data_plane.remote_shard import RemoteShard, Wire
-from shardwell.transport.selector import TRANSPORT_NAMES, ServerConnection
+from shardwell.transport.selector import TRANSPORT_NAMES
+from shardwell.transport.server_connection import ServerConnection
 from shardwell.transport.shared_vector import CAN_MAP
 from shardwell_wire.chunk_streams import DEFAULT_CHUNK_BYTES
 from shardwell_wire.credentials import Credentials

@@ -1,0 +1,315 @@
+"""What a trainer does with one shard server: reads weights, pushes gradients, reads and stages optimizer partitions."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from shardwell.transport.base import (
+    ByteCounter,
+    FetchTarget,
+    GradientPart,
+    NearlyDone,
+    PreparedPush,
+    ShardAddress,
+    Transport,
+    ignore,
+)
+from shardwell.transport.partitions import (
+    CachedPartition,
+    PartitionLocation,
+    PartitionSegment,
+    SharedPartitionSegment,
+)
+from shardwell.transport.selector import TransportSelector
+from shardwell.transport.server_guard import ServerGuard
+from shardwell.transport.shard_client import ShardClient
+from shardwell_wire.credentials import Credentials
+from shardwell_wire.errors import (
+    CapacityError,
+    ConflictError,
+    ShardwellError,
+    UnavailableError,
+    VersionGoneError,
+)
+from shardwell_wire.run_identity import RunIdentity
+from shardwell_wire.v1 import common_pb2, shard_pb2
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 2.0
+"""How long a transport retries by itself before the guard asks the coordinator why the server is unavailable."""
+
+OPEN_TIMEOUT_S = 60.0
+"""Deadline for opening a transport. Long, because a server that receives a large upload may respond late."""
+
+
+class ServerConnection:
+    """One shard server, as this trainer uses it for one run. Thread-safe.
+
+    Transfers for which the server has no shared memory use a stream transport.
+
+    Every operation runs under the guard, may be repeated, and raises as ``ServerGuard.run`` does.
+
+    Args:
+        address: host:port.
+        run: The run. The server must own a shard of it already.
+        transports: Names of the transports to try, in this order.
+        chunk_bytes: Payload per gRPC message.
+        check: Called before a retry while the server is unavailable; raises if a retry is pointless.
+        credentials: Credentials of the cluster. None: the result of ``find_credentials`` for the address.
+        guard: Decides how to handle a failed operation. By default every failure is final.
+        open_timeout_s: Deadline for opening a transport.
+
+    Raises:
+        UnavailableError: None of the transports can be opened.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        run: RunIdentity,
+        *,
+        transports: Sequence[str],
+        chunk_bytes: int,
+        check: Callable[[], None] = lambda: None,
+        credentials: Credentials | None = None,
+        guard: ServerGuard | None = None,
+        open_timeout_s: float = OPEN_TIMEOUT_S,
+    ) -> None:
+        self.address = address
+        self.client = ShardClient(address, chunk_bytes=chunk_bytes, check=check, credentials=credentials)
+        """Calls the server's rpcs."""
+        try:
+            self.transports = TransportSelector(
+                self.client,
+                run,
+                names=transports,
+                guard=guard or ServerGuard(address),
+                check=check,
+                open_timeout_s=open_timeout_s,
+            )
+        except BaseException:
+            self.client.close()
+            raise
+        self.copies_gradients = self.transports.shared is not None
+        """Whether ``prepare_push`` copies gradients, so that their memory can be reused before they are pushed."""
+        logger.info("shard server at %s: transport %s, %.2f GB/s", address, self.transport.name, self.bytes_per_s / 1e9)
+
+    @property
+    def transport(self) -> Transport:
+        """The transport in use."""
+        return self.transports.transport
+
+    @property
+    def counter(self) -> ByteCounter:
+        """Streamed bytes, in their encoded size."""
+        return self.transports.counter
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bandwidth, measured when the transport was opened."""
+        return self.transports.bytes_per_s
+
+    def describe(self) -> dict[str, Any]:
+        """Returns the transport in use and its statistics, for reports."""
+        return {
+            "server": self.address,
+            "transport": self.transport.name,
+            "bytes_per_s": self.bytes_per_s,
+            "received_bytes": self.counter.received_bytes,
+            "sent_bytes": self.counter.sent_bytes,
+        }
+
+    # ---- weights ----
+
+    def fetch(
+        self,
+        shard: ShardAddress,
+        version: int | None,
+        target: FetchTarget,
+        *,
+        wait_limit_s: float,
+        nearly_done: NearlyDone = ignore,
+    ) -> int:
+        """Fetches one version of a shard, waiting until it exists; see ``Transport.fetch``."""
+        retry_for_s, window = min(_RETRY_S, wait_limit_s), shard.window
+        if window is None:
+            return self.transports.over_stream(
+                lambda stream: stream.fetch(
+                    shard, version, target, timeout_s=wait_limit_s, retry_for_s=retry_for_s, nearly_done=nearly_done
+                )
+            )
+        if version is not None and window.shows(version):
+            return shard.read(version, target)  # no message to the server
+        return self.transports.over_shared(
+            lambda shared: shared.fetch(shard, version, target, timeout_s=wait_limit_s, retry_for_s=retry_for_s)
+        )
+
+    def fetch_average(self, shard: ShardAddress, version: int, target: FetchTarget, *, wait_limit_s: float) -> int:
+        """Fetches the moving average of the values."""
+        retry_for_s = min(_RETRY_S, wait_limit_s)
+        return self.transports.over_stream(
+            lambda stream: stream.fetch(
+                shard, version, target, timeout_s=wait_limit_s, retry_for_s=retry_for_s, average=True
+            )
+        )
+
+    def await_version(self, shard: ShardAddress, version: int | None, *, wait_limit_s: float) -> int:
+        """Waits until a shard in shared memory has a version; returns the version."""
+        if (window := shard.window) is not None and version is not None and window.shows(version):
+            return version
+        if self.transports.shared is None:
+            raise UnavailableError(f"shard server at {self.address}: this process cannot map its memory")
+        retry_for_s = min(_RETRY_S, wait_limit_s)
+        return self.transports.over_shared(
+            lambda shared: shared.locate(shard, version, timeout_s=wait_limit_s, retry_for_s=retry_for_s)
+        ).version
+
+    def locate(self, shard: ShardAddress, version: int | None = None, *, wait_limit_s: float) -> str | None:
+        """Returns the file in which the server stores a shard, or None if this process cannot map it.
+
+        Args:
+            shard: The shard.
+            version: Waits until the server has this version or a newer one. None: does not wait.
+            wait_limit_s: The longest wait.
+        """
+        if self.transports.shared is None:
+            return None
+        try:
+            found = self.transports.shared.locate(shard, version, timeout_s=wait_limit_s, retry_for_s=wait_limit_s)
+        except VersionGoneError:
+            return self.locate(shard, wait_limit_s=wait_limit_s)
+        except ConflictError as error:
+            logger.warning("unit %r is fetched instead of read in place: %s", shard.layout.unit, error)
+            return None
+        return found.segment.path
+
+    # ---- gradients ----
+
+    def prepare_push(
+        self,
+        shard: ShardAddress,
+        header: shard_pb2.ReduceScatterHeader,
+        part: GradientPart,
+    ) -> PreparedPush:
+        """Prepares a push of one part of a contribution. Copies the gradients to shared memory if
+        ``copies_gradients``."""
+        if self.copies_gradients:
+            try:
+                return self.transports.over_shared(lambda shared: shared.prepare_push(shard, header, part))
+            except (CapacityError, OSError) as error:
+                self._stop_sharing_gradients(error)
+        return PreparedPush(shard, header, part)
+
+    def push(self, prepared: PreparedPush, *, wait_limit_s: float, nearly_done: NearlyDone = ignore) -> None:
+        """Pushes one part of a contribution, in any thread; see ``Transport.push``.
+
+        Args:
+            prepared: The push. The connection to a former owner of the shard may have prepared it.
+            wait_limit_s: Deadline.
+            nearly_done: See ``Transport.push``.
+        """
+        retry_for_s = min(_RETRY_S, wait_limit_s)
+        if prepared.is_shared and self.transports.shared is not None:
+            try:
+                self.transports.over_shared(
+                    lambda shared: shared.push(prepared, timeout_s=wait_limit_s, retry_for_s=retry_for_s)
+                )
+                return
+            except CapacityError as error:  # the session broke, and the new session has no memory for the part
+                self._stop_sharing_gradients(error)
+        self.transports.over_stream(
+            lambda stream: stream.push(
+                prepared, timeout_s=wait_limit_s, retry_for_s=retry_for_s, nearly_done=nearly_done
+            )
+        )
+
+    def release(self, dp_rank: int | None = None) -> None:
+        """Releases the memory of a rank's contributions, which the server no longer reads. None: of all ranks."""
+        if (shared := self.transports.shared) is not None:
+            shared.release(dp_rank)
+
+    def free_memory(self) -> None:
+        """Has the server free the memory that it keeps for this trainer. Nothing may be in flight."""
+        if (shared := self.transports.shared) is not None and shared.keeps_memory:
+            self.transports.reopen_shared()  # the server frees the memory when the former session closes
+
+    def _stop_sharing_gradients(self, reason: ShardwellError | OSError) -> None:
+        if self.copies_gradients:
+            self.copies_gradients = False
+            logger.warning(
+                "shard server at %s: no shared memory for gradients, sending them over %s: %s",
+                self.address,
+                self.transports.require_stream().name,
+                reason,
+            )
+
+    # ---- optimizer partitions ----
+
+    def shares_partitions(self, shard: ShardAddress) -> bool:
+        """Whether optimizer partitions of a shard are updated in the server's shared memory."""
+        return self.transports.shared is not None and shard.window is not None
+
+    def read_partition(
+        self,
+        shard: ShardAddress,
+        location: PartitionLocation,
+        context: common_pb2.RequestContext,
+        *,
+        timeout_s: float,
+        cached: CachedPartition | None = None,
+    ) -> PartitionSegment:
+        """Returns a partition of a prepared step, to be updated in place; see ``ShardClient.read_partition``."""
+        if self.shares_partitions(shard):
+            try:
+                return self.transports.over_shared(
+                    lambda shared: shared.read_partition(shard, location, context, timeout_s=timeout_s)
+                )
+            except (CapacityError, ConflictError, OSError) as error:
+                _require_memory_problem(error)
+                logger.info("partition of unit %r is streamed: %s", location.layout.unit, error)
+        return self.transports.over_rpcs(
+            lambda client: client.read_partition(location, context, timeout_s=timeout_s, cached=cached)
+        )
+
+    def stage_partition(
+        self,
+        shard: ShardAddress,
+        location: PartitionLocation,
+        make_context: Callable[[], common_pb2.RequestContext],
+        segment: PartitionSegment,
+        *,
+        timeout_s: float,
+    ) -> str:
+        """Stages new values and state; returns the id of the request. See ``ShardClient.stage_partition``."""
+        if isinstance(segment, SharedPartitionSegment):
+            context = make_context()
+            try:
+                if self.transports.over_shared(
+                    lambda shared: shared.stage_partition(location, context, segment, timeout_s=timeout_s)
+                ):
+                    return context.request_id
+            except ConflictError as error:
+                _require_memory_problem(error)
+                logger.info("partition of unit %r is streamed: %s", location.layout.unit, error)
+        context, share_state = make_context(), self.shares_partitions(shard)
+        self.transports.over_rpcs(
+            lambda client: client.stage_partition(
+                location, context, segment, timeout_s=timeout_s, share_state=share_state
+            )
+        )
+        return context.request_id
+
+    def close(self) -> None:
+        """Closes the transports. Transfers in flight fail."""
+        self.transports.guard.close()
+        self.transports.close()
+        self.client.close()
+
+
+def _require_memory_problem(error: Exception) -> None:
+    """Raises errors that a stream would raise too, such as a step that is not prepared."""
+    if isinstance(error, ConflictError) and type(error) is not ConflictError:
+        raise error
