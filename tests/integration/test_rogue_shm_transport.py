@@ -37,8 +37,8 @@ def victim(request: pytest.FixtureRequest, tmp_path: Path, server: ShardServer) 
     path.write_bytes(b"precious".ljust(PLAIN.size_bytes, b"!"))
     if request.param != "linked":
         return path, str(path)
-    assert server.transports.shared is not None
-    link = Path(server.transports.shared.create(1, "a file").path).with_name("link")
+    assert server._shared is not None
+    link = Path(server._shared.create(1, "a file").path).with_name("link")
     link.symlink_to(path)
     return path, str(link)
 

@@ -76,10 +76,10 @@ def test_gradients_are_streamed_with_one_warning_when_memory_is_full(
     def full(*_: object) -> None:
         raise CapacityError("the shared memory is full")
 
-    assert connected.server.transports.shared is not None
+    assert connected.server._shared is not None
     one = connected.one
     with closing(connect(one)) as connection:
-        monkeypatch.setattr(connected.server.transports.shared, "create", full)
+        monkeypatch.setattr(connected.server._shared, "create", full)
         for rank in (0, 1):
             remote(one, connection).prepare_push(connected.header(rank=rank), flats(one, 1.0))(ignore)
     one.prepare(0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+from collections.abc import Callable
 
 import torch
 
@@ -43,10 +43,9 @@ class InPlaceStore(InMemoryStore):
     def in_place(self, unit_index: int) -> FakeVector:  # type: ignore[override]
         return self.vectors[unit_index]
 
-    def await_version(self, unit_index: int) -> Future[int]:
-        done: Future[int] = Future()
-        done.set_result(self.vectors[unit_index].version)
-        return done
+    def await_version(self, unit_index: int) -> Callable[[], int]:
+        version = self.vectors[unit_index].version
+        return lambda: version
 
     def overwrite(self, unit_index: int = 0) -> None:
         """Makes the next version on the server, without telling this trainer."""

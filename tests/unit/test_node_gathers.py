@@ -14,11 +14,13 @@ import pytest
 import torch
 from torch._C._distributed_c10d import FileStore
 
+from shardwell.data_plane.fetches import Fetches
 from shardwell.data_plane.host_folder import HostFolder
 from shardwell.data_plane.node_gathers import MAX_FAILURES, NodeGathers
 from shardwell.data_plane.node_group import NodeGroup, NodeRendezvous
 from shardwell.data_plane.remote_shard import RemoteShard, Wire
-from shardwell.data_plane.traffic import RemoteUnit, Traffic
+from shardwell.data_plane.remote_unit import RemoteUnit
+from shardwell.data_plane.traffic_stats import TrafficStats
 from shardwell.memory.device_copies import Exchange
 from shardwell.module.mixed_precision import layout_in
 from shardwell_wire.chunk_streams import memory_at
@@ -89,13 +91,13 @@ class Member:
     """A trainer of the node, with its own server."""
 
     def __init__(self, group: NodeGroup, patience_s: float, wire: Wire) -> None:
-        self.server, self.traffic = Server(), Traffic(push_bytes=1)
+        self.server, self.fetches = Server(), Fetches(TrafficStats())
         server: Any = StreamedServer(self.server)
         cuts = ((0, 2 * BLOCK_BYTES), (2 * BLOCK_BYTES, 5 * BLOCK_BYTES), (5 * BLOCK_BYTES, LAYOUT.size_bytes))
         self.unit = RemoteUnit(
             0, LAYOUT, tuple(RemoteShard(RunIdentity("r", "id-of-r"), LAYOUT, server, *cut, wire) for cut in cuts)
         )
-        self.gathers = NodeGathers(group, self.traffic, patience_s=patience_s)
+        self.gathers = NodeGathers(group, self.fetches, patience_s=patience_s)
 
     def gather(self, version: int, *, index: int = 0, vector: Vector | None = None) -> Vector:
         """Gathers a unit, and checks its bytes if they have the stored dtypes."""
@@ -108,7 +110,7 @@ class Member:
         return vector
 
     def close(self) -> None:
-        self.traffic.close()
+        self.fetches.close()
         self.gathers.close()
 
 
@@ -279,7 +281,7 @@ def test_only_the_training_thread_counts_waiting_time(make: MakeMembers) -> None
     fetched.set()
     wait([future], LONG_S)
     assert future.exception() is None and member.gathers._num_failures == 1
-    assert member.traffic.stats.gather_wait_s == 0.0
+    assert member.fetches.stats.gather_wait_s == 0.0
 
 
 def test_units_that_cannot_be_shared_are_fetched_whole(make: MakeMembers) -> None:

@@ -13,7 +13,7 @@ import torch
 from shardwell.data_plane import partition_updates
 from shardwell.data_plane.partition_updates import PartitionUpdates
 from shardwell.data_plane.remote_shard import RemoteShard, Wire
-from shardwell.data_plane.traffic import RemoteUnit
+from shardwell.data_plane.remote_unit import RemoteUnit
 from shardwell.transport.base import ShardAddress
 from shardwell.transport.partitions import PartitionSegment
 from shardwell_wire.layout import BLOCK_BYTES, Parameter, UnitLayout

@@ -16,8 +16,9 @@ from bisect import bisect_right
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
+from shardwell.data_plane.fetches import Fetches, Gather
 from shardwell.data_plane.node_group import EXCHANGE_LIMIT_S, NodeGroup, Outcome, Round
-from shardwell.data_plane.traffic import RemoteUnit, TimedFuture, Traffic
+from shardwell.data_plane.remote_unit import RemoteUnit
 from shardwell.memory.device_copies import Completable
 from shardwell_wire.layout import UnitLayout
 
@@ -31,7 +32,7 @@ MAX_FAILURES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class _Gather:
+class _SharedGather:
     """A gather in flight."""
 
     unit: RemoteUnit
@@ -44,7 +45,7 @@ class _Gather:
     """Half-open range of this member's part."""
     stop_bytes: int
     part: Future[int]
-    whole: TimedFuture
+    whole: Gather
 
 
 class NodeGathers:
@@ -52,19 +53,19 @@ class NodeGathers:
 
     Args:
         group: The members. Closed with this object.
-        traffic: Fetches parts and whole units.
+        fetches: Fetches parts and whole units.
         patience_s: How long to wait for live members.
     """
 
-    def __init__(self, group: NodeGroup, traffic: Traffic, *, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, group: NodeGroup, fetches: Fetches, *, patience_s: float = PATIENCE_S) -> None:
         self.shared_bytes = 0
         """Bytes received from other members."""
-        self._group, self._traffic, self._patience_s = group, traffic, patience_s
+        self._group, self._fetches, self._patience_s = group, fetches, patience_s
         self._last = Round(-1, 0)
         self._separate_version, self._num_failures = -1, 0
         """The last version with a cancelled round, and the number of such versions in a row."""
         self._left = False
-        self._jobs: queue.SimpleQueue[_Gather | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_SharedGather | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._exchange_in_order, name="shardwell-node", daemon=True)
         self._thread.start()
 
@@ -82,21 +83,21 @@ class NodeGathers:
         """
         part = self._group.part(layout.size_bytes)
         if part is None or vector.device_type != self._group.device_type:
-            return self._traffic.gather(unit, version, target, layout)
+            return self._fetches.gather(unit, version, target, layout)
         number = self._last.number + 1 if self._last.version == version else 0
         self._last = Round(version, number)
         if self._left or self._separate_version == version:
-            return self._traffic.gather(unit, version, target, layout)
+            return self._fetches.gather(unit, version, target, layout)
         own = _part_of(unit, layout, *part)
-        gather = _Gather(
+        gather = _SharedGather(
             unit,
             self._last,
             target,
             layout,
             vector,
             *part,
-            part=self._traffic.gather(own, version, target, layout),
-            whole=TimedFuture(self._traffic.stats),
+            part=self._fetches.gather(own, version, target, layout),
+            whole=Gather(self._fetches.stats),
         )
         self._jobs.put(gather)
         return gather.whole
@@ -106,7 +107,7 @@ class NodeGathers:
         self._leave(reason)
 
     def close(self) -> None:
-        """Leaves the group. Gathers in flight fail once the traffic is closed."""
+        """Leaves the group. Gathers in flight fail once the fetches are closed."""
         self._left = True
         self._group.close()
         self._jobs.put(None)
@@ -117,7 +118,7 @@ class NodeGathers:
     def _exchange_in_order(self) -> None:
         while (gather := self._jobs.get()) is not None:
             try:
-                version = _untimed_result(gather.part)
+                version = Future.result(gather.part)  # not counted: the training thread does not wait here
             except BaseException as error:
                 self._cancel(gather)
                 gather.whole.set_exception(error)
@@ -128,7 +129,7 @@ class NodeGathers:
             else:
                 self._fetch_whole(gather)
 
-    def _is_exchanged(self, gather: _Gather) -> bool:
+    def _is_exchanged(self, gather: _SharedGather) -> bool:
         """Exchanges a gather if all members can; returns whether they did."""
         if self._left or self._separate_version == gather.this_round.version:
             return False
@@ -142,7 +143,7 @@ class NodeGathers:
         self._separate(gather)
         return False
 
-    def _cancel(self, gather: _Gather) -> None:
+    def _cancel(self, gather: _SharedGather) -> None:
         """Cancels the round of a part that could not be fetched, so that the other members do not wait for it."""
         self._separate_version = gather.this_round.version
         try:
@@ -150,21 +151,15 @@ class NodeGathers:
         except OSError as error:
             self._leave(str(error))
 
-    def _fetch_whole(self, gather: _Gather) -> None:
-        def done(whole: Future[int]) -> None:
-            if (error := whole.exception()) is not None:
-                gather.whole.set_exception(error)
-            else:
-                gather.whole.set_result(_untimed_result(whole))
-
+    def _fetch_whole(self, gather: _SharedGather) -> None:
         try:
-            whole = self._traffic.gather(gather.unit, gather.this_round.version, gather.target, gather.layout)
+            whole = self._fetches.gather(gather.unit, gather.this_round.version, gather.target, gather.layout)
         except BaseException as error:
             gather.whole.set_exception(error)
         else:
-            whole.add_done_callback(done)
+            whole.add_done_callback(gather.whole.finish_as)
 
-    def _separate(self, gather: _Gather) -> None:
+    def _separate(self, gather: _SharedGather) -> None:
         """Stops sharing for the rest of the version, and for good after ``MAX_FAILURES``."""
         version = gather.this_round.version
         self._num_failures = self._num_failures + 1 if self._separate_version == version - 1 else 1
@@ -187,11 +182,6 @@ class NodeGathers:
             self._left = True
             logger.warning("node group: every unit is fetched whole from now on: %s", reason)
             self._group.leave()
-
-
-def _untimed_result(fetched: Future[int]) -> int:
-    """Returns a result without counting the waiting time, because the training thread does not wait here."""
-    return Future.result(fetched)
 
 
 def _part_of(unit: RemoteUnit, layout: UnitLayout, start_bytes: int, stop_bytes: int) -> RemoteUnit:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 
 from shardwell.data_plane.remote_shard import RemoteShard
-from shardwell.data_plane.traffic import RemoteUnit
+from shardwell.data_plane.remote_unit import RemoteUnit
 from shardwell.data_plane.transfer_queue import DaemonThreads
 from shardwell.transport.partitions import CachedPartition, PartitionLocation, PartitionSegment
 from shardwell_wire.partitions import part_in

@@ -6,7 +6,7 @@ handle autograd.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -126,8 +126,12 @@ class ParameterStore(Protocol):
         """True if pushes of a unit are sent in the background, False if they are copied to shared memory at once."""
         ...
 
-    def await_version(self, unit_index: int) -> Future[int]:
-        """Starts to wait until a vector that is read in place has the version that the current step reads."""
+    def await_version(self, unit_index: int) -> Callable[[], int]:
+        """Starts to wait until a vector that is read in place has the version that the current step reads.
+
+        Returns:
+            A function that waits in the calling thread and returns the version.
+        """
         ...
 
     def push(self, unit_index: int, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:

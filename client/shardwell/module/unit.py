@@ -8,7 +8,7 @@ of the vector, so they take no memory while the unit is freed.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
@@ -120,6 +120,9 @@ class Unit(ResidentUnit):
         self._flat = FlatVector(self.precision.layout, self._device, memory)
         self._shared: InPlaceVector | None = None
         self._gather: Future[int] | None = None
+        """The gather into memory of this process that is running, or whose bytes were not used yet."""
+        self._await_version: Callable[[], int] | None = None
+        """Waits for the version that a gather in place has requested."""
         self._version = -1
         """The version that was gathered last. Negative: unknown."""
         self._parameter_objects = UnitParameters(layout, found)
@@ -206,7 +209,7 @@ class Unit(ResidentUnit):
     @property
     def in_flight(self) -> Future[int] | None:
         """The latest gather into memory of this process, until its bytes are used."""
-        return None if self._flat.in_place else self._gather
+        return self._gather
 
     def start_gather(self) -> None:
         """Starts to gather in the background, unless the values are gathered or being fetched."""
@@ -217,7 +220,7 @@ class Unit(ResidentUnit):
         self._set_state(UnitState.FETCHING)
         try:
             if self._shared is not None:
-                self._gather = self._store.await_version(self.index)
+                self._await_version = self._store.await_version(self.index)
             else:
                 self._gather = self._store.gather(
                     self.index, self._flat.receive_buffer(), layout=self.precision.layout, vector=self._flat
@@ -249,15 +252,18 @@ class Unit(ResidentUnit):
 
     def _receive(self) -> None:
         self.start_gather()
-        assert self._gather is not None
         try:
-            self._version = self._gather.result()
+            if self._await_version is not None:
+                self._version = self._await_version()
+            else:
+                assert self._gather is not None
+                self._version = self._gather.result()
             self.is_current = True
             self._flat.receive()
         except Exception:  # not KeyboardInterrupt: then the gather continues, and the next use waits for it
             self.free()
             raise
-        self._gather = None
+        self._gather = self._await_version = None
 
     def require_current(self) -> None:
         """Waits until the servers have the version that the step reads, as a gather does.
@@ -266,7 +272,7 @@ class Unit(ResidentUnit):
         """
         if not self.is_current:
             if self._shared is not None:
-                self._store.await_version(self.index).result()
+                self._store.await_version(self.index)()
             else:
                 self.gather_copy()
             self.is_current = True
@@ -298,9 +304,9 @@ class Unit(ResidentUnit):
         self._set_state(UnitState.STALE)
 
     def _end_gather(self) -> None:
-        if self._gather is not None and self._shared is None:
+        if self._gather is not None:
             wait([self._gather])  # the gather writes into the memory
-        self._gather = None
+        self._gather = self._await_version = None
 
     def forget_graphs(self) -> None:
         """Makes all existing graphs unusable."""
@@ -361,7 +367,7 @@ class Unit(ResidentUnit):
     def gather_copy(self) -> torch.Tensor:
         """Gathers the flat vector into new memory; the unit's state does not change. uint8. [size_bytes]"""
         if self._shared is not None and self._shared.exact:
-            version = self._store.await_version(self.index).result()
+            version = self._store.await_version(self.index)()
             copy = self._shared.bytes.clone()
             self._shared.check(version)
             return copy

@@ -14,9 +14,11 @@ import xxhash
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from shardwell.data_plane.in_place import wait_in_place
 from shardwell.data_plane.interrupts import uninterrupted
+from shardwell.data_plane.pushes import Pushes
 from shardwell.data_plane.remote_shard import RemoteShard
-from shardwell.data_plane.traffic import RemoteUnit, Traffic, VersionInPlace
+from shardwell.data_plane.remote_unit import RemoteUnit
 from shardwell.module.store import InitialValues
 from shardwell.session.membership import Membership
 from shardwell.session.run_units import ShardMappings, UnitDeclarations
@@ -252,7 +254,7 @@ class RemoteBuffers:
         membership: The membership of this trainer.
         declarations: Declares units.
         connect: Connects to the shards of a declared unit. Values travel in their stored dtypes.
-        traffic: Pushes values.
+        pushes: Pushes values.
         mappings: Maps shards of servers on this host.
         excuse: Returns whether a failed push of an item's attempt does not matter. Called in any thread.
     """
@@ -262,13 +264,13 @@ class RemoteBuffers:
         membership: Membership,
         declarations: UnitDeclarations,
         connect: ConnectShards,
-        traffic: Traffic,
+        pushes: Pushes,
         mappings: ShardMappings,
         excuse: Callable[[WorkItemState, tuple[int, int], BaseException], bool],
     ) -> None:
         self._excuse = excuse
         self._membership, self._declarations, self._connect = membership, declarations, connect
-        self._traffic, self._mappings = traffic, mappings
+        self._pushes, self._mappings = pushes, mappings
         self.units: dict[int, RemoteUnit] = {}
         """The units by their index in the run."""
 
@@ -278,7 +280,7 @@ class RemoteBuffers:
         self.units[unit.index] = self._mappings.map_stored(unit)
         return unit.index
 
-    def remap(self, unit: RemoteUnit) -> RemoteUnit:
+    def remap(self, unit: RemoteUnit, moved: Sequence[int], wait: bool) -> RemoteUnit:
         """Returns a unit whose shards have moved, mapped again if servers of this host share all its shards."""
         return self._mappings.map_stored(replace(unit, vector=None))
 
@@ -294,7 +296,7 @@ class RemoteBuffers:
             context = self._membership.context(step, epoch=item.item.epoch)
             header = item.start_part(context, unit.layout.unit, unit_index)
             values = [(index, tensor.reshape(-1)) for index, tensor in buffers]
-            self._traffic.push(unit, header, values, partial(self._excuse, item, item.key))
+            self._pushes.push(unit, header, values, partial(self._excuse, item, item.key))
 
     def read(self, unit_index: int, version: int, wanted: Sequence[tuple[int, torch.Tensor]]) -> None:
         """See ``BufferStore.read``."""
@@ -304,7 +306,7 @@ class RemoteBuffers:
         if not present:
             return
         if unit.vector is not None:
-            VersionInPlace(unit, version, self._traffic.stats).result()
+            wait_in_place(unit, version, self._pushes.stats)
             _copy_buffers(unit.layout, unit.vector.bytes, present)
             unit.vector.check(version)
             return

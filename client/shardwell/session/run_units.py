@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from shardwell.data_plane.host_cache import CacheKey, HostCache
 from shardwell.data_plane.remote_shard import RemoteShard
-from shardwell.data_plane.traffic import RemoteUnit
+from shardwell.data_plane.remote_unit import RemoteUnit
 from shardwell.module.store import InitialValues
 from shardwell.session.config import JoinConfig
 from shardwell.session.membership import Membership

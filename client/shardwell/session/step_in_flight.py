@@ -144,12 +144,12 @@ class StepInFlight:
             self._buffers.abandon_item()
             self.state.leave_item()
             if current.spoiled and not self._committer.lapsed:
-                self._store.restart(current)
+                self._store.pushes.restart(current)
             self._end_time()
             return
         self._units.finish_item(keeps_graphs=self._several_optimizers and not self.state.in_batches)
         if current is not None:
-            self._store.push_drops(current)
+            self._store.pushes.push_drops(current)
             self._buffers.end_item(self.state.number, current)
         self.state.finish_item()
         self._end_time()
@@ -161,7 +161,7 @@ class StepInFlight:
             self._item_s = time.monotonic() - started
         if self._stop is not None:
             stop, self._stop = self._stop, None
-            self._store.drain()
+            self._store.pushes.drain()
             finished = [item.to_proto() for item in self.state.items.values() if item.finished and not item.abandoned]
             self._committer.report_finished(self.state.number, finished)
             stop()
@@ -195,7 +195,7 @@ class StepInFlight:
             if todo := [item for item in self.state.unfinished if not item.abandoned]:
                 return todo  # this trainer has joined again, or it has restarted items itself
             try:
-                self._store.drain()
+                self._store.pushes.drain()
                 # The pushes of an abandoned item were dropped. A plain loop reports it to learn the next attempt.
                 reported = [
                     item.to_proto()
@@ -219,7 +219,7 @@ class StepInFlight:
     def _accepts_copies(self) -> bool:
         """True if this trainer may compute a copy of an item that is late, and none has failed in this step."""
         failed = any(item.item.copy and item.abandoned for item in self.state.items.values())
-        return self.state.in_batches and self._store.can_copy_items and not failed
+        return self.state.in_batches and self._store.pushes.can_copy_items and not failed
 
     def _take(self, items: Iterable[coordinator_pb2.WorkItem]) -> list[WorkItemState]:
         """Adds work items that the coordinator has leased to this trainer; returns those to compute."""
@@ -241,7 +241,7 @@ class StepInFlight:
             item.global_rank,
             item.attempt,
         )
-        self._store.forget_pushes(state)
+        self._store.pushes.forget_pushes(state)
         self.state.repeat_item(state, item)
 
     # ---- restarts ----
@@ -344,7 +344,7 @@ class StepInFlight:
     def _reopen_items(self) -> None:
         """Drops the gradients of all finished items and, in a plain loop, makes the items unfinished."""
         try:
-            self._store.discard(include_empty=not self.state.in_batches)
+            self._store.pushes.discard(include_empty=not self.state.in_batches)
         except VersionGoneError:
             if self.state.phase is not StepPhase.COMMITTING:
                 raise
@@ -481,7 +481,7 @@ class StepInFlight:
     def _uses_kept_gradients(self, optimizer: common_pb2.OptimizerStep) -> bool:
         """True if the servers may hold gradients of earlier steps for the optimizer."""
         return self._several_optimizers and any(
-            self._store.may_keep(unit.unit_index) and _updates(unit) for unit in optimizer.units
+            self._store.pushes.may_keep(unit.unit_index) and _updates(unit) for unit in optimizer.units
         )
 
     def _finish_plain_loop(self) -> None:

@@ -18,8 +18,11 @@ import pytest
 import torch
 
 from shardwell.data_plane.error_feedback import EncodedGradients
+from shardwell.data_plane.fetches import Fetches
+from shardwell.data_plane.pushes import Pushes
 from shardwell.data_plane.remote_shard import RemoteShard, Wire
-from shardwell.data_plane.traffic import RemoteUnit, Traffic
+from shardwell.data_plane.remote_unit import RemoteUnit
+from shardwell.data_plane.traffic_stats import TrafficStats
 from shardwell.data_plane.transfer_queue import TransferQueue
 from shardwell_wire.errors import CapacityError
 from shardwell_wire.layout import Parameter, UnitLayout
@@ -81,24 +84,24 @@ def gradients() -> list[tuple[int, torch.Tensor]]:
 
 
 def test_gather_fills_the_range_of_every_shard(client: FakeServer) -> None:
-    traffic, target = Traffic(push_bytes=1 << 20), bytearray(LAYOUT.size_bytes)
-    assert traffic.gather(unit_on(client), 4, memoryview(target)).result(5) == 4
+    fetches, target = Fetches(TrafficStats()), bytearray(LAYOUT.size_bytes)
+    assert fetches.gather(unit_on(client), 4, memoryview(target)).result(5) == 4
     assert target == bytes([0]) * CUT + bytes([CUT % 251]) * (LAYOUT.size_bytes - CUT)
-    assert traffic.stats.gathered_bytes == LAYOUT.size_bytes
-    traffic.close()
+    assert fetches.stats.gathered_bytes == LAYOUT.size_bytes
+    fetches.close()
 
 
 def test_failed_gather_raises(client: FakeServer) -> None:
-    traffic = Traffic(push_bytes=1 << 20)
+    fetches = Fetches(TrafficStats())
     client.error = CapacityError("no")
-    future: Future[int] = traffic.gather(unit_on(client), 0, memoryview(bytearray(LAYOUT.size_bytes)))
+    future: Future[int] = fetches.gather(unit_on(client), 0, memoryview(bytearray(LAYOUT.size_bytes)))
     with pytest.raises(CapacityError):
         future.result(5)
-    traffic.close()
+    fetches.close()
 
 
 def test_interrupted_gather_returns_after_its_last_write(client: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    traffic, target, submit = Traffic(push_bytes=1), bytearray(LAYOUT.size_bytes), TransferQueue.submit
+    fetches, target, submit = Fetches(TrafficStats()), bytearray(LAYOUT.size_bytes), TransferQueue.submit
 
     def interrupted(queue: TransferQueue[int], size_bytes: int, work: Any) -> Future[int]:
         # Interrupts the submission of the second shard, when the first shard's transfer is in flight.
@@ -108,7 +111,7 @@ def test_interrupted_gather_returns_after_its_last_write(client: FakeServer, mon
 
     def gather() -> None:
         with pytest.raises(KeyboardInterrupt):
-            traffic.gather(unit_on(client), 4, memoryview(target))
+            fetches.gather(unit_on(client), 4, memoryview(target))
 
     monkeypatch.setattr(TransferQueue, "submit", interrupted)
     client.gate.clear()
@@ -119,19 +122,19 @@ def test_interrupted_gather_returns_after_its_last_write(client: FakeServer, mon
     client.gate.set()
     gathering.join(20)
     assert not gathering.is_alive()
-    traffic.close()
+    fetches.close()
 
 
 def test_push_sends_its_range_to_each_server(client: FakeServer) -> None:
-    traffic = Traffic(push_bytes=1 << 20)
-    traffic.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=0), gradients())
-    traffic.drain()
+    pushes = Pushes(TrafficStats(), push_bytes=1 << 20)
+    pushes.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=0), gradients())
+    pushes.drain()
     whole = torch.arange(3000.0).numpy().tobytes()
     ones = torch.ones(7).numpy().tobytes()
     sent = {header.start_bytes: data for header, data in client.pushes}
     assert sent == {0: whole[:CUT], CUT: whole[CUT:] + ones}
     assert all(list(header.parameter_indices) == [0, 1] for header, _ in client.pushes)
-    traffic.close()
+    pushes.close()
 
 
 def encoded(give_back: Callable[[], None]) -> EncodedGradients:
@@ -143,13 +146,13 @@ def encoded(give_back: Callable[[], None]) -> EncodedGradients:
 
 
 def test_encoded_gradients_are_split_between_the_servers(client: FakeServer) -> None:
-    traffic, given = Traffic(push_bytes=1 << 20), threading.Event()
+    pushes, given = Pushes(TrafficStats(), push_bytes=1 << 20), threading.Event()
     unit, pushed = unit_on(client), encoded(given.set)
     client.gate.clear()
-    traffic.push_encoded(unit, shard_pb2.ReduceScatterHeader(part=0), pushed)
+    pushes.push_encoded(unit, shard_pb2.ReduceScatterHeader(part=0), pushed)
     assert not given.is_set(), "the gradients are still being read"
     client.gate.set()
-    traffic.drain()
+    pushes.drain()
     assert given.is_set()
     sent = {header.start_bytes: data for header, data in client.pushes}
     assert sent[0] + sent[CUT] == bytes(pushed.stream)
@@ -159,36 +162,36 @@ def test_encoded_gradients_are_split_between_the_servers(client: FakeServer) -> 
         alone.encode(InParameters(dict(gradients())), out)
         assert sent[start] == out
     assert {(header.wire_dtype, *header.parameter_indices) for header, _ in client.pushes} == {(WIRE_DTYPE_INT8, 0, 1)}
-    assert traffic.stats.pushed_bytes == 3007 * 4
-    traffic.close()
+    assert pushes.stats.pushed_bytes == 3007 * 4
+    pushes.close()
 
 
 def test_encoded_gradients_are_released_after_a_failed_push(client: FakeServer) -> None:
-    traffic, given = Traffic(push_bytes=1 << 20), threading.Event()
+    pushes, given = Pushes(TrafficStats(), push_bytes=1 << 20), threading.Event()
     client.error = CapacityError("no room")
-    traffic.push_encoded(unit_on(client), shard_pb2.ReduceScatterHeader(part=0), encoded(given.set))
+    pushes.push_encoded(unit_on(client), shard_pb2.ReduceScatterHeader(part=0), encoded(given.set))
     with pytest.raises(CapacityError, match="no room"):
-        traffic.drain()
+        pushes.drain()
     assert given.is_set()
-    traffic.close()
+    pushes.close()
 
 
 def test_parts_reach_each_server_in_order(client: FakeServer) -> None:
-    traffic = Traffic(push_bytes=1 << 30)
+    pushes = Pushes(TrafficStats(), push_bytes=1 << 30)
     for part in range(20):
-        traffic.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=part), gradients())
-    traffic.drain()
+        pushes.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=part), gradients())
+    pushes.drain()
     for start in (0, CUT):
         assert [header.part for header, _ in client.pushes if header.start_bytes == start] == list(range(20))
-    traffic.close()
+    pushes.close()
 
 
 def test_push_waits_while_the_byte_limit_is_exceeded(client: FakeServer) -> None:
-    traffic = Traffic(push_bytes=20_000)
+    pushes = Pushes(TrafficStats(), push_bytes=20_000)
     client.gate.clear()
-    traffic.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=0), gradients())
+    pushes.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=0), gradients())
     second = threading.Thread(
-        target=traffic.push, args=(unit_on(client), shard_pb2.ReduceScatterHeader(part=1), gradients())
+        target=pushes.push, args=(unit_on(client), shard_pb2.ReduceScatterHeader(part=1), gradients())
     )
     second.start()
     second.join(0.2)
@@ -196,19 +199,19 @@ def test_push_waits_while_the_byte_limit_is_exceeded(client: FakeServer) -> None
     client.gate.set()
     second.join(5)
     assert not second.is_alive()
-    traffic.drain()
+    pushes.drain()
     assert len(client.pushes) == 4
-    traffic.close()
+    pushes.close()
 
 
 def test_drain_raises_a_failed_push_once(client: FakeServer) -> None:
-    traffic = Traffic(push_bytes=1 << 20)
+    pushes = Pushes(TrafficStats(), push_bytes=1 << 20)
     client.error = CapacityError("no room")
-    traffic.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=0), gradients())
+    pushes.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=0), gradients())
     with pytest.raises(CapacityError, match="no room"):
-        traffic.drain()
-    traffic.drain()
-    traffic.close()
+        pushes.drain()
+    pushes.drain()
+    pushes.close()
 
 
 @pytest.mark.parametrize("started", [[], [0]])
@@ -223,44 +226,46 @@ def test_drain_does_not_wait_for_an_interrupted_push(
         return prepare_push(shard, *arguments)
 
     monkeypatch.setattr(RemoteShard, "prepare_push", interrupt)
-    traffic = Traffic(push_bytes=1)
+    pushes = Pushes(TrafficStats(), push_bytes=1)
     with pytest.raises(KeyboardInterrupt):
-        traffic.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=0), gradients())
-    drained = threading.Thread(target=traffic.drain, daemon=True)
+        pushes.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=0), gradients())
+    drained = threading.Thread(target=pushes.drain, daemon=True)
     drained.start()
     drained.join(5)
     assert not drained.is_alive(), "drain waits for parts that were never started"
     assert [header.start_bytes for header, _ in client.pushes] == started
-    traffic.close()
+    pushes.close()
 
 
 @pytest.mark.parametrize("error", [CapacityError("no room"), RuntimeError("unexpected")])
 def test_discard_drops_the_error_of_a_failed_push(client: FakeServer, error: Exception) -> None:
-    traffic = Traffic(push_bytes=1 << 20)
+    pushes = Pushes(TrafficStats(), push_bytes=1 << 20)
     client.error = error
-    traffic.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=0), gradients())
-    traffic.discard()
-    traffic.drain()
-    traffic.close()
+    pushes.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=0), gradients())
+    pushes.discard()
+    pushes.drain()
+    pushes.close()
 
 
 def test_join_waits_for_transfers_in_flight(client: FakeServer) -> None:
-    traffic = Traffic(push_bytes=1 << 20)
+    pushes = Pushes(TrafficStats(), push_bytes=1 << 20)
     client.gate.clear()
-    traffic.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=0), gradients())
+    pushes.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=0), gradients())
     assert client.started.acquire(timeout=10)
-    traffic.close()
-    traffic.join(0.01)
+    pushes.close()
+    pushes.join(0.01)
     assert not client.pushes, "the push is in flight, and the limit has passed"
     client.gate.set()
-    traffic.join(20)
+    pushes.join(20)
     assert client.pushes
 
 
 WAITING = """
 import atexit, threading
-from tests.unit.test_traffic import LAYOUT, FakeServer, gradients, shard_pb2, unit_on
-from shardwell.data_plane.traffic import Traffic
+from tests.unit.test_transfers import LAYOUT, FakeServer, gradients, shard_pb2, unit_on
+from shardwell.data_plane.fetches import Fetches
+from shardwell.data_plane.pushes import Pushes
+from shardwell.data_plane.traffic_stats import TrafficStats
 
 started = threading.Semaphore(0)
 
@@ -271,10 +276,11 @@ class SilentServer(FakeServer):
 
     push_stream = fetch_stream
 
-traffic, unit = Traffic(push_bytes=1 << 20), unit_on(SilentServer())
+fetches, pushes = Fetches(TrafficStats()), Pushes(TrafficStats(), push_bytes=1 << 20)
+unit = unit_on(SilentServer())
 atexit.register(print, "closed at exit")
-traffic.gather(unit, 0, memoryview(bytearray(LAYOUT.size_bytes)))
-traffic.push(unit, shard_pb2.ReduceScatterHeader(part=0), gradients())
+fetches.gather(unit, 0, memoryview(bytearray(LAYOUT.size_bytes)))
+pushes.push(unit, shard_pb2.ReduceScatterHeader(part=0), gradients())
 for _ in range(2 * len(unit.shards)):
     started.acquire()
 raise KeyboardInterrupt
@@ -306,8 +312,8 @@ def test_drain_returns_after_an_interrupt_at_any_line_of_a_push(client: FakeServ
 
         sys.settrace(trace)
         try:
-            traffic.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=0), gradients())
-            traffic.drain()
+            pushes.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=0), gradients())
+            pushes.drain()
         except KeyboardInterrupt:
             pass
         finally:
@@ -315,12 +321,12 @@ def test_drain_returns_after_an_interrupt_at_any_line_of_a_push(client: FakeServ
         return lines > line_count
 
     before = sys.gettrace()
-    traffic = Traffic(push_bytes=1)
+    pushes = Pushes(TrafficStats(), push_bytes=1)
     gc.disable()  # the collector runs callbacks of `threading` at any line and swallows their interrupts
     try:
         for line_count in itertools.count(1):
             was_interrupted = push_after(line_count)
-            drained = threading.Thread(target=traffic.drain, daemon=True)
+            drained = threading.Thread(target=pushes.drain, daemon=True)
             drained.start()
             drained.join(10)
             assert not drained.is_alive(), f"drain waits for a push that was interrupted at line {line_count}"
@@ -330,4 +336,4 @@ def test_drain_returns_after_an_interrupt_at_any_line_of_a_push(client: FakeServ
         gc.enable()
         sys.settrace(before)
     assert line_count > 100
-    traffic.close()
+    pushes.close()

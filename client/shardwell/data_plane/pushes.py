@@ -1,0 +1,242 @@
+"""Background pushes of gradients to the shard servers: order, limits in flight and errors."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+
+import torch
+
+from shardwell.data_plane.error_feedback import EncodedGradients
+from shardwell.data_plane.interrupts import uninterrupted
+from shardwell.data_plane.remote_shard import RemoteShard
+from shardwell.data_plane.remote_unit import RemoteUnit
+from shardwell.data_plane.traffic_stats import TrafficStats
+from shardwell.data_plane.transfer_queue import DaemonThreads, TransferQueue
+from shardwell.memory.device_copies import to_host
+from shardwell.transport.base import NearlyDone
+from shardwell.transport.server_connection import ServerConnection
+from shardwell_wire.errors import ShardwellError
+from shardwell_wire.v1 import shard_pb2
+
+_THREADS = 16
+"""The threads mostly wait for the network."""
+
+Excuse = Callable[[BaseException], bool]
+"""Returns whether the error of a push does not matter, because the push does not count any more."""
+
+
+class Pushes:
+    """Pushes gradients in background threads. Called by the training thread.
+
+    Args:
+        stats: Counts pushes, bytes and waiting times.
+        push_bytes: Limit of gradient bytes in flight. ``push`` waits while they exceed it.
+    """
+
+    def __init__(self, stats: TrafficStats, *, push_bytes: int) -> None:
+        self.stats = stats
+        self._push_limit = push_bytes
+        self._threads = DaemonThreads(_THREADS, "shardwell-push")
+        self._queues = defaultdict[ServerConnection, TransferQueue[None]](lambda: TransferQueue(self._threads))
+        self._changed = threading.Condition()
+        """Protects the next three fields, which the push threads change too."""
+        self._bytes_in_flight, self._pushes_in_flight = 0, 0
+        self._push_error: BaseException | None = None
+        self._last_part: dict[tuple[int, int], Future[None]] = {}
+        """The last push to each shard, keyed by unit index and shard number."""
+
+    def push(
+        self,
+        unit: RemoteUnit,
+        header: shard_pb2.ReduceScatterHeader,
+        gradients: Sequence[tuple[int, torch.Tensor]],
+        excuse: Excuse = lambda _: False,
+    ) -> None:
+        """Starts to push one part of a contribution to every owner of the unit.
+
+        Waits while more than ``push_bytes`` are in flight. Raises the error of an earlier push that failed.
+
+        Args:
+            unit: The unit.
+            header: See ``RemoteShard.prepare_push``.
+            gradients: ``(parameter index, gradient)`` by rising index. The caller must not change them afterwards.
+            excuse: Returns whether an error of this push does not matter. Called in any thread.
+        """
+        self._raise_push_error()
+        copies, copied = to_host([gradient for _, gradient in gradients])
+        flats = {index: flat for (index, _), flat in zip(gradients, copies, strict=True)}
+        size = sum(flat.nbytes for flat in flats.values())
+        # Gradients on the CPU that go through shared memory are copied before this method returns.
+        on_cpu = all(gradient.device.type == "cpu" for _, gradient in gradients)
+        if on_cpu:
+            held_bytes = size if _are_streamed(unit) else 0
+            self._push(unit, lambda shard: shard.prepare_push(header, flats), size, held_bytes, excuse)
+        else:
+            self._push(unit, lambda shard: partial(_push_after_copy, copied, shard, header, flats), size, size, excuse)
+
+    def push_encoded(
+        self,
+        unit: RemoteUnit,
+        header: shard_pb2.ReduceScatterHeader,
+        gradients: EncodedGradients,
+        excuse: Excuse = lambda _: False,
+    ) -> None:
+        """Starts to push encoded gradients; see ``push``. Releases them when all shards have their part."""
+        self._raise_push_error()
+        self._push(
+            unit,
+            lambda shard: shard.prepare_push_encoded(header, gradients),
+            gradients.stored_bytes,
+            len(gradients.stream) if _are_streamed(unit) else 0,
+            excuse,
+            gradients.release,
+        )
+
+    def _push(
+        self,
+        unit: RemoteUnit,
+        prepare: Callable[[RemoteShard], Callable[[NearlyDone], None]],
+        size_bytes: int,
+        held_bytes: int,
+        excuse: Excuse,
+        when_pushed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Starts the pushes to all shards of a unit.
+
+        Args:
+            unit: The unit.
+            prepare: Returns a function that pushes one shard's part.
+            size_bytes: Size of the gradients.
+            held_bytes: Memory that is in use until all parts are pushed.
+            excuse: See ``push``.
+            when_pushed: Called when all parts are pushed.
+        """
+        with uninterrupted:
+            self._reserve(held_bytes)
+            self.stats.push_count += 1
+            self.stats.pushed_bytes += size_bytes
+            futures: list[Future[None]] = []
+            try:
+                for number, shard in enumerate(unit.shards):
+                    previous = self._last_part.get((unit.index, number))
+                    streamed_bytes = 0 if shard.server.copies_gradients else shard.stop_bytes - shard.start_bytes
+                    send = partial(_send, _prepared(prepare, shard), previous)
+                    future = self._queues[shard.server].submit(streamed_bytes, send)
+                    self._last_part[unit.index, number] = future
+                    futures.append(future)
+            finally:  # wait only for the parts that were started
+                self._release_when_done(futures, held_bytes, excuse, when_pushed)
+
+    def drain(self) -> None:
+        """Waits until every push is acknowledged; raises the first error."""
+        self._await_pushes()
+        self._raise_push_error()
+
+    def discard(self) -> None:
+        """Waits until no push is in flight and drops their errors. Called when their work item is restarted."""
+        self._await_pushes()
+        self._push_error = None
+
+    def _await_pushes(self) -> None:
+        with self.stats.waiting_for_push(), uninterrupted, self._changed:
+            uninterrupted.wait_for(self._changed, lambda: not self._pushes_in_flight)
+        self._last_part.clear()
+
+    def close(self) -> None:
+        """Fails all waiting pushes. Pushes in flight end when the connection to their server is closed."""
+        for queue in self._queues.values():
+            queue.close()
+        self._threads.shutdown(wait=False)
+
+    def join(self, limit_s: float) -> None:
+        """Waits after ``close`` until no push reads memory of units, at most ``limit_s``."""
+        self._threads.join(limit_s)
+
+    def _reserve(self, size_bytes: int) -> None:
+        with self.stats.waiting_for_push(), uninterrupted, self._changed:
+            # A push larger than the limit goes alone.
+            uninterrupted.wait_for(
+                self._changed,
+                lambda: not self._bytes_in_flight or self._bytes_in_flight + size_bytes <= self._push_limit,
+            )
+            self._bytes_in_flight += size_bytes
+            self._pushes_in_flight += 1
+
+    def _release_when_done(
+        self, futures: Sequence[Future[None]], size_bytes: int, excuse: Excuse, when_done: Callable[[], None]
+    ) -> None:
+        missing = len(futures)
+
+        def release() -> None:
+            when_done()
+            with self._changed:
+                self._bytes_in_flight -= size_bytes
+                self._pushes_in_flight -= 1
+                self._changed.notify_all()
+
+        def done(future: Future[None]) -> None:
+            nonlocal missing
+            error = future.exception()
+            if error is not None and excuse(error):
+                error = None
+            with self._changed:
+                if error is not None and self._push_error is None:
+                    self._push_error = error
+                missing -= 1
+                is_last = not missing
+            if is_last:
+                release()
+
+        for future in futures:
+            future.add_done_callback(done)
+        if not futures:
+            release()
+
+    def _raise_push_error(self) -> None:
+        with uninterrupted, self._changed:
+            error, self._push_error = self._push_error, None
+        if error is not None:
+            raise error
+
+
+def _are_streamed(unit: RemoteUnit) -> bool:
+    """Whether some gradients of a unit stay in memory until they are sent."""
+    return any(not shard.server.copies_gradients for shard in unit.shards)
+
+
+def _prepared(
+    prepare: Callable[[RemoteShard], Callable[[NearlyDone], None]], shard: RemoteShard
+) -> Callable[[NearlyDone], None]:
+    """Returns a function that pushes a shard's part, or one that raises the error of preparing the push."""
+    try:
+        return prepare(shard)
+    except ShardwellError as error:
+        # In this frame nothing refers to the error: a cycle would keep the gradients until a garbage collection.
+        return partial(_fail, error)
+
+
+def _push_after_copy(
+    copied: Callable[[], None],
+    shard: RemoteShard,
+    header: shard_pb2.ReduceScatterHeader,
+    flats: Mapping[int, torch.Tensor],
+    nearly_done: NearlyDone,
+) -> None:
+    """Pushes a shard's part when the copy from the GPU is done."""
+    copied()
+    shard.prepare_push(header, flats)(nearly_done)
+
+
+def _fail(error: ShardwellError, _: NearlyDone) -> None:
+    raise error
+
+
+def _send(push: Callable[[NearlyDone], None], previous: Future[None] | None, nearly_done: NearlyDone) -> None:
+    """Pushes a part after the previous part to the same shard. See Note: [Order of pushes] in ``transfer_queue.py``."""
+    if previous is not None:
+        previous.result()
+    push(nearly_done)

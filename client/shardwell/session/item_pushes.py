@@ -1,0 +1,168 @@
+"""Pushes gradients under the work items of the step in flight, and withdraws those of attempts that are over."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+
+import torch
+
+from shardwell.data_plane.error_feedback import ErrorFeedback
+from shardwell.data_plane.interrupts import uninterrupted
+from shardwell.data_plane.pushes import Pushes
+from shardwell.data_plane.remote_unit import RemoteUnit
+from shardwell.memory.device_copies import to_host
+from shardwell.session.membership import Membership
+from shardwell.session.servers import ShardServers
+from shardwell.session.step_state import FinishedStep, StepState, WorkItemState
+from shardwell_wire.errors import CapacityError, StaleEpochError, VersionGoneError
+from shardwell_wire.v1 import coordinator_pb2
+
+
+class ItemPushes:
+    """The gradients that this trainer pushes for its work items.
+
+    Args:
+        membership: The membership of this trainer.
+        state: State of the step in flight, which says where gradients belong.
+        units: The declared units by index.
+        pushes: Runs the pushes.
+        servers: The servers, whose shared gradient buffers are released.
+    """
+
+    feedback: ErrorFeedback | None = None
+    """Rounding errors of earlier pushes, if ``push_error_feedback`` is set."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        state: StepState,
+        units: Mapping[int, RemoteUnit],
+        pushes: Pushes,
+        servers: ShardServers,
+    ) -> None:
+        self._membership, self._state, self._units = membership, state, units
+        self._pushes, self._servers = pushes, servers
+        self._kept_units: set[int] | None = set() if not state.number else None
+        """Units of which the servers may hold gradients of earlier steps. None: any unit, because this trainer joined
+        after the first step."""
+        self._former_ranks = frozenset(state.items)
+        """Logical ranks whose work items this trainer held in the previous step."""
+
+    def start_step(self, finished: FinishedStep, kept_units: Collection[int]) -> None:
+        """Called after a commit; see ``RunStore.start_step``."""
+        self._kept_units = {unit for unit in kept_units if unit in finished.pushed_units or self.may_keep(unit)}
+        self._former_ranks = finished.global_ranks
+        self._servers.release_gradient_buffers()
+        if self.feedback is not None:
+            self.feedback.commit()
+
+    def rejoin(self, *, moved: bool) -> None:
+        """Called when this trainer has joined the run again; see ``RunStore.rejoin``."""
+        self._pushes.discard()
+        self._servers.release_gradient_buffers()
+        if self.feedback is not None:
+            self.feedback.restart(keep=not moved)
+        if moved:
+            self._kept_units, self._former_ranks = None, frozenset()
+
+    def push(self, unit_index: int, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Starts to push one part of the current item's gradient; see ``ParameterStore.push``."""
+        with uninterrupted:  # the servers wait for every part that is counted
+            self._push(unit_index, gradients)
+
+    def _push(self, unit_index: int, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
+        self._membership.check()
+        unit, current = self._units[unit_index], self._state.require_current()
+        if current.abandoned or self._membership.lapsed:
+            return
+        context = self._membership.context(self._state.number, epoch=current.item.epoch)
+        header = current.start_part(context, unit.layout.unit, unit_index, (index for index, _ in gradients))
+        excuse = partial(self.excuses, current, current.key)
+        if self.feedback is not None and gradients:
+            copies, copied = to_host([gradient for _, gradient in gradients])
+            copied()
+            whole = {index: flat for (index, _), flat in zip(gradients, copies, strict=True)}
+            encoded = self.feedback.encode(unit_index, unit.layout, current.item.dp_rank, whole)
+            if encoded is not None:
+                self._pushes.push_encoded(unit, header, encoded, excuse)
+                return
+        self._pushes.push(unit, header, gradients, excuse)
+
+    def excuses(self, item: WorkItemState, key: tuple[int, int], error: BaseException) -> bool:
+        """Returns whether a failed push does not matter, because the attempt of its item is over. In any thread."""
+        # Servers reject pushes of an attempt that is over. A copy of a late item also ends if a server has no memory.
+        over = isinstance(error, StaleEpochError | VersionGoneError)
+        if over or (isinstance(error, CapacityError) and item.item.copy):
+            item.abandon(key)
+        return self._membership.lapsed or item.abandoned or item.key != key
+
+    def may_keep(self, unit_index: int) -> bool:
+        """Returns whether the servers may keep gradients of a unit from earlier steps, for another optimizer."""
+        return self._kept_units is None or unit_index in self._kept_units
+
+    def push_drops(self, current: WorkItemState) -> None:
+        """Sends the dropped gradients of a work item that no push has reported. Called at the end of the item."""
+        for unit_index in sorted(current.to_drop):
+            held_before = current.item.global_rank in self._former_ranks
+            if current.parts[unit_index] or self.may_keep(unit_index) or not held_before:
+                self.push(unit_index, [])
+        current.clear_drops()
+
+    def drain(self) -> None:
+        """Waits until every push is acknowledged; raises the first error."""
+        self._pushes.drain()
+
+    def discard(self, *, include_empty: bool = False) -> None:
+        """Withdraws the pushes of the current item, or between items those of all items of the step.
+
+        A finished item stays finished: its rank then has no gradient in the step.
+
+        Args:
+            include_empty: Also restart finished items without a push.
+        """
+        current = self._state.current
+        if self._membership.lapsed:
+            return
+        for item in [current] if current else list(self._state.items.values()):
+            if item.item.copy:
+                item.abandon(item.key)  # the trainer of the late work item computes it, too
+            if item.abandoned:
+                self._pushes.discard()
+            elif item.parts or (include_empty and item.finished):
+                self.restart(item)
+
+    def restart(self, item: WorkItemState) -> None:
+        """Restarts a work item whose gradients must not count."""
+        self._pushes.discard()
+        step, rank = self._state.number, item.item.global_rank
+        request = coordinator_pb2.ResetWorkRequest(
+            context=self._membership.context(step, epoch=item.item.epoch),
+            trainer=self._membership.trainer,
+            global_rank=rank,
+        )
+        response: coordinator_pb2.ResetWorkResponse = self._membership.poll(
+            "ResetWork",
+            request,
+            lambda answer: answer.HasField("item"),
+            what=f"the servers to drop the gradient of rank {rank} in step {step}",
+        )
+        self._state.restart_item(item, response.item)
+        self._servers.release_gradient_buffers(item.item.dp_rank)
+        if self.feedback is not None:
+            self.feedback.reset(item.item.dp_rank)
+
+    @property
+    def can_copy_items(self) -> bool:
+        """True if a copy of a work item gives the same bits here as on another trainer.
+
+        With error feedback, gradients depend on the rounding errors that each trainer has stored.
+        """
+        return self.feedback is None
+
+    def forget_pushes(self, item: WorkItemState) -> None:
+        """Forgets the pushes of an attempt that is over. Call it before the item's next attempt."""
+        self._pushes.discard()
+        self._servers.release_gradient_buffers(item.item.dp_rank)
+        if self.feedback is not None:
+            self.feedback.reset(item.item.dp_rank)
