@@ -58,7 +58,8 @@ if TYPE_CHECKING:
     from shardwell.optimizers.client_side import ClientSide, FlatClientSide
     from shardwell.processes.local_cluster import LocalCluster
     from shardwell.session.config import TransferOptions, WaitOptions
-    from shardwell.session.session import Session, join
+    from shardwell.session.join import join
+    from shardwell.session.session import Session
     from shardwell.session.step import Step
     from shardwell.weights.checkpoint_conversion import checkpoint_to_dcp, dcp_to_checkpoint
     from shardwell.weights.checkpoint_reader import CheckpointReader, open_checkpoint
@@ -191,7 +192,7 @@ _MODULES = {
     "fully_shard": "shardwell.module.fully_shard",
     "init": "shardwell.init",
     "iter_full_state_dict": "shardwell.weights.state_dict",
-    "join": "shardwell.session.session",
+    "join": "shardwell.session.join",
     "join_state_dicts": "shardwell.weights.state_dict",
     "local_ratio": "shardwell.module.memory_report",
     "num_parameters": "shardwell.module.memory_report",

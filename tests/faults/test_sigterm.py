@@ -68,7 +68,7 @@ def test_item_that_takes_long_is_handed_back() -> None:
                 for x in step.batches(lambda step, rank: torch.ones(2, 3)):
                     model(x).sum().backward()
                     if step.number == 1:
-                        session.in_flight._item_s = 3600.0
+                        session.in_flight.items._item_s = 3600.0
                         signal.raise_signal(signal.SIGTERM)
                 optimizer.step()
         assert time.monotonic() - started < 30.0

@@ -179,7 +179,7 @@ class ShardedOptimizer(Optimizer):
         """Returns the norm of the unscaled mean gradient."""
         loss_scale = self._scaling.loss_scale
         try:
-            norm = self._session.in_flight.grad_norm(self._session.loop_step, norm_type, self._counted_units())
+            norm = self._session.in_flight.grad_norm(self._session.loop.step, norm_type, self._counted_units())
         except NonFiniteError:
             if loss_scale is None:
                 raise
@@ -219,8 +219,8 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        updated = self._session.commit(self._make_update())
-        self.repeats = self._session.repeats_step
+        updated = self._session.loop.commit(self._make_update())
+        self.repeats = self._session.loop.repeats_step
         self.skipped = not updated and not self.repeats
         if self.repeats:
             self._warn_about_schedulers()
@@ -252,7 +252,7 @@ class ShardedOptimizer(Optimizer):
         self._scaling = _Scaling()
         if not self._other_optimizers():
             self._session.in_flight.zero_grad()
-        elif self._session.loop_step == self._session.step:  # False if a committed step is repeated
+        elif self._session.loop.step == self._session.step:  # False if a committed step is repeated
             self._session.in_flight.zero_grad_of(self._own_parameters())
 
     def state_dict(self) -> dict[str, Any]:

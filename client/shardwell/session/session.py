@@ -21,7 +21,7 @@ from shardwell.module.units import Units
 from shardwell.seeds import derive_seed
 from shardwell.session import process_groups
 from shardwell.session.checkpoints import save_checkpoint
-from shardwell.session.config import JoinConfig, TransferOptions, WaitOptions
+from shardwell.session.config import JoinConfig
 from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell.session.iteration import Iteration
 from shardwell.session.membership import Membership
@@ -29,13 +29,13 @@ from shardwell.session.preemption import preemption
 from shardwell.session.private_cluster import open_private_cluster
 from shardwell.session.run_buffers import RunBuffers
 from shardwell.session.run_store import RunStore
-from shardwell.session.step import LoopPosition, Step
-from shardwell.session.step_commit import StepCommitter, StepUpdate
+from shardwell.session.step import Step
+from shardwell.session.step_commit import StepCommitter
 from shardwell.session.step_in_flight import StepInFlight
 from shardwell.session.step_state import StepState
 from shardwell.session.tracked_objects import TrackedObjects
+from shardwell.session.training_loop import TrainingLoop
 from shardwell_wire.errors import UsageError
-from shardwell_wire.topology import World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
 logger = logging.getLogger(__name__)
@@ -52,6 +52,7 @@ class Session:
         seed: The run's seed.
         store: Stores the units on the shard servers.
         in_flight: The step in flight.
+        loop: The training loop.
         optimizers: Optimizers of the session's parameters.
     """
 
@@ -82,21 +83,16 @@ class Session:
             init_seed=derive_seed(self.seed, "stage", self.pp_rank or 0),
         )
         self._tracked = TrackedObjects(joined.state.tracked_json)
-        self._iteration = Iteration(self._tracked)
+        iteration = Iteration(self._tracked)
         self._buffers = RunBuffers(lambda: self.units.named_modules, self.store.buffers, joined.state)
+        self._committer = StepCommitter(self._membership)
         self.in_flight = StepInFlight(
-            state,
-            StepCommitter(self._membership),
-            self.store,
-            self.units,
-            self._buffers,
-            self._tracked,
-            self._iteration,
+            state, self._committer, self.store, self.units, self._buffers, self._tracked, iteration
         )
-        self._loop: LoopPosition | None = None
+        self.loop = TrainingLoop(self.in_flight, iteration, self._tracked, self._membership)
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         _register(self)
-        preemption.add(self.in_flight)
+        preemption.add(self.in_flight.items)
         self._log_ranks()
 
     # ---- this trainer ----
@@ -197,37 +193,7 @@ class Session:
         Raises:
             UsageError: The loop body called ``optimizer.step()`` less or more often.
         """
-        if optimizer_steps < 1:
-            raise UsageError(f"steps(optimizer_steps={optimizer_steps!r}): expected at least 1")
-        if self.step >= num_steps * optimizer_steps:
-            logger.warning(
-                "run %r has committed %d steps, so steps(%d) has none left to train: ask for more steps, or start a "
-                "new run under another name",
-                self.run,
-                self.step,
-                num_steps,
-            )
-        number = self._first_iteration(optimizer_steps)
-        loop: LoopPosition | None = None
-        try:
-            while number < num_steps:
-                loop = self._loop = LoopPosition(number, optimizer_steps)
-                self.in_flight.enter()
-                yield Step(loop, self.in_flight, seed=self.seed, dp=self.world.dp)
-                self.in_flight.leave()
-                if self._iteration.voided:
-                    number = self._first_iteration(optimizer_steps) if self._iteration.resume() else number
-                else:
-                    loop.require_end()
-                    number += 1
-        finally:
-            if self._loop is loop:  # another loop may have started
-                self._loop = None
-                self._iteration.end()
-
-    def _first_iteration(self, optimizer_steps: int) -> int:
-        """Returns the iteration with which a loop starts. Restored objects need the end of the last committed step."""
-        return max(0, self.step - 1 if self._tracked.restored else self.step) // optimizer_steps
+        return self.loop.steps(num_steps, optimizer_steps)
 
     def track(self, **objects: Any) -> None:
         """Stores the state of objects, such as LR schedulers and counters, with every commit.
@@ -245,29 +211,9 @@ class Session:
         """
         self._tracked.track(objects)
 
-    @property
-    def loop_step(self) -> int:
-        """The step that ``optimizer.step()`` commits; a committed step while an iteration is repeated."""
-        return self.step if self._loop is None else self._loop.step
-
-    def commit(self, update: StepUpdate) -> bool:
-        """Commits the loop's step; returns whether parameters were updated. See ``StepInFlight.commit``."""
-        loop = self._loop
-        if loop is not None and not self._iteration.voided:
-            loop.require_open()
-        updated = self.in_flight.commit(self.loop_step, update)
-        if loop is not None and not self._iteration.voided:
-            loop.record_commit()
-        return updated
-
     def tracks_scheduler_of(self, optimizer: Any) -> bool:
         """True if a tracked object belongs to an optimizer, such as its LR scheduler."""
         return self._tracked.has_owner(optimizer)
-
-    @property
-    def repeats_step(self) -> bool:
-        """True if the rest of the loop's iteration has no effect, because its step is computed again."""
-        return self._iteration.voided
 
     def declare_buffers(self) -> None:
         """Declares the buffers of the complete model. The run starts with rank 0's values, which all others load."""
@@ -290,7 +236,7 @@ class Session:
         """
         return {
             **self.store.stats,
-            **self.in_flight.wait_s,
+            **self._committer.stats,
             "live_unit_bytes": self.units.live_bytes,
             "peak_unit_bytes": self.units.peak_bytes,
         }
@@ -375,7 +321,7 @@ class Session:
 
     def _mark_closed(self) -> None:
         self._closed = True
-        preemption.remove(self.in_flight)
+        preemption.remove(self.in_flight.items)
         _unregister(self)
         torch_patches.unwatch(self.units)
 
@@ -389,74 +335,6 @@ class Session:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def join(
-    address: str | None = None,
-    *,
-    run: str | None = None,
-    world: World | None = None,
-    seed: int | None = None,
-    min_trainers: int | None = None,
-    trainer: str | None = None,
-    host: str | None = None,
-    global_rank: int | None = None,
-    num_layers: int | None = None,
-    token_file: str | None = None,
-    checkpoint_dir: str | None = None,
-    checkpoint_every: int | None = None,
-    keep: int | None = None,
-    backups: int | None = None,
-    resume: str | None = None,
-    transfers: TransferOptions | None = None,
-    waits: WaitOptions | None = None,
-) -> Session:
-    """Joins a run as a trainer; returns when enough trainers have joined.
-
-    An argument that is not passed is read from the environment variable ``SHARDWELL_`` + its name in capitals, such as
-    ``SHARDWELL_ADDRESS`` and ``SHARDWELL_RUN``; the world from ``SHARDWELL_DP``, ``SHARDWELL_TP``, ``SHARDWELL_PP`` and
-    ``SHARDWELL_ORDER``. ``shardwell launch`` sets these variables. Without them, RANK and WORLD_SIZE of torchrun count.
-
-    Args:
-        address: The coordinator's host:port. Default: start a private local cluster that ends with this process.
-        run: Name of the run. Default: ``default``.
-        world: The grid of logical ranks. Default: one rank.
-        seed: Seed of the data order and of dropout. Default: 0.
-        min_trainers: Trainers that must have joined before the first step. Default: one per logical rank. With fewer
-            trainers than ranks, some trainers play several ranks. Trainers beyond the ranks are spares.
-        trainer: Name of this trainer. A restarted trainer with the same name gets its ranks back. Default: the
-            coordinator chooses a name.
-        host: Name of this host. Default: the machine's host name.
-        global_rank: Logical rank to request. Default: any.
-        num_layers: Number of layers to split over pipeline stages, checked against the world. Default: not checked.
-        token_file: File with the cluster's token, readable by its user only. Default: the token of this user's local
-            cluster at the address, else of the file in ``SHARDWELL_TOKEN_FILE``.
-        checkpoint_dir: Folder of checkpoints: a path, or an fsspec URL such as ``s3://bucket/folder``. The coordinator
-            and all shard servers must reach it. Checkpoints are written to ``checkpoint_dir/RUN/``. The newest value
-            that a trainer passes counts. Default: unchanged; a new run writes no checkpoints.
-        checkpoint_every: Number of commits between two checkpoints. 0: only on request. Default: as checkpoint_dir.
-        keep: Number of checkpoints to keep; older ones are deleted. 0: all. Default: as checkpoint_dir.
-        backups: Number of other servers that keep a copy of every shard, so that the loss of a server costs no step.
-            The newest value that a trainer passes counts. Default: unchanged; a new run has none.
-        resume: Checkpoint from which to create the run, if it does not exist: ``latest`` for the newest one of this
-            run in ``checkpoint_dir`` (without any, the run starts at step 0), or the path or URL of one checkpoint.
-            The numbers of trainers and servers may differ from those at the time of the checkpoint.
-        transfers: How weights and gradients travel.
-        waits: How long to wait for other processes.
-
-    Raises:
-        RunMismatchError: The run exists with another world, seed or min_trainers; or the checkpoint has another world
-            or seed.
-        NotFoundError: The checkpoint to resume from does not exist.
-        CorruptDataError: The checkpoint to resume from is damaged.
-        WorldError: The world is invalid, or does not fit ``min_trainers``, ``num_layers`` or the launcher.
-        DuplicateError: A live trainer has this name or plays the requested rank.
-        DeadlineError: Too few trainers joined in time.
-        UnavailableError: The coordinator cannot be reached.
-        UnauthenticatedError: The cluster requires a token, and none or a wrong one was found.
-        UsageError: An argument or variable has an invalid value.
-    """
-    return Session(JoinConfig.from_env(dict(locals())))
 
 
 # ---- open sessions of this process ----

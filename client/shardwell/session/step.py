@@ -110,21 +110,21 @@ class Step:
     def _batches(self, make_batch: BatchFunction) -> Iterator[Any]:
         work = self._work
         work.settle()
-        if not work.join_again() or work.voided or work.state.number > self._loop.step:
+        if not work.rejoining.join_again() or work.voided or work.state.number > self._loop.step:
             return
-        work.start_batches()
+        work.items.start_batches()
         items = deque(work.state.unfinished)
         while True:
             while items:
                 yield from self._compute(items.popleft(), make_batch)
-            more = work.finish_work(accept_work=True)
+            more = work.items.finish_work(accept_work=True)
             if not more:
                 return
             items.extend(more)
 
     def _compute(self, item: WorkItemState, make_batch: BatchFunction) -> Iterator[Any]:
         work, dp_rank = self._work, item.item.dp_rank
-        if not work.start_item(item):
+        if not work.items.start_item(item):
             return
         if item.item.global_rank not in self.global_ranks:
             self.global_ranks.append(item.item.global_rank)
@@ -133,13 +133,13 @@ class Step:
         try:
             yield make_batch(self.number, dp_rank)
         finally:
-            work.stop_item()
+            work.items.stop_item()
         if work.state.number != step:
             raise UsageError(
                 f"optimizer.step() was called inside the loop over step.batches of step {self.number}: "
                 "call it after the loop"
             )
-        work.end_item()
+        work.items.end_item()
 
 
 def batch_function(source: Any, *, seed: int, dp: int, batch_size: int | None, collate_fn: Any) -> BatchFunction:

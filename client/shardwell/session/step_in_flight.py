@@ -1,19 +1,20 @@
-"""Moves one trainer's units, gradients, buffers and tracked objects through each step."""
+"""Commits each step: settles interrupted commits, and handles gradients that were lost or dropped."""
 
 from __future__ import annotations
 
 import logging
 import math
-import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from shardwell.module.units import Units
 from shardwell.session.iteration import Iteration
+from shardwell.session.rejoining import Rejoining
 from shardwell.session.run_buffers import RunBuffers
 from shardwell.session.run_store import RunStore
 from shardwell.session.step_commit import GradNorm, StepCommitter, StepUpdate
-from shardwell.session.step_state import StepPhase, StepState, WorkItemState
+from shardwell.session.step_state import StepPhase, StepState
 from shardwell.session.tracked_objects import TrackedObjects
+from shardwell.session.work_items import WorkItems
 from shardwell_wire.errors import (
     DeadlineError,
     ShardwellError,
@@ -30,12 +31,14 @@ logger = logging.getLogger(__name__)
 
 
 class StepInFlight:
-    """Computes, commits and, after an interrupt, settles the step in flight.
+    """The step in flight on one trainer: computes it, commits it and, after an interrupt, settles it.
 
     Every change of the step's state goes through ``StepState``.
 
     Attributes:
         state: State of the step.
+        items: The work items of this trainer.
+        rejoining: Joins the run again.
 
     Args:
         state: State of the first step.
@@ -61,29 +64,17 @@ class StepInFlight:
         self._iteration = iteration
         self._committer, self._store, self._units = committer, store, units
         self._buffers, self._tracked = buffers, tracked
+        self.rejoining = Rejoining(state, committer, store, units, buffers, iteration)
+        self.items = WorkItems(state, committer, store, units, buffers, self.rejoining)
         self._several_optimizers = False
-        self._item_started_s: float | None = None
-        self._item_s: float | None = None
-        """Seconds that the last item of ``step.batches`` took."""
-        self._stop: Callable[[], None] | None = None
-        """Called when the current item is finished and reported."""
-        self._rollbacks = 0
-        """How often the run was rolled back before this trainer joined last."""
         units.passes.before_use = self.settle
-
-    @property
-    def wait_s(self) -> dict[str, float]:
-        """Seconds that the training thread has waited for other trainers' work and for commits."""
-        return self._committer.stats
 
     def share_between_optimizers(self, several: bool) -> None:
         """Sets whether several optimizers update the session's parameters in turn.
 
         If so, a commit leaves the autograd graphs of the other optimizers' units usable.
         """
-        self._several_optimizers = several
-
-    # ---- work items ----
+        self._several_optimizers = self.items.keeps_graphs = several
 
     def enter(self) -> None:
         """Called when a loop over ``session.steps`` starts the step."""
@@ -93,193 +84,14 @@ class StepInFlight:
     def leave(self) -> None:
         """Called when the loop body of the step has ended."""
         self.settle()
-        self.join_again()
+        self.rejoining.join_again()
 
     @property
     def voided(self) -> bool:
         """True if the rest of the loop's iteration has no effect. See Note: [Void iterations] in ``iteration.py``."""
         return self._iteration.voided
 
-    def start_batches(self) -> None:
-        """Called when ``step.batches`` starts to yield the step's items.
-
-        Raises:
-            UsageError: A gradient was computed before, which belongs to no item.
-        """
-        if not self.state.in_batches and self._units.have_gradients:
-            raise UsageError(
-                f"a backward ran in step {self.state.number} before `for batch in step.batches(...)`: its gradient "
-                "belongs to no batch, and no other trainer could recompute it. Run the backward inside that loop, or "
-                "call optimizer.zero_grad() to drop the gradient"
-            )
-        self.state.start_batches()
-
-    def start_item(self, item: WorkItemState) -> bool:
-        """Starts a work item without gradients of an earlier attempt; returns False if the attempt is over already."""
-        self.state.start_item(item)
-        self._item_started_s = time.monotonic()
-        self._units.zero_grad()
-        try:
-            self._buffers.start_item(self.state.number, item)
-        except VersionGoneError:  # the step was committed with the work of another trainer
-            item.abandon(item.key)
-            self.state.leave_item()
-            return False
-        item.record_written(self._buffers.written())
-        self._committer.start_item(self.state.number, item.item.global_rank)
-        return True
-
-    def stop_item(self) -> None:
-        """Called when ``step.batches`` gets back the control, also if the loop ends early or raises."""
-        self._committer.end_item()
-
-    def end_item(self) -> None:
-        """Ends the current item: sends its remaining gradients and, for rank 0, its buffers.
-
-        Drops them if the item's attempt is over.
-        """
-        current = self.state.current
-        if current is not None and self.state.in_batches and self._is_over(current):
-            self._units.zero_grad()
-            self._buffers.abandon_item()
-            self.state.leave_item()
-            if current.spoiled and not self._committer.lapsed:
-                self._store.pushes.restart(current)
-            self._end_time()
-            return
-        self._units.finish_item(keeps_graphs=self._several_optimizers and not self.state.in_batches)
-        if current is not None:
-            self._store.pushes.push_drops(current)
-            self._buffers.end_item(self.state.number, current)
-        self.state.finish_item()
-        self._end_time()
-
-    def _end_time(self) -> None:
-        """Measures the item that has ended. Stops the process if it should end with the item."""
-        started, self._item_started_s = self._item_started_s, None
-        if started is not None:
-            self._item_s = time.monotonic() - started
-        if self._stop is not None:
-            stop, self._stop = self._stop, None
-            self._store.pushes.drain()
-            finished = [item.to_proto() for item in self.state.items.values() if item.finished and not item.abandoned]
-            self._committer.report_finished(self.state.number, finished)
-            stop()
-
-    def remaining_s(self) -> float | None:
-        """See ``Computes.remaining_s`` in ``preemption.py``."""
-        started, item_s = self._item_started_s, self._item_s
-        return None if started is None or item_s is None else max(0.0, started + item_s - time.monotonic())
-
-    def stop_after_item(self, stop: Callable[[], None]) -> None:
-        """See ``Computes.stop_after_item`` in ``preemption.py``."""
-        self._stop = stop
-
-    def _is_over(self, item: WorkItemState) -> bool:
-        """True if gradients of the item's attempt do not count any more."""
-        return item.abandoned or self._committer.lapsed
-
-    def finish_work(self, *, accept_work: bool) -> list[WorkItemState]:
-        """Reports finished items and waits for those of the other trainers.
-
-        Returns:
-            Work items that this trainer must compute: those of a lost trainer, and its own that were restarted. Empty
-            when all items of the step are finished, or when the loop goes on at another step.
-
-        Raises:
-            StepRestartedError: In a plain loop, the trainer's item was restarted.
-        """
-        while not self.state.work_finished:
-            if not self.join_again():
-                return []
-            if todo := [item for item in self.state.unfinished if not item.abandoned]:
-                return todo  # this trainer has joined again, or it has restarted items itself
-            try:
-                self._store.pushes.drain()
-                # The pushes of an abandoned item were dropped. A plain loop reports it to learn the next attempt.
-                reported = [
-                    item.to_proto()
-                    for item in self.state.items.values()
-                    if item.finished and not (item.abandoned and self.state.in_batches)
-                ]
-                response = self._committer.finish_work(
-                    self.state.number, reported, accept_work=accept_work, accept_copies=self._accepts_copies
-                )
-            except StaleEpochError:
-                if not self._committer.lapsed:
-                    raise
-                continue
-            if response.all_finished:
-                self.state.finish_work()
-            elif work := self._take(response.work.items):
-                return work
-        return []
-
-    @property
-    def _accepts_copies(self) -> bool:
-        """True if this trainer may compute a copy of an item that is late, and none has failed in this step."""
-        failed = any(item.item.copy and item.abandoned for item in self.state.items.values())
-        return self.state.in_batches and self._store.pushes.can_copy_items and not failed
-
-    def _take(self, items: Iterable[coordinator_pb2.WorkItem]) -> list[WorkItemState]:
-        """Adds work items that the coordinator has leased to this trainer; returns those to compute."""
-        known = self.state.items
-        work = self.state.add_items([item for item in items if item.global_rank not in known])
-        added = {state.item.global_rank for state in work}
-        repeated = [item for item in items if item.global_rank not in added]
-        for item in repeated:
-            self._repeat(known[item.global_rank], item)
-        if repeated and not self.state.in_batches:
-            raise self._plain_loop_error()
-        return [*(known[item.global_rank] for item in repeated), *work]
-
-    def _repeat(self, state: WorkItemState, item: coordinator_pb2.WorkItem) -> None:
-        """Makes an item unfinished, because its attempt is over and it is leased to this trainer again."""
-        logger.warning(
-            "step %d: the work of rank %d is computed again (attempt %d), because its gradients are lost",
-            self.state.number,
-            item.global_rank,
-            item.attempt,
-        )
-        self._store.pushes.forget_pushes(state)
-        self.state.repeat_item(state, item)
-
     # ---- restarts ----
-
-    def join_again(self) -> bool:
-        """Joins the run again if this trainer's membership has lapsed.
-
-        Returns:
-            False if the loop's iteration has lost its effect, because the run is at another step.
-
-        Raises:
-            StepRestartedError: In a plain loop, the gradients of the step are lost.
-        """
-        if not self._committer.lapsed:
-            return True
-        before, in_batches = self.state.number, self.state.in_batches
-        computed = self._units.have_gradients
-        self._store.reach_servers()
-        joined = self._committer.rejoin()
-        moved = joined.committed_step != before or joined.rollback_count != self._rollbacks
-        self._rollbacks = joined.rollback_count
-        self.state.restart(joined.committed_step, joined.work.items)
-        self._store.rejoin(joined, moved=moved)
-        self._units.zero_grad()
-        try:
-            self._units.invalidate()
-        finally:
-            self._buffers.rejoin(joined.state if moved else None, self.state.number, has_work=bool(self.state.items))
-        self._units.begin_step()
-        if moved and self._iteration.running:
-            self._iteration.move(joined)
-            self._iteration.void(before, f"this trainer has joined the run again at step {self.state.number}")
-            return False
-        if in_batches:
-            self.state.start_batches()
-        elif computed:
-            raise self._plain_loop_error()
-        return True
 
     def _restarted(self, error: ShardwellError) -> None:
         """Handles work that was restarted after ``step.batches`` had ended. See Note: [Void iterations].
@@ -289,7 +101,7 @@ class StepInFlight:
             ShardwellError: ``error``, if nothing can be done about it here.
         """
         if self._committer.lapsed:
-            if not self.join_again():
+            if not self.rejoining.join_again():
                 return
         elif isinstance(error, StepRestartedError):
             self.state.reopen_work()
@@ -300,19 +112,8 @@ class StepInFlight:
             self._iteration.void(self.state.number, str(error))
             return
         if not self.state.in_batches and not self.state.unfinished:
-            self.finish_work(accept_work=False)  # raises if the items of this trainer were restarted, too
+            self.items.finish_work(accept_work=False)  # raises if the items of this trainer were restarted, too
         raise error
-
-    def _plain_loop_error(self) -> StepRestartedError:
-        """Returns the error for a loop that computes its own batches, after the step was made ready for them."""
-        self._units.zero_grad()
-        self._buffers.restore()
-        return StepRestartedError(
-            f"the gradients of step {self.state.number} are lost, because a shard server was lost or this trainer lost "
-            "its place in the run: run the forward and the backward of the step again, then optimizer.step(). A loop "
-            "`for batch in step.batches(...)` does this by itself",
-            step=self.state.number,
-        )
 
     # ---- dropped gradients ----
 
@@ -371,7 +172,7 @@ class StepInFlight:
             long ago with a copy of this trainer's work.
         """
         try:
-            if not self.voided and self.join_again():
+            if not self.voided and self.rejoining.join_again():
                 if step == self.state.number:
                     self._finish_plain_loop()
                 return self._committer.grad_norm(step, norm_type, unit_indices)
@@ -399,7 +200,7 @@ class StepInFlight:
         """
         self._committer.check()
         try:
-            return not self.voided and self.join_again() and self._commit(step, update)
+            return not self.voided and self.rejoining.join_again() and self._commit(step, update)
         except (StepRestartedError, StaleEpochError) as error:
             self.state.abandon_commit()
             self._restarted(error)
@@ -487,7 +288,7 @@ class StepInFlight:
     def _finish_plain_loop(self) -> None:
         """Finishes the trainer's item in a plain loop, which has no end of its own, and waits for other trainers."""
         if self.state.current is not None:
-            self.end_item()
+            self.items.end_item()
         # An abandoned item is finished by another trainer once the work of all trainers is finished.
         done_elsewhere = self.state.work_finished
         if missing := [item for item in self.state.unfinished if not (done_elsewhere and item.abandoned)]:
@@ -497,7 +298,7 @@ class StepInFlight:
                 "run `for batch in step.batches(...)` to its end before optimizer.step()"
             )
         if not self.state.work_finished:
-            self.finish_work(accept_work=False)
+            self.items.finish_work(accept_work=False)
 
     def _finish_empty_work(self) -> None:
         """Finishes the step's items without computing them: the step uses gradients of earlier steps only.
@@ -507,8 +308,8 @@ class StepInFlight:
         while not self.state.work_finished and self.state.items:
             for item in self.state.unfinished:
                 self.state.select_item(item)
-                self.end_item()
-            self.finish_work(accept_work=True)
+                self.items.end_item()
+            self.items.finish_work(accept_work=True)
 
 
 def _updates(unit: common_pb2.UnitGroups) -> bool:

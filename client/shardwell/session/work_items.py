@@ -1,0 +1,194 @@
+"""A trainer's work items: each is started, computed and finished, and finished items are reported."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+from shardwell.module.units import Units
+from shardwell.session.rejoining import Rejoining
+from shardwell.session.run_buffers import RunBuffers
+from shardwell.session.run_store import RunStore
+from shardwell.session.step_commit import StepCommitter
+from shardwell.session.step_state import StepState, WorkItemState
+from shardwell_wire.errors import StaleEpochError, UsageError, VersionGoneError
+from shardwell_wire.v1 import coordinator_pb2
+
+logger = logging.getLogger(__name__)
+
+
+class WorkItems:
+    """Computes the work items of the step in flight that are leased to this trainer.
+
+    Args:
+        state: State of the step.
+        committer: Calls the coordinator.
+        store: Sends gradients.
+        units: The sharded units.
+        buffers: The run's buffers.
+        rejoining: Joins the run again if the membership has lapsed.
+    """
+
+    def __init__(
+        self,
+        state: StepState,
+        committer: StepCommitter,
+        store: RunStore,
+        units: Units,
+        buffers: RunBuffers,
+        rejoining: Rejoining,
+    ) -> None:
+        self._state, self._committer, self._store = state, committer, store
+        self._units, self._buffers, self._rejoining = units, buffers, rejoining
+        self.keeps_graphs = False
+        """Whether graphs stay usable after an item of a plain loop, because several optimizers use them in turn."""
+        self._item_started_s: float | None = None
+        self._item_s: float | None = None
+        """Seconds that the last item of ``step.batches`` took."""
+        self._stop: Callable[[], None] | None = None
+        """Called when the current item is finished and reported."""
+
+    def start_batches(self) -> None:
+        """Called when ``step.batches`` starts to yield the step's items.
+
+        Raises:
+            UsageError: A gradient was computed before, which belongs to no item.
+        """
+        if not self._state.in_batches and self._units.have_gradients:
+            raise UsageError(
+                f"a backward ran in step {self._state.number} before `for batch in step.batches(...)`: its gradient "
+                "belongs to no batch, and no other trainer could recompute it. Run the backward inside that loop, or "
+                "call optimizer.zero_grad() to drop the gradient"
+            )
+        self._state.start_batches()
+
+    def start_item(self, item: WorkItemState) -> bool:
+        """Starts a work item without gradients of an earlier attempt; returns False if the attempt is over already."""
+        self._state.start_item(item)
+        self._item_started_s = time.monotonic()
+        self._units.zero_grad()
+        try:
+            self._buffers.start_item(self._state.number, item)
+        except VersionGoneError:  # the step was committed with the work of another trainer
+            item.abandon(item.key)
+            self._state.leave_item()
+            return False
+        item.record_written(self._buffers.written())
+        self._committer.start_item(self._state.number, item.item.global_rank)
+        return True
+
+    def stop_item(self) -> None:
+        """Called when ``step.batches`` gets back the control, also if the loop ends early or raises."""
+        self._committer.end_item()
+
+    def end_item(self) -> None:
+        """Ends the current item: sends its remaining gradients and, for rank 0, its buffers.
+
+        Drops them if the item's attempt is over.
+        """
+        current = self._state.current
+        if current is not None and self._state.in_batches and self._is_over(current):
+            self._units.zero_grad()
+            self._buffers.abandon_item()
+            self._state.leave_item()
+            if current.spoiled and not self._committer.lapsed:
+                self._store.pushes.restart(current)
+            self._end_time()
+            return
+        self._units.finish_item(keeps_graphs=self.keeps_graphs and not self._state.in_batches)
+        if current is not None:
+            self._store.pushes.push_drops(current)
+            self._buffers.end_item(self._state.number, current)
+        self._state.finish_item()
+        self._end_time()
+
+    def _end_time(self) -> None:
+        """Measures the item that has ended. Stops the process if it should end with the item."""
+        started, self._item_started_s = self._item_started_s, None
+        if started is not None:
+            self._item_s = time.monotonic() - started
+        if self._stop is not None:
+            stop, self._stop = self._stop, None
+            self._store.pushes.drain()
+            finished = [item.to_proto() for item in self._state.items.values() if item.finished and not item.abandoned]
+            self._committer.report_finished(self._state.number, finished)
+            stop()
+
+    def remaining_s(self) -> float | None:
+        """See ``Computes.remaining_s`` in ``preemption.py``."""
+        started, item_s = self._item_started_s, self._item_s
+        return None if started is None or item_s is None else max(0.0, started + item_s - time.monotonic())
+
+    def stop_after_item(self, stop: Callable[[], None]) -> None:
+        """See ``Computes.stop_after_item`` in ``preemption.py``."""
+        self._stop = stop
+
+    def _is_over(self, item: WorkItemState) -> bool:
+        """True if gradients of the item's attempt do not count any more."""
+        return item.abandoned or self._committer.lapsed
+
+    def finish_work(self, *, accept_work: bool) -> list[WorkItemState]:
+        """Reports finished items and waits for those of the other trainers.
+
+        Returns:
+            Work items that this trainer must compute: those of a lost trainer, and its own that were restarted. Empty
+            when all items of the step are finished, or when the loop goes on at another step.
+
+        Raises:
+            StepRestartedError: In a plain loop, the trainer's item was restarted.
+        """
+        while not self._state.work_finished:
+            if not self._rejoining.join_again():
+                return []
+            if todo := [item for item in self._state.unfinished if not item.abandoned]:
+                return todo  # this trainer has joined again, or it has restarted items itself
+            try:
+                self._store.pushes.drain()
+                # The pushes of an abandoned item were dropped. A plain loop reports it to learn the next attempt.
+                reported = [
+                    item.to_proto()
+                    for item in self._state.items.values()
+                    if item.finished and not (item.abandoned and self._state.in_batches)
+                ]
+                response = self._committer.finish_work(
+                    self._state.number, reported, accept_work=accept_work, accept_copies=self._accepts_copies
+                )
+            except StaleEpochError:
+                if not self._committer.lapsed:
+                    raise
+                continue
+            if response.all_finished:
+                self._state.finish_work()
+            elif work := self._take(response.work.items):
+                return work
+        return []
+
+    @property
+    def _accepts_copies(self) -> bool:
+        """True if this trainer may compute a copy of an item that is late, and none has failed in this step."""
+        failed = any(item.item.copy and item.abandoned for item in self._state.items.values())
+        return self._state.in_batches and self._store.pushes.can_copy_items and not failed
+
+    def _take(self, items: Iterable[coordinator_pb2.WorkItem]) -> list[WorkItemState]:
+        """Adds work items that the coordinator has leased to this trainer; returns those to compute."""
+        known = self._state.items
+        work = self._state.add_items([item for item in items if item.global_rank not in known])
+        added = {state.item.global_rank for state in work}
+        repeated = [item for item in items if item.global_rank not in added]
+        for item in repeated:
+            self._repeat(known[item.global_rank], item)
+        if repeated and not self._state.in_batches:
+            raise self._rejoining.plain_loop_error()
+        return [*(known[item.global_rank] for item in repeated), *work]
+
+    def _repeat(self, state: WorkItemState, item: coordinator_pb2.WorkItem) -> None:
+        """Makes an item unfinished, because its attempt is over and it is leased to this trainer again."""
+        logger.warning(
+            "step %d: the work of rank %d is computed again (attempt %d), because its gradients are lost",
+            self._state.number,
+            item.global_rank,
+            item.attempt,
+        )
+        self._store.pushes.forget_pushes(state)
+        self._state.repeat_item(state, item)
