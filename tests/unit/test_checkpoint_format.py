@@ -129,6 +129,19 @@ def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path) -> None:
     read_everything(folder)
 
 
+def test_every_flipped_bit_of_a_manifest_is_found(tmp_path: Path) -> None:
+    """Also in numbers and texts that would be valid, such as the state of a scheduler."""
+    path = Path(write_checkpoint(tmp_path, 1)) / "manifest.json"
+    manifest = path.read_bytes()
+    for bit in range(8 * len(manifest)):
+        changed = bytearray(manifest)
+        changed[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(CorruptDataError, match="manifest"):
+            Manifest.from_bytes(bytes(changed), "manifest.json")
+    path.write_bytes(manifest.replace(rb'\"last\": 3', rb'\"last\": 4'))
+    assert "its checksum is" in RunFolder.of(tmp_path, RUN).entries()[0].problem
+
+
 def test_a_damaged_tensor_is_named(tmp_path: Path) -> None:
     folder = Path(write_checkpoint(tmp_path, 1))
     flip(folder / "shards-s0.safetensors", (folder / "shards-s0.safetensors").stat().st_size - 1)
@@ -157,7 +170,7 @@ def test_truncated_and_missing_files_are_named_and_the_checkpoint_before_is_offe
 def test_every_torn_manifest_is_refused(tmp_path: Path) -> None:
     folder = Path(write_checkpoint(tmp_path, 1))
     manifest = (folder / "manifest.json").read_bytes()
-    for size in range(len(manifest) - 2):  # the last two bytes are a newline and the closing brace
+    for size in range(len(manifest)):
         with pytest.raises(CorruptDataError, match="manifest"):
             Manifest.from_bytes(manifest[:size], "manifest.json")
 

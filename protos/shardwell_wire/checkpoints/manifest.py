@@ -14,7 +14,7 @@ from typing import Any
 
 from google.protobuf import json_format
 
-from shardwell_wire.checkpoints.format import FORMAT_VERSION, require_count, require_readable
+from shardwell_wire.checkpoints.format import FORMAT_VERSION, checksum_of, require_count, require_readable
 from shardwell_wire.checkpoints.safetensors_header import parse_json
 from shardwell_wire.errors import CorruptDataError, ShardwellError
 from shardwell_wire.layout import UnitLayout
@@ -30,6 +30,9 @@ _FORMAT = "shardwell-checkpoint"
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*\.safetensors")
 _CHECKPOINT_ID = re.compile(r"[A-Za-z0-9]{1,64}")
 _CHECKSUM = re.compile(r"[0-9a-f]{16}")
+_CHECKSUM_KEY = "xxh3_64"
+"""The last key of a manifest: the XXH3-64 of its bytes with zeros in place of these 16 digits."""
+_NO_CHECKSUM = "0" * 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,8 +133,10 @@ class Manifest:
             "units": [message_to_dict(unit.to_proto()) for unit in self.units],
             "files": [file.to_dict() for file in self.files],
             "extra": dict(self.extra),
+            _CHECKSUM_KEY: _NO_CHECKSUM,
         }
-        return (json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+        data = (json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+        return _with_checksum(data, _NO_CHECKSUM, checksum_of(data))
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Manifest:
@@ -149,7 +154,7 @@ class Manifest:
             if content.get("format") != _FORMAT:
                 raise ValueError(f"its format is {str(content.get('format'))[:50]!r}, expected {_FORMAT!r}")
             require_readable(content["format_version"])
-            return cls(
+            manifest = cls(
                 run=content["run"],
                 run_id=content["run_id"],
                 checkpoint_id=content["checkpoint_id"],
@@ -164,9 +169,23 @@ class Manifest:
                 lineage=tuple(str(run_id) for run_id in content["lineage"]),
                 extra=dict(content["extra"]),
             )
+            _check_checksum(data, str(content[_CHECKSUM_KEY]))
+            return manifest
         except (ValueError, KeyError, TypeError, AttributeError, ShardwellError, json_format.ParseError) as error:
             reason = f"{error} is missing" if isinstance(error, KeyError) else error
             raise CorruptDataError(f"{where} is not the manifest of a checkpoint, or is damaged: {reason}") from error
+
+
+def _with_checksum(data: bytes, former: str, checksum: str) -> bytes:
+    """Returns the bytes of a manifest with another value of its last key, the checksum."""
+    start, key, rest = data.rpartition(f'"{_CHECKSUM_KEY}": '.encode())
+    return start + key + rest.replace(former.encode(), checksum.encode(), 1)
+
+
+def _check_checksum(data: bytes, expected: str) -> None:
+    found = checksum_of(_with_checksum(data, expected, _NO_CHECKSUM))
+    if found != expected:
+        raise ValueError(f"its checksum is {found}, expected {expected[:50]}")
 
 
 def message_to_dict(message: Any) -> dict[str, Any]:
