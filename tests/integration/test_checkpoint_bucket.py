@@ -94,6 +94,18 @@ def test_a_damaged_object_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_missing_bucket_is_reported() -> None:
     with pytest.raises(NotFoundError, match=r"cannot write s3://nowhere/x/.*: .*bucket does not exist"):
         check_writable("s3://nowhere/x")
+    for look in (RunFolder.of("s3://nowhere/x", RUN).newest, RunFolder.of("s3://nowhere", RUN).entries):
+        with pytest.raises(NotFoundError, match=r"cannot list s3://nowhere/.*: .*bucket does not exist"):
+            look()
+
+
+def test_characters_of_patterns_in_a_folder_are_no_patterns() -> None:
+    runs = RunFolder.of("s3://bucket/lr=[0.1]*", RUN)
+    write_checkpoint("s3://bucket/lr=[0.1]*", 1, publish=False)
+    kept = write_checkpoint("s3://bucket/lr=[0.1]2", 1)
+    assert len(runs.remove_incomplete()) == 1
+    assert runs.entries() == []
+    Checkpoint.open(kept)
 
 
 def test_an_unreachable_server_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,29 @@ def test_verify_reports_a_torn_manifest(tmp_path: Path, capsys: pytest.CaptureFi
     assert "contains no complete checkpoint" in capsys.readouterr().out
 
 
+def test_verify_of_an_incomplete_checkpoint_fails_however_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(write_checkpoint(tmp_path, 1, publish=False))
+    monkeypatch.chdir(tmp_path)
+    assert main(["verify", f"./{folder.relative_to(tmp_path)}/"]) == 1
+    assert "contains no complete checkpoint" in capsys.readouterr().out
+
+
+def test_a_checkpoint_of_an_impossible_time_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_checkpoint(tmp_path, 1, created=1e20)
+    assert main(["checkpoints", str(tmp_path)]) == 0
+    assert "complete" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["checkpoints", "verify"])
+def test_a_folder_that_does_not_exist_is_reported(
+    tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, str(tmp_path / "x")]) == 1
+    assert f"{tmp_path}/x does not exist" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["checkpoints", "verify"])
 def test_a_folder_without_checkpoints_is_reported(
     tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]

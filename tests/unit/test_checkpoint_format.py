@@ -138,7 +138,7 @@ def test_every_flipped_bit_of_a_manifest_is_found(tmp_path: Path) -> None:
         changed[bit // 8] ^= 1 << bit % 8
         with pytest.raises(CorruptDataError, match="manifest"):
             Manifest.from_bytes(bytes(changed), "manifest.json")
-    path.write_bytes(manifest.replace(rb'\"last\": 3', rb'\"last\": 4'))
+    path.write_bytes(manifest.replace(rb"\"last\": 3", rb"\"last\": 4"))
     assert "its checksum is" in RunFolder.of(tmp_path, RUN).entries()[0].problem
 
 

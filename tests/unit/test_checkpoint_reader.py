@@ -87,3 +87,12 @@ def test_overlapping_tensors_are_refused(tmp_path: Path) -> None:
     assert len(as_bytes(files[0][piece])) == 24
     with pytest.raises(shardwell.CorruptDataError, match=r"'blocks.0.weight\|values\|30:36' overlaps"):
         shardwell.open_checkpoint(write_checkpoint(tmp_path, 1, files=files))
+
+
+def test_a_parameter_without_elements_is_read_although_no_server_has_a_part_of_it(tmp_path: Path) -> None:
+    files = [{piece: t for piece, t in part.items() if piece.parameter != "head.weight"} for part in state_tensors(1)]
+    checkpoint = shardwell.open_checkpoint(write_checkpoint(tmp_path, 1, files=files))
+    assert checkpoint.read("head.weight").shape == checkpoint.state_dict()["head.weight"].shape == (3, 0)
+    assert checkpoint.read("head.weight", start=0, stop=0).dtype == torch.bfloat16
+    with pytest.raises(shardwell.NotFoundError, match=r"no 'exp_avg' of 'head\.weight', only nothing"):
+        checkpoint.read("head.weight", "exp_avg")

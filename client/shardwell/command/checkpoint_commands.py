@@ -23,11 +23,13 @@ from shardwell.command.relocation_commands import verify_run
 from shardwell.session.checkpoints import follow_checkpoint, is_writing, request_checkpoint, require_not_failed
 from shardwell.sizes import format_size
 from shardwell_wire.checkpoints.folder import Entry, entries_below
-from shardwell_wire.checkpoints.opening import open_storage
+from shardwell_wire.checkpoints.opening import absolute, local_path, open_storage
 from shardwell_wire.checkpoints.verification import verify
 from shardwell_wire.errors import NotFoundError
 
 _PIPE_WIDTH = 200
+_LATEST_S = datetime(9999, 1, 1).timestamp()
+"""Limit of the times that can be printed. A manifest may have any number."""
 
 _VERIFY_DESCRIPTION = """\
 Reads every byte of a checkpoint and compares all checksums. Prints one line for each damaged or missing file and
@@ -149,7 +151,9 @@ def _list(arguments: argparse.Namespace) -> int:
 def _entries(folder: str) -> list[Entry]:
     entries = entries_below(folder)
     if not entries:
-        raise NotFoundError(f"{folder} contains no checkpoints", path=folder)
+        path = local_path(folder)
+        problem = "contains no checkpoints" if path is None or path.exists() else "does not exist"
+        raise NotFoundError(f"{folder} {problem}", path=folder)
     return entries
 
 
@@ -158,7 +162,7 @@ def _row(entry: Entry) -> tuple[str | Text, ...]:
     state, manifest = Text(_state(entry), colors[_state(entry)]), entry.manifest
     if manifest is None:
         return entry.run, str(entry.step), "", "", "", state, entry.folder
-    time = datetime.fromtimestamp(manifest.created).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    time = datetime.fromtimestamp(min(manifest.created, _LATEST_S)).astimezone().strftime("%Y-%m-%d %H:%M:%S")
     size, count = format_size(manifest.size_bytes), str(len(manifest.files))
     return entry.run, str(entry.step), time, size, count, state, entry.folder
 
@@ -192,7 +196,7 @@ def _verify(arguments: argparse.Namespace) -> int:
         return verify_run(arguments)
     damaged = 0
     for entry in _entries(target):
-        if entry.is_incomplete and not entry.url.rstrip("/").endswith(target.rstrip("/")):
+        if entry.is_incomplete and entry.url.rstrip("/") != absolute(target).rstrip("/"):
             print(f"{entry.url}: incomplete, so it is never loaded; skipped")
         elif problems := _problems(entry):
             damaged += 1

@@ -132,7 +132,7 @@ class CheckpointReader:
         first, last = 0 if start is None else start, parameter.numel if stop is None else stop
         if not 0 <= first <= last <= parameter.numel:
             raise ValueError(f"elements [{first}, {last}) of {name!r}: it has {parameter.numel}")
-        if state not in stored_states:
+        if state not in stored_states and (state != VALUES or parameter.numel):  # no file has a part of an empty one
             raise NotFoundError(
                 f"{self.url} has no {state!r} of {name!r}, only {', '.join(stored_states) or 'nothing'}", parameter=name
             )

@@ -11,7 +11,7 @@ from typing import Any
 import fsspec
 
 from shardwell_wire.checkpoints.storage import OutputFile, Storage, explained
-from shardwell_wire.errors import InvalidRequestError
+from shardwell_wire.errors import InvalidRequestError, NotFoundError
 
 SPOOL_VARIABLE = "SHARDWELL_SPOOL_DIR"
 """Environment variable with the local folder for files on their way to a bucket. Default: Python's temporary folder."""
@@ -58,7 +58,9 @@ class ObjectStorage(Storage):
             path = self._path(folder)
             try:
                 found = self._files.ls(path, detail=False)
-            except FileNotFoundError:
+            except FileNotFoundError as error:
+                if "NoSuchBucket" in str(error.__cause__):  # not an empty folder: its name may be misspelled
+                    raise NotFoundError(f"cannot list {self.where(folder)}: {error}", path=self.url) from error
                 return []
             inside = {str(each).rstrip("/") for each in found} - {path}  # some stores list the folder itself
             return sorted(each.rsplit("/", maxsplit=1)[-1] for each in inside)
@@ -105,8 +107,13 @@ class ObjectStorage(Storage):
 
     def delete_folder(self, folder: str) -> None:
         with explained("delete", self.where(folder), _as_os_error):
+            path = self._path(folder)
             try:
-                self._files.rm(self._path(folder), recursive=True)
+                # Not ``rm(recursive=True)``, which takes characters such as ``[`` for patterns.
+                for file in self._files.find(path):
+                    self._files.rm_file(file)
+                if not _is_bucket(self._files):
+                    self._files.rmdir(path)
             except FileNotFoundError:
                 return
 
