@@ -109,8 +109,26 @@ def test_another_model_is_refused(like: str, tmp_path: Path, capsys: pytest.Capt
     assert main([*command, "--like", like, "--step", "1"]) == 1
     assert "has another model than" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_the_error_without_like_says_how_to_make_such_a_checkpoint(
+    cluster: shardwell.LocalCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = torch.nn.Linear(3, 2)
+    save_torch(tmp_path / "dcp", model)
+    command = ["convert-checkpoint", str(tmp_path / "dcp"), str(tmp_path / "out"), "--run", "continued", "--step", "1"]
     assert main(command) == 1
-    assert "pass --like CHECKPOINT" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "pass --like CHECKPOINT" in message
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SHARDWELL_ADDRESS", cluster.address)
+    names: dict[str, Any] = {"shardwell": shardwell, "model": torch.nn.Linear(3, 2)}
+    exec("\n".join(line[2:] for line in message.splitlines() if line.startswith("  ")), names)
+    names["session"].close()
+    path = capsys.readouterr().out.strip()
+    assert main([*command, "--like", path]) == 0
+    converted = shardwell.open_checkpoint(tmp_path / "out", run="continued")
+    assert torch.equal(converted.read("weight"), model.weight)
 
 
 def test_the_step_must_be_known(like: str, tmp_path: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ import shardwell
 from shardwell.command.cli import main
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support import transformer
+from tests.support.cluster import wait_until
 from tests.support.named_training import DP, plain
 from tests.support.reference import ADAMW, sha256
 
@@ -85,6 +89,45 @@ def test_a_server_is_drained_and_comes_back_while_a_run_trains(
             operator.act()
         assert operator.done == ["protected", "drained", "rebalanced"]
         assert sha256(shardwell.full_state_dict(model)) == sha256(plain(STEPS)[0])
+
+
+def test_commands_show_backups_and_what_was_sent_to_them(run_name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with (
+        shardwell.LocalCluster(num_shards=2, lease_s=1.5, min_shard_bytes=4096) as cluster,
+        shardwell.join(cluster.address, run=run_name, backups=1) as session,
+    ):
+        model = torch.nn.Linear(64, 64)
+        shardwell.auto_wrap(model, session)
+        optimizer = shardwell.optim.SGD(model.parameters(), lr=0.1)
+        operator = Operator(session, cluster.address, capsys)
+
+        def protected() -> bool:
+            model(torch.ones(1, 64)).sum().backward()
+            optimizer.step()
+            return "no backup in sync" not in operator.run("verify", run_name)
+
+        wait_until(protected, "every shard has a backup")
+        shown = operator.run("units", run_name)
+        assert re.search(r"^version \d+; backups: \d+ in sync\n", shown) and "PRIMARY" in shown
+        assert "shard-0 (in sync)" in shown or "shard-1 (in sync)" in shown
+
+        def servers() -> list[dict[str, Any]]:
+            listed: list[dict[str, Any]] = json.loads(operator.run("servers", "--json"))["servers"]
+            return listed
+
+        # The shards may be on one of the servers, and their backups are then on the other.
+        primary = next(server for server in servers() if server["primary_count"])
+        other = next(server for server in servers() if server["server_id"] != primary["server_id"])
+        assert other["backup_count"] == primary["primary_count"] and other["backup_bytes"] == primary["primary_bytes"]
+
+        def reported() -> bool:
+            return all(int(each["replicated_bytes"]) > 0 for each in servers() if each["primary_count"])
+
+        wait_until(reported, "heartbeats report the bytes that were sent to backups")
+        headings, *rows = operator.run("servers").splitlines()
+        assert re.search(r"PRIMARIES +BACKUPS +SENT TO BACKUPS", headings)
+        row = next(row for row in rows if row.startswith(primary["server_id"]))
+        assert re.search(r" \d+ \(\S+ \S+\) .*\S+ (KiB|MiB) +\S+ s ago", row)
 
 
 def test_unknown_names_are_reported(cluster: shardwell.LocalCluster, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,8 +24,8 @@ torch.distributed.checkpoint.state_dict.get_state_dict. Names of parameters are 
 with `auto_wrap`.
 
 A torch checkpoint does not say how a run cuts the model into units. --like names any checkpoint of a run with the same
-model, such as one of step 0. Units, world and seed are taken from it. Tracked objects, such as LR schedulers, are not
-converted.
+model, such as one that session.save_checkpoint(wait=True) has saved before the first step. Units, world and seed are
+taken from it. Tracked objects, such as LR schedulers, and moving averages are not converted.
 """
 _EPILOG = """\
 examples:
@@ -91,7 +91,12 @@ def _from_torch(arguments: argparse.Namespace) -> None:
     if arguments.like is None:
         raise UsageError(
             f"{arguments.source} is a torch checkpoint, which does not say how a run cuts the model into units: pass "
-            "--like CHECKPOINT, any checkpoint of a run with the same model"
+            "--like CHECKPOINT, any checkpoint of a run with the same model. If there is none, make one with the "
+            "model, the wrapping, the world and the seed of the run that will continue. No training is needed:\n"
+            '  session = shardwell.join(run="layout", checkpoint_dir="layouts")\n'
+            "  shardwell.auto_wrap(model, session)\n"
+            "  optimizer = shardwell.optim.AdamW(model.parameters())\n"
+            "  print(session.save_checkpoint(wait=True))  # pass this path to --like"
         )
     like = open_checkpoint(arguments.like)
     if arguments.step is not None and arguments.step < 0:

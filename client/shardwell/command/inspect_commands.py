@@ -375,9 +375,15 @@ _COMMANDS = (
         _world_arguments,
     ),
     _Command(
-        "units", "show a run's units and the servers of their shards", "shardwell units gpt", _units, _run_argument
+        "units",
+        "show a run's units, and the primary and the backups of every shard",
+        "shardwell units gpt",
+        _units,
+        _run_argument,
     ),
-    _Command("servers", "show the shard servers and their memory", "shardwell servers", _servers),
+    _Command(
+        "servers", "show the shard servers: memory, shards, and traffic to backups", "shardwell servers", _servers
+    ),
     _Command("stall", "show what a run waits for, and for how long", "shardwell stall gpt", _stall, _run_argument),
     _Command("events", "show events as they happen", "shardwell events --run gpt", _events, _events_arguments),
     _Command(

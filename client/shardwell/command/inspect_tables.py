@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -184,12 +185,12 @@ def _stages(rank_assignment: coordinator_pb2.RankAssignment) -> str:
 
 def units(response: coordinator_pb2.ListUnitsResponse) -> RenderableType:
     """Renders ``shardwell units``."""
-    table = _table("UNIT", "NAME", "PARAMETERS", "ELEMENTS", "SIZE", "SERVER", "BYTE RANGE", "BACKUPS")
+    table = _table("UNIT", "NAME", "PARAMETERS", "ELEMENTS", "SIZE", "PRIMARY", "BYTE RANGE", "BACKUPS")
     for unit in response.units:
         backups: dict[int, list[str]] = {}
         for each in unit.backups:
-            state = coordinator_pb2.BackupState.Name(each.state).removeprefix("BACKUP_STATE_").lower().replace("_", " ")
-            backups.setdefault(each.shard.start_bytes, []).append(f"{each.shard.server_id} ({state})")
+            copy = f"{each.shard.server_id} ({_backup_state(each)})"
+            backups.setdefault(each.shard.start_bytes, []).append(copy)
         cells: tuple[str, ...] = (
             str(unit.unit_index),
             unit.unit,
@@ -205,25 +206,44 @@ def units(response: coordinator_pb2.ListUnitsResponse) -> RenderableType:
     notes = [f"version {response.version}"]
     if unpublished:
         notes.append(f"without initial values yet: {', '.join(unpublished)}")
+    states = Counter(_backup_state(backup) for unit in response.units for backup in unit.backups)
+    if states:
+        notes.append("backups: " + ", ".join(f"{count} {state}" for state, count in sorted(states.items())))
     return Group("; ".join(notes), table)
+
+
+def _backup_state(backup: coordinator_pb2.BackupSummary) -> str:
+    return coordinator_pb2.BackupState.Name(backup.state).removeprefix("BACKUP_STATE_").lower().replace("_", " ")
 
 
 def servers(response: coordinator_pb2.ListServersResponse) -> RenderableType:
     """Renders ``shardwell servers``."""
     if not response.servers:
         return "no shard servers"
-    table = _table("SERVER", "ADDRESS", "STATE", "IN USE", "RESERVED", "BUDGET", "EPOCH", "LAST HEARTBEAT")
+    headings = ("IN USE", "RESERVED", "BUDGET", "PRIMARIES", "BACKUPS", "SENT TO BACKUPS", "LAST HEARTBEAT")
+    table = _table("SERVER", "ADDRESS", "STATE", *headings)
     for server in response.servers:
         state = _SERVER_STATES.get(server.state, "live" if server.live else "lost")
-        memory = (format_size(value) for value in (server.used_bytes, server.reserved_bytes, server.budget_bytes))
         table.add_row(
-            server.server_id, server.address, _colored(state), *memory, str(server.epoch), _silent(server.silent_s)
+            server.server_id,
+            server.address,
+            _colored(f"{state}, draining" if server.draining else state),
+            *map(format_size, (server.used_bytes, server.reserved_bytes, server.budget_bytes)),
+            _shards(server.primary_count, server.primary_bytes),
+            _shards(server.backup_count, server.backup_bytes),
+            format_size(server.replicated_bytes) if server.replicated_bytes else "-",
+            _silent(server.silent_s),
         )
     return table
 
 
+def _shards(count: int, size_bytes: int) -> str:
+    return f"{count} ({format_size(size_bytes)})" if count else "-"
+
+
 def _colored(server_state: str) -> Text:
-    return Text(server_state, "" if server_state == "live" else "red")
+    colors = {"live": "", "live, draining": "yellow"}
+    return Text(server_state, colors.get(server_state, "red"))
 
 
 def stall(response: coordinator_pb2.ExplainStallResponse) -> RenderableType:

@@ -369,6 +369,7 @@ class HeartbeatServerRequest(google.protobuf.message.Message):
     RESERVED_BYTES_FIELD_NUMBER: builtins.int
     USED_BYTES_FIELD_NUMBER: builtins.int
     RUN_IDS_FIELD_NUMBER: builtins.int
+    REPLICATED_BYTES_FIELD_NUMBER: builtins.int
     server_id: builtins.str
     """Id of the shard server."""
     epoch: builtins.int
@@ -377,6 +378,8 @@ class HeartbeatServerRequest(google.protobuf.message.Message):
     """Memory set aside by reservations."""
     used_bytes: builtins.int
     """Memory in use."""
+    replicated_bytes: builtins.int
+    """DescribeServerResponse.replicated_bytes of shard.proto."""
     @property
     def run_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Ids of the runs with shards on the server."""
@@ -389,8 +392,9 @@ class HeartbeatServerRequest(google.protobuf.message.Message):
         reserved_bytes: builtins.int = ...,
         used_bytes: builtins.int = ...,
         run_ids: collections.abc.Iterable[builtins.str] | None = ...,
+        replicated_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "reserved_bytes", b"reserved_bytes", "run_ids", b"run_ids", "server_id", b"server_id", "used_bytes", b"used_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "replicated_bytes", b"replicated_bytes", "reserved_bytes", b"reserved_bytes", "run_ids", b"run_ids", "server_id", b"server_id", "used_bytes", b"used_bytes"]) -> None: ...
 
 global___HeartbeatServerRequest = HeartbeatServerRequest
 
@@ -2460,6 +2464,7 @@ class ServerSummary(google.protobuf.message.Message):
     PRIMARY_BYTES_FIELD_NUMBER: builtins.int
     BACKUP_COUNT_FIELD_NUMBER: builtins.int
     BACKUP_BYTES_FIELD_NUMBER: builtins.int
+    REPLICATED_BYTES_FIELD_NUMBER: builtins.int
     server_id: builtins.str
     """Id of the shard server."""
     address: builtins.str
@@ -2488,6 +2493,8 @@ class ServerSummary(google.protobuf.message.Message):
     """Copies of shards of other servers."""
     backup_bytes: builtins.int
     """Their size, without optimizer state."""
+    replicated_bytes: builtins.int
+    """Bytes that the process has sent to backups on other servers, as of its last heartbeat: copies of shards, and steps."""
     def __init__(
         self,
         *,
@@ -2505,8 +2512,9 @@ class ServerSummary(google.protobuf.message.Message):
         primary_bytes: builtins.int = ...,
         backup_count: builtins.int = ...,
         backup_bytes: builtins.int = ...,
+        replicated_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "backup_bytes", b"backup_bytes", "backup_count", b"backup_count", "budget_bytes", b"budget_bytes", "draining", b"draining", "epoch", b"epoch", "live", b"live", "primary_bytes", b"primary_bytes", "primary_count", b"primary_count", "reserved_bytes", b"reserved_bytes", "server_id", b"server_id", "silent_s", b"silent_s", "state", b"state", "used_bytes", b"used_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "backup_bytes", b"backup_bytes", "backup_count", b"backup_count", "budget_bytes", b"budget_bytes", "draining", b"draining", "epoch", b"epoch", "live", b"live", "primary_bytes", b"primary_bytes", "primary_count", b"primary_count", "replicated_bytes", b"replicated_bytes", "reserved_bytes", b"reserved_bytes", "server_id", b"server_id", "silent_s", b"silent_s", "state", b"state", "used_bytes", b"used_bytes"]) -> None: ...
 
 global___ServerSummary = ServerSummary
 

@@ -72,9 +72,7 @@ class CoordinatorServicer:
     async def HeartbeatServer(
         self, request: coordinator_pb2.HeartbeatServerRequest, call: Call
     ) -> coordinator_pb2.HeartbeatServerResponse:
-        self._coordinator.server_leases.heartbeat(
-            request.server_id, request.epoch, request.reserved_bytes, request.used_bytes
-        )
+        self._coordinator.server_leases.heartbeat(request)
         incarnation = self._state.cluster.require(request.server_id).incarnation
         return coordinator_pb2.HeartbeatServerResponse(
             retired_shards=await self._coordinator.relocator.retired_shards(request.server_id, incarnation),

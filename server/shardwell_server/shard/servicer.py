@@ -337,7 +337,7 @@ class ShardServicer:
     ) -> shard_pb2.DescribeServerResponse:
         uptime_s = asyncio.get_running_loop().time() - self._started_s
         response = inspection.describe_server(self._store, self._server_id, self._incarnation, uptime_s)
-        response.replicated_bytes = self._replicator.sent_bytes
+        response.replicated_bytes = self._store.replicated_bytes
         return response
 
     async def ListShards(self, request: shard_pb2.ListShardsRequest, call: Call) -> shard_pb2.ListShardsResponse:

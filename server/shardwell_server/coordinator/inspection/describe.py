@@ -330,6 +330,7 @@ def list_servers(cluster: Cluster, runs: Iterable[Run], now: float) -> coordinat
                 primary_bytes=primary_bytes[server.server_id],
                 backup_count=backups[server.server_id],
                 backup_bytes=backup_bytes[server.server_id],
+                replicated_bytes=server.replicated_bytes,
             )
             for _, server in sorted(cluster.servers.items())
         ]

@@ -95,9 +95,9 @@ class ServerLeases:
         self._notify_runs()
         return server.epoch
 
-    def heartbeat(self, server_id: str, epoch: int, reserved_bytes: int, used_bytes: int) -> None:
+    def heartbeat(self, request: coordinator_pb2.HeartbeatServerRequest) -> None:
         """Renews a server's lease. Raises as ``Cluster.heartbeat``."""
-        self._note_alive(server_id, self._state.cluster.heartbeat(server_id, epoch, reserved_bytes, used_bytes))
+        self._note_alive(request.server_id, self._state.cluster.heartbeat(request))
 
     async def keep_membership(
         self, server_id: str, epoch: int

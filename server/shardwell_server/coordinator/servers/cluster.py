@@ -58,6 +58,8 @@ class Server:
     """Process identity as returned by ``process_identity``. Empty: unknown."""
     reserved_bytes: int = 0
     used_bytes: int = 0
+    replicated_bytes: int = 0
+    """Bytes that the process has sent to backups on other servers."""
     state: ServerState = ServerState.LIVE
     unreachable_because: str = ""
     """Why the coordinator could not reach the server. Empty: it is reachable."""
@@ -99,9 +101,10 @@ class Server:
         """Records the free memory that the server reported."""
         self.reserved_bytes = max(0, self.budget_bytes - free_bytes)
 
-    def note_memory(self, *, reserved_bytes: int, used_bytes: int) -> None:
-        """Records the memory that a heartbeat reported."""
+    def note_use(self, *, reserved_bytes: int, used_bytes: int, replicated_bytes: int) -> None:
+        """Records the memory and the traffic to backups that a heartbeat reported."""
         self.reserved_bytes, self.used_bytes = reserved_bytes, used_bytes
+        self.replicated_bytes = replicated_bytes
 
     def renew_lease(self, now: float) -> ServerState:
         """Starts the lease again, after a request or an answered probe. Returns the former state."""
@@ -265,15 +268,19 @@ class Cluster:
         """Removes a server that owns no shards."""
         del self.servers[server.server_id]
 
-    def heartbeat(self, server_id: str, epoch: int, reserved_bytes: int, used_bytes: int) -> ServerState:
+    def heartbeat(self, request: coordinator_pb2.HeartbeatServerRequest) -> ServerState:
         """Renews a server's lease. Returns its former state.
 
         Raises:
             StaleEpochError: The server is not registered, has left, or another process has its id.
         """
-        server = self.require_epoch(server_id, epoch)
+        server = self.require_epoch(request.server_id, request.epoch)
         server.connection.note_request()
-        server.note_memory(reserved_bytes=reserved_bytes, used_bytes=used_bytes)
+        server.note_use(
+            reserved_bytes=request.reserved_bytes,
+            used_bytes=request.used_bytes,
+            replicated_bytes=request.replicated_bytes,
+        )
         return server.renew_lease(self._clock())
 
     def require_epoch(self, server_id: str, epoch: int) -> Server:

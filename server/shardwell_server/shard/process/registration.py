@@ -233,6 +233,7 @@ class Registration:
             reserved_bytes=self._store.memory.reserved_bytes,
             used_bytes=self._store.memory.used_bytes,
             run_ids=self._store.runs,
+            replicated_bytes=self._store.replicated_bytes,
         )
         sent_s = asyncio.get_running_loop().time()
         response = await self._call("HeartbeatServer", request)

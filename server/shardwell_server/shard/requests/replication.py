@@ -61,8 +61,6 @@ class Replicator:
     def __init__(self, store: ShardStore, peers: Peers) -> None:
         self._store, self._peers = store, peers
         self._tasks: set[asyncio.Task[None]] = set()
-        self.sent_bytes = 0
-        """Bytes that were sent to backups, or that they read from shared memory."""
         store.when_reduced = self._start_early
 
     async def close(self) -> None:
@@ -108,7 +106,7 @@ class Replicator:
                 backup.address, "ReceiveShardState", chunk_streams.encode_stream(first, pieces), timeout_s=left_s
             )
             fault_points.reach("server.copy_shard.after", unit=shard.index)
-            self.sent_bytes += size_bytes
+            self._store.replicated_bytes += size_bytes
             # Registered first: a step that is prepared from now on includes the backup.
             shard.backups.add(backup)
             if run.is_prepared(version) and (prepared := run.prepared) is not None and prepared.answer is not None:
@@ -311,7 +309,7 @@ class Replicator:
             await self._send_content(run, step, shard, backup, content, optimizer)
             return
         fault_points.reach("server.replicate.after", unit=shard.index, step=step)
-        self.sent_bytes += size_bytes
+        self._store.replicated_bytes += size_bytes
 
     def _context(self, run: HostedRun, step: int) -> common_pb2.RequestContext:
         return common_pb2.RequestContext(run=run.name, run_id=run.identity.run_id, step=step)

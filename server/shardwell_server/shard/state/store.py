@@ -81,6 +81,8 @@ class ShardStore:
         self.when_reduced: Callable[[HostedRun, UnitShard], None] = _ignore
         """Called when the mean gradient of a shard has been computed before the step is prepared."""
         self.requests = RequestLog()
+        self.replicated_bytes = 0
+        """Bytes of copies of shards, and of steps, that backups have got: as streams, or from shared memory."""
 
     def run(self, name: str, run_id: str = "") -> HostedRun:
         """Returns the run with this name, and with this id if one is given.
