@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import shardwell
 from shardwell.processes.trainer_process import TrainerProcess
 from shardwell.session.coordinator_client import CoordinatorClient
+from shardwell.sizes import format_size
 from shardwell_wire.credentials import TOKEN_FILE_VARIABLE
 from shardwell_wire.errors import ShardwellError
 from shardwell_wire.v1 import coordinator_pb2
@@ -30,19 +31,60 @@ TRAINERS = ("trainer-0", "trainer-1")
 STALLED_AFTER_S = 120.0
 
 
+@dataclass(frozen=True)
+class Kill:
+    """A process that the demo has killed."""
+
+    name: str
+    step: int
+    """Committed steps at that time."""
+    pause_s: float
+    """Time until the next step was committed."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one run has led to."""
+
+    weights: str
+    """SHA-256 of all bits of the weights."""
+    step_s: float
+    """Seconds per step, from the first commit to the last."""
+    kills: Sequence[Kill]
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Kills processes of a training run and compares the final weights.")
-    parser.add_argument("--num-steps", type=int, default=120)
+    parser = argparse.ArgumentParser(
+        description="Kills processes of a training run and compares the final weights. Other options are those of "
+        "train_gpt.py."
+    )
+    parser.add_argument("--num-steps", type=int, default=120, help="steps of each of the two runs (default: 120)")
     options, more = parser.parse_known_args()
-    hashes = []
-    for kills in (False, True):
-        say("a run in which processes are killed" if kills else "a run without kills, for comparison")
+    if options.num_steps < 6:
+        parser.error(f"--num-steps {options.num_steps}: expected at least 6, because two processes are killed")
+    say(
+        f"Two runs of {options.num_steps} steps follow, with the same data and seed: one without kills, one in which a "
+        "trainer and a shard server get SIGKILL. Each has two trainers and two shard servers on this machine, and "
+        "every part of the weights has a backup on the other server."
+    )
+    outcomes = []
+    for number, kills in enumerate((False, True), 1):
+        say(f"run {number} of 2: {'processes are killed' if kills else 'no kills, for comparison'}")
         with tempfile.TemporaryDirectory() as folder, shardwell.LocalCluster(num_shards=2, lease_s=5.0) as cluster:
-            hashes.append(Demo(cluster, Path(folder), options.num_steps, more).run(kills=kills))
-    say(f"weights without kills: {hashes[0]}")
-    say(f"weights with kills:    {hashes[1]}")
-    say("every bit is equal" if hashes[0] == hashes[1] else "THE WEIGHTS DIFFER")
-    return 0 if hashes[0] == hashes[1] else 1
+            outcomes.append(Demo(cluster, Path(folder), options.num_steps, more).run(kills=kills))
+    undisturbed, disturbed = outcomes
+    is_equal = undisturbed.weights == disturbed.weights
+    say(
+        *(
+            f"{kill.name} killed at step {kill.step}: next commit {kill.pause_s:.2f} s later"
+            for kill in disturbed.kills
+        ),
+        f"a step without kills takes {undisturbed.step_s:.2f} s",
+        f"SHA-256 of the weights without kills: {undisturbed.weights}",
+        f"SHA-256 of the weights with kills:    {disturbed.weights}",
+        "every bit of the weights is equal" if is_equal else "THE WEIGHTS DIFFER",
+    )
+    return 0 if is_equal else 1
 
 
 class Demo:
@@ -77,14 +119,19 @@ class Demo:
             "SHARDWELL_BACKUPS": "1",
         }
 
-    def run(self, *, kills: bool) -> str:
-        """Trains to the end; returns the hash of the weights."""
+    def run(self, *, kills: bool) -> Outcome:
+        """Trains to the end."""
         try:
+            self._wait(lambda: self._committed() > 0, "the first step")
+            first_s, first = time.monotonic(), self._committed()
+            killed = []
             if kills:
-                self._at(self._num_steps // 3, self._kill_trainer)
-                self._at(2 * self._num_steps // 3, self._kill_server)
+                killed.append(self._at(self._num_steps // 3, self._kill_trainer))
+                killed.append(self._at(2 * self._num_steps // 3, self._kill_server))
+            self._wait(lambda: self._committed() >= self._num_steps, "the last step")
+            step_s = (time.monotonic() - first_s) / max(1, self._num_steps - first)
             self._wait(lambda: all(trainer.exit_code is not None for trainer in self._trainers.values()), "the end")
-            return self._hash()
+            return Outcome(self._hash(), step_s, killed)
         finally:
             self._coordinator.close()
             for trainer in self._trainers.values():
@@ -99,33 +146,52 @@ class Demo:
 
     # ---- kills ----
 
-    def _at(self, step: int, kill: Callable[[int], None]) -> None:
-        """Kills something at a step, and says how long the run paused."""
-        self._wait(lambda: self._committed() >= step, f"step {step}")
-        killed_s, committed = time.monotonic(), self._committed()
-        kill(step)
-        self._wait(lambda: self._committed() > committed, "the next commit")
-        say(f"the next step was committed {time.monotonic() - killed_s:.2f} s after the kill")
+    def _at(self, step: int, kill: Callable[[int], str]) -> Kill:
+        """Kills a process at a step, and measures how long the run pauses."""
+        self._wait(lambda: self._committed() >= step and self._is_protected(), f"step {step} and backups of all shards")
+        step = self._committed()
+        killed_s, name = time.monotonic(), kill(step)
+        self._wait(lambda: self._committed() > step, "the next commit")
+        pause_s = time.monotonic() - killed_s
+        say(f"the next step was committed {pause_s:.2f} s after the kill")
+        return Kill(name, step, pause_s)
 
-    def _kill_trainer(self, step: int) -> None:
+    def _kill_trainer(self, step: int) -> str:
         trainer = self._trainers["trainer-1"]
-        say(
-            f"step {step}: SIGKILL to trainer-1, process {trainer.pid}. Its connection closes, so the coordinator "
-            "leases its batch of this step to trainer-0, which computes it with the same data and seed. trainer-1 "
-            "starts again, joins, and gets its rank back."
-        )
+        pid = trainer.pid
         trainer.kill()
+        say(
+            f"step {step}: SIGKILL to trainer-1, process {pid}. Its connection closes, so the coordinator leases its "
+            "batch of this step to trainer-0, which computes it with the same data and seed. trainer-1 starts again, "
+            "joins, and gets its rank back."
+        )
         trainer.finish()
         trainer.start()
+        return trainer.name
 
-    def _kill_server(self, step: int) -> None:
-        server = self._cluster.shards[1]
+    def _kill_server(self, step: int) -> str:
+        request = coordinator_pb2.ListServersRequest()
+        servers = {each.server_id: each for each in self._coordinator.call("ListServers", request).servers}
+        server = max(self._cluster.shards, key=lambda each: int(servers[each.name].primary_bytes))
+        pid, held = server.pid, servers[server.name].primary_bytes
+        os.kill(pid, signal.SIGKILL)  # LocalCluster starts it again
+        total = sum(each.primary_bytes for each in servers.values())
         say(
-            f"step {step}: SIGKILL to {server.name}, process {server.pid}, with half of the weights and of the "
-            "optimizer's state. The backups on the other server become the primaries, and the step in flight is "
-            "computed again, because its gradients were lost. The server starts again and gets new backups."
+            f"step {step}: SIGKILL to {server.name}, process {pid}, which serves {format_size(held)} of the "
+            f"{format_size(total)} of weights, with their optimizer state. The backups on the other server become the "
+            "primaries, and the step in flight is computed again, because its gradients were lost. The server starts "
+            "again and gets new backups."
         )
-        os.kill(server.pid, signal.SIGKILL)  # LocalCluster starts it again
+        return server.name
+
+    def _is_protected(self) -> bool:
+        """True if every shard has a backup in sync."""
+        units = self._coordinator.call("ListUnits", coordinator_pb2.ListUnitsRequest(run="gpt")).units
+        in_sync = coordinator_pb2.BACKUP_STATE_IN_SYNC
+        return all(
+            len(unit.backups) >= len(unit.shards) and all(backup.state == in_sync for backup in unit.backups)
+            for unit in units
+        )
 
     # ---- waiting ----
 
@@ -146,12 +212,14 @@ class Demo:
             failed = [name for name, trainer in self._trainers.items() if trainer.exit_code not in (None, 0)]
             if failed:
                 raise SystemExit(f"{', '.join(failed)} failed")
+            if all(trainer.exit_code == 0 for trainer in self._trainers.values()) and not condition():
+                raise SystemExit(f"the run ended while waiting for {what}: pass a larger --num-steps")
             time.sleep(0.02)
 
 
-def say(text: str) -> None:
-    """Prints a line between the lines of the trainers."""
-    print(f"\n[kill] {re.sub(r' +', ' ', text)}\n", flush=True)
+def say(*lines: str) -> None:
+    """Prints lines between those of the trainers."""
+    print("", *(f"[kill] {line}" for line in lines), "", sep="\n", flush=True)
 
 
 if __name__ == "__main__":

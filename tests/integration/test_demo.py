@@ -6,8 +6,10 @@ import os
 import re
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
+import psutil
 import pytest
 
 from examples.corpus import Corpus
@@ -69,6 +71,40 @@ def test_another_trainer_prints_when_the_trainer_of_rank_0_is_killed(text: Path,
     assert f"{speaker} ended by SIGKILL" in output
     assert re.search(rf"\[{other}\] step   80/80  loss", output)
     assert f"[{other}] The loss fell from" in output
+
+
+def test_demo_kills_a_trainer_and_a_server_and_gets_the_same_weights(text: Path) -> None:
+    options = ["--text", str(text), "--num-steps", "12", *SMALL]
+    mark = uuid.uuid4().hex
+    done = subprocess.run(
+        [sys.executable, "examples/kill_demo.py", *options],
+        cwd=ROOT,
+        env={**os.environ, "KILL_DEMO_TEST": mark},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    output = done.stdout
+    assert re.search(r"step [4-9]: SIGKILL to trainer-1, process \d+", output)
+    killed, served = re.findall(r": SIGKILL to (shard-[01]), .* serves (\S+) \wiB of the \S+ \wiB of weights", output)[
+        0
+    ]
+    assert float(served) > 0
+    assert re.search(rf"{killed} .*ended by SIGKILL: starting it again", output + done.stderr)
+    for name in ("trainer-1", killed):
+        assert re.search(rf"\[kill\] {name} killed at step \d+: next commit \d+\.\d\d s later", output)
+    without, with_kills = re.findall(r"SHA-256 of the weights with\w* kills: +([0-9a-f]{64})", output)
+    assert without == with_kills and "every bit of the weights is equal" in output
+    assert not [process.cmdline() for process in psutil.process_iter() if _mark_of(process) == mark]
+
+
+def _mark_of(process: psutil.Process) -> str | None:
+    try:
+        return process.environ().get("KILL_DEMO_TEST")
+    except psutil.Error:
+        return None
 
 
 def test_text_is_served_from_the_model_that_trains(text: Path) -> None:
