@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 import shardwell
+from tests.support.forked_servers import forked_servers
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -16,6 +17,13 @@ def _runtime_folder() -> Iterator[None]:
     """Redirects published tokens to a temporary folder, so that killed owners leave nothing behind."""
     with TemporaryDirectory(prefix="shardwell_test-") as folder, pytest.MonkeyPatch.context() as patched:
         patched.setenv("XDG_RUNTIME_DIR", folder)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked_servers() -> Iterator[None]:
+    """Starts the servers of clusters in a fraction of the time."""
+    with forked_servers():
         yield
 
 

@@ -53,9 +53,9 @@ POINTS: Mapping[str, str] = {
     "server.update.middle": "parameters of a shard have changed in part, and its version is still the old one (piece)",
     "server.update.in_piece": "a piece of an update is applied, and not counted yet (piece)",
     "server.update.after": "all shards are updated, and the coordinator has no answer yet (step)",
-    "server.checkpoint.middle": "a part of a tensor is in the file of a checkpoint, and more follow (url)",
-    "server.checkpoint.between_shards": "a shard is in the file of a checkpoint (url)",
-    "server.checkpoint.before_header": "all tensors are in the file of a checkpoint, and its header is not (url)",
+    "server.checkpoint.middle": "a part of a tensor is in the file of a checkpoint, and more follow (step)",
+    "server.checkpoint.between_shards": "a shard is in the file of a checkpoint (step)",
+    "server.checkpoint.before_header": "all tensors are in the file of a checkpoint, and its header is not (step)",
     "server.load.middle": "a shard is read from a checkpoint, and not published (unit)",
     "coordinator.commit.before_record": "all servers can apply the step, and the record is not written (step)",
     "coordinator.commit.after_record": "the record is durable, and no server received the update (step)",
@@ -241,11 +241,12 @@ def _error_class(name: str) -> type[errors.ShardwellError]:
     return found
 
 
-def _arm_from_environment(text: str) -> None:
-    for fields in json.loads(text):
+def arm_from_environment() -> None:
+    """Arms exactly the faults in this process's environment. Called at import, and in a process that was forked."""
+    _armed.clear()
+    for fields in json.loads(os.environ.get(VARIABLE, "[]")):
         fault = Fault(**fields)
         _armed[fault.point] = (*_armed.get(fault.point, ()), ArmedPoint(fault.nth, fault.where, _handler(fault)))
 
 
-if VARIABLE in os.environ:
-    _arm_from_environment(os.environ[VARIABLE])
+arm_from_environment()

@@ -23,6 +23,7 @@ from pathlib import Path
 from tests.chaos.cluster import ChaosCluster, Network
 from tests.chaos.faults import Faults
 from tests.chaos.timeline import InjectedFault, Timeline, summary
+from tests.support.long_trainer import Plan
 from tests.support.reference import undisturbed_sha256
 
 TRAINERS = {"a": "socket,grpc", "b": "shm,socket,grpc", "c": "grpc"}
@@ -129,7 +130,7 @@ class ChaosRun:
 
     def _finish(self) -> bool:
         steps = self._timeline.read() + 20
-        self._cluster.stop_file.write_text(str(steps))
+        Plan(steps, is_final=True).write(self._cluster.plan_file)
         deadline = time.monotonic() + STALLED_AFTER_S
         while self._cluster.trainers and time.monotonic() < deadline:
             for name in [name for name, trainer in self._cluster.trainers.items() if not trainer.alive]:

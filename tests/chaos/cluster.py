@@ -17,6 +17,7 @@ import psutil
 
 from shardwell.processes import local_cluster
 from shardwell.processes.local_cluster import LocalCluster, ServerProcess
+from tests.support.long_trainer import Plan
 from tests.support.processes import TrainerProcess
 
 RUN = "chaos"
@@ -24,14 +25,9 @@ _INTERFACE = "eth0"
 
 
 class ChaosTrainer(TrainerProcess):
-    """A process of ``tests.chaos.trainer``."""
+    """A process of ``tests.support.long_trainer``."""
 
-    module = "tests.chaos.trainer"
-
-    @property
-    def pid(self) -> int:
-        assert self.process.pid is not None
-        return self.process.pid
+    module = "tests.support.long_trainer"
 
     @property
     def alive(self) -> bool:
@@ -123,7 +119,8 @@ class ChaosCluster:
         )
         self.trainers: dict[str, ChaosTrainer] = {}
         self.outputs: list[dict[str, Any]] = []
-        self.stop_file = folder / "stop-after-step"
+        self.plan_file = folder / "plan"
+        Plan(10**9, is_final=False).write(self.plan_file)
         self._stack = ExitStack()
 
     def __enter__(self) -> ChaosCluster:
@@ -150,7 +147,7 @@ class ChaosCluster:
             arguments: list[object] = [
                 *("--trainer", name, "--dp", self._dp, "--transports", self._transports[name]),
                 *("--batch-s", self._batch_s, "--commits", self.folder / f"{name}.commits"),
-                *("--stop-file", self.stop_file, "--join", json.dumps(self._join)),
+                *("--plan-file", self.plan_file, "--join", json.dumps(self._join)),
             ]
             if self.network is not None and name == min(self._transports):
                 arguments += ["--network", self.network.name]

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -15,6 +16,7 @@ import shardwell
 from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support.cluster import small_run, wait_gone
+from tests.support.forked_servers import started_servers
 
 OWNER = """
 import shardwell, sys
@@ -22,6 +24,18 @@ with shardwell.LocalCluster(num_shards=2) as cluster:
     print(cluster.coordinator.pid, *(shard.pid for shard in cluster.shards), flush=True)
     sys.stdin.read()
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _started_servers() -> Iterator[None]:
+    with started_servers():
+        yield
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[shardwell.LocalCluster]:
+    with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096) as running:
+        yield running
 
 
 def listed_servers(address: str) -> coordinator_pb2.ListServersResponse:

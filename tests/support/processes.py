@@ -21,9 +21,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Note: [Fork server]
 # Importing torch, torch._dynamo and the SDK takes a trainer about 4 s of CPU time. A fork server imports them once per
-# pytest process and forks the trainers. It has one thread and no gRPC channel, which makes the fork safe.
-_processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["tests.support.preloaded"])
+# pytest process, and forks trainers and servers. It has one thread and no gRPC channel, which makes the fork safe.
+fork_context = multiprocessing.get_context("forkserver")
+fork_context.set_forkserver_preload(["tests.support.preloaded"])
 
 
 def run_ranks(function: Callable[..., None], *arguments: object, count: int = 2) -> None:
@@ -43,7 +43,7 @@ class TrainerProcess:
         for path in (self._output, self._errors):
             path.touch()
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.process = _processes.Process(
+        self.process = fork_context.Process(
             target=_run_module, args=(command, environment, self._output, self._errors), daemon=True
         )
         self.process.start()
@@ -64,10 +64,15 @@ class TrainerProcess:
             assert time.monotonic() < deadline, "the trainer did not stop"
             time.sleep(0.01)
 
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        assert self.process.pid is not None
+        return self.process.pid
+
     def resume(self) -> None:
         """Continues a stopped trainer."""
-        assert self.process.pid is not None
-        os.kill(self.process.pid, signal.SIGCONT)
+        os.kill(self.pid, signal.SIGCONT)
 
     def finish(self, timeout_s: float = 120.0) -> dict[str, Any]:
         """Waits for the end of the process; returns its output with ``returncode`` and ``stderr``."""

@@ -1,4 +1,4 @@
-"""A TCP proxy whose connections tests can cut."""
+"""A TCP proxy whose connections tests can cut or hold."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
 
+import psutil
+
 from shardwell.credentials import PublishedCredentials
 from shardwell_wire.credentials import Credentials
 
@@ -15,8 +17,11 @@ from shardwell_wire.credentials import Credentials
 class TcpProxy:
     """Forwards connections to an address. ``cut`` closes all of them, as proxies and firewalls do.
 
+    ``hold`` forwards nothing for a while, as a network that drops packets.
+
     Args:
         target: host:port.
+        listen: host:port of the proxy. Port 0: a free port.
 
     Attributes:
         address: host:port of the proxy.
@@ -24,12 +29,14 @@ class TcpProxy:
 
     address: str
 
-    def __init__(self, target: str) -> None:
-        host, _, port = target.rpartition(":")
-        self._target = host, int(port)
+    def __init__(self, target: str, listen: str = "127.0.0.1:0") -> None:
+        self._target, self._listen = _split(target), _split(listen)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._writers: set[asyncio.StreamWriter] = set()
+        self._holding: tuple[int, ...] = ()
+        """Ids of the processes whose connections forward nothing."""
+        self._changed = asyncio.Condition()
 
     @contextmanager
     def publish(self, credentials: Credentials) -> Iterator[None]:
@@ -44,6 +51,39 @@ class TcpProxy:
         """Closes all connections. New ones are accepted."""
         asyncio.run_coroutine_threadsafe(self._cut(), self._loop).result(10)
 
+    @contextmanager
+    def hold(self, *pids: int) -> Iterator[None]:
+        """Forwards nothing between these processes and the target while the block runs, on old and new connections.
+
+        Afterwards everything arrives, as packets that are sent again.
+        """
+        asyncio.run_coroutine_threadsafe(self._hold(pids), self._loop).result(10)
+        try:
+            yield
+        finally:
+            asyncio.run_coroutine_threadsafe(self._hold(()), self._loop).result(10)
+
+    async def _hold(self, pids: tuple[int, ...]) -> None:
+        async with self._changed:
+            self._holding = pids
+            self._changed.notify_all()
+
+    def _forwards(self, port: int) -> bool:
+        """Whether the connection that a client opened from this port forwards now."""
+        return not any(port in _ports_of(pid) for pid in self._holding)
+
+    async def _copy(self, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while True:
+                data = await reader.read(1 << 16)
+                async with self._changed:
+                    await self._changed.wait_for(lambda: self._forwards(port))
+                if not data:
+                    break
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
     async def _cut(self) -> None:
         for writer in self._writers:
             writer.transport.abort()
@@ -53,15 +93,16 @@ class TcpProxy:
         with suppress(OSError):
             target_reader, target_writer = await asyncio.open_connection(*self._target)
             self._writers.add(target_writer)
-            await asyncio.gather(_copy(reader, target_writer), _copy(target_reader, writer))
+            port = writer.get_extra_info("peername")[1]
+            await asyncio.gather(self._copy(port, reader, target_writer), self._copy(port, target_reader, writer))
             self._writers.discard(target_writer)
         self._writers.discard(writer)
 
     def __enter__(self) -> TcpProxy:
         self._thread.start()
-        start = asyncio.start_server(self._serve, "127.0.0.1", 0)
+        start = asyncio.start_server(self._serve, *self._listen)
         self._server = asyncio.run_coroutine_threadsafe(start, self._loop).result(10)
-        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        self.address = f"{self._listen[0]}:{self._server.sockets[0].getsockname()[1]}"
         return self
 
     def __exit__(
@@ -81,9 +122,14 @@ class TcpProxy:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with suppress(OSError):
-        while data := await reader.read(1 << 16):
-            writer.write(data)
-            await writer.drain()
-    writer.close()
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host, int(port)
+
+
+def _ports_of(pid: int) -> set[int]:
+    """Returns the local ports of a process's TCP connections. Empty if the process has ended."""
+    try:
+        return {connection.laddr.port for connection in psutil.Process(pid).net_connections("tcp")}
+    except psutil.Error:
+        return set()

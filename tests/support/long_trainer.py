@@ -1,9 +1,8 @@
-"""A trainer of the chaos run. Appends a line per committed step to a file, and prints the hash of the final weights.
+"""A trainer of a run without a fixed length. Appends a line per committed step to a file, and prints a hash at the end.
 
-``python -m tests.chaos.trainer --address A --run R --trainer NAME --commits FILE --stop-file FILE``
+``python -m tests.support.long_trainer --address A --run R --trainer NAME --commits FILE --plan-file FILE``
 
-The trainer trains until the step that the stop file names exists. Each batch sleeps, as a batch on a GPU leaves the
-processor idle.
+The plan says how far the run may train (``Plan``). Each batch sleeps, as a batch on a GPU leaves the processor idle.
 """
 
 from __future__ import annotations
@@ -14,8 +13,9 @@ import json
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -27,6 +27,27 @@ from tests.support.reference import ADAMW, sha256
 _CLONE_NEWNET = 0x40000000
 
 
+@dataclass(frozen=True)
+class Plan:
+    """How far a run may train. Its trainers read it before each step, so that all of them end at the same step."""
+
+    steps: int
+    """Number of steps after which the trainers wait for another plan, or end."""
+    is_final: bool
+    """True if the trainers end there."""
+
+    def write(self, path: Path) -> None:
+        """Replaces the file of the plan as a whole."""
+        new = path.with_name(f"{path.name}.new")
+        new.write_text(json.dumps(asdict(self)))
+        new.replace(path)
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Reads the file of the plan."""
+        return cls(**json.loads(path.read_text()))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--address", required=True)
@@ -34,7 +55,7 @@ def main() -> None:
     parser.add_argument("--trainer", required=True)
     parser.add_argument("--dp", type=int, required=True)
     parser.add_argument("--commits", type=Path, required=True, help="file for the times of commits")
-    parser.add_argument("--stop-file", type=Path, required=True, help="names the number of steps, once it exists")
+    parser.add_argument("--plan-file", type=Path, required=True, help="how far to train")
     parser.add_argument("--batch-s", type=float, default=0.05, help="seconds that each batch sleeps")
     parser.add_argument("--transports")
     parser.add_argument("--network", help="network namespace to run in")
@@ -72,7 +93,7 @@ def train(options: argparse.Namespace, join: Mapping[str, Any]) -> None:
     optimizer = shardwell.optim.AdamW(model.parameters(), **ADAMW)
     with options.commits.open("a") as commits:
         for step in session.steps(10**9):
-            if (last := steps_to_train(options.stop_file)) is not None and session.step >= last:
+            if not may_train(session.step, options.plan_file):
                 break
             for tokens in step.batches(transformer.batch):
                 time.sleep(options.batch_s)
@@ -85,12 +106,13 @@ def train(options: argparse.Namespace, join: Mapping[str, Any]) -> None:
     session.close()
 
 
-def steps_to_train(stop_file: Path) -> int | None:
-    """Returns the number of steps after which all trainers stop; None while it is not decided."""
-    try:
-        return int(stop_file.read_text())
-    except (FileNotFoundError, ValueError):
-        return None
+def may_train(step: int, plan_file: Path) -> bool:
+    """Waits until the plan allows or forbids the step."""
+    while step >= (plan := Plan.read(plan_file)).steps:
+        if plan.is_final:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 if __name__ == "__main__":
