@@ -11,7 +11,9 @@ from contextlib import asynccontextmanager
 from shardwell_server.coordinator.checkpoints.restoring import RunRestorer
 from shardwell_server.coordinator.checkpoints.saving import CheckpointFiles, CheckpointSaver
 from shardwell_server.coordinator.commit.committer import Committer
+from shardwell_server.coordinator.commit.preparation import StepPreparer
 from shardwell_server.coordinator.commit.step_requests import StepRequests
+from shardwell_server.coordinator.commit.updates import UpdateSender
 from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.leases.servers import ServerLeases
 from shardwell_server.coordinator.leases.trainers import TrainerLeases
@@ -54,11 +56,13 @@ class Coordinator:
         self.checkpoints = CheckpointSaver(state, self.servers, self.checkpoint_files)
         self.restorer = RunRestorer(state, self.servers, self.placer, self.trainers, self.checkpoint_files)
         self.promoter = Promoter(self.servers, state.cluster, state.tasks)
-        self.committer = Committer(state, self.servers, self.trainers, self.promoter, self.checkpoints)
-        self.step_requests = StepRequests(state, self.servers, self.trainers, self.committer)
-        self.relocator = Relocator(state, self.servers, self.promoter, self.trainers, self.committer, self.restorer)
-        self.backups = BackupKeeper(state, self.servers, self.promoter, self.trainers, self.committer)
-        self.adoption = Adoption(state, self.servers, self.promoter, self.trainers, self.committer)
+        self.preparer = StepPreparer(state, self.servers)
+        self.updates = UpdateSender(state, self.servers, self.checkpoints)
+        self.committer = Committer(state, self.servers, self.trainers, self.promoter, self.preparer, self.updates)
+        self.step_requests = StepRequests(state, self.servers, self.trainers, self.preparer, self.committer)
+        self.relocator = Relocator(state, self.servers, self.promoter, self.trainers, self.restorer)
+        self.backups = BackupKeeper(state, self.servers, self.promoter, self.trainers, self.updates)
+        self.adoption = Adoption(state, self.servers, self.promoter, self.trainers, self.updates)
         self.drains = Drains(state, self.backups)
         self.verifier = RunVerifier(state, self.servers)
 
@@ -85,7 +89,7 @@ class Coordinator:
         for run in state.runs.values():
             self.checkpoints.resume(run)
             self.restorer.start(run)
-            self.committer.start_updates(run)
+            self.updates.start_all(run)
             self.trainers.start_fencing(run)
         self.server_leases.start()
         self.relocator.start()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from shardwell_server.coordinator.commit.committer import Committer
+from shardwell_server.coordinator.commit.preparation import StepPreparer
 from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.inspection.stall import explain_stall
 from shardwell_server.coordinator.leases.trainers import TrainerLeases
@@ -33,13 +34,20 @@ class StepRequests:
         state: State of the coordinator.
         servers: The shard servers.
         trainers: Leases and fences work items.
-        committer: Prepares and commits steps.
+        preparer: Prepares steps.
+        committer: Commits steps.
     """
 
     def __init__(
-        self, state: CoordinatorState, servers: ShardServers, trainers: TrainerLeases, committer: Committer
+        self,
+        state: CoordinatorState,
+        servers: ShardServers,
+        trainers: TrainerLeases,
+        preparer: StepPreparer,
+        committer: Committer,
     ) -> None:
-        self._state, self._servers, self._trainers, self._committer = state, servers, trainers, committer
+        self._state, self._servers, self._trainers = state, servers, trainers
+        self._preparer, self._committer = preparer, committer
 
     # FinishWork
 
@@ -68,7 +76,7 @@ class StepRequests:
         written = check_written_buffers(step, [item for item, _ in finished], reports, run.units.layouts)
         if run.finish_items(member, finished, written):
             run.changed.notify()
-            self._committer.start_preparing(run)
+            self._preparer.start(run)
         if member.note_accepts_reassigned_work(accept_work):
             run.touch()
         if not accept_copies:
@@ -209,7 +217,7 @@ class StepRequests:
                 return _committed_norms(run, number, norm_type)
             self._servers.require_available(run)
             step.require_finished(member.name)
-            return await self._committer.prepare(run, norm_type=norm_type) if step.all_finished else None
+            return await self._preparer.prepare(run, norm_type=norm_type) if step.all_finished else None
 
         prepared = await poll(run.changed, check, wait_s)
         if prepared is None:
@@ -287,7 +295,7 @@ class StepRequests:
 
     async def _partitions_for(self, run: Run, member: Member, step: Step) -> list[coordinator_pb2.PartitionWork]:
         """Returns the optimizer partitions that a trainer must update, once the gradients are reduced."""
-        if await self._committer.prepare_or_skip(run) is None or step is not run.step:
+        if await self._preparer.prepare_or_skip(run) is None or step is not run.step:
             return []
         run.require_member(member.name, member.epoch)
         return step.partitions_for(member.name, run.members.live, run.next_epoch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shardwell_server.coordinator.commit.committer import Committer
+from shardwell_server.coordinator.commit.updates import UpdateSender
 from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.leases.trainers import TrainerLeases
 from shardwell_server.coordinator.runs.run import Run
@@ -26,7 +26,7 @@ class Adoption:
         servers: The shard servers.
         promoter: Tells servers about new primaries.
         trainers: Fences former attempts.
-        committer: Repeats interrupted updates.
+        updates: Repeats interrupted updates.
     """
 
     def __init__(
@@ -35,10 +35,10 @@ class Adoption:
         servers: ShardServers,
         promoter: Promoter,
         trainers: TrainerLeases,
-        committer: Committer,
+        updates: UpdateSender,
     ) -> None:
         self._state, self._servers, self._promoter = state, servers, promoter
-        self._trainers, self._committer = trainers, committer
+        self._trainers, self._updates = trainers, updates
 
     async def adopt(
         self, server_id: str, incarnation: str, held: Iterable[coordinator_pb2.HeldShard]
@@ -104,7 +104,7 @@ class Adoption:
         self._state.events.add(EventKind.SHARDS_ADOPTED, message, run=run.name)
         self._promoter.start(run)
         if (pending := run.commits.pending_updates.get(server_id)) is not None and pending.incarnation == process[1]:
-            self._committer.start_update(run, server_id, pending)
+            self._updates.start(run, server_id, pending)
         self._trainers.start_fencing(run)
 
 

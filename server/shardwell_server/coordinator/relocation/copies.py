@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwell_server.coordinator.commit.committer import Committer
+from shardwell_server.coordinator.commit.updates import UpdateSender
 from shardwell_server.coordinator.runs.run import Run
 from shardwell_server.coordinator.runs.units import Unit
 from shardwell_server.coordinator.servers.shard_servers import ShardServers
@@ -18,11 +18,11 @@ class ShardCopies:
     Args:
         state: State of the coordinator.
         servers: The shard servers.
-        committer: Sends the last update to a backup that was copied before it.
+        updates: Sends the last update to a backup that was copied before it.
     """
 
-    def __init__(self, state: CoordinatorState, servers: ShardServers, committer: Committer) -> None:
-        self._state, self._servers, self._committer = state, servers, committer
+    def __init__(self, state: CoordinatorState, servers: ShardServers, updates: UpdateSender) -> None:
+        self._state, self._servers, self._updates = state, servers, updates
 
     async def build(self, run: Run, unit: Unit, backup: BackupRecord) -> bool:
         """Copies a shard from its primary to a backup, which is in sync afterwards. Replaces an outdated copy.
@@ -77,7 +77,7 @@ class ShardCopies:
             # The commit of this step came before the copy, so the backup's server may have acknowledged the update
             # without it.
             run.commits.expect_update(backup.process, self._state.clock())
-            self._committer.start_update(run, backup.server_id, run.commits.pending_updates[backup.server_id])
+            self._updates.start(run, backup.server_id, run.commits.pending_updates[backup.server_id])
         run.units.set_backup_state(unit, backup, BackupState.IN_SYNC, placement=placement)
         run.touch()
         await self._state.save(run)

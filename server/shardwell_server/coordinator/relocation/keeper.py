@@ -17,7 +17,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from shardwell_server.coordinator.commit.committer import Committer
+from shardwell_server.coordinator.commit.updates import UpdateSender
 from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.leases.trainers import TrainerLeases
 from shardwell_server.coordinator.relocation.copies import ShardCopies
@@ -65,7 +65,7 @@ class BackupKeeper:
         servers: The shard servers.
         promoter: Tells servers about moved shards.
         trainers: Fences former attempts.
-        committer: Sends updates to new backups.
+        updates: Sends updates to new backups.
     """
 
     def __init__(
@@ -74,10 +74,10 @@ class BackupKeeper:
         servers: ShardServers,
         promoter: Promoter,
         trainers: TrainerLeases,
-        committer: Committer,
+        updates: UpdateSender,
     ) -> None:
         self._state, self._promoter, self._trainers = state, promoter, trainers
-        self._copies = ShardCopies(state, servers, committer)
+        self._copies = ShardCopies(state, servers, updates)
         self._notes: dict[str, _Notes] = {}
         """By run id."""
         self._drained: set[tuple[str, str]] = set()

@@ -20,7 +20,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from shardwell_server.coordinator.commit.committer import Committer
 from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.leases.trainers import TrainerLeases
 from shardwell_server.coordinator.runs.run import Run
@@ -67,7 +66,6 @@ class Relocator:
         servers: The shard servers.
         promoter: Tells servers about their new primaries.
         trainers: Fences former attempts.
-        committer: Sends pending updates.
         rollback: Takes a run back to a checkpoint if no backup can replace a shard. None: not possible.
     """
 
@@ -77,11 +75,10 @@ class Relocator:
         servers: ShardServers,
         promoter: Promoter,
         trainers: TrainerLeases,
-        committer: Committer,
         rollback: Rollback | None = None,
     ) -> None:
         self._state, self._servers, self._promoter = state, servers, promoter
-        self._trainers, self._committer, self._rollback = trainers, committer, rollback
+        self._trainers, self._rollback = trainers, rollback
         promoter.when_refused = self._note_refused
 
     def start(self) -> None:

@@ -1,0 +1,194 @@
+"""Prepares a finished step on the shard servers. See Note: [Commit order] in ``committer.py``.
+
+After each ``await`` the step may have advanced, or an item may have been reset: the code then compares
+``Step.generation`` and ``Run.step`` with the values from before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+from shardwell_server.coordinator.inspection.events import EventKind
+from shardwell_server.coordinator.runs.gradient_norms import PreparedGradients
+from shardwell_server.coordinator.runs.module_buffers import changed_buffers
+from shardwell_server.coordinator.runs.proposals import committed_optimizer
+from shardwell_server.coordinator.runs.run import Run
+from shardwell_server.coordinator.runs.step import Step
+from shardwell_server.coordinator.servers.shard_servers import ShardServers
+from shardwell_server.coordinator.state import CoordinatorState
+from shardwell_server.optimizer_checks import allocation_key, units_that_count
+from shardwell_wire.errors import IncompleteStepError, NonFiniteError, ShardwellError, StepStateError
+from shardwell_wire.v1 import common_pb2, shard_pb2
+
+
+class StepPreparer:
+    """Makes the servers confirm and reduce the gradients of a finished step.
+
+    Args:
+        state: State of the coordinator.
+        servers: The shard servers.
+    """
+
+    def __init__(self, state: CoordinatorState, servers: ShardServers) -> None:
+        self._state, self._servers = state, servers
+
+    async def prepare(self, run: Run, *, norm_type: float = 0.0) -> PreparedGradients | None:
+        """Prepares the finished step on the servers. Concurrent callers share one call.
+
+        Returns:
+            The gradient norms. None if the step was committed or an item was reset meanwhile.
+
+        Raises:
+            NonFiniteError: A gradient is not finite. Every call raises this until an item is reset.
+            IncompleteStepError: A server lacks contributions. Every call raises this until an item is reset.
+            StepStateError: A unit was declared but not published.
+            ShardwellError: Another error of a server. The next call tries again.
+        """
+        step = run.step
+        # The shared call may have prepared another norm type or a former generation: check again after each call.
+        while step is not None and step is run.step and step.all_finished:
+            if step.failure is not None:
+                # A new exception for each caller: raising one instance again would extend its traceback every time.
+                raise type(step.failure)(str(step.failure), **step.failure.data)
+            if step.prepared is not None and step.prepared.has(norm_type):
+                return step.prepared
+            await run.calls.preparing(partial(self._prepare, run, step, norm_type))
+        return None
+
+    def start(self, run: Run) -> None:
+        """Prepares the step in the background, while trainers learn that all items are finished.
+
+        A failure is raised to the trainers that later ask for the norm or commit.
+        """
+
+        async def prepare() -> None:
+            with suppress(ShardwellError):
+                await self.prepare(run)
+
+        self._state.tasks.start(prepare())
+
+    async def prepare_or_skip(self, run: Run) -> PreparedGradients | None:
+        """Calls ``prepare``. With scaled losses, skips a gradient that is not finite and prepares the step again."""
+        step = run.step
+        try:
+            return await self.prepare(run)
+        except NonFiniteError:
+            if step is None or step is not run.step or not step.all_finished:
+                raise
+            proposal = step.proposals.leading(run.leader())
+            if proposal is None or not proposal.optimizer.skip_non_finite:
+                raise
+            step.skip()
+            return await self.prepare(run)
+
+    async def _prepare(self, run: Run, step: Step, norm_type: float) -> None:
+        generation = step.generation
+        if unpublished := run.units.unpublished:
+            raise StepStateError(
+                f"step {step.number}: unit {unpublished[0]!r} has no initial values, because no trainer sent them: "
+                "every trainer must build the same model",
+                unit=unpublished[0],
+            )
+        await run.wait_until_updated()
+        while step.unfenced and generation == step.generation and step is run.step and not run.deleted:
+            await run.changed.wait()  # a fence that arrives after PrepareStep discards what was prepared
+        if any(item.is_copy for item in step.items.values()):
+            # The servers drop the contributions of trainers that lost to a copy. A restarted coordinator must not wait
+            # for these trainers.
+            await self._state.save(run)
+        if generation != step.generation or step is not run.step:
+            # An item was reset and is unfinished. The servers would accept an incomplete manifest.
+            return
+        optimizer = _expected_optimizer(run, step)
+
+        def request(server_id: str) -> shard_pb2.PrepareStepRequest:
+            return shard_pb2.PrepareStepRequest(
+                context=self._servers.context(run, step.number),
+                ranks=_manifest(run, step, server_id),
+                dp=run.settings.world.dp,
+                norm_type=norm_type,
+                skip=step.skipped,
+                optimizer=optimizer,
+            )
+
+        try:
+            responses = await self._servers.call_all(run.units.servers, "PrepareStep", request)
+        except ShardwellError as error:
+            if generation != step.generation or step is not run.step:
+                return  # the error is about a former attempt
+            if not isinstance(error, NonFiniteError | IncompleteStepError):
+                raise
+            step.record_failure(error)
+            self._state.events.add(EventKind.STEP_FAILED, f"step {step.number}: {error}", run=run.name)
+            run.changed.notify()
+            raise
+        if generation != step.generation:
+            return
+        self.note_failed_backups(run, responses)
+        prepared = (
+            PreparedGradients.skipped(norm_type)
+            if step.skipped
+            else PreparedGradients.combine((norm for at in responses.values() for norm in at.units), norm_type)
+        )
+        ready = optimizer is not None and all(response.update_ready for response in responses.values())
+        step.record_prepared(
+            replace(
+                prepared,
+                memory_ready_for=allocation_key(optimizer) if optimizer and ready else None,
+                changed_buffers=changed_buffers(responses.values(), run.units.layouts),
+            )
+        )
+
+    def note_failed_backups(self, run: Run, responses: Mapping[str, Any]) -> None:
+        """Marks the backups that primaries report as failed. The commit record is stored together with this."""
+        failed = {
+            (status.unit_index, status.start_bytes, status.server_id): status.error
+            for response in responses.values()
+            for status in response.failed_backups
+        }
+        if run.fail_backups(failed):
+            message = (
+                f"{len(failed)} backups missed step {run.committed_step} and are built again: {min(failed.values())}"
+            )
+            self._state.events.add(EventKind.BACKUPS_LOST, message, run=run.name)
+
+
+def _expected_optimizer(run: Run, step: Step) -> common_pb2.OptimizerStep | None:
+    """Returns the optimizer that the step will probably be committed with. The servers allocate memory for it early."""
+    if (proposal := step.proposals.leading(run.leader())) is not None:
+        return proposal.optimizer
+    if (last_commit := run.commits.last) is None:
+        return None
+    last = committed_optimizer(last_commit.optimizer)
+    if len(units_that_count(last, len(run.units))) == len(run.units):
+        return last
+    # Several optimizers alternate. Expect the one that followed the last time the units of ``last`` were updated.
+    committed = [committed_optimizer(record.optimizer) for record in run.commits.records]
+    successors = reversed([*pairwise(committed)])
+    return next((after for before, after in successors if _same_units(before, last)), last)
+
+
+def _same_units(one: common_pb2.OptimizerStep, other: common_pb2.OptimizerStep) -> bool:
+    return list(one.units) == list(other.units)
+
+
+def _manifest(run: Run, step: Step, server_id: str) -> list[shard_pb2.RankManifest]:
+    """Returns the contributions that one server must have: every rank's attempt, and its number of parts per unit."""
+    owned = {unit.index for unit in run.units if any(shard.server_id == server_id for shard in unit.shards)}
+    return [
+        shard_pb2.RankManifest(
+            dp_rank=item.dp_rank,
+            attempt=item.attempt,
+            units=[
+                common_pb2.UnitParts(unit_index=unit, part_count=count)
+                for unit, count in sorted(item.parts.items())
+                if unit in owned
+            ],
+        )
+        for item in step.items.values()
+    ]
