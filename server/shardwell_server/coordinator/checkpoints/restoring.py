@@ -20,7 +20,8 @@ import logging
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from shardwell_server.coordinator.checkpoints.manifests import commits_in, require_same_run, run_state_in
+from shardwell_server.coordinator.checkpoints.choosing import CheckpointChooser, open_manifest
+from shardwell_server.coordinator.checkpoints.manifests import commits_in, run_state_in
 from shardwell_server.coordinator.checkpoints.saving import CheckpointFiles
 from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.leases.trainers import TrainerLeases
@@ -32,14 +33,11 @@ from shardwell_server.coordinator.servers.shard_servers import ShardServers
 from shardwell_server.coordinator.settings import RunSettings
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.storage.records import BackupRecord, BackupState, CheckpointRecord, CommitRecord
-from shardwell_server.coordinator.waiting import SharedCall, poll
+from shardwell_server.coordinator.waiting import poll
 from shardwell_wire import fault_points
-from shardwell_wire.checkpoints.folder import RunFolder
 from shardwell_wire.checkpoints.manifest import Manifest
-from shardwell_wire.checkpoints.reading import Checkpoint
 from shardwell_wire.errors import (
     CorruptDataError,
-    InvalidRequestError,
     NotFoundError,
     ShardwellError,
     UnavailableError,
@@ -48,9 +46,6 @@ from shardwell_wire.retry import backoff, retry_async
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2
 
 logger = logging.getLogger(__name__)
-
-LATEST = "latest"
-"""Value of ``JoinRequest.resume`` for the newest checkpoint that can be loaded."""
 
 _SERVERS_WAIT_S = 2.0
 """Seconds that a rollback waits for the configured number of servers: all may be about to start again."""
@@ -80,8 +75,7 @@ class RunRestorer:
     ) -> None:
         self._state, self._servers, self._placer = state, servers, placer
         self._trainers, self._files = trainers, files
-        self._choosing: dict[str, SharedCall[Restore | None]] = {}
-        """Look-ups in checkpoint folders, by run name."""
+        self._chooser = CheckpointChooser(state, files)
 
     # New runs
 
@@ -92,10 +86,10 @@ class RunRestorer:
 
         Raises:
             RunMismatchError: The run has other settings.
-            ShardwellError: See ``choose``.
+            ShardwellError: As ``CheckpointChooser.choose``.
         """
         options = CheckpointOptions().changed_by(request.config)
-        restore = await self.choose(request.run, settings, options, request.resume)
+        restore = await self._chooser.choose(request.run, settings, options, request.resume)
         is_new = request.run not in self._state.runs
         run = self._trainers.find_or_create_run(request.run, settings)
         if is_new and restore is not None:
@@ -106,68 +100,6 @@ class RunRestorer:
         if run.checkpoints.set_options(run.checkpoints.options.changed_by(request.config)):
             run.touch()
         return run
-
-    async def choose(
-        self, run_name: str, settings: RunSettings, options: CheckpointOptions, resume: str
-    ) -> Restore | None:
-        """Returns the checkpoint from which to create a run. None: create it without one.
-
-        Args:
-            run_name: Name of the run.
-            settings: Settings that the trainer asks for.
-            options: Options for checkpoints that the trainer asks for.
-            resume: As in ``JoinRequest``.
-
-        Raises:
-            InvalidRequestError: ``resume`` is "latest", but there is no folder of checkpoints.
-            CorruptDataError: The checkpoint is damaged or does not exist. The message offers another one.
-            RunMismatchError: The checkpoint belongs to a run with other settings.
-        """
-        if not resume or run_name in self._state.runs:
-            return None
-        # Concurrent trainers of a run share one look-up.
-        call = self._choosing.setdefault(run_name, SharedCall())
-        try:
-            found = await call(lambda: self._choose(run_name, settings, options, resume))
-        finally:
-            self._choosing.pop(run_name, None)
-        return None if run_name in self._state.runs else found
-
-    async def _choose(
-        self, run_name: str, settings: RunSettings, options: CheckpointOptions, resume: str
-    ) -> Restore | None:
-        if resume != LATEST:
-            manifest = await self._files(lambda: _open_named(resume, run_name, options.directory))
-            require_same_run(manifest, run_name, settings, resume)
-            return Restore(url=resume, checkpoint_id=manifest.checkpoint_id, step=manifest.step)
-        if not options.directory:
-            raise InvalidRequestError(
-                'resume is "latest", but checkpoint_dir is not set: set the folder of checkpoints'
-            )
-        entries = await self._files(lambda: RunFolder.of(options.directory, run_name).entries())
-        # A checkpoint whose manifest is damaged has no time: it comes last in the list, and may be the newest.
-        usable = next((at for at in entries if at.manifest is not None and at.is_valid), None)
-        damaged = [at for at in entries if not at.is_incomplete and not at.is_valid]
-        for entry in damaged:
-            if usable is None or entry.step >= usable.step:
-                self._report_damaged(run_name, entry.url, entry.problem)
-        if usable is not None and usable.manifest is not None:
-            require_same_run(usable.manifest, run_name, settings, usable.url)
-            return Restore(
-                url=usable.url,
-                checkpoint_id=usable.checkpoint_id,
-                step=usable.step,
-                may_fall_back=True,
-                damaged=tuple(entry.checkpoint_id for entry in damaged),
-            )
-        if damaged:
-            raise CorruptDataError(
-                f"run {run_name!r} cannot be resumed: all {len(damaged)} checkpoints in {options.directory} are "
-                f"damaged, the newest because {damaged[0].problem}. Repair one, or join without resume to start from "
-                "step 0"
-            )
-        logger.info("run %r: there is no checkpoint in %s yet: the run starts at step 0", run_name, options.directory)
-        return None
 
     def start(self, run: Run) -> None:
         """Loads a run in the background if ``RunCheckpoints.restore`` is set. Continues after a coordinator restart."""
@@ -249,7 +181,7 @@ class RunRestorer:
             CorruptDataError: The checkpoint is damaged, or a file is missing.
             ShardwellError: Another error. The caller tries again.
         """
-        manifest = await self._files(lambda: _open(restore.url))
+        manifest = await self._files(lambda: open_manifest(restore.url))
         if (manifest.checkpoint_id, manifest.step) != (restore.checkpoint_id, restore.step):
             raise CorruptDataError(
                 f"{restore.url} contains checkpoint {manifest.checkpoint_id} of step {manifest.step}, expected "
@@ -351,72 +283,22 @@ class RunRestorer:
         except ShardwellError as error:
             logger.warning("run %r: checkpoint %s is not remembered: %s", run.name, record.url, error)
 
-    # Damaged checkpoints
-
     async def _fall_back(self, run: Run, restore: Restore, error: ShardwellError) -> bool:
-        """Chooses the checkpoint before a damaged one. Returns False if there is none."""
-        self._report_damaged(run.name, restore.url, str(error))
-        if not restore.may_fall_back:
+        """Goes on with the checkpoint before a damaged one. Returns False if there is none."""
+        before = await self._chooser.choose_before(run, restore, error)
+        if before is None:
             return False
-        damaged = (*restore.damaged, restore.checkpoint_id)
-        directory, known = run.checkpoints.options.directory, {at.checkpoint_id for at in run.checkpoints.saved}
-        try:
-            entries = await self._files(lambda: RunFolder.of(directory, run.name).entries()) if directory else []
-        except ShardwellError as problem:
-            logger.warning("run %r: the folder of checkpoints cannot be listed: %s", run.name, problem)
-            return True  # try again, from the same checkpoint
-        lineage = {*run.checkpoints.lineage, run.identity.run_id}
-        usable = [
-            at
-            for at in entries
-            if at.manifest is not None
-            and at.is_valid
-            and at.checkpoint_id not in damaged
-            and (not restore.is_rollback or at.checkpoint_id in known or at.manifest.run_id in lineage)
-        ]
-        if not usable:
-            return False
-        before = usable[0]
-        run.checkpoints.begin_restore(
-            replace(restore, url=before.url, checkpoint_id=before.checkpoint_id, step=before.step, damaged=damaged),
-            run.clock(),
-        )
+        if before is restore:
+            return True  # try again
+        run.checkpoints.begin_restore(before, run.clock())
         run.touch()
         await self._state.save_or_retry(run)
         message = f"the checkpoint before it is used: step {before.step}, {before.url}"
         self._state.events.add(EventKind.RUN_LOADING, message, run=run.name)
         return True
 
-    def _report_damaged(self, run_name: str, url: str, problem: str) -> None:
-        logger.error("run %r: checkpoint %s cannot be loaded: %s", run_name, url, problem)
-        self._state.events.add(EventKind.CHECKPOINT_DAMAGED, f"{url}: {problem}", run=run_name)
-
 
 def _raise_if_deleted(error: Exception) -> None:
     if isinstance(error, NotFoundError):
         raise error
     logger.error("%s", error)
-
-
-def _open(url: str) -> Manifest:
-    """Returns the manifest of a checkpoint, after checks of all headers. Blocks.
-
-    Raises:
-        CorruptDataError: The checkpoint is damaged, or a file is missing.
-    """
-    try:
-        return Checkpoint.open(url).manifest
-    except NotFoundError as error:
-        raise CorruptDataError(str(error), **error.data) from error
-
-
-def _open_named(url: str, run: str, directory: str) -> Manifest:
-    """Returns the manifest of a checkpoint that the user named. Blocks."""
-    try:
-        return _open(url)
-    except CorruptDataError as error:
-        others = []
-        if directory:
-            others = [at.url for at in RunFolder.of(directory, run).entries() if at.is_valid and at.url != url]
-        offer = f". The newest other checkpoint of the run is {others[0]}: pass it as resume" if others else ""
-        raise CorruptDataError(f"{error}{offer}", **error.data) from error
