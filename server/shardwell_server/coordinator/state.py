@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from shardwell_server.coordinator.inspection.events import EventLog
 from shardwell_server.coordinator.runs.members import Member, MemberState
 from shardwell_server.coordinator.runs.run import Run
-from shardwell_server.coordinator.runs.step import Step, WorkItem, WorkState
+from shardwell_server.coordinator.runs.step import Step
 from shardwell_server.coordinator.runs.units import Initializer, Unit
+from shardwell_server.coordinator.runs.work_items import WorkItem, WorkState
 from shardwell_server.coordinator.servers.cluster import Cluster
 from shardwell_server.coordinator.settings import RunSettings, Settings
 from shardwell_server.coordinator.storage.records import (

@@ -18,7 +18,8 @@ from shardwell_server.coordinator.runs.members import Member
 from shardwell_server.coordinator.runs.module_buffers import check_written_buffers
 from shardwell_server.coordinator.runs.proposals import StepProposal, require_same_proposal, validate_proposal
 from shardwell_server.coordinator.runs.run import Run
-from shardwell_server.coordinator.runs.step import Step, WorkItem
+from shardwell_server.coordinator.runs.step import Step
+from shardwell_server.coordinator.runs.work_items import WorkItem
 from shardwell_server.coordinator.servers.shard_servers import ShardServers
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.storage.records import CommitRecord
@@ -259,7 +260,7 @@ class StepRequests:
             run.check_algorithms(proposal.optimizer)
             step.check_ready(proposal)
             step.proposals.add(proposal)
-            if step.note_staged(staged):
+            if step.partitions.note(staged):
                 run.changed.notify()
 
         async def check() -> coordinator_pb2.CommitStepResponse | None:
@@ -288,7 +289,7 @@ class StepRequests:
             if proposal.updates_on_trainers:
                 if work := await self._partitions_for(run, member, step):
                     return coordinator_pb2.CommitStepResponse(partitions=work)
-                if not step.all_staged:
+                if not step.partitions.all_staged:
                     return None
             await self._committer.commit(run)
         return self._committed_response(run, member, step.number, proposal) if step is not run.step else None
@@ -298,7 +299,7 @@ class StepRequests:
         if await self._preparer.prepare_or_skip(run) is None or step is not run.step:
             return []
         run.require_member(member.name, member.epoch)
-        return step.partitions_for(member.name, run.members.live, run.next_epoch)
+        return step.partitions.assign(member.name, run.members.live, run.next_epoch)
 
     def _committed_response(
         self, run: Run, member: Member, number: int, proposal: StepProposal

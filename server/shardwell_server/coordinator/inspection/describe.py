@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from shardwell_server.coordinator.inspection.events import timestamp
 from shardwell_server.coordinator.runs.checkpoints import CheckpointInFlight
 from shardwell_server.coordinator.runs.run import Run
-from shardwell_server.coordinator.runs.step import WorkItem, WorkState
 from shardwell_server.coordinator.runs.units import Unit
+from shardwell_server.coordinator.runs.work_items import WorkItem, WorkState
 from shardwell_server.coordinator.servers.cluster import Cluster
 from shardwell_server.coordinator.storage.records import BackupState, CheckpointRecord, ShardRecord
 from shardwell_server.coordinator.waiting import poll

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwell_server.coordinator.runs.run import Run
-from shardwell_server.coordinator.runs.step import Step, WorkItem, WorkState
+from shardwell_server.coordinator.runs.step import Step
+from shardwell_server.coordinator.runs.work_items import WorkItem, WorkState
 from shardwell_server.coordinator.servers.cluster import Cluster, ServerState
 from shardwell_server.coordinator.servers.shard_servers import availability_errors
 
@@ -128,8 +129,8 @@ def _proposals(run: Run, step: Step) -> list[str]:
         return ["step proposal: every trainer of the run is gone; the step continues when a trainer joins"]
     if proposal is None:
         return [f"step proposal of rank 0: trainer {leader!r} has not called optimizer.step()"]
-    if proposal.updates_on_trainers and not step.all_staged:
-        return step.waiting_for_partitions(run.members.live)
+    if proposal.updates_on_trainers and not step.partitions.all_staged:
+        return step.partitions.waiting_for(run.members.live)
     return [f"step proposal of rank 0 has arrived: the next CommitStep request commits step {step.number}"]
 
 

@@ -23,7 +23,8 @@ from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.runs.members import Member, UnreachableServer
 from shardwell_server.coordinator.runs.rank_assignment import Applicant
 from shardwell_server.coordinator.runs.run import Run
-from shardwell_server.coordinator.runs.step import Step, WorkItem
+from shardwell_server.coordinator.runs.step import Step
+from shardwell_server.coordinator.runs.work_items import WorkItem
 from shardwell_server.coordinator.servers.shard_servers import ShardServers
 from shardwell_server.coordinator.settings import RunSettings
 from shardwell_server.coordinator.state import CoordinatorState

@@ -24,7 +24,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from shardwell_server.coordinator.runs.members import Member
-from shardwell_server.coordinator.runs.step import Step, WorkItem, WorkState
+from shardwell_server.coordinator.runs.step import Step
+from shardwell_server.coordinator.runs.work_items import WorkItem, WorkState
 
 _KEPT_TIMES, _LEAST_TIMES = 64, 3
 _LATE_FACTOR, _LATE_MARGIN_S = 2.0, 0.5

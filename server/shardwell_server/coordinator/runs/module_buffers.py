@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from shardwell_server.coordinator.runs.step import Step, WorkItem, WorkState
+from shardwell_server.coordinator.runs.step import Step
+from shardwell_server.coordinator.runs.work_items import WorkItem, WorkState
 from shardwell_wire.errors import ConflictError, InvalidRequestError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2

@@ -24,8 +24,9 @@ from shardwell_server.coordinator.runs.rank_assignment import (
     distribute_items,
     natural_key,
 )
-from shardwell_server.coordinator.runs.step import Step, WorkItem, WorkState
+from shardwell_server.coordinator.runs.step import Step
 from shardwell_server.coordinator.runs.units import DeclaredUnits, Initializer, Promotion, Unit
+from shardwell_server.coordinator.runs.work_items import WorkItem, WorkState
 from shardwell_server.coordinator.settings import RunSettings
 from shardwell_server.coordinator.storage.records import BackupState, CommitRecord
 from shardwell_server.coordinator.waiting import SharedCall, Signal

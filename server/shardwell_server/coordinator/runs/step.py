@@ -1,4 +1,4 @@
-"""The step in flight: its work items, step proposals and optimizer partitions.
+"""The step in flight: the state of its work items, its step proposals and what was prepared.
 
 A work item is vacant, leased or finished. A vacant item is leased only after every server has fenced its former
 trainer. All changes of a step and its items are methods of ``Step``. They run on the event loop, without locks.
@@ -6,12 +6,13 @@ trainer. All changes of a step and its items are methods of ``Step``. They run o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 from shardwell_server.coordinator.runs.gradient_norms import PreparedGradients
+from shardwell_server.coordinator.runs.partition_assignments import PartitionAssignments
 from shardwell_server.coordinator.runs.proposals import Proposals, StepProposal
+from shardwell_server.coordinator.runs.work_items import WorkCopy, WorkItem, WorkState, sum_of_attempts
 from shardwell_wire.errors import (
     InvalidRequestError,
     ShardwellError,
@@ -19,101 +20,7 @@ from shardwell_wire.errors import (
     StepRestartedError,
     StepStateError,
 )
-from shardwell_wire.v1 import common_pb2, coordinator_pb2
-
-
-class WorkState(Enum):
-    """State of a work item."""
-
-    VACANT = coordinator_pb2.WORK_STATE_VACANT
-    """No trainer computes it."""
-    LEASED = coordinator_pb2.WORK_STATE_LEASED
-    """A trainer computes it."""
-    FINISHED = coordinator_pb2.WORK_STATE_FINISHED
-    """Every server has acknowledged its contributions."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkCopy:
-    """A copy of a late work item, which another trainer computes. See Note: [Copies of late items] in ``copies.py``."""
-
-    trainer: str
-    epoch: int
-    attempt: int
-    since_s: float
-
-    @property
-    def key(self) -> tuple[str, int, int]:
-        """Trainer, epoch and attempt, which identify the computation of the copy."""
-        return self.trainer, self.epoch, self.attempt
-
-
-@dataclass(slots=True)
-class WorkItem:
-    """The part of a step that belongs to one logical rank."""
-
-    global_rank: int
-    dp_rank: int
-    trainer: str
-    """Trainer that the item is leased to. If the item is vacant or finished: the trainer that had it last."""
-    epoch: int
-    attempt: int = 0
-    state: WorkState = WorkState.LEASED
-    since_s: float = 0.0
-    """Clock time of the last change of state."""
-    trainer_lost: bool = False
-    """True if the trainer was lost after it finished the item."""
-    fenced: bool = True
-    """True if every server rejects pushes under older epochs and attempts of this rank."""
-    parts: dict[int, int] = field(default_factory=dict)
-    """Number of pushed parts by unit index. Empty until the item is finished."""
-    written_buffers: dict[tuple[int, int], int] = field(default_factory=dict)
-    """Checksums, by unit and layout index, of buffers that the training script changed before the item started."""
-    reset_id: str = ""
-    """Id of the request that started the current attempt."""
-    last_attempt: int = 0
-    """Highest attempt of the item and its copies. No number is given twice."""
-    copy: WorkCopy | None = None
-    """The copy that another trainer computes. None: there is none."""
-    is_copy: bool = False
-    """True if ``trainer`` computed a copy, which has won or has become the only one."""
-
-    def to_proto(self) -> coordinator_pb2.WorkItem:
-        return coordinator_pb2.WorkItem(
-            global_rank=self.global_rank,
-            dp_rank=self.dp_rank,
-            epoch=self.epoch,
-            attempt=self.attempt,
-            copy=self.is_copy,
-        )
-
-    def copy_to_proto(self) -> coordinator_pb2.WorkItem:
-        """Returns the copy, for the trainer that computes it."""
-        assert self.copy is not None
-        return coordinator_pb2.WorkItem(
-            global_rank=self.global_rank,
-            dp_rank=self.dp_rank,
-            epoch=self.copy.epoch,
-            attempt=self.copy.attempt,
-            copy=True,
-        )
-
-    @property
-    def key(self) -> tuple[str, int, int]:
-        """Trainer, epoch and attempt, which identify the computation of the item."""
-        return self.trainer, self.epoch, self.attempt
-
-    def next_attempt(self) -> int:
-        """Returns a new attempt number."""
-        self.last_attempt = max(self.last_attempt, self.attempt) + 1
-        return self.last_attempt
-
-    def to_finished_proto(self) -> coordinator_pb2.FinishedItem:
-        """Returns the item as its trainer reported it finished."""
-        units = [common_pb2.UnitParts(unit_index=unit, part_count=count) for unit, count in sorted(self.parts.items())]
-        return coordinator_pb2.FinishedItem(
-            global_rank=self.global_rank, epoch=self.epoch, attempt=self.attempt, units=units
-        )
+from shardwell_wire.v1 import coordinator_pb2
 
 
 @dataclass
@@ -146,10 +53,7 @@ class Step:
         self._items_by_trainer: dict[str, dict[int, WorkItem]] = {}
         for item in self.items.values():
             self._items_by_trainer.setdefault(item.trainer, {})[item.global_rank] = item
-        self._staged_partitions: dict[int, tuple[int, int]] = {}
-        """``(epoch, attempts)`` under which each dp rank's optimizer partitions were last staged."""
-        self._partition_substitutes: dict[int, str] = {}
-        """Trainers that update the partitions of dp ranks whose own trainer is gone."""
+        self.partitions = PartitionAssignments(self.items)
 
     @property
     def all_finished(self) -> bool:
@@ -159,7 +63,7 @@ class Step:
     @property
     def attempts(self) -> int:
         """Sum of the attempts of all items. Rises whenever the gradient changes, also across coordinator restarts."""
-        return sum(item.attempt for item in self.items.values())
+        return sum_of_attempts(self.items)
 
     @property
     def unfinished(self) -> list[WorkItem]:
@@ -325,8 +229,7 @@ class Step:
         self.prepared = self.failure = None
         self.skipped = False
         self.proposals.clear()
-        self._staged_partitions.clear()
-        self._partition_substitutes.clear()
+        self.partitions.clear()
 
     def start_copy(self, item: WorkItem, trainer: str, epoch: int, now: float) -> None:
         """Lets a trainer compute a copy of an item that another trainer computes."""
@@ -416,64 +319,6 @@ class Step:
                 "finish it first",
                 ranks=ranks,
             )
-
-    # Optimizer partitions, if the optimizer runs on the trainers.
-    #
-    # Each trainer updates the partitions of the ranks whose work it finished. The partitions of a trainer that is gone
-    # go to the next trainer that asks to commit, once the former trainer is fenced. Any trainer can update any
-    # partition, because all inputs are on the servers. Worlds that train have one rank per data rank, so an item's
-    # global rank is also its dp rank.
-
-    @property
-    def all_staged(self) -> bool:
-        """True if the partitions of every rank are staged."""
-        return not any(self._unstaged())
-
-    def note_staged(self, reports: Iterable[coordinator_pb2.PartitionWork]) -> bool:
-        """Records staged partitions. Ignores reports of former trainers and attempts. Returns True if any was new."""
-        any_new = False
-        for report in reports:
-            item, key = self.items.get(report.dp_rank), (report.epoch, report.attempts)
-            if item is None or key != (item.epoch, self.attempts):
-                continue
-            any_new = any_new or self._staged_partitions.get(report.dp_rank) != key
-            self._staged_partitions[report.dp_rank] = key
-        return any_new
-
-    def partitions_for(
-        self, trainer: str, live: Collection[str], next_epoch: Callable[[], int]
-    ) -> list[coordinator_pb2.PartitionWork]:
-        """Returns the partitions that a trainer must stage now, including partitions of gone trainers."""
-        work = []
-        for item in self._unstaged():
-            if self._partition_trainer(item, live) is None and item.fenced:
-                self._partition_substitutes[item.dp_rank] = trainer
-                item.epoch = next_epoch()  # overrides what a former substitute may still stage
-            if self._partition_trainer(item, live) == trainer:
-                work.append(
-                    coordinator_pb2.PartitionWork(dp_rank=item.dp_rank, epoch=item.epoch, attempts=self.attempts)
-                )
-        return work
-
-    def waiting_for_partitions(self, live: Collection[str]) -> list[str]:
-        """Returns one line per rank whose partitions are not staged."""
-        lines = []
-        for item in self._unstaged():
-            trainer = self._partition_trainer(item, live)
-            status = f"trainer {item.trainer!r} is gone" if trainer is None else f"trainer {trainer!r} is updating them"
-            lines.append(f"optimizer partitions of rank {item.dp_rank}: {status}")
-        return lines
-
-    def _unstaged(self) -> list[WorkItem]:
-        attempts = self.attempts
-        return [item for rank, item in self.items.items() if self._staged_partitions.get(rank, (0, -1))[1] != attempts]
-
-    def _partition_trainer(self, item: WorkItem, live: Collection[str]) -> str | None:
-        """Returns the live trainer that updates a rank's partitions. None: that trainer is gone."""
-        substitute = self._partition_substitutes.get(item.dp_rank)
-        if substitute is not None:
-            return substitute if substitute in live else None
-        return None if item.trainer_lost or item.trainer not in live else item.trainer
 
 
 def _parts(report: coordinator_pb2.FinishedItem, unit_count: int) -> dict[int, int]:
