@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shardwell_server.shard.memory.shared_memory import SharedMemory
-from shardwell_server.shard.requests import backups
+from shardwell_server.shard.requests import received_steps
 from shardwell_server.shard.state.shard_spec import Role
 from shardwell_server.shard.state.unit_shard import UnitShard
 from shardwell_wire.errors import NotFoundError, StaleEpochError, StepStateError, UnavailableError
@@ -262,13 +262,13 @@ def test_gradient_travels_through_shared_memory(tmp_path: Path, dp: int, readabl
         pair.copy()
         received: list[str] = []
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        read_file = backups._read_file
+        read_file = received_steps._read_file
 
         def note(path: str, *arguments: Any) -> None:
             received.append(path)
             read_file(path if readable else f"{path}0", *arguments)
 
-        patch.setattr(backups, "_read_file", note)
+        patch.setattr(received_steps, "_read_file", note)
         for step in range(3):
             pair.train(step)
             pair.assert_equal(step + 1)

@@ -17,6 +17,7 @@ from shardwell_server.shard.requests import (
     partitions,
     pushes,
     reading,
+    received_steps,
     relocation,
     steps,
 )
@@ -227,7 +228,7 @@ class ShardServicer:
         incoming = IncomingMessages(stream, shard_pb2.ReplicateStepRequest)
         header = await incoming.header()
         assert isinstance(header, shard_pb2.ReplicateStepHeader)
-        return await backups.receive_step(self._store, header, incoming, call.remaining_s())
+        return await received_steps.receive_step(self._store, header, incoming, call.remaining_s())
 
     async def ConfirmBackups(
         self, request: shard_pb2.ConfirmBackupsRequest, call: Call

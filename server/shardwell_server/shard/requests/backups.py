@@ -1,22 +1,13 @@
-"""A backup's side: it receives the committed state from its primary, and what each step needs before its commit record.
+"""A backup's side: it receives the committed state from its primary, and confirms that it has a step.
 
 See Note: [When a backup has a step] in ``replication.py``. Nothing here takes the lock of a run.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
-from functools import partial
-
-import torch
-
 from shardwell_server import optimizer_checks
-from shardwell_server.shard.memory.budget import BufferQuota
 from shardwell_server.shard.requests.peers import read_content, tensor_memory
 from shardwell_server.shard.requests.streams import IncomingStream
-from shardwell_server.shard.state.contributions import Contribution
-from shardwell_server.shard.state.partitions import StagedPartition
 from shardwell_server.shard.state.portable_state import begin_import, finish_import
 from shardwell_server.shard.state.replication import Replica
 from shardwell_server.shard.state.runs import HostedRun
@@ -24,22 +15,15 @@ from shardwell_server.shard.state.shard_spec import Role
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_server.shard.state.unit_shard import UnitShard
 from shardwell_wire.errors import (
-    InvalidRequestError,
     NotFoundError,
     ShardwellError,
     StaleEpochError,
     StepStateError,
 )
-from shardwell_wire.layout import Segment
-from shardwell_wire.partitions import runs_on_trainers, state_places
-from shardwell_wire.shared_files import file_size, open_in_folder, opened, server_folder
+from shardwell_wire.partitions import runs_on_trainers
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
-_REPLICATED_EPOCH = 0
-"""Epoch of contributions and partitions that the primary sent: it has checked the leases."""
-
 _GRADIENT = shard_pb2.STEP_CONTENT_GRADIENT
-_CONTRIBUTIONS = shard_pb2.STEP_CONTENT_CONTRIBUTIONS
 _PARTITIONS = shard_pb2.STEP_CONTENT_PARTITIONS
 
 
@@ -107,43 +91,7 @@ async def receive_state(
 # ---- steps ----
 
 
-async def receive_step(
-    store: ShardStore, header: shard_pb2.ReplicateStepHeader, incoming: IncomingStream, wait_s: float
-) -> shard_pb2.ReplicateStepResponse:
-    """Receives a part of what the update of a step needs. A broken stream has no effect.
-
-    Raises:
-        ShardwellError: As ``find_backup``.
-        DeadlineError: The backup has not reached the version that the step reads.
-        StepStateError: The backup is out of sync.
-        StaleEpochError: Content of a later generation has arrived.
-        InvalidRequestError: The header does not fit the shard, or the stream is broken.
-        CapacityError: There is no memory.
-    """
-    run = store.exact_run(header.context)
-    shard, step = find_backup(run, header.target), header.context.step
-    if header.content not in (_GRADIENT, _CONTRIBUTIONS, _PARTITIONS):
-        raise InvalidRequestError(f"content is {header.content}, expected a StepContent")
-    _check_in_sync(shard)
-    await shard.values.wait_for(step, wait_s)
-    order = (header.target.placement, header.generation)
-    what = f"step {step} of the backup of {shard.what}"
-
-    async def receive() -> None:
-        _open_replica(run, shard, header, step)
-        if header.content == _GRADIENT:
-            await _receive_gradient(store, run, shard, header, incoming, what)
-        elif header.content == _CONTRIBUTIONS:
-            await _receive_contributions(store, run, shard, header, incoming, what)
-        else:
-            await _receive_partitions(store, run, shard, header, incoming, what)
-
-    # A retry ends the stream that it replaces. Different contents of one generation arrive concurrently.
-    await shard.streams.replace(f"replica {header.content}", order, what, receive)
-    return shard_pb2.ReplicateStepResponse(generation=header.generation)
-
-
-def _open_replica(
+def open_replica(
     run: HostedRun,
     shard: UnitShard,
     content: shard_pb2.ReplicateStepHeader | shard_pb2.BackupToConfirm,
@@ -157,7 +105,7 @@ def _open_replica(
     """
     if find_backup(run, content.target) is not shard:
         raise StaleEpochError(f"the backup of {shard.what} is built anew", unit=shard.unit)
-    _check_in_sync(shard)
+    check_in_sync(shard)
     if shard.version != step or shard.values.updating:
         raise StepStateError(
             f"the backup of {shard.what} is at version {shard.version}, but the step reads version {step}",
@@ -176,173 +124,10 @@ def _open_replica(
     return replica
 
 
-def _check_in_sync(shard: UnitShard) -> None:
+def check_in_sync(shard: UnitShard) -> None:
+    """Raises StepStateError if a backup has missed a step."""
     if shard.out_of_sync:
         raise StepStateError(f"the backup of {shard.what} is out of sync: {shard.out_of_sync}", unit=shard.unit)
-
-
-def _accept(run: HostedRun, shard: UnitShard, header: shard_pb2.ReplicateStepHeader) -> Replica:
-    """Checks again, after a stream was received, that its content is still wanted. Raises as ``_open_replica``."""
-    replica = _open_replica(run, shard, header, header.context.step)
-    replica.confirmed = False
-    return replica
-
-
-def _numbers(shard: UnitShard, indices: Sequence[int], what: str) -> list[int]:
-    """Returns the segments of parameters. Raises InvalidRequestError if one is unknown or the order is wrong."""
-    found = [shard.segment_of[index] for index in indices if index in shard.segment_of]
-    if len(found) != len(indices) or sorted(set(found)) != found:
-        raise InvalidRequestError(
-            f"{what}: parameter indices are {list(indices)[:10]}, expected strictly rising indices of parameters in "
-            "the shard"
-        )
-    return found
-
-
-async def _receive_gradient(
-    store: ShardStore,
-    run: HostedRun,
-    shard: UnitShard,
-    header: shard_pb2.ReplicateStepHeader,
-    incoming: IncomingStream,
-    what: str,
-) -> None:
-    numbers = _numbers(shard, header.gradient_indices, what)
-    buffer, views = shard.receive_mean(numbers)
-    try:
-        memory = [tensor_memory(view) for view in views]
-        await incoming.into([] if header.path else memory, what)
-        if header.path:
-            starts = [shard.segments[number].start_bytes - shard.start_bytes for number in numbers]
-            await store.in_thread(partial(_read_file, header.path, shard.size_bytes, starts, memory))
-        replica = _accept(run, shard, header)
-    except BaseException:
-        shard.release_mean(buffer)
-        raise
-    shard.set_mean(buffer, numbers)
-    replica.contents.add(_GRADIENT)
-
-
-def _read_file(path: str, size_bytes: int, starts: Sequence[int], memory: Sequence[memoryview]) -> None:
-    """Copies ranges of a file of another server's shared memory. See Note: [Trust between users].
-
-    The primary may write the next gradient into the file meanwhile. It then ignores the acknowledgement of this one.
-
-    Raises:
-        NotFoundError: The file is not on this host, or is not trusted.
-    """
-    try:
-        server_folder(path)
-        with opened(open_in_folder(path, size_bytes=file_size(size_bytes))) as descriptor:
-            for start, target in zip(starts, memory, strict=True):
-                done = 0
-                while done < len(target):
-                    count = os.preadv(descriptor, [target[done:]], start + done)
-                    if not count:
-                        raise OSError(f"it ends at byte {start + done}")
-                    done += count
-    except OSError as error:
-        raise NotFoundError(f"cannot read {path!r}, a file of the primary's server: {error}") from error
-
-
-async def _receive_contributions(
-    store: ShardStore,
-    run: HostedRun,
-    shard: UnitShard,
-    header: shard_pb2.ReplicateStepHeader,
-    incoming: IncomingStream,
-    what: str,
-) -> None:
-    received: list[tuple[int, Contribution]] = []
-    memory: list[memoryview] = []
-    accepted = False
-    try:
-        for sent in header.contributions:
-            shard.check_rank(sent.dp_rank)
-            numbers = _numbers(shard, sent.parameter_indices, what)
-            grant = store.memory.grant(shard.size_bytes, shard.contribution_quota, what)
-            buffer = grant.acquire_buffer(shard.size_bytes)
-
-            def release(buffer: torch.Tensor = buffer, grant: object = grant) -> None:
-                store.memory.pool.release(buffer)
-                grant.release()  # type: ignore[attr-defined]
-
-            views = shard.views(buffer)
-            contribution = Contribution(_REPLICATED_EPOCH, 0, buffer, views, release, set(numbers))
-            received.append((sent.dp_rank, contribution))
-            memory += [tensor_memory(views[number]) for number in numbers]
-        await incoming.into(memory, what)
-        replica = _accept(run, shard, header)
-        shard.contributions.clear()
-        for rank, contribution in received:
-            shard.contributions.add(rank, contribution)
-        replica.contents.add(_CONTRIBUTIONS)
-        accepted = True
-    finally:
-        if not accepted:
-            for _, contribution in received:
-                contribution.release()
-
-
-async def _receive_partitions(
-    store: ShardStore,
-    run: HostedRun,
-    shard: UnitShard,
-    header: shard_pb2.ReplicateStepHeader,
-    incoming: IncomingStream,
-    what: str,
-) -> None:
-    staged: list[tuple[int, StagedPartition]] = []
-    memory: list[memoryview] = []
-    accepted = False
-    try:
-        for sent in header.partitions:
-            shard.check_rank(sent.dp_rank)
-            segments = shard.layout.packed_segments(sent.parameter_indices, *shard.partitions.bounds(sent.dp_rank))
-            if [segment.parameter_index for segment in segments] != list(sent.parameter_indices):
-                raise InvalidRequestError(f"{what}: a parameter is not in the partition of data rank {sent.dp_rank}")
-            partition = _allocate_partition(store, shard, segments, sent, what)
-            staged.append((sent.dp_rank, partition))
-            memory += [tensor_memory(values) for values in partition.values]
-            memory += partition.state.pieces
-        await incoming.into(memory, what)
-        replica = _accept(run, shard, header)
-        shard.partitions.invalidate()
-        for rank, partition in staged:
-            shard.partitions.stage(rank, partition)
-        replica.contents.add(_PARTITIONS)
-        accepted = True
-    finally:
-        if not accepted:
-            for _, partition in staged:
-                shard.partitions.free_unsettled(partition.state)
-                partition.release()
-
-
-def _allocate_partition(
-    store: ShardStore,
-    shard: UnitShard,
-    segments: Sequence[Segment],
-    sent: shard_pb2.ReplicatedPartition,
-    what: str,
-) -> StagedPartition:
-    sizes = [segment.size_bytes for segment in segments]
-    grant = store.memory.grant(sum(sizes) + state_places(sent.state)[1], BufferQuota(0), what)
-    buffer = grant.acquire_buffer(sum(sizes))
-
-    def release() -> None:
-        store.memory.pool.release(buffer)
-        grant.release()
-
-    try:
-        state = shard.partitions.allocate_state(sent.state, sent.request_id, share=True)
-    except BaseException:
-        release()
-        raise
-    return StagedPartition(_REPLICATED_EPOCH, segments, torch.split(buffer, sizes), state, release)
-
-
-# ---- confirmation ----
 
 
 async def confirm(store: ShardStore, request: shard_pb2.ConfirmBackupsRequest) -> shard_pb2.ConfirmBackupsResponse:
@@ -382,7 +167,7 @@ async def _confirm(
 ) -> None:
     shard = find_backup(run, item.target)
     async with shard.unchanging:
-        replica = _open_replica(run, shard, item, step)
+        replica = open_replica(run, shard, item, step)
         missing = set(item.contents) - replica.contents
         if missing:
             names = ", ".join(sorted(shard_pb2.StepContent.Name(content) for content in missing))
@@ -396,7 +181,7 @@ async def _confirm(
             key = optimizer_checks.allocation_key(optimizer)
             await shard.prepare_update(store.in_thread, optimizer, groups, key)
         # Content of a later generation may have arrived meanwhile.
-        if _open_replica(run, shard, item, step) is not replica:
+        if open_replica(run, shard, item, step) is not replica:
             raise StaleEpochError(f"the gradient of {shard.what} has since been replaced", unit=shard.unit)
         replica.confirmed = True
 
