@@ -83,6 +83,10 @@ def owners(cluster: Harness) -> set[str]:
     return {shard.server_id for unit in run_of(cluster).units for shard in unit.shards}
 
 
+def confirmed(cluster: Harness) -> bool:
+    return not run_of(cluster).relocations.unconfirmed
+
+
 def histories(cluster: Harness) -> list[list[int]]:
     """The updates of every primary's values."""
     return [
@@ -139,7 +143,7 @@ def test_lost_primary_is_replaced_in_any_phase_of_a_step(tmp_path: Path, when: s
             await take_step(trainers, 2 if when == "committed" else 1)
             await cluster.settle()
             assert victim not in owners(cluster)
-            assert (await a.heartbeat()).placement == run_of(cluster).placement == 1
+            assert (await a.heartbeat()).placement == run_of(cluster).relocations.count == 1
             steps = run_of(cluster).committed_step
             assert steps == (3 if when == "committed" else 2)
             assert histories(cluster) == [list(range(steps))] * len(histories(cluster))
@@ -170,7 +174,7 @@ def test_contributions_of_former_attempts_are_fenced_on_the_new_primary(tmp_path
             a, b = await started(cluster)
             await a.finish(0)
             kill(cluster, "s0")
-            await cluster.until(lambda: run_of(cluster).announced_placement == 1, "the relocation")
+            await cluster.until(lambda: run_of(cluster).relocations.announced == 1, "the relocation")
             answers = await asyncio.gather(a.finish(0, wait_s=5), b.finish(0, [], wait_s=5))
             assert [[item.attempt for item in answer.work.items] for answer in answers] == [[1], [1]]
             assert cluster.shards["s1"].runs["r"].attempts == {0: 1, 1: 1}
@@ -196,10 +200,10 @@ def test_restarted_coordinator_continues_a_relocation(tmp_path: Path, crash: str
             elif crash == "before servers know":
                 cluster.shards["s1"].fail = fail_times("PromoteShards", 10**6, UnavailableError("stopped"))
                 kill(cluster, "s0")
-                await cluster.until(lambda: run_of(cluster).announced_placement == 1, "the stored relocation")
+                await cluster.until(lambda: run_of(cluster).relocations.announced == 1, "the stored relocation")
             cluster.shards["s0"].incarnation = None
             await cluster.restart()
-            assert run_of(cluster).placement == (crash == "before servers know")
+            assert run_of(cluster).relocations.count == (crash == "before servers know")
             for shard in cluster.shards.values():
                 shard.fail = lambda rpc_name, request: None
             kill(cluster, "s0")
@@ -210,7 +214,7 @@ def test_restarted_coordinator_continues_a_relocation(tmp_path: Path, crash: str
             await take_step(trainers, step)
             await cluster.settle()
             assert histories(cluster) == [list(range(step + 1))] * len(histories(cluster))
-            assert cluster.shards["s1"].runs["r"].placement == run_of(cluster).placement
+            assert cluster.shards["s1"].runs["r"].placement == run_of(cluster).relocations.count
 
     run_async(scenario())
 
@@ -242,7 +246,7 @@ def test_loss_of_primary_and_backup_is_reported(tmp_path: Path) -> None:
         async with harness(tmp_path, num_shards=2) as cluster:
             a, _ = await started(cluster)
             kill(cluster, "s0")
-            await cluster.until(lambda: not run_of(cluster).unconfirmed and owners(cluster) == {"s1"}, "the promotion")
+            await cluster.until(lambda: confirmed(cluster) and owners(cluster) == {"s1"}, "the promotion")
             kill(cluster, "s1")
             with pytest.raises(
                 ConflictError, match="server 's1' at s1:1 has ended, and its shards of units 'u0', 'u1'"
@@ -336,7 +340,7 @@ def test_idle_run_is_moved_without_a_commit(tmp_path: Path) -> None:
             for trainer in trainers:
                 await trainer.leave()
             await cluster.call("DrainServer", server_id="s0")
-            await cluster.until(lambda: owners(cluster) == {"s1"} and not run_of(cluster).unconfirmed, "the move")
+            await cluster.until(lambda: owners(cluster) == {"s1"} and confirmed(cluster), "the move")
             assert histories(cluster) == [[0]] * 4
 
     run_async(scenario())
@@ -443,7 +447,7 @@ def test_restarted_process_keeps_its_shards_and_the_step_is_repeated(tmp_path: P
             for _ in range(2):
                 answer = await register(cluster, "s0", "2", held=reported)
                 assert list(answer.adopted) == reported, "a retry of the registration gets the same answer"
-            assert run_of(cluster).placement == 1
+            assert run_of(cluster).relocations.count == 1
             await take_step([a, b], run_of(cluster).committed_step)
             await cluster.settle()
             assert histories(cluster) == [list(range(3 if interrupted else 2))] * 4

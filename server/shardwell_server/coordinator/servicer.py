@@ -124,7 +124,7 @@ class CoordinatorServicer:
                 config=run.settings.to_proto(),
                 committed_step=run.committed_step,
                 run_id=run.identity.run_id,
-                placement=run.announced_placement,
+                placement=run.relocations.announced,
                 rollback_count=run.checkpoints.rollback_count,
                 protocol_version=version,
             )
@@ -149,7 +149,7 @@ class CoordinatorServicer:
                 run.changed.notify()
             check_recoverable(run, self._state.cluster)
             return coordinator_pb2.HeartbeatResponse(
-                committed_step=run.committed_step, placement=run.announced_placement
+                committed_step=run.committed_step, placement=run.relocations.announced
             )
 
     async def KeepMembership(
@@ -183,7 +183,7 @@ class CoordinatorServicer:
             response = coordinator_pb2.DeclareUnitResponse(
                 unit_index=unit.index,
                 shards=describe.shard_ranges(unit, self._state.cluster),
-                placement=run.announced_placement,
+                placement=run.relocations.announced,
             )
             if unit.published:
                 response.version = run.committed_step

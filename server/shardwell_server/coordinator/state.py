@@ -142,7 +142,7 @@ class CoordinatorState:
 
     async def _save(self, run: Run) -> None:
         run.check_not_deleted()
-        made, placement = run.unsaved.made, run.placement  # changes during the write are not part of it
+        made, placement = run.unsaved.made, run.relocations.count  # changes during the write are not part of it
         units = self._take_unsaved_units(run)
         try:
             await self.storage.save_run(_run_record(run), [_unit_record(unit) for unit in units])
@@ -190,7 +190,7 @@ class CoordinatorState:
         if not run.units.unsaved:
             await self.storage.save_commit(run.name, record, serialized)
             return
-        made, placement = run.unsaved.made, run.placement
+        made, placement = run.unsaved.made, run.relocations.count
         units = self._take_unsaved_units(run)
         moved = (_run_record(run), [_unit_record(unit) for unit in units])
         try:
@@ -203,7 +203,7 @@ class CoordinatorState:
     async def save_loaded(self, run: Run) -> None:
         """Stores a run that was loaded from a checkpoint, and the end of the restore, all at once."""
         run.check_not_deleted()
-        made, placement = run.unsaved.made, run.placement
+        made, placement = run.unsaved.made, run.relocations.count
         record = replace(_run_record(run), checkpoints=run.checkpoints.after_restore_json())
         units, state = [_unit_record(unit) for unit in run.units], run.commits.state
         serialized = None if state is None else state.SerializeToString()
@@ -248,8 +248,8 @@ def _run_record(run: Run) -> RunRecord:
         ),
         ranks=_rank_records(run),
         addresses=tuple(run.addresses.items()),
-        placement=run.placement,
-        rebalancing=run.rebalancing,
+        placement=run.relocations.count,
+        rebalancing=run.relocations.rebalancing,
         checkpoints=run.checkpoints.to_json(),
     )
 
@@ -294,7 +294,7 @@ def _restore_run(stored: StoredRun, clock: Callable[[], float]) -> Run:
     for at in stored.units:
         layout = UnitLayout.from_proto(common_pb2.UnitSpec.FromString(at.spec))
         run.units.add(Unit(at.unit_index, layout, at.shards, at.published, at.backups))
-    run.restore_placement(record.placement, rebalancing=record.rebalancing)
+    run.relocations.restore(record.placement, rebalancing=record.rebalancing)
     if record.initializer is not None:
         run.units.set_initializer(Initializer(record.initializer, record.initializer_epoch))
     run.commits.restore(stored.commits, stored.state, run.units.updated_processes, now)

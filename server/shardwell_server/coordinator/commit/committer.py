@@ -105,9 +105,9 @@ class Committer:
         fault_points.reach("coordinator.commit.before_record", step=step.number)
         try:
             with run.commits.writing_record():  # resets wait until the record is written
-                if moves := run.planned_promotions():
+                if moves := run.relocations.planned_promotions():
                     # Stored together with the record. The targets have the prepared step and apply it.
-                    run.relocate(moves)
+                    run.relocations.promote(moves)
                 await self._state.save_commit(run, record, state)
         except ShardwellError as error:
             self._state.events.add(EventKind.STEP_FAILED, f"step {step.number}: {error}", run=run.name)

@@ -151,7 +151,7 @@ class StepPreparer:
             for response in responses.values()
             for status in response.failed_backups
         }
-        if run.fail_backups(failed):
+        if run.relocations.fail_backups(failed):
             message = (
                 f"{len(failed)} backups missed step {run.committed_step} and are built again: {min(failed.values())}"
             )

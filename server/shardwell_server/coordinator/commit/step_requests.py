@@ -70,7 +70,7 @@ class StepRequests:
         run.settings.require_trains(run.name)
         step = _step_in_flight(run, number)
         if step is None:
-            return coordinator_pb2.FinishWorkResponse(all_finished=True, placement=run.announced_placement)
+            return coordinator_pb2.FinishWorkResponse(all_finished=True, placement=run.relocations.announced)
         member.note_behind(False)
         reported = {report.global_rank for report in reports}
         finished = step.check_finished(member.name, reports, len(run.units))
@@ -95,7 +95,7 @@ class StepRequests:
         # The response may reveal new leases and epochs. They must survive a restart, so store them first.
         await self._state.save(run)
         response = response or coordinator_pb2.FinishWorkResponse(waiting_for=step.waiting_for())
-        response.placement = run.announced_placement
+        response.placement = run.relocations.announced
         return response
 
     async def _find_work(
@@ -313,7 +313,7 @@ class StepRequests:
             require_same_proposal(StepProposal.from_record(record, clip), proposal, run.units.layouts)
         response = coordinator_pb2.CommitStepResponse(
             committed=True,
-            placement=run.announced_placement,
+            placement=run.relocations.announced,
             grad_norm=record.grad_norm if record is not None else 0.0,
             version=number + 1,
             skipped=record is not None and record.skipped,

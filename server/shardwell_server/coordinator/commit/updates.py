@@ -61,7 +61,7 @@ class UpdateSender:
             if run.commits.pending_updates.get(server_id) is not pending:
                 return  # the run was loaded from a checkpoint, or the server was replaced
             # A new primary applies the update only after it knows that it is the primary.
-            while server_id in run.unconfirmed and not run.deleted and not cluster.is_gone(process):
+            while server_id in run.relocations.unconfirmed and not run.deleted and not cluster.is_gone(process):
                 await run.changed.wait(_RECHECK_S)
             if run.deleted:
                 return
@@ -119,6 +119,6 @@ class UpdateSender:
             (status.unit_index, status.start_bytes, server_id): status.error or "the step was missing"
             for status in response.stale_backups
         }
-        if run.fail_backups(stale):
+        if run.relocations.fail_backups(stale):
             message = f"{len(stale)} backups on {server_id!r} lacked step {run.committed_step - 1} and are built again"
             self._state.events.add(EventKind.BACKUPS_LOST, message, run=run.name)

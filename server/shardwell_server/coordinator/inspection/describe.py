@@ -219,7 +219,7 @@ def list_units(run: Run, cluster: Cluster) -> coordinator_pb2.ListUnitsResponse:
             for unit in run.units
         ],
         version=run.committed_step,
-        placement=run.placement,
+        placement=run.relocations.count,
     )
 
 

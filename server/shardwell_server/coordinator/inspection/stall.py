@@ -117,8 +117,8 @@ def _updates(run: Run, now: float) -> list[str]:
 
 def _promotions(run: Run) -> list[str]:
     return [
-        f"server {server_id!r}: PromoteShards of placement {run.placement} not acknowledged"
-        for server_id in sorted(run.unconfirmed)
+        f"server {server_id!r}: PromoteShards of placement {run.relocations.count} not acknowledged"
+        for server_id in sorted(run.relocations.unconfirmed)
     ]
 
 

@@ -160,7 +160,7 @@ class TrainerLeases:
                 news = member.connection.news.next_change()
                 if run.deleted or not run.members.is_current(member):
                     run.require_member(member.name, member.epoch)
-                if told != (told := (run.committed_step, run.announced_placement)):
+                if told != (told := (run.committed_step, run.relocations.announced)):
                     yield coordinator_pb2.KeepMembershipResponse(committed_step=told[0], placement=told[1])
                 await news.wait()
 

@@ -87,8 +87,8 @@ class Adoption:
                     run.units.adopt(unit, shard, incarnation)
         if not former:
             return kept, False
-        run.unconfirmed.add(server_id)  # PromoteShards names the backups, which the process does not know
-        run.raise_placement()
+        run.relocations.unconfirmed.add(server_id)  # PromoteShards names the backups, which the process does not know
+        run.relocations.raise_count()
         run.restart_step()
         run.commits.expect_update(process, self._state.clock())
         for each in former:

@@ -34,7 +34,7 @@ class ShardCopies:
             CapacityError: The server has no memory for the backup.
             ShardwellError: A server is unavailable, or refused.
         """
-        primary, relocations = unit.shard_at(backup.start_bytes), run.placement
+        primary, relocations = unit.shard_at(backup.start_bytes), run.relocations.count
         # First drop what an earlier attempt has left. A reservation with a higher number is then a new one.
         await self._release_copy(run, unit, backup)
         placement = run.next_epoch()
@@ -71,7 +71,7 @@ class ShardCopies:
         )
         fault_points.reach("coordinator.backup.copied", unit=unit.layout.unit, server=backup.server_id)
         # A relocation meanwhile may have told the primary which backups it has, without this one.
-        if not self._is_current(run, unit, primary, backup) or run.placement != relocations:
+        if not self._is_current(run, unit, primary, backup) or run.relocations.count != relocations:
             return False
         if copied.version < run.committed_step:
             # The commit of this step came before the copy, so the backup's server may have acknowledged the update

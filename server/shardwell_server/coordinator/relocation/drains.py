@@ -68,13 +68,13 @@ class Drains:
 
     async def rebalance(self, run: Run, *, report_only: bool) -> coordinator_pb2.RebalanceRunResponse:
         """Starts moving shards of a run until they are spread evenly, and reports the progress."""
-        if not report_only and not run.rebalancing:
-            run.set_rebalancing(True)
+        if not report_only and not run.relocations.rebalancing:
+            run.relocations.set_rebalancing(True)
             await self._state.save(run)
             self._state.cluster.changed.notify()
-        moving = self._keeper.planned_moves(run) if run.rebalancing else []
+        moving = self._keeper.planned_moves(run) if run.relocations.rebalancing else []
         return coordinator_pb2.RebalanceRunResponse(
-            rebalancing=run.rebalancing,
+            rebalancing=run.relocations.rebalancing,
             shard_count=len(moving),
             size_bytes=sum(shard.size_bytes for shard in moving),
         )

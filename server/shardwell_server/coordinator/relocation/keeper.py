@@ -4,7 +4,8 @@ Note: [Wanted copies]
     Every decision follows from the current state: the primaries and backups of a run, its number of backups, whether
     shards are to be spread evenly, and which servers are draining. All of this is durable, so a restarted coordinator
     continues. A *round* releases copies that are not wanted, and builds a few that are missing. A planned move builds a
-    backup on the target. The next commit makes it the primary (``Run.moves``), and the former primary is released.
+    backup on the target. The next commit makes it the primary (``Relocations.moves``), and the former primary is
+    released.
 
     Copying a shard takes bandwidth from training, so a round copies a bounded number of bytes, and the next round waits
     for the next commit, or for a pause if there is none.
@@ -131,7 +132,12 @@ class BackupKeeper:
 
     def has_work(self, run: Run) -> bool:
         """True if copies must be built, moved or released."""
-        if run.deleted or run.unconfirmed or run.calls.relocating.in_flight or run.checkpoints.restore is not None:
+        if (
+            run.deleted
+            or run.relocations.unconfirmed
+            or run.calls.relocating.in_flight
+            or run.checkpoints.restore is not None
+        ):
             return False
         return any(self._unwanted(run)) or bool(self._missing(run)) or self._update_moves(run)
 
@@ -146,10 +152,10 @@ class BackupKeeper:
             outcomes = await asyncio.gather(*(self._build(run, unit, backup) for unit, backup in builds))
             notes.complete = notes.complete and all(outcomes)
         self._update_moves(run)
-        if run.moves and not run.members.live:
+        if run.relocations.moves and not run.members.live:
             await self._move_now(run)
         self._report(run)
-        if builds or run.moves:
+        if builds or run.relocations.moves:
             await self._pause(run, step)
 
     async def _pause(self, run: Run, step: int) -> None:
@@ -218,7 +224,7 @@ class BackupKeeper:
     def _targets(self, run: Run) -> dict[ShardKey, str]:
         """Returns the servers that shards are to move to. Empty id: any other server."""
         targets = {(unit.index, shard.start_bytes): "" for unit, shard in self._shards(run) if self._is_draining(shard)}
-        if run.rebalancing:
+        if run.relocations.rebalancing:
             staying = [server.server_id for server in self._state.cluster.live if not server.draining]
             owned = [
                 OwnedShard((unit.index, shard.start_bytes), shard.size_bytes, shard.server_id)
@@ -320,9 +326,9 @@ class BackupKeeper:
                 copy = self._target_copy(unit, shard, targets[key])
                 if copy is not None and copy.in_sync:
                     moves[key] = copy.server_id
-        run.plan_moves(moves)
-        if run.rebalancing and not targets:
-            run.set_rebalancing(False)
+        run.relocations.plan(moves)
+        if run.relocations.rebalancing and not targets:
+            run.relocations.set_rebalancing(False)
             self._state.events.add(EventKind.RUN_REBALANCED, "its shards are spread evenly", run=run.name)
         return bool(moves) and not run.members.live
 
@@ -331,17 +337,17 @@ class BackupKeeper:
         if (
             run.commits.writing
             or run.commits.pending_updates
-            or run.unconfirmed
-            or not (promotions := run.planned_promotions())
+            or run.relocations.unconfirmed
+            or not (promotions := run.relocations.planned_promotions())
         ):
             return
-        run.relocate(promotions)
+        run.relocations.promote(promotions)
         run.restart_step()
         await self._state.save_or_retry(run)
         targets = ", ".join(sorted({repr(at.backup.server_id) for at in promotions}))
         self._state.events.add(EventKind.SHARDS_MOVED, f"{len(promotions)} shards moved to {targets}", run=run.name)
         self._promoter.start(run)
-        while run.unconfirmed and not run.deleted:
+        while run.relocations.unconfirmed and not run.deleted:
             await run.changed.wait(_PAUSE_S)
         await self._release_unwanted(run)  # before a trainer gets a new attempt, which it could push there
         self._trainers.start_fencing(run)

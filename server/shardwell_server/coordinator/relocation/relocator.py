@@ -183,7 +183,7 @@ class Relocator:
                 run.units.remove_backup(unit, backup)
         if losses.promotions:
             gone |= {promotion.unit.shard_at(promotion.backup.start_bytes).process for promotion in losses.promotions}
-            run.relocate(losses.promotions)
+            run.relocations.promote(losses.promotions)
             run.restart_step()
         else:
             run.touch()
@@ -196,9 +196,8 @@ class Relocator:
             by_server = Counter(promotion.backup.server_id for promotion in losses.promotions)
             targets = ", ".join(f"{count} on {server!r}" for server, count in sorted(by_server.items()))
             step = f"; step {run.committed_step} is computed again" if run.step is not None else ""
-            message = (
-                f"backups replace {len(losses.promotions)} lost shards ({targets}), placement {run.placement}{step}"
-            )
+            placement = f"placement {run.relocations.count}"
+            message = f"backups replace {len(losses.promotions)} lost shards ({targets}), {placement}{step}"
             self._state.events.add(EventKind.SHARDS_PROMOTED, message, run=run.name)
         if losses.backups:
             servers = ", ".join(map(repr, sorted({backup.server_id for _, backup in losses.backups})))

@@ -45,7 +45,7 @@ class RunVerifier:
                     "see shardwell stall, and try again",
                     run=run.name,
                 ) from None
-            version, placement = run.committed_step, run.placement
+            version, placement = run.committed_step, run.relocations.count
             request = shard_pb2.HashShardsRequest(context=self._servers.context(run, version), version=version)
             pairs = [
                 (unit, unit.shard_at(backup.start_bytes), backup)
@@ -55,7 +55,7 @@ class RunVerifier:
             ]
             servers = {shard.server_id for _, primary, backup in pairs for shard in (primary, backup)}
             answers = await self._servers.call_all(sorted(servers), "HashShards", lambda _: request)
-        if run.placement != placement:
+        if run.relocations.count != placement:
             raise UnavailableError(f"run {run.name!r}: its shards moved during the comparison: try again", run=run.name)
         hashes = {
             (server_id, each.unit, each.start_bytes): each

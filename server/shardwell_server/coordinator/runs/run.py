@@ -8,9 +8,10 @@ stores the run.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
+from shardwell_server.coordinator.runs.background_calls import StepCalls, UnsavedChanges
 from shardwell_server.coordinator.runs.checkpoints import RunCheckpoints
 from shardwell_server.coordinator.runs.committed_steps import CommittedSteps
 from shardwell_server.coordinator.runs.copies import WorkTimes, next_late_item
@@ -24,12 +25,13 @@ from shardwell_server.coordinator.runs.rank_assignment import (
     distribute_items,
     natural_key,
 )
+from shardwell_server.coordinator.runs.relocations import Relocations
 from shardwell_server.coordinator.runs.step import Step
-from shardwell_server.coordinator.runs.units import DeclaredUnits, Initializer, Promotion, Unit
+from shardwell_server.coordinator.runs.units import DeclaredUnits, Initializer, Unit
 from shardwell_server.coordinator.runs.work_items import WorkItem, WorkState
 from shardwell_server.coordinator.settings import RunSettings
-from shardwell_server.coordinator.storage.records import BackupState, CommitRecord
-from shardwell_server.coordinator.waiting import SharedCall, Signal
+from shardwell_server.coordinator.storage.records import CommitRecord
+from shardwell_server.coordinator.waiting import Signal
 from shardwell_server.optimizer_checks import units_that_count
 from shardwell_wire.errors import DuplicateError, InvalidRequestError, RunDeletedError
 from shardwell_wire.run_identity import RunIdentity
@@ -37,45 +39,6 @@ from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
 MAX_ADDRESSES = 1024
 """Most addresses that the trainers of one run may exchange."""
-
-
-@dataclass(slots=True)
-class UnsavedChanges:
-    """Counts the changes of a run that must be durable before anyone can observe them."""
-
-    made: int = 0
-    saved: int = 0
-    saving: SharedCall[None] = field(default_factory=SharedCall)
-
-    def note_made(self) -> None:
-        """Counts a change."""
-        self.made += 1
-
-    def note_saved(self, made: int) -> None:
-        """Records that the first ``made`` changes are durable."""
-        self.saved = made
-
-
-@dataclass(slots=True)
-class StepCalls:
-    """Background work on the step in flight. At most one call of each kind is in flight per run."""
-
-    recording: SharedCall[None] = field(default_factory=SharedCall)
-    """Stores the finished items."""
-    preparing: SharedCall[None] = field(default_factory=SharedCall)
-    """Asks the servers to reduce the gradients."""
-    committing: SharedCall[None] = field(default_factory=SharedCall)
-    """Writes the commit record."""
-    fencing: SharedCall[None] = field(default_factory=SharedCall)
-    """Fences former trainers of work items on the servers."""
-    waking: SharedCall[None] = field(default_factory=SharedCall)
-    """Waits until a work item is late, then wakes the trainers that wait for work."""
-    promoting: SharedCall[None] = field(default_factory=SharedCall)
-    """Tells servers that they are the primaries of shards."""
-    relocating: SharedCall[None] = field(default_factory=SharedCall)
-    """Gives shards of lost servers to others."""
-    building: SharedCall[None] = field(default_factory=SharedCall)
-    """Builds and releases backups."""
 
 
 class Run:
@@ -114,17 +77,8 @@ class Run:
         self.calls = StepCalls()
         self.work_times = WorkTimes()
         self.commits = CommittedSteps()
-        self.placement = 0
-        """Number of relocations of the run's shards. Trainers learn ``announced_placement``."""
-        self.announced_placement = 0
-        """Newest placement that is durable."""
-        self.unconfirmed: set[str] = set()
-        """Servers that have not acknowledged that they are the primaries of their shards since a relocation."""
-        self.moves: dict[tuple[int, int], str] = {}
-        """Planned moves: the server that a shard, given as (unit index, start), is promoted on with the next commit."""
-        self.rebalancing = False
-        """True while shards are moved to spread them evenly over the servers."""
         self.checkpoints = RunCheckpoints()
+        self.relocations = Relocations(self.units, self.checkpoints, self.changed, self.touch)
         self.fence_error = ""
         """Error of the last attempt to fence former trainers. Empty: it succeeded."""
 
@@ -150,9 +104,7 @@ class Run:
     def note_saved(self, made: int, placement: int) -> None:
         """Records that the first ``made`` changes are durable, and with them a placement."""
         self.unsaved.note_saved(made)
-        if placement > self.announced_placement:
-            self.announced_placement = placement
-            self.changed.notify()
+        if self.relocations.announce(placement):
             self.tell(self.members)
 
     def replace_settings(self, settings: RunSettings) -> None:
@@ -341,9 +293,9 @@ class Run:
         """
         assert self.checkpoints.restore is not None
         self.units.load(units)
-        self.unconfirmed, self.moves = set(), {}
+        self.relocations.forget_plans()
         self.commits.load(records, state)
-        self.raise_placement()
+        self.relocations.raise_count()
         if self.step is not None:
             self.begin_step(self.committed_step, {})
         self.touch()
@@ -483,75 +435,9 @@ class Run:
         self.touch()
         self.changed.notify()
 
-    def restore_placement(self, placement: int, *, rebalancing: bool) -> None:
-        """Restores the placement after a coordinator restart."""
-        self.placement = self.announced_placement = placement
-        self.rebalancing = rebalancing
-        if placement:
-            self.unconfirmed = set(self.units.servers)  # the former coordinator may not have told them
-
-    def relocate(self, promotions: Iterable[Promotion]) -> None:
-        """Makes backups the primaries of their shards. The servers must confirm this before the step goes on."""
-        for promotion in promotions:
-            self.units.promote(promotion)
-            self.moves.pop((promotion.unit.index, promotion.backup.start_bytes), None)
-            self.unconfirmed.add(promotion.backup.server_id)
-        self.raise_placement()
-
-    def plan_moves(self, moves: Mapping[tuple[int, int], str]) -> None:
-        """Replaces the planned moves, which the next commit makes."""
-        self.moves = dict(moves)
-
-    def planned_promotions(self) -> list[Promotion]:
-        """Returns the promotions of planned moves whose targets are in sync.
-
-        None while a checkpoint is being saved: the former primaries, which write it, would be released.
-        """
-        if self.checkpoints.in_flight is not None:
-            return []
-        units = list(self.units)
-        return [
-            Promotion(units[index], backup, keep_former=True)
-            for (index, start_bytes), server_id in self.moves.items()
-            for backup in units[index].backups
-            if (backup.start_bytes, backup.server_id) == (start_bytes, server_id) and backup.in_sync
-        ]
-
-    def fail_backups(self, failed: Collection[tuple[int, int, str]]) -> bool:
-        """Marks backups, given as (unit index, start, server id), that missed a step. Returns True if any was in sync.
-
-        Backups that are being built are marked again, so that the build in progress does not count.
-        """
-        any_in_sync, units = False, list(self.units)
-        for index, start_bytes, server_id in failed:
-            for backup in units[index].backups if index < len(units) else ():
-                key = (backup.start_bytes, backup.server_id)
-                if key == (start_bytes, server_id) and backup.state is not BackupState.RELEASING:
-                    any_in_sync = any_in_sync or backup.in_sync
-                    self.units.set_backup_state(units[index], backup, BackupState.BUILDING)
-                    self.touch()
-        return any_in_sync
-
-    def note_confirmed(self, server_id: str, placement: int) -> None:
-        """Records that a server acknowledged its shards of a placement. Ignored if there was another relocation."""
-        if placement == self.placement:
-            self.unconfirmed.discard(server_id)
-            self.changed.notify()
-
-    def set_rebalancing(self, rebalancing: bool) -> None:
-        """Starts or ends moving shards to spread them evenly."""
-        self.rebalancing = rebalancing
-        self.touch()
-
     def set_backups(self, backups: int) -> None:
         """Changes the number of backups of every shard."""
         self.settings = replace(self.settings, backups=backups)
-        self.touch()
-        self.changed.notify()
-
-    def raise_placement(self) -> None:
-        """Counts a relocation. Call it in the same turn of the event loop as the changes of the units."""
-        self.placement += 1
         self.touch()
         self.changed.notify()
 
@@ -603,7 +489,7 @@ class Run:
 
         Servers whose acknowledgement is missing would reject requests about the step in flight.
         """
-        while self.commits.pending_updates or self.unconfirmed:
+        while self.commits.pending_updates or self.relocations.unconfirmed:
             await self.changed.wait()
 
     async def wait_until_updated_for(self, limit_s: float) -> None:

@@ -37,21 +37,23 @@ class Promoter:
 
     def start(self, run: Run) -> None:
         """Confirms a durable relocation in the background, until every server has acknowledged it."""
-        if run.unconfirmed:
+        if run.relocations.unconfirmed:
             self._tasks.start(run.calls.promoting(lambda: self._confirm(run)))
 
     async def _confirm(self, run: Run) -> None:
-        while run.unconfirmed and not run.deleted:
-            outcomes = await asyncio.gather(*(self._promote(run, server_id) for server_id in sorted(run.unconfirmed)))
+        while run.relocations.unconfirmed and not run.deleted:
+            outcomes = await asyncio.gather(
+                *(self._promote(run, server_id) for server_id in sorted(run.relocations.unconfirmed))
+            )
             if not all(outcomes):
                 await asyncio.sleep(_RETRY_S)
 
     async def _promote(self, run: Run, server_id: str) -> bool:
         """Sends one request. Returns False if it must be repeated."""
-        placement, step = run.placement, run.step
+        placement, step = run.relocations.count, run.step
         process = next((at for at in run.units.processes if at[0] == server_id), None)
         if process is None:
-            run.note_confirmed(server_id, placement)  # it owns no shards any more
+            run.relocations.note_confirmed(server_id, placement)  # it owns no shards any more
             return True
         if self._cluster.is_gone(process):
             return False  # it may come back, and must learn of its shards then; or the next relocation replaces it
@@ -59,7 +61,7 @@ class Promoter:
             (unit, shard) for unit in run.units for shard in unit.shards if unit.published and shard.process == process
         ]
         if not owned:
-            run.note_confirmed(server_id, placement)
+            run.relocations.note_confirmed(server_id, placement)
             return True
         request = shard_pb2.PromoteShardsRequest(
             context=self._servers.context(run, run.committed_step),
@@ -84,14 +86,14 @@ class Promoter:
         try:
             await self._servers.call(server_id, "PromoteShards", request)
         except (StepStateError, NotFoundError) as error:
-            if placement == run.placement and self.when_refused is not None:
+            if placement == run.relocations.count and self.when_refused is not None:
                 self.when_refused(run, server_id, error)
             return False
         except ShardwellError as error:
             logger.warning("run %r: %s", run.name, error)
             return False
         fault_points.reach("coordinator.promotion.after", server=server_id)
-        run.note_confirmed(server_id, placement)
+        run.relocations.note_confirmed(server_id, placement)
         return True
 
 
