@@ -173,7 +173,7 @@ async def _confirm(
             names = ", ".join(sorted(shard_pb2.StepContent.Name(content) for content in missing))
             raise StepStateError(f"the backup of {shard.what} lacks {names} of step {step}", unit=shard.unit)
         if _GRADIENT not in item.contents and (shard.reduced is None or not shard.reduced.skipped):
-            shard.set_mean(None, (), skipped=True)
+            shard.mean.set(None, (), skipped=True)
         if optimizer is not None:
             groups = next((unit.group_indices for unit in optimizer.units if unit.unit_index == shard.index), None)
             if not runs_on_trainers(optimizer.algorithm) or _PARTITIONS in item.contents:

@@ -59,7 +59,7 @@ def summarize(shard: UnitShard) -> shard_pb2.ShardSummary:
         dtypes=sorted({DTYPE_NUMBERS[parameter.dtype] for parameter in shard.layout.parameters}),
         version=shard.version,
         parameter_bytes=shard.size_bytes,
-        optimizer_bytes=shard.optimizer_bytes,
+        optimizer_bytes=shard.applied.size_bytes,
         contribution_bytes=shard.contributions.size_bytes + shard.copies.size_bytes,
         role=shard_pb2.SHARD_ROLE_PRIMARY if shard.role is Role.PRIMARY else shard_pb2.SHARD_ROLE_BACKUP,
         out_of_sync=shard.out_of_sync,

@@ -176,7 +176,7 @@ async def _reading_averages(
             raise VersionGoneError(
                 f"version {newest} of {shard.what} has been overwritten", unit=shard.unit, version=newest
             )
-        shard.check_averaged()
+        shard.applied.check_averaged()
         await store.in_thread(lambda: shard.compute_averages(copy))
         shard.reader_copies.add(averages)
 

@@ -101,7 +101,7 @@ async def _receive_gradient(
     what: str,
 ) -> None:
     numbers = _numbers(shard, header.gradient_indices, what)
-    buffer, views = shard.receive_mean(numbers)
+    buffer, views = shard.mean.acquire(numbers)
     try:
         memory = [tensor_memory(view) for view in views]
         await incoming.into([] if header.path else memory, what)
@@ -110,9 +110,9 @@ async def _receive_gradient(
             await store.in_thread(partial(_read_file, header.path, shard.size_bytes, starts, memory))
         replica = _accept(run, shard, header)
     except BaseException:
-        shard.release_mean(buffer)
+        shard.mean.release(buffer)
         raise
-    shard.set_mean(buffer, numbers)
+    shard.mean.set(buffer, numbers)
     replica.contents.add(_GRADIENT)
 
 

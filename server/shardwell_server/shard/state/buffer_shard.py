@@ -54,7 +54,7 @@ class BufferShard(UnitShard):
 
     def skip_reduction(self) -> None:
         if self.reduced is None:
-            self.reduced = Reduced([None] * len(self.segments), None, [])
+            self.mean.set_empty(skipped=False)
 
     def check_partitions(self) -> None:
         """Does nothing: optimizers that run on the trainers stage nothing for buffers."""
@@ -104,9 +104,9 @@ class BufferShard(UnitShard):
     def recorded_segments(self) -> list[int] | None:
         contribution = self.contributions.by_rank.get(0)
         present = [] if contribution is None else sorted(contribution.present)
-        return present if self._mean_in_file or not present else None
+        return present if self.mean.in_file or not present else None
 
-    def compute_keep_mean(self, file: torch.Tensor) -> None:
+    def compute_write_mean(self, file: torch.Tensor) -> None:
         self._copy_new(file)
 
     def _take_up_gradients(self, mean: torch.Tensor | None, prepared: PreparedRecord) -> None:

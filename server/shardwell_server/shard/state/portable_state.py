@@ -294,7 +294,7 @@ def begin_import(shard: UnitShard, description: ShardState) -> ShardState:
     shard.allocate_values()
     assert shard.values.live is not None
     views = shard.views(shard.values.live.buffer)
-    restored = shard.restore_optimizer(
+    restored = shard.applied.restore(
         [RestoredPart(part.algorithm, part.step_count, part.state, part.average) for part in description.parts],
         averages_begun=description.averages_begun,
     )
@@ -318,7 +318,7 @@ def begin_import(shard: UnitShard, description: ShardState) -> ShardState:
         replace(state, data=shard.partitions.allocate_restored(state.dp_rank, state.tensors))
         for state in description.partitions
     ]
-    shard.note_optimizer()
+    shard.applied.note_size()
     return replace(description, parts=parts, partitions=partitions)
 
 

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
 import torch
 
 from shardwell_server import optimizer_checks
-from shardwell_server.shard.arithmetic.reduction import Reduced, reduce_shard
-from shardwell_server.shard.arithmetic.shard_optimizer import (
-    OptimizerContent,
-    RestoredPart,
-    ShardOptimizer,
-    allocate_ordinary,
-)
+from shardwell_server.shard.arithmetic.reduction import Reduced
+from shardwell_server.shard.arithmetic.shard_optimizer import OptimizerContent, ShardOptimizer
 from shardwell_server.shard.concurrency import InThread, OpenStreams, uninterrupted
 from shardwell_server.shard.memory.budget import BufferQuota, Grant, IncomingBuffer, Memory
 from shardwell_server.shard.memory.shared_memory import ShardFile, SharedMemory
-from shardwell_server.shard.state.contributions import Contribution, ContributionMemory, Contributions, KeptGradients
+from shardwell_server.shard.state.applied_optimizer import AppliedOptimizer
+from shardwell_server.shard.state.contributions import Contribution, ContributionMemory, Contributions
+from shardwell_server.shard.state.kept_gradients import KeptGradients
+from shardwell_server.shard.state.mean_gradient import MeanGradient
 from shardwell_server.shard.state.partitions import Partitions
 from shardwell_server.shard.state.replication import Backups, Replica
 from shardwell_server.shard.state.shard_files import ShardFiles
@@ -29,7 +27,6 @@ from shardwell_server.shard.state.shard_spec import Role, ShardSpec, segment_vie
 from shardwell_server.shard.state.snapshots import EncodedVersions, Snapshots
 from shardwell_server.shard.state.values import LiveBuffer, Values
 from shardwell_wire.errors import (
-    CapacityError,
     InvalidRequestError,
     NonFiniteError,
     ShardwellError,
@@ -88,10 +85,10 @@ class UnitShard:
         self.contributions = Contributions()
         self.copies = Contributions()
         """Contributions of copies of late work items, apart until ``choose`` decides which trainer's counts."""
-        self.reduced: Reduced | None = None
+        starts = [segment.start_bytes for segment in self.segments]
+        self.mean = MeanGradient(memory, self.size_bytes, starts, self.views)
         self.partitions = Partitions(spec, memory, shared)
-        self.optimizer: ShardOptimizer | None = None
-        self.optimizer_bytes = 0
+        self.applied = AppliedOptimizer(spec, memory, self.partitions, files, self._parameters)
         self.initial_quota, self.contribution_quota = BufferQuota(1), BufferQuota(self.max_contributions)
         self.reader_copies = Snapshots(self.what, self.unit, memory)
         """Averages and replaced encodings that still have readers. ``Values`` has the snapshots of older versions."""
@@ -103,10 +100,6 @@ class UnitShard:
             self.views,
         )
         self._memory, self._files = memory, files
-        self._mean_in_file = self._recorded = False
-        """Whether the mean gradient is in its shared file, and whether the shard's record names it."""
-        self._reduced_by_former = False
-        """Whether a former process reduced the gradients: this one has no contributions."""
 
     @property
     def max_contributions(self) -> int:
@@ -117,6 +110,16 @@ class UnitShard:
     def version(self) -> int | None:
         """The newest published version. None before the initial values are published."""
         return self.values.version
+
+    @property
+    def optimizer(self) -> ShardOptimizer | None:
+        """The optimizer with its state. None before the first update is prepared."""
+        return self.applied.optimizer
+
+    @property
+    def reduced(self) -> Reduced | None:
+        """The mean gradient of the step in flight. None: not computed yet."""
+        return self.mean.reduced
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Splits a buffer of this shard's bytes into segments, by segment number."""
@@ -221,7 +224,7 @@ class UnitShard:
     def drop_older(self, dp_rank: int, attempt: int) -> None:
         """Drops a rank's contribution and the mean if the contribution belongs to an older attempt. So for copies."""
         self.copies.drop_older(dp_rank, attempt)
-        if self.contributions.drop_older(dp_rank, attempt) or self._reduced_by_former:
+        if self.contributions.drop_older(dp_rank, attempt) or self.mean.from_former:
             self.discard_reduced()
 
     def drop_contributions(self) -> None:
@@ -239,7 +242,8 @@ class UnitShard:
             NonFiniteError: The mean has NaN or infinity. The error names the parameter and the ranks.
         """
         if self.reduced is None or self.reduced.skipped:
-            self.reduced = await self._reduce(in_thread)
+            await self._reduce(in_thread)
+        assert self.reduced is not None
         if self.reduced.non_finite is not None:
             raise await in_thread(partial(self.compute_non_finite_error, self.reduced.non_finite))
         return self.reduced
@@ -252,7 +256,7 @@ class UnitShard:
         if self.reduced is not None and self.reduced.skipped:
             return  # keeps what trainers staged for the step
         self.discard_reduced()
-        self.reduced = Reduced([None] * len(self.segments), None, [], skipped=True)
+        self.mean.set_empty(skipped=True)
 
     async def reduce_ahead(self, in_thread: InThread) -> None:
         """Computes the mean before ``reduce`` is called, if all contributions seem to have arrived.
@@ -260,35 +264,21 @@ class UnitShard:
         The contributions are kept. A later part, or the drop of a contribution, discards the mean.
         """
         if self.seems_complete:
-            self.reduced = await self._reduce(in_thread)
+            await self._reduce(in_thread)
 
     @property
     def seems_complete(self) -> bool:
         """True if there is no mean yet and as many parts have arrived as in the last step."""
         return self.reduced is None and self.contributions.seem_complete(self.dp)
 
-    async def _reduce(self, in_thread: InThread) -> Reduced:
+    async def _reduce(self, in_thread: InThread) -> None:
         ranks = [contribution for _, contribution in sorted(self._gradients().items())]
         terms = [
             [gradient for rank in ranks if (gradient := rank.gradient(number)) is not None]
             for number in range(len(self.segments))
         ]
-        file = buffer = None
-        if self.dp > 1 and ranks:
-            file = None if self._files is None else self._files.acquire_mean(self)
-            buffer = self._memory.pool.acquire(self.size_bytes) if file is None else None
-        try:
-            out = buffer if file is None else file
-            outs = None if out is None else self.views(out)
-            starts = [segment.start_bytes for segment in self.segments]
-            work = partial(reduce_shard, terms, self.dp, outs, starts, buffer=buffer)
-            reduced = await self._compute(in_thread, work)
-            self._mean_in_file = file is not None
-            return reduced
-        except BaseException:
-            if buffer is not None:
-                self._memory.pool.release(buffer)
-            raise
+        file = self._files.acquire_mean(self) if self._files is not None and self.dp > 1 and ranks else None
+        await self.mean.compute(terms, self.dp, file, partial(self._compute, in_thread))
 
     def _gradients(self) -> Mapping[int, Contribution]:
         """The gradient of each rank: its contribution, or its kept gradient if it pushed nothing."""
@@ -319,10 +309,7 @@ class UnitShard:
 
     def discard_reduced(self) -> None:
         """Discards the mean gradient, and what trainers staged from it."""
-        if self.reduced is not None and self.reduced.buffer is not None:
-            self._memory.pool.release(self.reduced.buffer)
-        self.reduced = None
-        self._mean_in_file = self._recorded = self._reduced_by_former = False
+        self.mean.discard()
         self.partitions.invalidate()
 
     # ---- updating ----
@@ -379,42 +366,17 @@ class UnitShard:
             self.kept.reserve(self.contributions.by_rank, numbers)
         if runs_on_trainers(optimizer.algorithm):
             return  # staged values have their memory already
-        assert self.reduced is not None and self.values.live is not None
+        assert self.reduced is not None
         present, chosen = [gradient is not None for gradient in self.reduced.gradients], self._chosen_groups(groups)
-        applied = self._own_optimizer()
-        if applied.is_prepared(present, chosen, key):
-            return
-        state_bytes = 0
-        try:
-            state_bytes, workspace_bytes = applied.needs(present, optimizer, chosen)
-            self._memory.reserve_optimizer(
-                self.spec.memory_key, self.partitions.state_bytes + state_bytes, workspace_bytes
-            )
-            await self._compute(in_thread, lambda: applied.prepare(present, optimizer, chosen, key))
-            if self._files is not None:
-                self._files.enlarge_undo(applied.piece_bytes)
-                self._files.save(self)
-        except (RuntimeError, MemoryError) as error:
-            if isinstance(error, RuntimeError) and "allocate" not in str(error):
-                raise
-            raise CapacityError(
-                f"the operating system refused to allocate {state_bytes or 'some'} bytes for the optimizer's state of "
-                f"{self.what}, which --memory-budget allows. The step is not committed: lower the budget to what this "
-                "process may use, add shard servers, or use an optimizer with less state",
-                unit=self.unit,
-                needed_bytes=state_bytes,
-            ) from error
-        finally:
-            self.note_optimizer()
+        work = partial(self._compute, in_thread)
+        if await self.applied.prepare(present, optimizer, chosen, key, work) and self._files is not None:
+            self._files.save(self)
 
-    def _own_optimizer(self) -> ShardOptimizer:
-        """Returns the shard's optimizer. Made when it is needed first."""
-        if self.optimizer is None:
-            assert self.values.live is not None
-            views = zip(self.views(self.values.live.buffer), self.segments, strict=True)
-            parts = [shaped(part, self.layout, segment) for part, segment in views]
-            self.optimizer = ShardOptimizer(parts, allocate_ordinary if self._files is None else self._files.allocate)
-        return self.optimizer
+    def _parameters(self) -> list[torch.Tensor]:
+        """Returns the parameters in their shapes, by segment number."""
+        assert self.values.live is not None
+        views = zip(self.views(self.values.live.buffer), self.segments, strict=True)
+        return [shaped(part, self.layout, segment) for part, segment in views]
 
     async def update(
         self,
@@ -441,7 +403,7 @@ class UnitShard:
         self.contributions.end_step()
         self.replica = None
         self.updated_by_trainers = runs_on_trainers(optimizer.algorithm)
-        self.note_optimizer()
+        self.applied.note_size()
 
     def changes_values(self, optimizer: common_pb2.OptimizerStep, groups: Sequence[int] | None) -> bool:
         """True if the update of the reduced step may change a value of the shard."""
@@ -487,8 +449,8 @@ class UnitShard:
         """Numbers of the segments that the next update has a gradient for. None: the gradient is not in its file."""
         if self.reduced is None:
             return None
-        present = [number for number, gradient in enumerate(self.reduced.gradients) if gradient is not None]
-        return present if self._mean_in_file or not present else None
+        present = self.mean.present
+        return present if self.mean.in_file or not present else None
 
     def record(self) -> None:
         """Describes the shard's state, from which another process of the server can then continue."""
@@ -497,19 +459,18 @@ class UnitShard:
 
     async def record_prepared(self, in_thread: InThread) -> None:
         """As ``record``, once the gradients of a step are reduced. Repeated calls have no effect."""
-        if self._files is None or self._recorded:
+        if self._files is None or self.mean.recorded:
             return
         if self.recorded_segments is None and (file := self._files.acquire_mean(self)) is not None:
-            await self._compute(in_thread, partial(self.compute_keep_mean, file))
-            self._mean_in_file = True
+            await self._write_mean(in_thread, file)
         self._files.save(self)
-        self._recorded = True
+        self.mean.recorded = True
 
     @property
     def mean_path(self) -> str:
         """Path of the shared file with the mean gradient, laid out like the shard. Empty: it is in ordinary memory."""
         mean = None if self._files is None else self._files.mean
-        return mean.path if mean is not None and self._mean_in_file else ""
+        return mean.path if mean is not None and self.mean.in_file else ""
 
     async def share_mean(self, in_thread: InThread) -> None:
         """Puts the mean gradient into a shared file, so that a backup on this host reads it there. Runs in
@@ -517,15 +478,15 @@ class UnitShard:
         if self.reduced is None or self._files is None or self.recorded_segments is not None:
             return
         if (file := self._files.acquire_mean(self)) is not None:
-            await uninterrupted(self._compute(in_thread, partial(self.compute_keep_mean, file)))
-            self._mean_in_file = True
+            await uninterrupted(self._write_mean(in_thread, file))
 
-    def compute_keep_mean(self, file: torch.Tensor) -> None:
-        """Copies the gradients, which are in a contribution, to their file. uint8. [size_bytes]"""
-        assert self.reduced is not None
-        for view, gradient in zip(self.views(file), self.reduced.gradients, strict=True):
-            if gradient is not None:
-                view.copy_(gradient)
+    async def _write_mean(self, in_thread: InThread, file: torch.Tensor) -> None:
+        await self._compute(in_thread, partial(self.compute_write_mean, file))
+        self.mean.in_file = True
+
+    def compute_write_mean(self, file: torch.Tensor) -> None:
+        """Copies the gradients to their file. uint8. [size_bytes]"""
+        self.mean.compute_write(file)
 
     @property
     def values_file(self) -> ShardFile | None:
@@ -556,34 +517,19 @@ class UnitShard:
             mean: The mean gradient's file. uint8. [size_bytes]
             prepared: The prepared step. None: there was none.
         """
-        if content.parts:
-            self._own_optimizer().take_up(content)
-            self.note_optimizer()
+        self.applied.take_up(content)
         if prepared is not None:
             self._take_up_gradients(mean, prepared)
-            self._mean_in_file = self._recorded = self._reduced_by_former = True
+            self.mean.in_file = self.mean.recorded = self.mean.from_former = True
 
     def _take_up_gradients(self, mean: torch.Tensor | None, prepared: PreparedRecord) -> None:
-        views = [] if mean is None else self.views(mean)
-        present = set(prepared.present)
-        gradients = [views[number] if number in present else None for number in range(len(self.segments))]
-        self.reduced = Reduced(gradients, None, [], skipped=prepared.skipped)
-
-    def check_averaged(self) -> None:
-        """Raises StepStateError if there are no averages to read."""
-        if self.optimizer is None or not self.optimizer.averages.has_started:
-            raise StepStateError(
-                f"{self.what} has no moving average: set optimizer.ema_decay before a step", unit=self.unit
-            )
+        self.mean.take_up(mean, prepared.present, skipped=prepared.skipped)
 
     def compute_averages(self, out: torch.Tensor) -> None:
         """Writes the shard's bytes with averages in place of values. [size_bytes]"""
-        assert self.optimizer is not None and self.values.live is not None
+        assert self.values.live is not None
         out.copy_(self.values.live.buffer)
-        for number, view in enumerate(self.views(out)):
-            average = self.optimizer.averages[number]
-            if average is not None:
-                view.copy_(average.reshape(-1))
+        self.applied.compute_averages(self.views(out))
 
     def _chosen_groups(self, groups: Sequence[int] | None) -> list[int]:
         """The group of each segment's parameter. -1: not optimised."""
@@ -630,31 +576,6 @@ class UnitShard:
         """True if this shard received the prepared step as a backup, and can apply it."""
         return self.replica is not None and self.replica.step == step and self.replica.confirmed
 
-    def receive_mean(self, numbers: Collection[int]) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-        """Returns memory for the mean gradient that a primary sends: the buffer, and the views of some segments.
-
-        Raises:
-            CapacityError: The operating system has no memory.
-        """
-        if not numbers:
-            return None, []
-        buffer = self._memory.pool.acquire(self.size_bytes)
-        views = self.views(buffer)
-        return buffer, [views[number] for number in sorted(numbers)]
-
-    def release_mean(self, buffer: torch.Tensor | None) -> None:
-        """Releases memory that ``receive_mean`` returned and ``set_mean`` did not take."""
-        if buffer is not None:
-            self._memory.pool.release(buffer)
-
-    def set_mean(self, buffer: torch.Tensor | None, numbers: Collection[int], *, skipped: bool = False) -> None:
-        """Sets the mean gradient that a primary sent. Keeps contributions and staged partitions."""
-        if self.reduced is not None and self.reduced.buffer is not None:
-            self._memory.pool.release(self.reduced.buffer)
-        views = [] if buffer is None else self.views(buffer)
-        gradients = [views[number] if number in numbers else None for number in range(len(self.segments))]
-        self.reduced = Reduced(gradients, buffer, [], skipped=skipped)
-
     def mark_out_of_sync(self, reason: str) -> None:
         """Records that this backup has missed a step. Its memory stays reserved until it is released or built anew."""
         self.out_of_sync = self.out_of_sync or reason
@@ -672,31 +593,6 @@ class UnitShard:
         received = IncomingBuffer(grant.acquire_buffer(self.size_bytes), grant)
         received.buffer.zero_()
         self.values.accept_initial(self.values.initial_epoch, received)
-
-    def restore_optimizer(self, parts: Sequence[RestoredPart], *, averages_begun: bool) -> list[RestoredPart]:
-        """Allocates optimizer state that is imported; returns its memory, which the caller fills.
-
-        Args:
-            parts: The state of each segment. Tensors may be on the meta device.
-            averages_begun: Whether a step has updated moving averages.
-
-        Raises:
-            CapacityError: The state does not fit the memory budget.
-        """
-        if not averages_begun and all(part.algorithm is None for part in parts):
-            return [RestoredPart() for _ in parts]
-        tensors = [tensor for part in parts for tensor in (*part.state.values(), part.average) if tensor is not None]
-        self._memory.reserve_optimizer(self.spec.memory_key, sum(tensor.nbytes for tensor in tensors), 0)
-        optimizer = self._own_optimizer()
-        made = optimizer.allocate_like(parts)
-        optimizer.restore(made, averages_begun=averages_begun)
-        return made
-
-    def note_optimizer(self) -> None:
-        """Records the size of the optimizer's state in the memory budget."""
-        state_bytes = 0 if self.optimizer is None else self.optimizer.size_bytes
-        self.optimizer_bytes = self.partitions.state_bytes + state_bytes
-        self._memory.note_optimizer(self.spec.memory_key, self.optimizer_bytes)
 
 
 def first_non_finite(views: Sequence[torch.Tensor]) -> int | None:

@@ -1,0 +1,135 @@
+"""The mean gradient of the step in flight of one shard, and the memory that contains it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from functools import partial
+
+import torch
+
+from shardwell_server.shard.arithmetic.reduction import Reduced, reduce_shard
+from shardwell_server.shard.memory.budget import Memory
+
+Compute = Callable[[Callable[[], Reduced]], Awaitable[Reduced]]
+"""Runs tensor work, in a thread if that is worth it."""
+
+
+class MeanGradient:
+    """The mean gradient of one shard. Used on the event loop.
+
+    The mean is in a buffer of the server's memory, in a shared file, or in the only contribution.
+
+    Args:
+        memory: The server's memory.
+        size_bytes: Size of the shard.
+        segment_starts: First byte of each segment in the unit's flat vector.
+        views: Splits a buffer of the shard's size into segments, by segment number.
+    """
+
+    def __init__(
+        self,
+        memory: Memory,
+        size_bytes: int,
+        segment_starts: Sequence[int],
+        views: Callable[[torch.Tensor], list[torch.Tensor]],
+    ) -> None:
+        self._memory, self._size_bytes, self._starts, self._views = memory, size_bytes, segment_starts, views
+        self.reduced: Reduced | None = None
+        """None: not computed yet, or discarded."""
+        self.in_file = False
+        """True if the mean is in the shard's shared file."""
+        self.recorded = False
+        """True if the shard's record names the mean."""
+        self.from_former = False
+        """True if a former process of the server computed the mean, so that this one has no contributions."""
+
+    @property
+    def present(self) -> list[int]:
+        """Numbers of the segments that have a gradient."""
+        gradients = [] if self.reduced is None else self.reduced.gradients
+        return [number for number, gradient in enumerate(gradients) if gradient is not None]
+
+    def discard(self) -> None:
+        """Discards the mean and releases its memory."""
+        self._release_buffer()
+        self.reduced = None
+        self.in_file = self.recorded = self.from_former = False
+
+    def set_empty(self, *, skipped: bool) -> None:
+        """Sets a mean without gradients.
+
+        Args:
+            skipped: True if the step is skipped, False if there is nothing to reduce.
+        """
+        self.reduced = Reduced([None] * len(self._starts), None, [], skipped=skipped)
+
+    async def compute(
+        self, terms: Sequence[Sequence[torch.Tensor]], dp: int, file: torch.Tensor | None, compute: Compute
+    ) -> None:
+        """Computes the mean in rank order.
+
+        Args:
+            terms: Gradients of each segment, by rank.
+            dp: Number of data ranks.
+            file: Where to write the mean. None: to a buffer, or nowhere if one rank's gradient is the mean.
+            compute: Runs the work.
+        """
+        several = dp > 1 and any(terms)
+        buffer = self._memory.pool.acquire(self._size_bytes) if several and file is None else None
+        out = buffer if file is None else file
+        outs = None if out is None else self._views(out)
+        try:
+            self.reduced = await compute(partial(reduce_shard, terms, dp, outs, self._starts, buffer=buffer))
+        except BaseException:
+            self.release(buffer)
+            raise
+        self.in_file = file is not None
+
+    def compute_write(self, file: torch.Tensor) -> None:
+        """Copies the gradients, which are in a contribution, to their file. uint8. [size_bytes]"""
+        assert self.reduced is not None
+        for view, gradient in zip(self._views(file), self.reduced.gradients, strict=True):
+            if gradient is not None:
+                view.copy_(gradient)
+
+    # ---- received from a primary, or taken up from a former process ----
+
+    def acquire(self, numbers: Collection[int]) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        """Returns memory for a mean that a primary sends: the buffer, and the views of some segments.
+
+        Raises:
+            CapacityError: The operating system has no memory.
+        """
+        if not numbers:
+            return None, []
+        buffer = self._memory.pool.acquire(self._size_bytes)
+        views = self._views(buffer)
+        return buffer, [views[number] for number in sorted(numbers)]
+
+    def release(self, buffer: torch.Tensor | None) -> None:
+        """Releases memory that ``acquire`` returned and ``set`` did not take."""
+        if buffer is not None:
+            self._memory.pool.release(buffer)
+
+    def set(self, buffer: torch.Tensor | None, numbers: Collection[int], *, skipped: bool = False) -> None:
+        """Sets the mean that a primary sent.
+
+        Args:
+            buffer: The mean, laid out like the shard. None: no segment has a gradient.
+            numbers: Segments that have a gradient.
+            skipped: True if the step is skipped.
+        """
+        self._release_buffer()
+        self.reduced = Reduced(self._gradients(buffer, numbers), buffer, [], skipped=skipped)
+
+    def take_up(self, file: torch.Tensor | None, numbers: Collection[int], *, skipped: bool) -> None:
+        """Sets the mean that a former process of the server left in its file."""
+        self.reduced = Reduced(self._gradients(file, numbers), None, [], skipped=skipped)
+
+    def _gradients(self, buffer: torch.Tensor | None, numbers: Collection[int]) -> list[torch.Tensor | None]:
+        views = [] if buffer is None else self._views(buffer)
+        return [views[number] if number in numbers else None for number in range(len(self._starts))]
+
+    def _release_buffer(self) -> None:
+        if self.reduced is not None:
+            self.release(self.reduced.buffer)
