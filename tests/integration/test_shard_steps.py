@@ -572,18 +572,18 @@ def test_update_finishes_after_its_caller_disconnects(server: ShardServer, monke
 
 
 def test_cancelled_prepare_leaves_no_trace(server: ShardServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardwell_server.shard.state import unit_shard
+    from shardwell_server.shard.state import mean_gradient
 
     one = unit(server, dp=2)
     before = server.taken_bytes()
-    started, resume, reduce_shard = threading.Event(), threading.Event(), unit_shard.reduce_shard
+    started, resume, reduce_shard = threading.Event(), threading.Event(), mean_gradient.reduce_shard
 
     def slowly(*arguments: Any, **options: Any) -> Any:
         started.set()
         assert resume.wait(20)
         return reduce_shard(*arguments, **options)
 
-    monkeypatch.setattr(unit_shard, "reduce_shard", slowly)
+    monkeypatch.setattr(mean_gradient, "reduce_shard", slowly)
     one.push(one.filled(1.0))
     one.push(one.filled(3.0), rank=1)
     assert started.wait(20), "the mean is computed ahead of prepare"
