@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc.aio
 from google.protobuf.descriptor import ServiceDescriptor
@@ -91,6 +91,7 @@ async def serve(
     *,
     credentials: Credentials = NO_CREDENTIALS,
     end_standing: Callable[[], None] = lambda: None,
+    leave: Callable[[], Awaitable[object]] | None = None,
 ) -> None:
     """Serves one service, with health checks and reflection, until SIGTERM, SIGINT or the end of the parent process.
 
@@ -105,6 +106,8 @@ async def serve(
         credentials: Credentials that callers must send.
         end_standing: Called when the server is asked to stop. Ends streams that would otherwise stay open for
             ``STOP_GRACE_S``.
+        leave: Called after the first SIGTERM, while the server still serves. The server stops when it returns, or at
+            once after a second signal. None: SIGTERM stops the server at once.
     """
     server = grpc.aio.server(interceptors=interceptors(credentials), options=SERVER_OPTIONS)
     add_service(server, service, servicer)
@@ -116,19 +119,26 @@ async def serve(
         port = server.add_insecure_port(endpoint.bind)
     except RuntimeError as error:
         raise SystemExit(f"cannot listen on {endpoint.bind}: {_why_not(endpoint)}") from error
-    stop = endpoint.stop or stop_event(endpoint)
+    leaving = asyncio.Event()
+    stop = endpoint.stop or stop_event(endpoint, first_sigterm=leaving if leave is not None else None)
     await server.start()
     address = endpoint.address(port)
     try:
         async with AsyncExitStack() as stack:
             entering = asyncio.ensure_future(stack.enter_async_context(background(address)))
-            if not await _done_before(stop, entering):
+            if not await _done_before(entering, stop, leaving):
                 return
             for name in ("", service.full_name):
                 await health.set(name, health_pb2.HealthCheckResponse.SERVING)
             endpoint.on_ready(service, address)
             logger.info("%s serves at %s", service.full_name, address)
-            await _done_before(stop, entering.result())
+            working = asyncio.ensure_future(entering.result())
+            try:
+                await _until_set(working, stop, leaving)
+                if leave is not None and not stop.is_set():
+                    await _done_before(leave(), stop)
+            finally:
+                working.cancel()
             logger.info("stopping")
             await health.enter_graceful_shutdown()
             end_standing()
@@ -148,32 +158,53 @@ def _why_not(endpoint: Endpoint) -> str:
         return f"{reason}; choose another address with --listen (port 0: a free port)"
 
 
-async def _done_before(stop: asyncio.Event, work: Awaitable[object]) -> bool:
-    """Awaits ``work`` until ``stop`` is set; returns True if the work was done first."""
-    doing, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+async def _done_before(work: Awaitable[object], *events: asyncio.Event) -> bool:
+    """Awaits ``work`` until an event is set, then cancels it; returns True if the work was done first."""
+    doing = asyncio.ensure_future(work)
     try:
-        await asyncio.wait({doing, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        if doing.done():
-            doing.result()
+        await _until_set(doing, *events)
         return doing.done()
     finally:
         doing.cancel()
-        stopped.cancel()
-        await asyncio.gather(doing, stopped, return_exceptions=True)
+        await asyncio.gather(doing, return_exceptions=True)
 
 
-def stop_event(endpoint: Endpoint) -> asyncio.Event:
-    """Returns an event set by SIGTERM or SIGINT, and by the end of the parent if ``exit_with_parent`` is set."""
+async def _until_set(work: asyncio.Future[Any], *events: asyncio.Event) -> None:
+    """Returns when an event is set or ``work`` is done. Raises the error of ``work``."""
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait({work, *waits}, return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            work.result()
+    finally:
+        for wait in waits:
+            wait.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
+
+
+def stop_event(endpoint: Endpoint, first_sigterm: asyncio.Event | None = None) -> asyncio.Event:
+    """Returns an event set by SIGTERM or SIGINT, and by the end of the parent if ``exit_with_parent`` is set.
+
+    Args:
+        endpoint: How the starter of the process controls it.
+        first_sigterm: Set by the first SIGTERM instead. Later ones set the returned event.
+    """
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
 
-    def ask_to_stop(*_: object) -> None:
+    def note(number: int) -> None:
+        if number == signal.SIGTERM and first_sigterm is not None and not first_sigterm.is_set():
+            first_sigterm.set()
+        else:
+            stop.set()
+
+    def handle(number: int, _: object) -> None:
         if not loop.is_closed():
-            loop.call_soon_threadsafe(stop.set)
+            loop.call_soon_threadsafe(note, number)
 
     # Not loop.add_signal_handler: closing the loop removes its handlers, and a second signal would then kill a process
     # that is stopping cleanly.
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, ask_to_stop)
+        signal.signal(number, handle)
     if endpoint.exit_with_parent:
         threading.Thread(target=_stop_at_end_of_input, args=(loop, stop.set), daemon=True).start()
     return stop

@@ -44,6 +44,8 @@ class Drains:
                 server=server_id,
                 epoch=server.epoch,
             )
+        if epoch:
+            server.mark_leaving()
         if server.draining == cancel:
             server.set_draining(not cancel)
             await self._state.storage.save_server(server.to_record())
@@ -58,7 +60,9 @@ class Drains:
         held: list[ShardRecord] = []
         waiting_for = []
         for run in self._state.runs.values():
-            own = [at for unit in run.units for at in (*unit.shards, *unit.backups) if at.process == process]
+            # A unit without values loses nothing: the next declaration places it on other servers.
+            published = [unit for unit in run.units if unit.published]
+            own = [at for unit in published for at in (*unit.shards, *unit.backups) if at.process == process]
             held += own
             if own and server.draining:
                 waiting_for += self._keeper.explain_drain(run, server)

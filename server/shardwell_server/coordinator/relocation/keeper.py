@@ -8,7 +8,8 @@ Note: [Wanted copies]
     released.
 
     Copying a shard takes bandwidth from training, so a round copies a bounded number of bytes, and the next round waits
-    for the next commit, or for a pause if there is none.
+    for the next commit, or for a pause if there is none. Rounds follow each other without a pause while shards of a
+    server that is about to stop are copied.
 """
 
 from __future__ import annotations
@@ -155,8 +156,13 @@ class BackupKeeper:
         if run.relocations.moves and not run.members.live:
             await self._move_now(run)
         self._report(run)
-        if builds or run.relocations.moves:
+        if (builds or run.relocations.moves) and not (builds and self._is_urgent(run)):
             await self._pause(run, step)
+
+    def _is_urgent(self, run: Run) -> bool:
+        """True if a server that is about to stop still has shards of a run."""
+        servers = (self._state.cluster.servers.get(server_id) for server_id, _ in run.units.holders)
+        return any(server is not None and server.live and server.leaving for server in servers)
 
     async def _pause(self, run: Run, step: int) -> None:
         """Waits for a commit after a step, at most ``_PAUSE_S``."""

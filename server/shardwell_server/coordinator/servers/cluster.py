@@ -73,6 +73,8 @@ class Server:
     """True if another process of this id can take up the shards after this one has ended."""
     draining: bool = False
     """True if the server must hand all its shards to other servers. It gets no new shards."""
+    leaving: bool = False
+    """True if the server asked for its own draining, because it is about to stop."""
 
     @property
     def live(self) -> bool:
@@ -128,6 +130,10 @@ class Server:
     def set_draining(self, draining: bool) -> None:
         """Starts or ends the draining of the server."""
         self.draining = draining
+
+    def mark_leaving(self) -> None:
+        """Records that the server is about to stop, so that its shards are moved without pauses."""
+        self.leaving = True
 
     def mark_ended(self) -> None:
         """Marks the server as ended for certain."""

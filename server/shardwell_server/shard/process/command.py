@@ -30,6 +30,8 @@ from shardwell_wire.v1 import shard_pb2
 
 logger = logging.getLogger(__name__)
 
+_LONGEST_DRAIN_S = 86400.0
+
 _EXAMPLES = """\
 examples:
     shardwell-server shard --coordinator localhost:50051
@@ -41,6 +43,10 @@ dedicated to shards, raise --processes until the network is saturated, up to one
 divide --memory-budget, are called NAME-0, NAME-1 and so on, and listen on consecutive ports (with port 0: on free
 ports). Each prints a line of JSON when it is ready. If one fails, all stop and the command fails, so that a
 supervisor can restart it.
+
+SIGTERM drains the server: its shards move to other servers with enough memory, while training goes on. Then it exits
+with code 0. A second SIGTERM, SIGINT, or the end of --drain-s stops it with the shards that are left. A supervisor
+must wait longer than --drain-s before it sends SIGKILL.
 """
 
 
@@ -116,6 +122,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default=env("SHARDWELL_PROCESSES", "1"),
         help="number of shard servers to run, see below (SHARDWELL_PROCESSES, default %(default)s)",
     )
+    parser.add_argument(
+        "--drain-s",
+        metavar="S",
+        type=float,
+        default=env("SHARDWELL_DRAIN_S", "20"),
+        help="longest time after SIGTERM in which the shards of the server move to other servers, before it exits; 0: "
+        "they end with the server (SHARDWELL_DRAIN_S, default %(default)s)",
+    )
     authentication.add_argument(parser)
     parser.add_argument("--exit-with-parent", action="store_true", help="stop when standard input closes")
     parser.add_argument(
@@ -145,6 +159,8 @@ def _run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--servers-on-host is {arguments.servers_on_host}, expected at least 1")
     if arguments.processes < 1:
         raise ValueError(f"--processes is {arguments.processes}, expected at least 1")
+    if not 0 <= arguments.drain_s <= _LONGEST_DRAIN_S:
+        raise ValueError(f"--drain-s is {arguments.drain_s}, expected 0 to {_LONGEST_DRAIN_S:g} seconds")
     if arguments.processes > 1:
         return _run_group(arguments, endpoint)
     torch.set_num_threads(arguments.threads)
@@ -160,7 +176,8 @@ def _run_group(arguments: argparse.Namespace, endpoint: process.Endpoint) -> int
         memory_budget_bytes=arguments.memory_budget or default_budget_bytes(arguments.servers_on_host),
         bind=endpoint.bind,
     )
-    return process.run(ProcessGroup(members).run(endpoint), log_level=arguments.log_level)
+    group = ProcessGroup(members, drain_s=arguments.drain_s)
+    return process.run(group.run(endpoint), log_level=arguments.log_level)
 
 
 async def serve(arguments: argparse.Namespace, endpoint: process.Endpoint) -> None:
@@ -186,6 +203,7 @@ async def serve(arguments: argparse.Namespace, endpoint: process.Endpoint) -> No
                 registration.running,
                 credentials=credentials,
                 end_standing=servicer.end_standing_streams,
+                leave=(lambda: registration.drain(arguments.drain_s)) if arguments.drain_s else None,
             )
             await servicer.close()
             await peers.close()

@@ -72,26 +72,31 @@ class ProcessGroup:
 
     Args:
         members: Settings of each child; see ``member_settings``.
+        drain_s: Longest time in which a child moves its shards to other servers after SIGTERM.
     """
 
-    def __init__(self, members: Iterable[Mapping[str, Any]]) -> None:
-        self._members = list(members)
+    def __init__(self, members: Iterable[Mapping[str, Any]], drain_s: float = 0.0) -> None:
+        self._members, self._drain_s = list(members), drain_s
         self._children: dict[asyncio.Task[int], tuple[str, Process]] = {}
         """Name and process of each running child, by the task that waits for its end."""
 
     async def run(self, endpoint: Endpoint) -> int:
         """Runs all children until SIGTERM, SIGINT, the end of the parent process, or the failure of a child.
 
+        After the first SIGTERM, the children drain. A second signal, SIGINT and the end of the parent stop them at
+        once.
+
         Returns:
             An exit code: 0 if every child stopped cleanly.
         """
-        stop = stop_event(endpoint)
+        leaving = asyncio.Event()
+        stop = stop_event(endpoint, first_sigterm=leaving)
         try:
             for settings in self._members:
                 await self._start(settings)
-            healthy = await self._until_stop(stop)
+            healthy = await self._until_stop(stop, leaving)
         finally:
-            clean = await self._end()
+            clean = await self._end(stop)
         return 0 if healthy and clean else 1
 
     async def _start(self, settings: Mapping[str, Any]) -> None:
@@ -100,12 +105,12 @@ class ProcessGroup:
         )
         self._children[asyncio.ensure_future(_relay(child))] = (settings["id"], child)
 
-    async def _until_stop(self, stop: asyncio.Event) -> bool:
-        """Waits until ``stop`` is set or all children have stopped. Returns False at once if a child fails."""
-        stop_wait = asyncio.ensure_future(stop.wait())
+    async def _until_stop(self, *events: asyncio.Event) -> bool:
+        """Waits until an event is set or all children have stopped. Returns False at once if a child fails."""
+        waits = [asyncio.ensure_future(event.wait()) for event in events]
         try:
-            while self._children and not stop.is_set():
-                await asyncio.wait({stop_wait, *self._children}, return_when=asyncio.FIRST_COMPLETED)
+            while self._children and not any(event.is_set() for event in events):
+                await asyncio.wait({*waits, *self._children}, return_when=asyncio.FIRST_COMPLETED)
                 for task in [task for task in self._children if task.done()]:
                     name, child = self._children.pop(task)
                     if (code := task.result()) != 0:
@@ -115,23 +120,39 @@ class ProcessGroup:
                     logger.info("%s (process %d) stopped", name, child.pid)
             return True
         finally:
-            stop_wait.cancel()
+            for wait in waits:
+                wait.cancel()
 
-    async def _end(self) -> bool:
-        """Stops the running children, and kills those that do not stop. Returns True if all stopped cleanly."""
+    async def _end(self, stop: asyncio.Event) -> bool:
+        """Stops the running children, at once when ``stop`` is set, and kills those that do not stop.
+
+        Returns:
+            True if all stopped cleanly.
+        """
         children, self._children = self._children, {}
         for _, child in children.values():
             if child.returncode is None:
                 child.terminate()
         if not children:
             return True
-        _, late = await asyncio.wait(children, timeout=_KILL_AFTER_S)
+        limit_s = self._drain_s + _KILL_AFTER_S
+        stop_wait = asyncio.ensure_future(stop.wait())
+        stop_wait.add_done_callback(lambda _: _close_inputs(child for _, child in children.values()))
+        _, late = await asyncio.wait(children, timeout=limit_s)
+        stop_wait.cancel()
         for name, child in (children[task] for task in late):
-            logger.error("%s (process %d) did not stop within %.0f s; killing it", name, child.pid, _KILL_AFTER_S)
+            logger.error("%s (process %d) did not stop within %.0f s; killing it", name, child.pid, limit_s)
             child.kill()
         codes = await asyncio.gather(*children)
         # A child that is still importing modules has no signal handler yet, so SIGTERM kills it.
         return all(code in (0, -signal.SIGTERM) for code in codes)
+
+
+def _close_inputs(children: Iterable[Process]) -> None:
+    """Closes the standard input of children, which ends them without draining."""
+    for child in children:
+        if child.stdin is not None:
+            child.stdin.close()
 
 
 async def _relay(child: Process) -> int:

@@ -15,6 +15,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message_factory import GetMessageClass
 
+from shardwell_server.shard.process.draining import drain
 from shardwell_server.shard.state.fences import CoordinatorTerm
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_wire.channel import open_aio_channel
@@ -107,6 +108,15 @@ class Registration:
                 await stream
         finally:
             await self._channel.close()
+
+    async def drain(self, limit_s: float) -> None:
+        """Moves the shards of this server to other servers before it stops; see ``draining.drain``."""
+        await drain(self._ask_to_drain, limit_s)
+
+    async def _ask_to_drain(self) -> coordinator_pb2.DrainServerResponse:
+        request = coordinator_pb2.DrainServerRequest(server_id=self._server_id, epoch=self._epoch)
+        response: coordinator_pb2.DrainServerResponse = await self._call("DrainServer", request)
+        return response
 
     async def _register(self) -> None:
         request = coordinator_pb2.RegisterServerRequest(
