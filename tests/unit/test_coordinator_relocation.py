@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import pytest
 from shardwell_server.coordinator.checkpoints import restoring
 from shardwell_server.coordinator.checkpoints.manifests import manifest_of
 from shardwell_server.coordinator.relocation import keeper
+from shardwell_server.coordinator.runs.relocations import Relocations
 from shardwell_server.coordinator.runs.run import Run
+from shardwell_server.coordinator.runs.units import Promotion
 from shardwell_server.coordinator.storage.records import BackupState, CheckpointRecord
 from shardwell_wire.errors import CapacityError, ConflictError, StepRestartedError, UnavailableError
 from shardwell_wire.topology import World
@@ -369,6 +372,41 @@ def test_rebalanced_run_uses_new_servers(tmp_path: Path) -> None:
             await take_step(trainers, step)
             await cluster.settle()
             assert histories(cluster) == [list(range(step + 1))] * 6
+
+    run_async(scenario())
+
+
+@pytest.mark.parametrize("how", ["drain", "rebalance"])
+def test_planned_move_takes_no_backup_away(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    promote, moved = Relocations.promote, []
+
+    def checked(self: Relocations, promotions: Iterable[Promotion]) -> None:
+        promotions = list(promotions)
+        promote(self, promotions)
+        for promotion in promotions:
+            unit, start_bytes = promotion.unit, promotion.backup.start_bytes
+            copies = unit.backups_of(unit.shard_at(start_bytes))
+            moved.append([copy.server_id for copy in copies if copy.in_sync])
+
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=3) as cluster:
+            if how == "rebalance":
+                await cluster.call("DrainServer", server_id="s2")
+            trainers = await started(cluster, backups=1, units=6)
+            monkeypatch.setattr(Relocations, "promote", checked)
+            if how == "drain":
+                await drained(cluster, trainers, "s0", 0)
+            else:
+                await cluster.call("DrainServer", server_id="s2", cancel=True)
+                await cluster.call("RebalanceRun", run="r")
+                step = 0
+                while (await cluster.call("RebalanceRun", run="r", report_only=True)).rebalancing:
+                    await take_step(trainers, step)
+                    step += 1
+                    assert step < 40
+            await in_sync(cluster, 1)
+            assert moved and all(moved), "each shard has a backup in sync when it moves"
+            assert "backups_lost" not in kinds(cluster)
 
     run_async(scenario())
 

@@ -4,8 +4,9 @@ Note: [Wanted copies]
     Every decision follows from the current state: the primaries and backups of a run, its number of backups, whether
     shards are to be spread evenly, and which servers are draining. All of this is durable, so a restarted coordinator
     continues. A *round* releases copies that are not wanted, and builds a few that are missing. A planned move builds a
-    backup on the target. The next commit makes it the primary (``Relocations.moves``), and the former primary is
-    released.
+    backup on the target, in addition to the wanted ones. The next commit makes it the primary
+    (``Relocations.moves``), and the former primary is released. A move therefore takes no backup away, unless no
+    server has memory for the additional copy.
 
     Copying a shard takes bandwidth from training, so a round copies a bounded number of bytes, and the next round waits
     for the next commit, or for a pause if there is none. Rounds follow each other without a pause while shards of a
@@ -297,7 +298,7 @@ class BackupKeeper:
                 holds = {shard.server_id, *(backup.server_id for backup in unit.backups_of(shard))}
                 if target and target not in holds:
                     found.append((unit, shard, target))
-            elif len(good) < wanted and (server := self._choose(run, unit, shard)) is not None:
+            elif len(good) < wanted + (key in targets) and (server := self._choose(run, unit, shard)) is not None:
                 found.append((unit, shard, server.server_id))
         return found
 
@@ -330,13 +331,20 @@ class BackupKeeper:
             key = (unit.index, shard.start_bytes)
             if key in targets:
                 copy = self._target_copy(unit, shard, targets[key])
-                if copy is not None and copy.in_sync:
+                if copy is not None and copy.in_sync and self._stays_protected(run, unit, shard, copy):
                     moves[key] = copy.server_id
         run.relocations.plan(moves)
         if run.relocations.rebalancing and not targets:
             run.relocations.set_rebalancing(False)
             self._state.events.add(EventKind.RUN_REBALANCED, "its shards are spread evenly", run=run.name)
         return bool(moves) and not run.members.live
+
+    def _stays_protected(self, run: Run, unit: Unit, shard: ShardRecord, target: BackupRecord) -> bool:
+        """True if a shard has enough backups besides the copy that it moves to, or cannot get more."""
+        others = [backup for backup in self._good(unit, shard) if backup is not target]
+        if sum(backup.in_sync for backup in others) >= run.settings.backups:
+            return True
+        return all(backup.in_sync for backup in others) and self._choose(run, unit, shard) is None
 
     async def _move_now(self, run: Run) -> None:
         """Moves shards of a run without trainers, which commits nothing. What was pushed to the step is dropped."""

@@ -199,9 +199,10 @@ class Relocator:
             placement = f"placement {run.relocations.count}"
             message = f"backups replace {len(losses.promotions)} lost shards ({targets}), {placement}{step}"
             self._state.events.add(EventKind.SHARDS_PROMOTED, message, run=run.name)
-        if losses.backups:
-            servers = ", ".join(map(repr, sorted({backup.server_id for _, backup in losses.backups})))
-            message = f"{len(losses.backups)} backups on {servers} are lost and are built again"
+        wanted = [backup for _, backup in losses.backups if backup.state is not BackupState.RELEASING]
+        if wanted:
+            servers = ", ".join(map(repr, sorted({backup.server_id for backup in wanted})))
+            message = f"{len(wanted)} backups on {servers} are lost and are built again"
             self._state.events.add(EventKind.BACKUPS_LOST, message, run=run.name)
 
     def _note_refused(self, run: Run, server_id: str, error: ShardwellError) -> None:
