@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -534,3 +535,42 @@ def test_a_server_without_a_lease_refuses_trainers(servers: Any) -> None:
     assert pair.primary.gather(0)[0] == 0, "an explicit version has the same bytes everywhere"
     server.evaluate(lambda: server.store.lease.renew(server._loop.time(), 60.0))
     pair.primary.push(pair.primary.filled(1.0))
+
+
+def test_silent_backup_is_left_out_of_the_step_and_a_slow_one_is_not(servers: Any) -> None:
+    pair = Pair(servers, dp=2)
+    pair.copy()
+    primary, backup = servers
+    primary.evaluate(lambda: setattr(primary.store.lease, "length_s", 1.0))
+    pair.push(0)
+    assert pair.primary.prepare(0).confirmed_backups
+    primary.call("Update", adam(pair.primary, 0))
+    pair.push(1)
+    # The backup waits for its update of step 0, much longer than a silent server may.
+    late = threading.Timer(4.0, lambda: backup.call("Update", adam(pair.primary, 0)))
+    late.start()
+    answer = pair.primary.prepare(1)
+    late.join()
+    assert [status.server_id for status in answer.confirmed_backups] == ["backup"] and not answer.failed_backups
+    pair.update(1)
+    pair.assert_equal(2)
+    pair.push(2)
+    resume = threading.Event()
+    stopped = threading.Thread(target=lambda: backup.evaluate(lambda: resume.wait(60.0)))
+    stopped.start()
+    try:
+        began = time.monotonic()
+        answer = pair.primary.prepare(2)
+        assert time.monotonic() - began < 8.0, "less than the deadline of a transfer"
+        (failed,) = answer.failed_backups
+        assert failed.server_id == "backup" and "silent" in failed.error and not answer.confirmed_backups
+        primary.call("Update", adam(pair.primary, 2))
+    finally:
+        resume.set()
+        stopped.join()
+    pair.push(3)
+    assert pair.primary.prepare(3).failed_backups, "reported until it is built again"
+    primary.call("Update", adam(pair.primary, 3))
+    pair.copy()
+    assert not pair.train(4).failed_backups
+    pair.assert_equal(5)

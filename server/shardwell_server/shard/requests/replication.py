@@ -6,6 +6,8 @@ Note: [When a backup has a step]
     ConfirmPartitions send what is still missing, and let the backup confirm it and allocate the memory of the update.
     They answer with the backups that failed, which the coordinator stores as out of sync before the commit record. The
     receiver of a step takes no lock of its run, so two servers can prepare each other's backups.
+
+    A backup whose server falls silent does not delay the step until its lease ends: see ``silence.py``.
 """
 
 from __future__ import annotations
@@ -14,9 +16,11 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
+from typing import TypeVar
 
 from shardwell_server.shard.concurrency import deadline_of
 from shardwell_server.shard.requests.peers import Peers, tensor_memory, write_content
+from shardwell_server.shard.requests.silence import SilenceLimits, unless_silent
 from shardwell_server.shard.requests.step_contents import contents_of, write_step
 from shardwell_server.shard.state.portable_state import export
 from shardwell_server.shard.state.replication import Backup, StepContent
@@ -48,6 +52,7 @@ _STREAMS_PER_SERVER = 4
 """Number of shards that are sent to one server at a time."""
 
 _Entry = tuple[UnitShard, Backup]
+_Result = TypeVar("_Result")
 
 
 class Replicator:
@@ -89,6 +94,7 @@ class Replicator:
         _check_source(shard, reference)
         backup = Backup(request.target_server_id, request.target_address, request.placement)
         deadline = asyncio.get_running_loop().time() + wait_s
+        await self._require_answer(run, backup.address)  # before updates of the shard have to wait
         async with deadline_of(wait_s, f"the copy of {shard.what}"), shard.unchanging:
             shard.backups.forget(backup.server_id)
             state = export(shard)
@@ -102,9 +108,9 @@ class Replicator:
             pieces = [tensor_memory(tensor) for _, tensor in state.tensors()]
             left_s = deadline - asyncio.get_running_loop().time()
             fault_points.reach("server.copy_shard.before", unit=shard.index)
-            await self._peers.stream(
-                backup.address, "ReceiveShardState", chunk_streams.encode_stream(first, pieces), timeout_s=left_s
-            )
+            messages = chunk_streams.encode_stream(first, pieces)
+            sending = self._peers.stream(backup.address, "ReceiveShardState", messages, timeout_s=left_s)
+            await self._unless_silent(run, backup.address, sending)
             fault_points.reach("server.copy_shard.after", unit=shard.index)
             self._store.replicated_bytes += size_bytes
             # Registered first: a step that is prepared from now on includes the backup.
@@ -153,9 +159,29 @@ class Replicator:
         by_address: dict[str, list[_Entry]] = {}
         for shard, backup in entries:
             by_address.setdefault(backup.address, []).append((shard, backup))
-        await asyncio.gather(
-            *(self._bring_to(run, step, address, own, optimizer) for address, own in by_address.items())
-        )
+
+        async def bring(address: str, own: Sequence[_Entry]) -> None:
+            try:
+                await self._unless_silent(run, address, self._bring_to(run, step, address, own, optimizer))
+            except UnavailableError as error:
+                for shard, backup in own:
+                    self._fail(shard, backup, error)
+
+        await asyncio.gather(*(bring(address, own) for address, own in by_address.items()))
+
+    async def _unless_silent(self, run: HostedRun, address: str, work: Awaitable[_Result]) -> _Result:
+        """Awaits calls to a server. Raises UnavailableError if the server falls silent."""
+        limits = SilenceLimits.of_lease(self._store.lease.length_s)
+        return await unless_silent(work, partial(self._ask, run, address), limits)
+
+    async def _require_answer(self, run: HostedRun, address: str) -> None:
+        """Raises DeadlineError or UnavailableError if a server does not answer."""
+        await self._ask(run, address, SilenceLimits.of_lease(self._store.lease.length_s).answer_s)
+
+    async def _ask(self, run: HostedRun, address: str, limit_s: float) -> None:
+        """Asks a server whether it lives: to confirm no backups."""
+        request = shard_pb2.ConfirmBackupsRequest(context=self._context(run, 0))
+        await self._peers.call(address, "ConfirmBackups", request, timeout_s=limit_s)
 
     async def _bring_to(
         self,

@@ -7,6 +7,9 @@ from collections.abc import Callable
 
 from shardwell_wire.errors import UnavailableError
 
+_USUAL_S = 10.0
+"""Length of a lease until the coordinator has granted one."""
+
 
 class ServingLease:
     """Limits how long a server serves trainers after the last heartbeat that the coordinator acknowledged.
@@ -21,6 +24,8 @@ class ServingLease:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._expires_s = math.inf
+        self.length_s = _USUAL_S
+        """Length of the lease in seconds, as the coordinator grants it."""
 
     def suspend(self) -> None:
         """Ends the lease until ``confirm``: the coordinator has not confirmed the shards of this server yet."""
@@ -40,6 +45,7 @@ class ServingLease:
         """
         former_s = self._expires_s if math.isfinite(self._expires_s) else -math.inf
         self._expires_s = max(former_s, sent_s + lease_s)
+        self.length_s = lease_s
 
     @property
     def valid(self) -> bool:
