@@ -220,7 +220,7 @@ class RunRestorer:
             )
 
     async def _wait_for_servers(self, restore: Restore) -> None:
-        """Waits for ``min_servers`` servers. A run that is rolled back makes do with fewer after a while."""
+        """Waits for ``min_servers`` servers. A rollback continues with fewer after ``_SERVERS_WAIT_S``."""
         cluster, wanted = self._state.cluster, self._state.settings.min_servers
 
         async def check() -> bool | None:

@@ -222,7 +222,7 @@ class UnitShard:
             await uninterrupted(add())
 
     def drop_older(self, dp_rank: int, attempt: int) -> None:
-        """Drops a rank's contribution and the mean if the contribution belongs to an older attempt. So for copies."""
+        """Drops a rank's contribution and its copy if they belong to an older attempt, and the mean with the former."""
         self.copies.drop_older(dp_rank, attempt)
         if self.contributions.drop_older(dp_rank, attempt) or self.mean.from_former:
             self.discard_reduced()

@@ -1,0 +1,94 @@
+"""Relocations of the shards of a run: what is counted, planned and confirmed."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwell_server.coordinator.runs.checkpoints import RunCheckpoints
+from shardwell_server.coordinator.runs.relocations import Relocations
+from shardwell_server.coordinator.runs.units import DeclaredUnits, Unit
+from shardwell_server.coordinator.storage.records import BackupRecord, BackupState, ShardRecord
+from shardwell_server.coordinator.waiting import Signal
+from shardwell_wire.layout import UnitLayout
+from shardwell_wire.v1 import common_pb2
+
+
+def layout() -> UnitLayout:
+    return UnitLayout.from_proto(
+        common_pb2.UnitSpec(
+            name="u", parameters=[common_pb2.ParameterSpec(name="p", shape=[64], dtype=common_pb2.DTYPE_FLOAT32)]
+        )
+    )
+
+
+class OneShard:
+    """A unit with its primary on server a, and backups on others."""
+
+    def __init__(self, **backups: BackupState) -> None:
+        self.units, self.changes = DeclaredUnits("r"), 0
+        records = tuple(BackupRecord(0, 256, name, "1", state=state) for name, state in backups.items())
+        self.units.add(Unit(0, layout(), (ShardRecord(0, 256, "a", "1"),), published=True, backups=records))
+        self.relocations = Relocations(self.units, RunCheckpoints(), Signal(), self.touch)
+
+    def touch(self) -> None:
+        self.changes += 1
+
+    @property
+    def states(self) -> dict[str, BackupState]:
+        (unit,) = self.units
+        return {backup.server_id: backup.state for backup in unit.backups}
+
+
+def test_move_makes_the_copy_the_primary_and_the_former_one_is_released() -> None:
+    one = OneShard(b=BackupState.IN_SYNC, c=BackupState.IN_SYNC)
+    one.relocations.plan({(0, 0): "b"})
+    one.relocations.promote(one.relocations.planned_promotions())
+    (unit,) = one.units
+    assert unit.owners == {"b"}
+    assert one.states == {"a": BackupState.RELEASING, "c": BackupState.IN_SYNC}
+    assert (one.relocations.count, one.relocations.unconfirmed, one.relocations.moves) == (1, {"b"}, {})
+    assert one.changes
+
+
+def test_copy_that_is_not_in_sync_is_not_promoted() -> None:
+    one = OneShard(b=BackupState.BUILDING)
+    one.relocations.plan({(0, 0): "b"})
+    assert not one.relocations.planned_promotions()
+
+
+def test_confirmation_of_an_earlier_relocation_does_not_count() -> None:
+    one = OneShard(b=BackupState.IN_SYNC)
+    one.relocations.plan({(0, 0): "b"})
+    one.relocations.promote(one.relocations.planned_promotions())
+    one.relocations.raise_count()
+    one.relocations.note_confirmed("b", 1)
+    assert one.relocations.unconfirmed == {"b"}
+    one.relocations.note_confirmed("b", 2)
+    assert not one.relocations.unconfirmed
+
+
+def test_placement_is_announced_once() -> None:
+    one = OneShard()
+    one.relocations.raise_count()
+    assert [one.relocations.announce(1), one.relocations.announce(1), one.relocations.announced] == [True, False, 1]
+
+
+@pytest.mark.parametrize(
+    "state, reported, after",
+    [
+        (BackupState.IN_SYNC, True, BackupState.BUILDING),
+        (BackupState.BUILDING, False, BackupState.BUILDING),
+        (BackupState.RELEASING, False, BackupState.RELEASING),
+    ],
+)
+def test_failed_backup_is_built_again(state: BackupState, reported: bool, after: BackupState) -> None:
+    one = OneShard(b=state)
+    assert one.relocations.fail_backups({(0, 0, "b"), (0, 0, "unknown"), (7, 0, "b")}) is reported
+    assert one.states == {"b": after}
+
+
+def test_restarted_coordinator_asks_all_servers_to_confirm() -> None:
+    one = OneShard(b=BackupState.IN_SYNC)
+    one.relocations.restore(3, rebalancing=True)
+    assert (one.relocations.announced, one.relocations.rebalancing) == (3, True)
+    assert one.relocations.unconfirmed == {"a"}
