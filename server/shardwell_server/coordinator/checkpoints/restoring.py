@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 
 from shardwell_server.coordinator.checkpoints.choosing import CheckpointChooser, open_manifest
 from shardwell_server.coordinator.checkpoints.manifests import commits_in, run_state_in
