@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,10 +14,10 @@ import pytest
 import torch
 
 from shardwell_server.shard.memory.shared_memory import SharedMemory
-from shardwell_server.shard.requests import received_steps
+from shardwell_server.shard.requests import backups, received_steps
 from shardwell_server.shard.state.shard_spec import Role
 from shardwell_server.shard.state.unit_shard import UnitShard
-from shardwell_wire.errors import NotFoundError, StaleEpochError, StepStateError, UnavailableError
+from shardwell_wire.errors import DeadlineError, NotFoundError, StaleEpochError, StepStateError, UnavailableError
 from shardwell_wire.layout import BLOCK_BYTES
 from shardwell_wire.optimizers import KEPT_GROUP
 from shardwell_wire.partitions import TRAINER_PREFIX
@@ -382,6 +383,15 @@ def test_planned_move_keeps_another_backup_in_sync(servers: Any) -> None:
         assert list(hash_of(other.backup).tensors) == list(straight(PLAIN, 2, 2))
 
 
+def test_backup_without_state_has_no_hash(servers: Any) -> None:
+    pair = Pair(servers)
+    pair.backup.reserve(role=BACKUP, placement=1)
+    request = shard_pb2.HashShardsRequest(context=pair.backup.context(), version=0)
+    assert not pair.backup.server.call("HashShards", request).shards
+    pair.copy()
+    pair.assert_equal(0)
+
+
 def test_a_lost_backup_does_not_stop_the_run(servers: Any) -> None:
     pair = Pair(servers, dp=2)
     with ShardServer() as lost:
@@ -537,10 +547,24 @@ def test_a_server_without_a_lease_refuses_trainers(servers: Any) -> None:
     pair.primary.push(pair.primary.filled(1.0))
 
 
-def test_silent_backup_is_left_out_of_the_step_and_a_slow_one_is_not(servers: Any) -> None:
+def test_silent_backup_is_left_out_of_the_step_and_a_slow_one_is_not(
+    servers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pair = Pair(servers, dp=2)
     pair.copy()
     primary, backup = servers
+    silent = False
+
+    def silenced(function: Callable[..., Any]) -> Callable[..., Any]:
+        async def answer(store: Any, *arguments: Any) -> Any:
+            if silent and store is backup.store:
+                await asyncio.Event().wait()
+            return await function(store, *arguments)
+
+        return answer
+
+    monkeypatch.setattr(backups, "confirm", silenced(backups.confirm))
+    monkeypatch.setattr(received_steps, "receive_step", silenced(received_steps.receive_step))
     primary.evaluate(lambda: setattr(primary.store.lease, "length_s", 1.0))
     pair.push(0)
     assert pair.primary.prepare(0).confirmed_backups
@@ -554,23 +578,19 @@ def test_silent_backup_is_left_out_of_the_step_and_a_slow_one_is_not(servers: An
     assert [status.server_id for status in answer.confirmed_backups] == ["backup"] and not answer.failed_backups
     pair.update(1)
     pair.assert_equal(2)
+    silent = True
     pair.push(2)
-    resume = threading.Event()
-    stopped = threading.Thread(target=lambda: backup.evaluate(lambda: resume.wait(60.0)))
-    stopped.start()
-    try:
-        began = time.monotonic()
-        answer = pair.primary.prepare(2)
-        assert time.monotonic() - began < 8.0, "less than the deadline of a transfer"
-        (failed,) = answer.failed_backups
-        assert failed.server_id == "backup" and "silent" in failed.error and not answer.confirmed_backups
-        primary.call("Update", adam(pair.primary, 2))
-    finally:
-        resume.set()
-        stopped.join()
+    began = time.monotonic()
+    answer = pair.primary.prepare(2)
+    assert time.monotonic() - began < 8.0, "less than the deadline of a transfer"
+    (failed,) = answer.failed_backups
+    assert failed.server_id == "backup" and "silent" in failed.error and not answer.confirmed_backups
+    primary.call("Update", adam(pair.primary, 2))
+    assert isinstance(error_of(pair.copy), DeadlineError)
     pair.push(3)
     assert pair.primary.prepare(3).failed_backups, "reported until it is built again"
     primary.call("Update", adam(pair.primary, 3))
+    silent = False
     pair.copy()
     assert not pair.train(4).failed_backups
     pair.assert_equal(5)

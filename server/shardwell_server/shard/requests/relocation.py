@@ -84,6 +84,8 @@ async def hash_shards(
 ) -> shard_pb2.HashShardsResponse:
     """Returns the hashes of all published shards: of values, averages and optimizer state.
 
+    Backups that are being built are left out.
+
     Raises:
         StepStateError: A primary is not at the expected version, or its update is being repeated.
     """
@@ -95,6 +97,8 @@ async def hash_shards(
                 f"{shard.what} is at version {shard.version}, expected {request.version}: try again", unit=shard.unit
             )
         async with shard.unchanging:
+            if shard.role is Role.BACKUP and shard.version is None:
+                continue
             found = response.shards.add(
                 unit=shard.unit,
                 start_bytes=shard.start_bytes,
