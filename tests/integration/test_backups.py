@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -565,13 +564,13 @@ def test_silent_backup_is_left_out_of_the_step_and_a_slow_one_is_not(
 
     monkeypatch.setattr(backups, "confirm", silenced(backups.confirm))
     monkeypatch.setattr(received_steps, "receive_step", silenced(received_steps.receive_step))
-    primary.evaluate(lambda: setattr(primary.store.lease, "length_s", 1.0))
+    primary.evaluate(lambda: setattr(primary.store.lease, "length_s", 6.0))
     pair.push(0)
     assert pair.primary.prepare(0).confirmed_backups
     primary.call("Update", adam(pair.primary, 0))
     pair.push(1)
-    # The backup waits for its update of step 0, much longer than a silent server may.
-    late = threading.Timer(4.0, lambda: backup.call("Update", adam(pair.primary, 0)))
+    # The backup waits for its update of step 0, and is asked meanwhile whether it lives.
+    late = threading.Timer(2.5, lambda: backup.call("Update", adam(pair.primary, 0)))
     late.start()
     answer = pair.primary.prepare(1)
     late.join()
@@ -580,9 +579,7 @@ def test_silent_backup_is_left_out_of_the_step_and_a_slow_one_is_not(
     pair.assert_equal(2)
     silent = True
     pair.push(2)
-    began = time.monotonic()
     answer = pair.primary.prepare(2)
-    assert time.monotonic() - began < 8.0, "less than the deadline of a transfer"
     (failed,) = answer.failed_backups
     assert failed.server_id == "backup" and "silent" in failed.error and not answer.confirmed_backups
     primary.call("Update", adam(pair.primary, 2))
