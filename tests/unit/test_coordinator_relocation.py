@@ -638,6 +638,33 @@ def test_server_that_returns_gets_the_update_that_it_missed(tmp_path: Path) -> N
     run_async(scenario())
 
 
+def test_server_that_returns_is_fenced_before_its_step_is_computed_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=2) as cluster:
+            await register(cluster, "s1", "1")
+            trainers = await started(cluster, backups=0)
+            await asyncio.gather(*(trainer.finish(0, wait_s=5) for trainer in trainers))
+            epoch = cluster.state.cluster.servers["s0"].epoch
+            cluster.shards["s0"].available = False  # it has prepared the step
+            cluster.clock.now += 10.6
+            cluster.state.cluster.servers["s1"].renew_lease(cluster.clock.now)
+            for trainer in trainers:
+                await trainer.heartbeat()
+            cluster.coordinator.expire()
+            await cluster.until(lambda: not cluster.state.cluster.servers["s0"].may_be_alive, "the loss of s0")
+            await register(cluster, "s1", "2", held=held(cluster, "s1", version=0))
+            await cluster.until(lambda: bool(cluster.shards["s1"].runs["r"].attempts), "the fence on s1")
+            await asyncio.sleep(0.05)
+            cluster.shards["s0"].available = True
+            await cluster.call("HeartbeatServer", server_id="s0", epoch=epoch)
+            run = run_of(cluster)
+            await cluster.until(lambda: run.step is not None and not run.step.unfenced, "the fences")
+            assert [shard.runs["r"].attempts for shard in cluster.shards.values()] == [{0: 1, 1: 1}] * 2
+            await take_step(trainers, 0)
+
+    run_async(scenario())
+
+
 def test_server_that_returns_after_a_rollback_is_told_that_it_owns_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -356,10 +356,14 @@ class TrainerLeases:
                 for item, epoch, attempt in fences
             ],
         )
-        # Servers that are gone hold nothing that counts; their shards are on other servers or lost.
-        processes = [at for at in run.units.updated_processes if not self._state.cluster.is_gone(at)]
+        processes = [at for at in run.units.updated_processes if not self._is_replaced(run, at)]
         await asyncio.gather(*(self._fence_server(server_id, request) for server_id in dict(processes)))
         step.mark_fenced(fences)
+
+    def _is_replaced(self, run: Run, process: tuple[str, str]) -> bool:
+        """True if a server process is gone, and what it holds of a run does not count even if it returns."""
+        cluster = self._state.cluster
+        return cluster.is_gone(process) and not (cluster.may_return(process) and run.units.needs_updates(process))
 
     async def _fence_server(self, server_id: str, request: shard_pb2.FenceRequest) -> None:
         try:
