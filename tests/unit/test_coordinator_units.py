@@ -678,3 +678,27 @@ def test_runs_are_independent(tmp_path: Path) -> None:
             assert finished_item(teams[1][0].items[0])
 
     run_async(scenario())
+
+
+@pytest.mark.parametrize("published", [False, True])
+def test_servers_release_a_unit_that_was_placed_on_others(tmp_path: Path, published: bool) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=2) as cluster:
+            (a,) = await cluster.team("a")
+            declared = await a.declare(unit("u", (64, 64)))
+            assert {shard.server_id for shard in declared.shards} == {"s0", "s1"}
+            if published:  # s1 ends before it publishes, too
+                cluster.shards["s1"].fail = fail_times("PublishUnit", 1, StepStateError("its values are incomplete"))
+                with pytest.raises(StepStateError):
+                    await a.publish("u", declared.epoch)
+            cluster.shards["s0"].budget_bytes = 0
+            cluster.state.cluster.servers["s0"].note_free(0)  # gets no shard any more
+            cluster.shards["s1"].restart("2")
+            await cluster.register("s1", "2")
+            declared = await a.declare(unit("u", (64, 64)))
+            assert {shard.server_id for shard in declared.shards} == {"s1"}
+            await cluster.until(lambda: not cluster.shards["s0"].runs["r"].shards, "the release on s0")
+            await a.publish("u", declared.epoch)
+            assert (await a.finish(0, wait_s=5)).all_finished
+
+    run_async(scenario())

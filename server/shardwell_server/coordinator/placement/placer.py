@@ -111,13 +111,21 @@ class UnitPlacer:
             elif not self._is_reserved(unit):
                 if (shards := await self._reserve(run, unit.index, unit.layout)) is None:
                     return None
+                former = unit.shards
                 run.units.move(unit, shards)
+                self._release_former(run, unit, former)
             else:
                 return unit
         owners = ", ".join(repr(shard.server_id) for shard in unit.shards)
         message = f"unit {unit.layout.unit!r}: {unit.layout.size_bytes} bytes on {owners}"
         self._state.events.add(EventKind.UNIT_PLACED, message, run=run.name)
         return unit
+
+    def _release_former(self, run: Run, unit: Unit, former: tuple[ShardRecord, ...]) -> None:
+        """Releases the former reservations of a unit that was placed again, on servers without a new one."""
+        for shard in former:
+            if shard.server_id not in unit.owners and not self.has_ended(shard):
+                self._state.tasks.start(self._release(run, unit.layout.unit, run.last_epoch, shard))
 
     # Reservation
 
