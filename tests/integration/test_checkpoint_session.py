@@ -56,6 +56,18 @@ def test_a_checkpoint_has_the_bits_of_plain_training(
     assert "is intact" in capsys.readouterr().out
 
 
+def test_a_resumed_run_with_error_feedback_warns_about_the_residuals(
+    cluster: shardwell.LocalCluster, run_name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    transfers = shardwell.TransferOptions(push_dtype="int8", push_error_feedback=True)
+    with small_run(cluster.address, run_name, steps=2, checkpoint_dir=str(tmp_path), transfers=transfers) as session:
+        assert "push_error_feedback" not in caplog.text, "a new run loses nothing"
+        url = session.save_checkpoint(wait=True)
+    assert not any(b"|residual" in path.read_bytes() for path in Path(url).iterdir()), "as docs/checkpoints.md says"
+    shardwell.join(cluster.address, run=f"{run_name}-resumed", resume=url, transfers=transfers).close()
+    assert "the rounding errors of pushes before step 2 are not known to this trainer" in caplog.text
+
+
 def test_a_resumed_run_ends_with_the_same_bits(
     cluster: shardwell.LocalCluster, cluster_of_three: shardwell.LocalCluster, run_name: str, tmp_path: Path
 ) -> None:

@@ -35,9 +35,9 @@ def build_model() -> nn.Sequential:
 
 
 @contextmanager
-def small_run(address: str, run: str, *, steps: int = 2) -> Iterator[shardwell.Session]:
+def small_run(address: str, run: str, *, steps: int = 2, **options: Any) -> Iterator[shardwell.Session]:
     """Yields the session of a run's only trainer after some commits."""
-    with shardwell.join(address, run=run, trainer="tester", host="here") as session:
+    with shardwell.join(address, run=run, trainer="tester", host="here", **options) as session:
         model = build_model()
         shardwell.fully_shard(model[0], session, name="first")
         shardwell.fully_shard(model, session, name="rest")

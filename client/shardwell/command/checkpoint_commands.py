@@ -33,10 +33,12 @@ _LATEST_S = datetime(9999, 1, 1).timestamp()
 
 _VERIFY_DESCRIPTION = """\
 Reads every byte of a checkpoint and compares all checksums. Prints one line for each damaged or missing file and
-tensor; the exit code is then 1.
+tensor.
 
 With the name of a run, compares the parameters and optimizer states of the run's primaries and backups instead, during
-training.
+training. Prints one line for each difference.
+
+The exit code is 1 if anything is damaged, is missing or differs.
 """
 _VERIFY_EPILOG = """\
 examples:
@@ -62,7 +64,8 @@ def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     listing = subparsers.add_parser(
         "checkpoints",
         help="list the checkpoints in a folder or bucket",
-        description="Lists checkpoints: the run, the step, the size, and whether all files are there.",
+        description="Lists checkpoints with run, step, time, size and state. An incomplete checkpoint is being "
+        "written, or was given up. A damaged one lacks a file, or a file has another size.",
         epilog=_LIST_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -79,7 +82,8 @@ def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     verifying.add_argument(
         "target",
         metavar="TARGET",
-        help="path or URL of a checkpoint or of a folder of checkpoints (with a '/'), or the name of a run",
+        help="path or URL of a checkpoint or of a folder of checkpoints, or the name of a run, if there is no such "
+        "folder",
     )
     add_coordinator_arguments(verifying, "for a run: ")
     verifying.set_defaults(handler=_verify)
@@ -93,7 +97,7 @@ def _add_save_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
         epilog=_SAVE_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    saving.add_argument("run", metavar="RUN", help="name of the run, which needs a checkpoint_dir")
+    saving.add_argument("run", metavar="RUN", help="name of a run that a trainer has joined with checkpoint_dir")
     saving.add_argument("--wait", action="store_true", help="show the progress, and return when it is complete")
     add_coordinator_arguments(saving)
     saving.set_defaults(handler=_save)

@@ -18,9 +18,18 @@ from shardwell_wire.v1 import coordinator_pb2
 _POLL_S = 0.5
 """Seconds between two questions about the progress."""
 
+_BACKUPS_DESCRIPTION = """\
+Sets how many other servers keep a copy of every shard of a run, on another host where there is one. A copy takes as
+much memory as its primary. Copies are built during training, a few per step. `shardwell units RUN` shows their states,
+and the event `backups_in_sync` says when all are complete.
+"""
 _DRAIN_DESCRIPTION = """\
 Moves all shards of a server to other servers, while runs train. The server gets no new shards. When it has none left,
-its process can be stopped.
+its process can be stopped. Without --wait, the command returns at once; run it again to see what is left.
+"""
+_REBALANCE_DESCRIPTION = """\
+Moves shards of a run until they are spread evenly over all live servers, such as a new one. Training goes on. Whole
+shards move, a few per step. Without --wait, the command returns at once.
 """
 
 Call = Callable[[str, Any], Any]
@@ -32,8 +41,9 @@ def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         subparsers,
         "backups",
         "set how many servers keep a copy of every shard of a run",
-        "Sets how many other servers keep a copy of every shard of a run. Copies are built during training.",
-        "shardwell backups gpt 1                           the loss of a server costs no step",
+        _BACKUPS_DESCRIPTION,
+        "shardwell backups gpt 1                           the loss of one server loses nothing\n"
+        "  shardwell backups gpt 0                           release the copies",
     )
     backups.add_argument("run", metavar="RUN", help="name of the run")
     backups.add_argument("count", metavar="N", type=int, help="copies of every shard; 0: none")
@@ -44,7 +54,7 @@ def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         "move all shards of a server to other servers",
         _DRAIN_DESCRIPTION,
         "shardwell drain shard-2 --wait                    return when the server has no shards left\n"
-        "  shardwell drain shard-2 --cancel",
+        "  shardwell drain shard-2 --cancel                  let the server have shards again",
     )
     drain.add_argument("server", metavar="SERVER", help="id of the shard server, as in shardwell servers")
     mode = drain.add_mutually_exclusive_group()
@@ -55,7 +65,7 @@ def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         subparsers,
         "rebalance",
         "spread the shards of a run evenly over the servers",
-        "Moves shards of a run until they are spread evenly over all live servers. Training goes on.",
+        _REBALANCE_DESCRIPTION,
         "shardwell rebalance gpt --wait",
     )
     rebalance.add_argument("run", metavar="RUN", help="name of the run")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -38,6 +39,8 @@ from shardwell_wire.errors import StaleEpochError, UsageError, VersionGoneError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
+logger = logging.getLogger(__name__)
+
 _REACH_LIMIT_S = 60.0
 """How long a trainer that was cut off tries to reach the servers before it joins again."""
 
@@ -68,6 +71,12 @@ class RunStore:
         self.pushes = ItemPushes(membership, state, self._units, background, self._servers)
         """Pushes gradients under the work items of the step."""
         self._follow_push_dtype()
+        if self.pushes.feedback is not None and state.number:
+            logger.warning(
+                "push_error_feedback: the rounding errors of pushes before step %d are not known to this trainer, so "
+                "the weights get other bits than in an undisturbed run",
+                state.number,
+            )
         self._declarations = UnitDeclarations(membership, config.waits.wait_limit_s)
         self._mappings = ShardMappings(membership, config)
         self._buffer_wire = Wire(wait_limit_s=config.waits.wait_limit_s)
