@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from shardwell.module.units import Units
 from shardwell.session.iteration import Iteration
+from shardwell.session.membership import Membership
 from shardwell.session.run_buffers import RunBuffers
 from shardwell.session.run_store import RunStore
-from shardwell.session.step_commit import StepCommitter
 from shardwell.session.step_state import StepState
 from shardwell_wire.errors import StepRestartedError
 
@@ -16,7 +16,7 @@ class Rejoining:
 
     Args:
         state: State of the step.
-        committer: Calls the coordinator.
+        membership: The membership of this trainer.
         store: Sends gradients.
         units: The sharded units.
         buffers: The run's buffers.
@@ -26,13 +26,13 @@ class Rejoining:
     def __init__(
         self,
         state: StepState,
-        committer: StepCommitter,
+        membership: Membership,
         store: RunStore,
         units: Units,
         buffers: RunBuffers,
         iteration: Iteration,
     ) -> None:
-        self._state, self._committer, self._store = state, committer, store
+        self._state, self._membership, self._store = state, membership, store
         self._units, self._buffers, self._iteration = units, buffers, iteration
         self._rollbacks = 0
         """How often the run was rolled back before this trainer joined last."""
@@ -46,12 +46,12 @@ class Rejoining:
         Raises:
             StepRestartedError: In a plain loop, the gradients of the step are lost.
         """
-        if not self._committer.lapsed:
+        if not self._membership.lapsed:
             return True
         before, in_batches = self._state.number, self._state.in_batches
         computed = self._units.have_gradients
         self._store.reach_servers()
-        joined = self._committer.rejoin()
+        joined = self._membership.rejoin()
         moved = joined.committed_step != before or joined.rollback_count != self._rollbacks
         self._rollbacks = joined.rollback_count
         self._state.restart(joined.committed_step, joined.work.items)

@@ -87,7 +87,7 @@ class Session:
         self._buffers = RunBuffers(lambda: self.units.named_modules, self.store.buffers, joined.state)
         self._committer = StepCommitter(self._membership)
         self.in_flight = StepInFlight(
-            state, self._committer, self.store, self.units, self._buffers, self._tracked, iteration
+            state, self._membership, self._committer, self.store, self.units, self._buffers, self._tracked, iteration
         )
         self.loop = TrainingLoop(self.in_flight, iteration, self._tracked, self._membership)
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -58,27 +58,6 @@ class StepCommitter:
         """Seconds that the training thread has waited for other trainers' work and for commits."""
         return {"finish_wait_s": self._finish_wait_s, "commit_wait_s": self._commit_wait_s}
 
-    @property
-    def lapsed(self) -> bool:
-        """True if the trainer's membership has lapsed, so that it must join again."""
-        return self._membership.lapsed
-
-    def rejoin(self) -> coordinator_pb2.JoinResponse:
-        """Joins the run again; see ``Membership.rejoin``."""
-        return self._membership.rejoin()
-
-    def start_item(self, step: int, global_rank: int) -> None:
-        """Records that this trainer computes a work item, which another trainer may copy if it takes long."""
-        self._membership.start_item(step, global_rank)
-
-    def end_item(self) -> None:
-        """Records that this trainer computes no work item."""
-        self._membership.end_item()
-
-    def check(self) -> None:
-        """Raises the error that ended the trainer's membership, if it has ended for good."""
-        self._membership.check()
-
     def finish_work(
         self,
         step: int,

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from shardwell.module.units import Units
 from shardwell.session.iteration import Iteration
+from shardwell.session.membership import Membership
 from shardwell.session.rejoining import Rejoining
 from shardwell.session.run_buffers import RunBuffers
 from shardwell.session.run_store import RunStore
@@ -42,7 +43,8 @@ class StepInFlight:
 
     Args:
         state: State of the first step.
-        committer: Calls the coordinator.
+        membership: The membership of this trainer.
+        committer: Calls the coordinator at the end of a step.
         store: Sends gradients.
         units: The sharded units.
         buffers: The run's buffers.
@@ -53,6 +55,7 @@ class StepInFlight:
     def __init__(
         self,
         state: StepState,
+        membership: Membership,
         committer: StepCommitter,
         store: RunStore,
         units: Units,
@@ -62,10 +65,11 @@ class StepInFlight:
     ) -> None:
         self.state = state
         self._iteration = iteration
-        self._committer, self._store, self._units = committer, store, units
+        self._membership, self._committer = membership, committer
+        self._store, self._units = store, units
         self._buffers, self._tracked = buffers, tracked
-        self.rejoining = Rejoining(state, committer, store, units, buffers, iteration)
-        self.items = WorkItems(state, committer, store, units, buffers, self.rejoining)
+        self.rejoining = Rejoining(state, membership, store, units, buffers, iteration)
+        self.items = WorkItems(state, membership, committer, store, units, buffers, self.rejoining)
         self._several_optimizers = False
         units.passes.before_use = self.settle
 
@@ -100,7 +104,7 @@ class StepInFlight:
             StepRestartedError: In a plain loop, this trainer's item was restarted.
             ShardwellError: ``error``, if nothing can be done about it here.
         """
-        if self._committer.lapsed:
+        if self._membership.lapsed:
             if not self.rejoining.join_again():
                 return
         elif isinstance(error, StepRestartedError):
@@ -124,7 +128,7 @@ class StepInFlight:
         """
         self.state.skip_gradients(True)
         self._units.zero_grad()
-        if self.state.current is None and not self.voided and not self._committer.lapsed:
+        if self.state.current is None and not self.voided and not self._membership.lapsed:
             self._reopen_items()
 
     def zero_grad_of(self, parameters: Mapping[int, Collection[int]]) -> None:
@@ -135,7 +139,7 @@ class StepInFlight:
         """
         self.state.skip_gradients(True)
         self._units.drop_gradients(parameters)
-        if self.voided or self._committer.lapsed:
+        if self.voided or self._membership.lapsed:
             return
         for unit_index, indices in parameters.items():
             self._store.drop(unit_index, indices)
@@ -198,7 +202,7 @@ class StepInFlight:
                 commit skip the step.
             DeadlineError: Other trainers did not finish in time.
         """
-        self._committer.check()
+        self._membership.check()
         try:
             return not self.voided and self.rejoining.join_again() and self._commit(step, update)
         except (StepRestartedError, StaleEpochError) as error:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from shardwell.module.units import Units
+from shardwell.session.membership import Membership
 from shardwell.session.rejoining import Rejoining
 from shardwell.session.run_buffers import RunBuffers
 from shardwell.session.run_store import RunStore
@@ -23,7 +24,8 @@ class WorkItems:
 
     Args:
         state: State of the step.
-        committer: Calls the coordinator.
+        membership: The membership of this trainer.
+        committer: Reports finished items.
         store: Sends gradients.
         units: The sharded units.
         buffers: The run's buffers.
@@ -33,13 +35,14 @@ class WorkItems:
     def __init__(
         self,
         state: StepState,
+        membership: Membership,
         committer: StepCommitter,
         store: RunStore,
         units: Units,
         buffers: RunBuffers,
         rejoining: Rejoining,
     ) -> None:
-        self._state, self._committer, self._store = state, committer, store
+        self._state, self._membership, self._committer, self._store = state, membership, committer, store
         self._units, self._buffers, self._rejoining = units, buffers, rejoining
         self.keeps_graphs = False
         """Whether graphs stay usable after an item of a plain loop, because several optimizers use them in turn."""
@@ -75,12 +78,12 @@ class WorkItems:
             self._state.leave_item()
             return False
         item.record_written(self._buffers.written())
-        self._committer.start_item(self._state.number, item.item.global_rank)
+        self._membership.start_item(self._state.number, item.item.global_rank)
         return True
 
     def stop_item(self) -> None:
         """Called when ``step.batches`` gets back the control, also if the loop ends early or raises."""
-        self._committer.end_item()
+        self._membership.end_item()
 
     def end_item(self) -> None:
         """Ends the current item: sends its remaining gradients and, for rank 0, its buffers.
@@ -92,7 +95,7 @@ class WorkItems:
             self._units.zero_grad()
             self._buffers.abandon_item()
             self._state.leave_item()
-            if current.spoiled and not self._committer.lapsed:
+            if current.spoiled and not self._membership.lapsed:
                 self._store.pushes.restart(current)
             self._end_time()
             return
@@ -126,7 +129,7 @@ class WorkItems:
 
     def _is_over(self, item: WorkItemState) -> bool:
         """True if gradients of the item's attempt do not count any more."""
-        return item.abandoned or self._committer.lapsed
+        return item.abandoned or self._membership.lapsed
 
     def finish_work(self, *, accept_work: bool) -> list[WorkItemState]:
         """Reports finished items and waits for those of the other trainers.
@@ -155,7 +158,7 @@ class WorkItems:
                     self._state.number, reported, accept_work=accept_work, accept_copies=self._accepts_copies
                 )
             except StaleEpochError:
-                if not self._committer.lapsed:
+                if not self._membership.lapsed:
                     raise
                 continue
             if response.all_finished:
