@@ -62,6 +62,9 @@ def test_a_resumed_run_with_error_feedback_warns_about_the_residuals(
     transfers = shardwell.TransferOptions(push_dtype="int8", push_error_feedback=True)
     with small_run(cluster.address, run_name, steps=2, checkpoint_dir=str(tmp_path), transfers=transfers) as session:
         assert "push_error_feedback" not in caplog.text, "a new run loses nothing"
+        feedback = session.store.pushes.feedback
+        session.store.set_wire_dtypes(None, "int8")  # auto_wrap(memory=...) calls this with the session's dtypes
+        assert session.store.pushes.feedback is feedback, "the rounding errors are still there"
         url = session.save_checkpoint(wait=True)
     assert not any(b"|residual" in path.read_bytes() for path in Path(url).iterdir()), "as docs/checkpoints.md says"
     shardwell.join(cluster.address, run=f"{run_name}-resumed", resume=url, transfers=transfers).close()

@@ -70,7 +70,7 @@ class RunStore:
         self._servers = ShardServers(membership, config)
         self.pushes = ItemPushes(membership, state, self._units, background, self._servers)
         """Pushes gradients under the work items of the step."""
-        self._follow_push_dtype()
+        self._start_error_feedback()
         if self.pushes.feedback is not None and state.number:
             logger.warning(
                 "push_error_feedback: the rounding errors of pushes before step %d are not known to this trainer, so "
@@ -134,20 +134,22 @@ class RunStore:
         transfers = replace(
             before, gather_dtype=gather_dtype or before.gather_dtype, push_dtype=push_dtype or before.push_dtype
         )
-        if transfers != before and self._units:
+        if transfers == before:
+            return
+        if self._units:
             raise UsageError(
                 f"gather_dtype={gather_dtype!r} and push_dtype={push_dtype!r} can not be set once a session has units: "
                 "pass them to join, or to the first auto_wrap(memory=...)"
             )
         self._config = replace(self._config, transfers=transfers)
         self._wire = self._make_wire()
-        self._follow_push_dtype()
+        self._start_error_feedback()
 
     def _make_wire(self) -> Wire:
         transfers, limit_s = self._config.transfers, self._config.waits.wait_limit_s
         return Wire(wire_dtypes.NAMES[transfers.gather_dtype], wire_dtypes.NAMES[transfers.push_dtype], limit_s)
 
-    def _follow_push_dtype(self) -> None:
+    def _start_error_feedback(self) -> None:
         """Starts error feedback for the dtype in which gradients travel, if it is asked for."""
         if self._config.transfers.push_error_feedback:
             self.pushes.feedback = ErrorFeedback(self._wire.push_dtype, self._wire.encoded)
