@@ -99,7 +99,7 @@ class SharedBuffer:
     @property
     def name(self) -> str:
         """Name of the file in the server's folder."""
-        return Path(self.path).name
+        return self.path.rpartition("/")[2]
 
     def unlink(self) -> None:
         """Removes the file's name. The kernel frees the memory when the last mapping ends."""

@@ -18,7 +18,13 @@ from shardwell_server.shard.arithmetic.shard_optimizer import (
 from shardwell_server.shard.arithmetic.update_pieces import Progress
 from shardwell_server.shard.memory.budget import Memory
 from shardwell_server.shard.memory.shared_memory import ShardFile, SharedBuffer, SharedMemory, new_record_name
-from shardwell_server.shard.state.shard_record import PartRecord, PreparedRecord, ShardDescription, TensorPlace
+from shardwell_server.shard.state.shard_record import (
+    PartRecord,
+    PreparedRecord,
+    ShardDescription,
+    TensorPlace,
+    encode_spec,
+)
 from shardwell_server.shard.state.shard_spec import ShardSpec
 from shardwell_server.shard.state.undo_area import SharedProgress, UndoArea, area_bytes
 from shardwell_wire.errors import CapacityError
@@ -131,6 +137,9 @@ class ShardFiles:
         """The mean gradient of the step in flight, or the new values of buffers. Laid out like the shard."""
         self._arenas: list[SharedBuffer] = []
         """Files of the optimizer's state."""
+        self._encoded_spec = encode_spec(spec)
+        self._places: dict[tuple[object, ...], TensorPlace] = {}
+        """Places of state tensors by address, dtype and shape: a record is written twice per step."""
 
     # ---- memory ----
 
@@ -204,7 +213,7 @@ class ShardFiles:
             self.remove_record()
             return
         self._prepared = record.prepared is not None
-        if (data := record.encode()) == self._written:
+        if (data := record.encode(self._encoded_spec)) == self._written:
             return
         try:
             self._shared.write_record(self._name, data)
@@ -224,6 +233,7 @@ class ShardFiles:
         for arena in self._arenas:
             arena.unlink()
         self._arenas.clear()
+        self._places.clear()
         if self.mean is not None:
             self.mean.unlink()
             self._memory.note_shared(-self._spec.size_bytes)
@@ -274,9 +284,13 @@ class ShardFiles:
 
     def _place(self, tensor: torch.Tensor) -> TensorPlace:
         """Returns where a tensor is. Raises LookupError if it is not in a shared file."""
-        arena = self._arena_of(tensor)
-        offset = tensor.data_ptr() - arena.tensor.data_ptr()
-        return TensorPlace(arena.name, offset, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+        key = (tensor.data_ptr(), tensor.dtype, tensor.shape)
+        if (place := self._places.get(key)) is None:
+            arena = self._arena_of(tensor)
+            offset = tensor.data_ptr() - arena.tensor.data_ptr()
+            place = TensorPlace(arena.name, offset, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+            self._places[key] = place
+        return place
 
     def _arena_of(self, tensor: torch.Tensor) -> SharedBuffer:
         for arena in self._arenas:
@@ -294,6 +308,7 @@ class ShardFiles:
             if not any(start <= address < start + arena.tensor.numel() for address in addresses):
                 arena.unlink()
                 self._arenas.remove(arena)
+                self._places.clear()  # another file may be mapped at the same address
 
     @property
     def names(self) -> list[str]:
