@@ -48,6 +48,7 @@ class Progress:
             for tensor, copy in before:
                 tensor.copy_(copy)
             raise
+        fault_points.reach("server.update.in_piece", piece=self.done)
         self._done += 1
 
 

@@ -394,9 +394,12 @@ class UnitShard:
         await self.prepare_update(in_thread, optimizer, groups, key)
         self.encoded.discard()
         self.reader_copies.supersede()
-        changes = self.changes_values(optimizer, groups)
+        changes, has_backup = self.changes_values(optimizer, groups), bool(self.backups.in_sync)
         async with self.values.becoming(step + 1, in_thread, changes=changes):
-            await self._compute(in_thread, lambda: self.compute_update(optimizer, groups, clip_coefficient, key))
+            await self._compute(
+                in_thread,
+                lambda: self.compute_update(optimizer, groups, clip_coefficient, key, has_backup=has_backup),
+            )
         if runs_on_trainers(optimizer.algorithm):
             self.partitions.settle()
         self.discard_reduced()
@@ -414,9 +417,15 @@ class UnitShard:
         return any(gradient is not None and group >= 0 for gradient, group in chosen)
 
     def compute_update(
-        self, optimizer: common_pb2.OptimizerStep, groups: Sequence[int] | None, clip_coefficient: float, key: bytes
+        self,
+        optimizer: common_pb2.OptimizerStep,
+        groups: Sequence[int] | None,
+        clip_coefficient: float,
+        key: bytes,
+        *,
+        has_backup: bool,
     ) -> None:
-        """Applies the optimizer, or the values that trainers staged, in place."""
+        """Applies the optimizer, or the values that trainers staged, in place. See ``ShardFiles.progress``."""
         assert self.reduced is not None and self.values.live is not None and self.version is not None
         numbers = self.kept_numbers(groups)
         files = self._files
@@ -431,7 +440,7 @@ class UnitShard:
             self.partitions.compute_apply(self.values.live.buffer)
         else:
             assert self.optimizer is not None
-            progress = None if files is None else files.progress(self)
+            progress = None if files is None else files.progress(self, has_backup=has_backup)
             chosen = self._chosen_groups(groups)
             self.optimizer.step(self.reduced.gradients, optimizer, chosen, clip_coefficient, key, progress)
         if files is not None:
