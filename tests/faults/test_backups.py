@@ -10,6 +10,7 @@ import signal
 import threading
 from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch import nn
 
 import shardwell
 from shardwell.session.coordinator_client import CoordinatorClient
+from shardwell_wire import fault_points
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support.cluster import events, wait_until
 
@@ -101,6 +103,29 @@ def test_run_with_backups_survives_the_loss_of_any_server(undisturbed: str, faul
                 timer.join()
             if fault == "stop":
                 os.kill(cluster.shards[0].pid, signal.SIGCONT)
+
+
+# Each occurrence is in another update, after the backups are in sync.
+@pytest.mark.parametrize("nth", [61, 67])
+def test_backup_replaces_a_shard_whose_update_was_interrupted(
+    nth: int, undisturbed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened, where = tmp_path / "happened", {"server": "shard-0"}
+    fault = fault_points.Fault(point="server.update.in_piece", action="kill", nth=nth, once=str(happened), where=where)
+    for name, value in fault_points.environment(fault).items():
+        monkeypatch.setenv(name, value)
+    with shardwell.LocalCluster(num_shards=2) as cluster:
+
+        def disturb(step: int) -> None:
+            if step == 2:
+                assert not happened.exists()
+                wait_until(lambda: all_in_sync(cluster.address, "r"), "backups of all shards", timeout_s=40.0)
+
+        assert train(cluster.address, "r", disturb, backups=1) == undisturbed
+        kinds = [event.kind for event in events(cluster.address, "r")]
+    assert happened.exists()
+    assert kinds.count("shards_promoted") == 1
+    assert "run_loading" not in kinds
 
 
 def test_drained_and_rebalanced_run_gets_the_same_bits(undisturbed: str) -> None:
