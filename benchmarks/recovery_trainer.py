@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import shardwell
 
+RUN = "recovery"
 WIDTH, LAYERS, BATCH_SIZE = 384, 6, 256
 """A work item takes about 30 ms on one core."""
 
@@ -42,7 +43,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with shardwell.join(
         arguments.address,
-        run="recovery",
+        run=RUN,
         world=shardwell.World(dp=2),
         min_trainers=1,
         trainer=arguments.trainer,

@@ -1,11 +1,15 @@
 """``python -m tests.chaos``: trains under faults, and reports goodput, recovery times and the hash of the weights.
 
-The run trains dp=2 with three trainers (one is a spare) on three shard servers. After a warm-up without faults, which
-measures the duration of a step, faults are injected one after the other, sometimes two at once. Whatever ends is
-started again. At the end the weights are compared with plain PyTorch's, bit for bit.
+The run trains dp=2 with three trainers (one is a spare) on three shard servers. Faults are injected one after the
+other, sometimes two at once. Whatever ends is started again. At the end the weights are compared with plain PyTorch's,
+bit for bit.
 
-Goodput is the number of steps committed since the first fault, times the duration of a step without faults, divided by
-the time. A recovery time is how long a fault kept the run from committing (``Timeline.recovery``).
+Goodput: the steps committed under faults, times the duration of a step without faults, divided by the time under
+faults. The duration without faults is measured in the same run, in blocks of steps before the first fault, after every
+20 faults and after the last one, when all processes run. The steps between two blocks are compared with the mean of
+both. Everything else that happens under faults counts as loss, such as the processor time of processes that start.
+
+Recovery time: how long a fault kept the run from committing, less the duration of a step (``Timeline.recovery``).
 """
 
 from __future__ import annotations
@@ -22,14 +26,17 @@ from pathlib import Path
 
 from tests.chaos.cluster import ChaosCluster, Network
 from tests.chaos.faults import Faults
-from tests.chaos.timeline import InjectedFault, Timeline, summary
+from tests.chaos.timeline import InjectedFault, Period, Timeline, summary
 from tests.support.long_trainer import Plan
 from tests.support.reference import undisturbed_sha256
 
 TRAINERS = {"a": "socket,grpc", "b": "shm,socket,grpc", "c": "grpc"}
 DP = 2
 STALLED_AFTER_S = 60.0
-WARM_UP_STEPS = 20
+_STARTED_AFTER_S = 300.0
+"""Longest time until all processes run again. Most of it is the import of torch."""
+_FAULTS_PER_PERIOD = 20
+"""Number of faults between two measurements without faults."""
 DOUBLE_FAULT = 0.15
 """Chance that another fault follows at once."""
 
@@ -53,7 +60,10 @@ class ChaosRun:
         self.injected: list[InjectedFault] = []
         self._faults = Faults(cluster, self._rng, lease_s=options.lease_s, replaceable_servers=options.backups > 0)
         self._step_s = 0.0
+        """Duration of a step in the last block without faults."""
         self._begun_s = 0.0
+        self._period_begun_s = 0.0
+        self._periods: list[Period] = []
 
     def run(self) -> bool:
         """Trains under faults; returns whether the weights have the right bits."""
@@ -66,13 +76,34 @@ class ChaosRun:
 
     def _warm_up(self) -> None:
         self._cluster.start_trainers()
-        self._wait(lambda: self._timeline.read() >= 5, limit_s=120.0)
-        begun_s = time.monotonic()
-        first = self._timeline.read()
-        self._wait(lambda: self._timeline.read() >= first + self._options.warm_up)
-        self._begun_s = time.monotonic()
-        self._step_s = self._timeline.step_s(begun_s, self._begun_s)
+        self._wait(lambda: self._timeline.read() >= 5, limit_s=_STARTED_AFTER_S)
+        self._step_s = self._measure()
+        self._begun_s = self._period_begun_s = time.monotonic()
         self._say(f"a step without faults takes {self._step_s * 1e3:.0f} ms; kinds: {', '.join(self._chosen_kinds())}")
+
+    def _measure(self) -> float:
+        """Returns the duration of a step without faults, once all processes run and take part."""
+        begun_s = time.monotonic()
+        self._wait(lambda: all(last_s > begun_s for last_s in self._last_commits()), limit_s=_STARTED_AFTER_S)
+        begun_s, first = time.monotonic(), self._timeline.read()
+        self._wait(lambda: self._timeline.read() >= first + self._options.warm_up)
+        return self._timeline.step_s(begun_s, time.monotonic())
+
+    def _last_commits(self) -> list[float]:
+        """Returns when each trainer last reported a commit."""
+        self._timeline.read()
+        return [self._timeline.last_by_trainer.get(name, 0.0) for name in TRAINERS]
+
+    def _end_period(self) -> None:
+        """Measures the duration of a step again, and records the period under faults before."""
+        ended_s = time.monotonic()
+        step_s = self._measure()
+        self._periods.append(Period(self._period_begun_s, ended_s, (self._step_s + step_s) / 2))
+        self._say(f"a step without faults takes {step_s * 1e3:.0f} ms; goodput so far {self._goodput():.1%}")
+        self._step_s, self._period_begun_s = step_s, time.monotonic()
+
+    def _goodput(self) -> float:
+        return self._timeline.goodput(self._periods)
 
     def _chosen_kinds(self) -> list[str]:
         wanted = [kind.strip() for kind in self._options.kinds.split(",")] if self._options.kinds else []
@@ -81,9 +112,10 @@ class ChaosRun:
         return wanted or list(self._faults.kinds)
 
     def _break_things(self) -> None:
-        end_s = self._begun_s + 60 * self._options.minutes
         pause_s, kinds = 60 * self._options.minutes / self._options.faults, self._chosen_kinds()
-        while (now := time.monotonic()) < end_s and len(self.injected) < self._options.faults:
+        left_s, next_block = 60 * self._options.minutes, _FAULTS_PER_PERIOD
+        while left_s > 0 and len(self.injected) < self._options.faults:
+            now = time.monotonic()
             next_s = now + pause_s * self._rng.uniform(0.6, 1.3)
             self._inject(kinds)
             if self._rng.random() < DOUBLE_FAULT:
@@ -91,6 +123,11 @@ class ChaosRun:
             self._wait(self._has_recovered)
             self._note_recoveries()
             self._wait(lambda due_s=next_s: time.monotonic() >= due_s)  # type: ignore[misc]
+            left_s -= time.monotonic() - now
+            if len(self.injected) >= next_block:
+                self._end_period()
+                next_block += _FAULTS_PER_PERIOD
+        self._end_period()
 
     def _inject(self, kinds: list[str]) -> None:
         for _ in range(10):  # some faults are impossible now
@@ -108,7 +145,8 @@ class ChaosRun:
         for fault in self.injected:
             if fault.recovery_s is None:
                 fault.recovery_s = self._timeline.recovery(fault, now, self._step_s)
-                goodput = self._timeline.goodput(self._begun_s, self._step_s)
+                current = Period(self._period_begun_s, now, self._step_s)
+                goodput = self._timeline.goodput([*self._periods, current])
                 self._say(
                     f"step {committed}  fault {self.injected.index(fault) + 1}/{self._options.faults}: {fault.kind}: "
                     f"{fault.what}: {fault.recovery_s:.2f} s without a commit  (goodput {goodput:.1%})"
@@ -137,7 +175,7 @@ class ChaosRun:
                 self._cluster.collect(name)
             self._timeline.read()
             time.sleep(0.05)
-        goodput = self._timeline.goodput(self._begun_s, self._step_s)
+        goodput = self._goodput()
         found = [output for output in self._cluster.outputs if "sha256" in output]
         hashes, counts = {output["sha256"] for output in found}, {output["steps"] for output in found}
         failed = [output for output in self._cluster.outputs if self._is_unexpected(output)]
@@ -165,14 +203,18 @@ class ChaosRun:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__.split("\n\n")[0].split(": ")[1])
-    parser.add_argument("--minutes", type=float, default=30.0, help="duration after the warm-up")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.chaos",
+        description=__doc__.split(": ", 1)[1],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--minutes", type=float, default=30.0, help="duration under faults")
     parser.add_argument("--faults", type=int, default=200, help="number of faults")
     parser.add_argument("--seed", type=int, default=0, help="decides kinds, targets and durations")
     parser.add_argument("--kinds", default="", help="comma-separated kinds of faults (default: all that work here)")
     parser.add_argument("--lease-s", type=float, default=2.0, help="lease of trainers and shard servers in seconds")
     parser.add_argument("--batch-s", type=float, default=0.05, help="seconds that each batch sleeps")
-    parser.add_argument("--warm-up", type=int, default=100, help="steps without faults")
+    parser.add_argument("--warm-up", type=int, default=100, help="steps of each block without faults")
     parser.add_argument("--backups", type=int, default=1, help="copies of every shard on other servers")
     parser.add_argument("--no-namespace", action="store_true", help="no network namespace and no firewall rules")
     parser.add_argument("--logs", type=Path, help="folder for logs, kept (default: temporary, kept after a failure)")

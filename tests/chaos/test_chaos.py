@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.chaos.timeline import InjectedFault, Timeline, percentile, summary
+from tests.chaos.timeline import InjectedFault, Period, Timeline, percentile, summary
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,8 +50,9 @@ def test_recovery_is_the_longest_gap_after_the_fault(tmp_path: Path) -> None:
 def test_goodput_and_summary(tmp_path: Path) -> None:
     found = timeline(tmp_path, a=[(step, float(step)) for step in range(1, 11)] + [(11, 20.0)])
     found.read()
-    assert found.goodput(since_s=10.0, step_s=1.0) == 0.1
-    assert found.goodput(since_s=0.0, step_s=1.0) == 11 / 20
+    assert found.goodput([Period(begin_s=10.0, end_s=20.0, step_s=1.0)]) == 0.1
+    assert found.goodput([Period(0.0, 5.0, 1.0), Period(10.0, 20.0, 2.0)]) == 7 / 15
+    assert found.last_by_trainer == {"a": 20.0}
     assert percentile([3.0, 1.0, 2.0], 99) == 3.0 and percentile([3.0, 1.0, 2.0], 50) == 2.0
     faults = [InjectedFault("kill", "a", 0, 0, recovery_s=value) for value in (0.5, 1.5)]
     assert "kill" in summary(faults) and "1.00" in summary(faults)

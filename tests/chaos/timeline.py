@@ -26,6 +26,16 @@ class InjectedFault:
     """See ``Timeline.recovery``."""
 
 
+@dataclass(frozen=True)
+class Period:
+    """A part of the run with faults, between two measurements without faults."""
+
+    begin_s: float
+    end_s: float
+    step_s: float
+    """Duration of a step without faults: the mean of the measurements before and after the period."""
+
+
 @dataclass
 class Timeline:
     """Times of commits, read from the files of the trainers while they grow.
@@ -37,6 +47,8 @@ class Timeline:
     folder: Path
     times: dict[int, float] = field(default_factory=dict)
     """Earliest report of each number of committed steps, in seconds of the monotonic clock."""
+    last_by_trainer: dict[str, float] = field(default_factory=dict)
+    """Time of the last report of each trainer."""
     _offsets: dict[Path, int] = field(default_factory=lambda: defaultdict(int))
 
     def read(self) -> int:
@@ -49,6 +61,7 @@ class Timeline:
             self._offsets[path] += len(complete)
             for line in complete.decode().splitlines():
                 step, time_s = line.split()
+                self.last_by_trainer[path.stem] = float(time_s)
                 self.times[int(step)] = min(float(time_s), self.times.get(int(step), float("inf")))
         return max(self.times, default=0)
 
@@ -80,12 +93,14 @@ class Timeline:
         ]
         return max(0.0, max(gaps, default=0.0) - step_s)
 
-    def goodput(self, since_s: float, step_s: float) -> float:
-        """Returns the share of the time since ``since_s`` that the committed steps take without faults."""
-        committed = [time_s for time_s in self.times.values() if time_s > since_s]
-        if not committed:
-            return 0.0
-        return len(committed) * step_s / (max(committed) - since_s)
+    def goodput(self, periods: Sequence[Period]) -> float:
+        """Returns the share of the time under faults that the committed steps would have taken without faults."""
+        useful_s = total_s = 0.0
+        for period in periods:
+            committed = sum(period.begin_s < time_s <= period.end_s for time_s in self.times.values())
+            useful_s += committed * period.step_s
+            total_s += period.end_s - period.begin_s
+        return useful_s / total_s if total_s else 1.0
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

@@ -436,6 +436,18 @@ def test_a_backup_that_missed_a_step_is_out_of_sync(servers: Any) -> None:
     pair.assert_equal(3)
 
 
+def test_an_update_that_arrives_late_leaves_a_backup_in_sync(servers: Any) -> None:
+    pair = Pair(servers)
+    pair.copy()
+    pair.train(0)
+    pair.train(1)
+    pair.push(2)
+    assert not pair.primary.prepare(2).failed_backups
+    assert not pair.backup.server.call("Update", adam(pair.backup, 0)).stale_backups
+    assert not any(answer.stale_backups for answer in pair.update(2))
+    pair.assert_equal(3)
+
+
 def test_a_building_backup_cannot_be_promoted(servers: Any) -> None:
     pair = Pair(servers)
     pair.backup.reserve(role=BACKUP, placement=1)

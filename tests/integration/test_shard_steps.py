@@ -375,6 +375,18 @@ def test_update_is_applied_once_and_only_after_prepare(server: ShardServer) -> N
     assert server.taken_bytes() == one.size
 
 
+def test_repeated_update_keeps_the_next_prepared_step(server: ShardServer) -> None:
+    """The commit record of the next step may be written already."""
+    one = unit(server)
+    train(one, 0)
+    one.update(0)
+    one.push(one.filled(1.0), step=1)
+    one.prepare(1)
+    one.update(0)
+    one.update(1)
+    assert_all(one.gather(2)[1], -2.0)
+
+
 def test_invalid_update_changes_nothing(server: ShardServer) -> None:
     one = unit(server)
     other = OneUnit(server, layout_of("v", a=((8,), "float32")), index=1).begin()

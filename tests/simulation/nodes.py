@@ -11,6 +11,7 @@ from shardwell_server.coordinator.servers.shard_client import GrpcShardCalls
 from shardwell_server.coordinator.servicer import CoordinatorServicer
 from shardwell_server.coordinator.settings import Settings
 from shardwell_server.coordinator.storage.storage import Storage
+from shardwell_server.shard.process.peers import GrpcPeers
 from shardwell_server.shard.process.registration import Registration
 from shardwell_server.shard.servicer import ShardServicer
 from shardwell_server.shard.state.portable_state import export
@@ -20,6 +21,7 @@ from shardwell_server.shard.transports.base import ServerTransports
 from shardwell_wire.errors import ShardwellError
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2
 from tests.simulation.environment import DISK, running
+from tests.simulation.host_memory import HostMemory, SimulatedSharedMemory
 from tests.simulation.loop import Process, VirtualLoop
 
 COORDINATOR = "coordinator:1"
@@ -97,21 +99,47 @@ class CoordinatorNode(Node):
 
 
 class ServerNode(Node):
-    """A shard server."""
+    """A shard server.
 
-    def __init__(self, name: str, loop: VirtualLoop) -> None:
+    Args:
+        name: Name of the node.
+        loop: The event loop.
+        host: Shared memory of its host, from which a restarted process takes up shards. None: shards end with their
+            process.
+    """
+
+    def __init__(self, name: str, loop: VirtualLoop, host: HostMemory | None = None) -> None:
         super().__init__(name, loop)
+        self._host = host
         self.address = f"{name}:1"
         running().network.register_name(self.address, name)
         self.store: ShardStore | None = None
         self.incarnation = ""
 
+    @property
+    def is_restartable(self) -> bool:
+        """True if a restarted process takes up the shards of the former one."""
+        return self._host is not None
+
+    def lose_host(self) -> None:
+        """Ends the process together with the memory of its host."""
+        self.process.kill()
+        self._host = HostMemory()
+
+    def start(self) -> None:
+        super().start()
+        self.process.when_killed.append(self._keep_memory)
+
+    def _keep_memory(self) -> None:
+        self._host = self._host and self._host.copy()
+
     async def main(self) -> None:
-        store = self.store = ShardStore(BUDGET_BYTES, ThreadPoolExecutor(2))
+        shared = None if self._host is None else SimulatedSharedMemory(self._host)
+        store = self.store = ShardStore(BUDGET_BYTES, ThreadPoolExecutor(2), shared)
         registration = Registration(COORDINATOR, self.name, store)
         self.incarnation = registration.incarnation
         servicer = ShardServicer(
-            self.name, registration.incarnation, store, registration.term, ServerTransports(self.name)
+            self.name, registration.incarnation, store, registration.term, ServerTransports(self.name), GrpcPeers()
         )
         running().network.listen(self.address, self.process, SHARD_SERVICE, servicer)
         async with registration.running(self.address) as task:

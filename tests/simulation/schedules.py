@@ -14,14 +14,21 @@ from shardwell_wire import fault_points
 from shardwell_wire.errors import ShardwellError, UnavailableError
 from tests.simulation import environment
 from tests.simulation.environment import Environment
+from tests.simulation.host_memory import HostMemory
 from tests.simulation.jobs import History, Job
 from tests.simulation.loop import ProcessDied, VirtualLoop, current_process
 from tests.simulation.network import Network
 from tests.simulation.nodes import LEASE_S, SHARD_SERVICE, CoordinatorNode, Node, ServerNode
-from tests.simulation.trainer import RUN, TrainerNode
+from tests.simulation.trainer import RUN, Operator, TrainerNode
 
 CHECKPOINTED = 0.15
 """Share of the schedules with checkpoints. They take longer."""
+
+SHARED_MEMORY = 0.4
+"""Share of the schedules whose shard servers take up their shards after a restart."""
+
+HOST_LOSS = 0.25
+"""Chance that a killed shard server loses its shared memory, too."""
 
 CAN_HAVE_BACKUPS = "PromoteShards" in SHARD_SERVICE.methods_by_name
 
@@ -109,8 +116,11 @@ class Simulation:
 
     def _start(self, stack: ExitStack) -> None:
         self.coordinator = CoordinatorNode(self.loop)
-        count = 2 if self._quiet else 2 + self.job.backups
-        self.servers = [ServerNode(f"shard-{index}", self.loop) for index in range(count)]
+        self.operator = Operator(self.loop)
+        count = 2 if self._quiet else 2 + self.job.backups + self.rng.choice((0, 0, 1))
+        has_shared_memory = not self._quiet and self.rng.random() < SHARED_MEMORY
+        hosts = [HostMemory() if has_shared_memory else None for _ in range(count)]
+        self.servers = [ServerNode(f"shard-{index}", self.loop, host) for index, host in enumerate(hosts)]
         spare = 0 if self._quiet else self.rng.choice((0, 0, 1))
         self.trainers = [
             TrainerNode(f"trainer-{index}", self.loop, self.job, self.history) for index in range(self.job.dp + spare)
@@ -142,11 +152,31 @@ class Simulation:
             return True
         if not all(trainer.finished for trainer in self.trainers):
             return False
-        return all(self._is_updated(server) for server in self.servers)
+        if (run := self._run()) is None:
+            return False
+        if run.committed_step < self.job.steps:
+            self._train_again()
+            return False
+        return all(self._is_updated(unit.layout.unit, holder) for unit, holder in _holders(run))
 
-    def _is_updated(self, server: ServerNode) -> bool:
-        # A reservation without values may be left of a placement that was never stored.
-        return not server.alive or all(version in (None, self.job.steps) for version in server.versions().values())
+    def _train_again(self) -> None:
+        """Starts the trainers again: the run was rolled back when they had finished."""
+        self.trace("*** the trainers start again, because the run was rolled back")
+        for trainer in self.trainers:
+            trainer.finished = False
+            trainer.start()
+
+    def _run(self) -> Any:
+        """Returns the run as the coordinator sees it. None: no coordinator is running, or it does not know the run."""
+        coordinator = self.coordinator.coordinator if self.coordinator.alive else None
+        return None if coordinator is None else coordinator.state.runs.get(RUN)
+
+    def _is_updated(self, unit: str, holder: Any) -> bool:
+        """True if the process that has a copy of a shard is running, and the copy has the last version."""
+        server = next(server for server in self.servers if server.name == holder.server_id)
+        if not server.alive or server.incarnation != holder.incarnation:
+            return False
+        return server.versions().get((unit, holder.start_bytes)) == self.job.steps
 
     def _limit_s(self) -> float:
         return self._faulty_until_s + PROGRESS_S
@@ -171,9 +201,8 @@ class Simulation:
             )
             return
         assert run is not None
-        for unit in run.units:
-            for holder in (*unit.shards, *(backup for backup in unit.backups if backup.in_sync)):
-                self._check_copy(unit.layout.unit, holder)
+        for unit, holder in _holders(run):
+            self._check_copy(unit.layout.unit, holder)
 
     def _check_copy(self, unit: str, holder: Any) -> None:
         """Checks that a server has the expected values and optimizer state of a shard."""
@@ -212,6 +241,9 @@ class Simulation:
             self._break_calls,
             self._fill_disk,
             self._jump_clock,
+            *[self._drain_server] * 2,
+            self._rebalance,
+            self._set_backups,
         ]
         for _ in range(self.rng.choice((0, 1, 1, 2, 2, 3, 4))):
             kind, when_s = self.rng.choice(kinds), self.rng.uniform(0.0, horizon_s)
@@ -256,14 +288,20 @@ class Simulation:
 
     def _crash_server(self) -> None:
         server = self.rng.choice(self.servers)
-        if self._may_lose(server):
+        if server.is_restartable and self.rng.random() >= HOST_LOSS:
             self._kill(server, "")
+        elif self._may_lose(server):
+            if server.is_restartable:
+                server.lose_host()
+                self._note(f"{server.name} and its shared memory are lost")
+                self._restart(server)
+            else:
+                self._kill(server, "")
 
     def _may_lose(self, server: ServerNode) -> bool:
-        """True if a server may die: the run has copies of its shards, or a checkpoint."""
-        coordinator = self.coordinator.coordinator
-        run = None if coordinator is None else coordinator.state.runs.get(RUN)
-        if not server.alive or run is None or not self.coordinator.alive:
+        """True if a server may die with its memory: the run has copies of its shards, or a checkpoint."""
+        run = self._run()
+        if not server.alive or run is None:
             return False
         if self._checkpoints and run.checkpoints.saved:
             return True
@@ -315,11 +353,29 @@ class Simulation:
         self.coordinator.clock_offset_s += self.rng.choice((-86400.0, -1.0, 1.0, 86400.0))
         self._note("the coordinator's wall clock jumps")
 
+    def _drain_server(self) -> None:
+        server = self.rng.choice(self.servers)
+        self._note(f"{server.name} is drained")
+        self.operator.drain(server.name)
+        if self.rng.random() < 0.5:
+            self._fault_until(
+                self.rng.choice((0.02, 0.5)) * self.rng.random(), lambda: self.operator.drain(server.name, cancel=True)
+            )
+
+    def _rebalance(self) -> None:
+        self._note("the run is rebalanced")
+        self.operator.rebalance()
+
+    def _set_backups(self) -> None:
+        backups = self.rng.choice((0, 1))
+        self._note(f"the run gets {backups} backups")
+        self.operator.set_backups(backups)
+
     def _arm_kill(self, stack: ExitStack, point: str) -> None:
         def die(details: Any) -> None:
             process = current_process()
             node = next(node for node in (self.coordinator, *self.servers) if node.process is process)
-            if isinstance(node, ServerNode) and not self._may_lose(node):
+            if isinstance(node, ServerNode) and not node.is_restartable and not self._may_lose(node):
                 return
             self._note(f"{process.name} is killed at {point} {dict(details)}")
             process.kill()
@@ -334,6 +390,15 @@ class Simulation:
             raise UnavailableError(f"{point}: the simulation raised this")
 
         stack.enter_context(fault_points.armed(point, fail, nth=self.rng.randint(1, 6)))
+
+
+def _holders(run: Any) -> list[tuple[Any, Any]]:
+    """Returns the primaries and the backups in sync of a run, with their units."""
+    return [
+        (unit, holder)
+        for unit in run.units
+        for holder in (*unit.shards, *(backup for backup in unit.backups if backup.in_sync))
+    ]
 
 
 def expected_history(job: Job) -> History:

@@ -30,7 +30,7 @@ from shardwell_wire.topology import World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 from tests.simulation.environment import running
 from tests.simulation.jobs import History, Job
-from tests.simulation.loop import VirtualLoop
+from tests.simulation.loop import Process, VirtualLoop
 from tests.simulation.network import Channel
 from tests.simulation.nodes import COORDINATOR, COORDINATOR_SERVICE, LEASE_S, SHARD_SERVICE, Node
 
@@ -125,6 +125,38 @@ class TrainerNode(Node):
         self.finished = True
 
 
+class Operator:
+    """Somebody who gives commands. A command that the coordinator refuses, or does not receive, has no effect.
+
+    Args:
+        loop: The event loop.
+    """
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self._process = Process("operator", loop)
+
+    def drain(self, server_id: str, *, cancel: bool = False) -> None:
+        """Begins to move all shards of a server to other servers, or ends that."""
+        self._command("DrainServer", coordinator_pb2.DrainServerRequest(server_id=server_id, cancel=cancel))
+
+    def rebalance(self) -> None:
+        """Spreads the shards evenly."""
+        self._command("RebalanceRun", coordinator_pb2.RebalanceRunRequest(run=RUN))
+
+    def set_backups(self, backups: int) -> None:
+        """Changes the number of backups."""
+        self._command("SetBackups", coordinator_pb2.SetBackupsRequest(run=RUN, backups=backups))
+
+    def _command(self, rpc_name: str, request: Any) -> None:
+        async def call() -> None:
+            try:
+                await Client(COORDINATOR, COORDINATOR_SERVICE).call(rpc_name, request)
+            except ShardwellError as error:
+                running().network.trace(f"operator: {rpc_name}: {error}")
+
+        self._process.start(call())
+
+
 class Membership:
     """One membership of a trainer: from Join to the end of the run, or of the membership.
 
@@ -196,20 +228,26 @@ class Membership:
 
     async def _declare(self, index: int, layout: UnitLayout) -> None:
         pauses = backoff(0.02, 0.2)
+        failed: ShardwellError | None = None
+        former: list[common_pb2.ShardRange] = []
         while True:
             request = coordinator_pb2.DeclareUnitRequest(
                 context=self._context(0), trainer=self._node.name, unit=layout.to_proto()
             )
             declared = await self._retried("DeclareUnit", request)
             self._shards[index] = list(declared.shards)
+            if failed is not None and self._shards[index] == former and not isinstance(failed, UnavailableError):
+                raise failed
+            failed = None
             if declared.HasField("version"):
                 return
             if declared.initialize:
                 try:
                     await self._initialize(index, layout, declared.epoch)
                     continue  # the unit may have been placed again meanwhile
-                except (UnavailableError, NotFoundError, StepStateError) as error:
+                except ShardwellError as error:
                     self._trace(f"initial values of {layout.unit!r}: {error}")
+                    failed, former = error, self._shards[index]
             await asyncio.sleep(next(pauses))
 
     async def _initialize(self, index: int, layout: UnitLayout, epoch: int) -> None:

@@ -207,6 +207,24 @@ def test_unpublished_unit_is_placed_again_when_an_owner_leaves(tmp_path: Path) -
     run_async(scenario())
 
 
+def test_a_live_server_releases_the_former_placement_of_a_unit_that_is_placed_elsewhere(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=3) as cluster:
+            a, b = await cluster.team("a", "b")
+            first = await a.declare(unit("u", (64, 32)))
+            stays, ends = (at.server_id for at in first.shards)
+            (other,) = {"s0", "s1", "s2"} - {stays, ends}
+            cluster.shards[ends].incarnation = None
+            cluster.state.cluster.deregister(cluster.state.cluster.servers[ends])
+            await cluster.call("DrainServer", server_id=stays)
+            again = await b.declare(unit("u", (64, 32)))
+            assert [at.server_id for at in again.shards] == [other]
+            # A primary that the run does not know would miss every step, also those of backups on this server.
+            assert reserved(cluster)[stays] == []
+
+    run_async(scenario())
+
+
 def test_declaration_waits_for_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         async with harness(tmp_path, min_servers=3) as cluster:
@@ -285,6 +303,35 @@ def test_failed_publication_is_retried(tmp_path: Path) -> None:
             with pytest.raises(StepStateError, match="server 's1': PublishUnit: values are not complete"):
                 await a.publish("u", declared.epoch)
             assert (await a.publish("u", declared.epoch)).version == 0
+
+    run_async(scenario())
+
+
+def test_publication_does_not_fail_with_that_of_a_lost_trainer(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await cluster.team("a", "b")
+            first = await a.declare(unit("u", (64, 64)))
+            has_values_of_b = False
+
+            def fail(rpc_name: str, request: Any) -> None:
+                if rpc_name == "PublishUnit" and request.context.epoch == first.epoch:
+                    if has_values_of_b:
+                        raise StepStateError("the values of this epoch are not complete")
+                    raise UnavailableError("fake: temporary failure")
+
+            cluster.shards["s1"].fail = fail
+            publishing = asyncio.create_task(a.publish("u", first.epoch))
+            await cluster.until(lambda: bool(cluster.shards["s1"].calls["PublishUnit"]), "publication on s1")
+            await a.leave()
+            again = await b.declare(unit("u", (64, 64)))
+            assert again.initialize and again.epoch > first.epoch
+            other = asyncio.create_task(b.publish("u", again.epoch))
+            await asyncio.sleep(0)
+            has_values_of_b = True
+            assert (await other).version == 0
+            with pytest.raises(StepStateError, match="not complete"):
+                await publishing
 
     run_async(scenario())
 

@@ -1057,7 +1057,7 @@ class RankFence(google.protobuf.message.Message):
     epoch: builtins.int
     """Oldest epoch that is accepted."""
     attempt: builtins.int
-    """Oldest attempt that is accepted in step context.step. Contributions of older attempts are dropped."""
+    """Oldest attempt that is accepted in step context.step. Contributions of older attempts are dropped. 0: all are kept."""
     def __init__(
         self,
         *,

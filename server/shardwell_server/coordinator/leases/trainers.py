@@ -24,7 +24,7 @@ from shardwell_server.coordinator.runs.members import Member, UnreachableServer
 from shardwell_server.coordinator.runs.rank_assignment import Applicant
 from shardwell_server.coordinator.runs.run import Run
 from shardwell_server.coordinator.runs.step import Step
-from shardwell_server.coordinator.runs.work_items import WorkItem
+from shardwell_server.coordinator.runs.work_items import WorkItem, WorkState
 from shardwell_server.coordinator.servers.shard_servers import ShardServers
 from shardwell_server.coordinator.settings import RunSettings
 from shardwell_server.coordinator.state import CoordinatorState
@@ -350,11 +350,7 @@ class TrainerLeases:
             return
         fences = [(item, item.epoch, item.attempt) for item in items]
         request = shard_pb2.FenceRequest(
-            context=self._servers.context(run, step.number),
-            ranks=[
-                shard_pb2.RankFence(dp_rank=item.dp_rank, epoch=epoch, attempt=attempt)
-                for item, epoch, attempt in fences
-            ],
+            context=self._servers.context(run, step.number), ranks=[_rank_fence(item) for item in items]
         )
         processes = [at for at in run.units.updated_processes if not self._is_replaced(run, at)]
         await asyncio.gather(*(self._fence_server(server_id, request) for server_id in dict(processes)))
@@ -403,3 +399,9 @@ class TrainerLeases:
         for item in run.lease_vacant_items():
             message = f"rank {item.global_rank} of step {run.committed_step} is leased to trainer {item.trainer!r}"
             self._state.events.add(EventKind.WORK_LEASED, message, run=run.name)
+
+
+def _rank_fence(item: WorkItem) -> shard_pb2.RankFence:
+    """Returns the fence of an item. The contributions of a finished item count: the step may be prepared already."""
+    attempt = 0 if item.state is WorkState.FINISHED else item.attempt
+    return shard_pb2.RankFence(dp_rank=item.dp_rank, epoch=item.epoch, attempt=attempt)

@@ -109,7 +109,7 @@ class UnitPlacer:
                 unit = Unit(len(run.units), layout, shards)
                 run.units.add(unit)
             elif not self._is_reserved(unit):
-                if (shards := await self._reserve(run, unit.index, unit.layout)) is None:
+                if (shards := await self._reserve(run, unit.index, unit.layout, former=unit.shards)) is None:
                     return None
                 former = unit.shards
                 run.units.move(unit, shards)
@@ -129,16 +129,28 @@ class UnitPlacer:
 
     # Reservation
 
-    async def _reserve(self, run: Run, index: int, layout: UnitLayout) -> tuple[ShardRecord, ...] | None:
+    async def _reserve(
+        self, run: Run, index: int, layout: UnitLayout, *, former: tuple[ShardRecord, ...] = ()
+    ) -> tuple[ShardRecord, ...] | None:
         """Chooses servers for a unit, reserves memory on them, and stores the placement.
 
         If a server refuses, or the placement cannot be stored, all reservations are released.
+
+        Args:
+            run: The run.
+            index: Index of the unit.
+            layout: Layout of the unit.
+            former: Shards of the former placement. Their servers release them, unless they are chosen again: a server
+                that receives a backup of the run later must not have a primary that the run does not know.
 
         Returns:
             None if a chosen server has ended meanwhile.
         """
         shards, placement = self._choose_servers(layout), run.next_epoch()
         await self._state.save(run)  # no other placement may get this number, even after a restart
+        chosen = {shard.server_id for shard in shards}
+        left = [shard for shard in former if shard.server_id not in chosen and not self.has_ended(shard)]
+        await asyncio.gather(*(self._release(run, layout.unit, placement, shard) for shard in left))
         try:
             await self._request_memory(run, index, layout, shards, placement)
             await self._state.save_unit(run, Unit(index, layout, shards))
@@ -217,7 +229,8 @@ class UnitPlacer:
                 if await release():
                     return
 
-        if not await release():
+        server = self._state.cluster.servers.get(shard.server_id)
+        if server is None or not server.live or not await release():
             self._state.tasks.start(release_later())
 
     # Publication
@@ -243,7 +256,13 @@ class UnitPlacer:
             )
         self._servers.require_available(run)
         while not unit.published:
-            await unit.publishing(lambda: self._publish(run, unit, epoch))
+            is_joined = unit.publishing.in_flight
+            try:
+                await unit.publishing(lambda: self._publish(run, unit, epoch))
+            except ShardwellError:
+                if not is_joined:
+                    raise
+                # The call of an earlier request failed, perhaps because its trainer is lost and its epoch over.
 
     async def _publish(self, run: Run, unit: Unit, epoch: int) -> None:
         if unit.published:

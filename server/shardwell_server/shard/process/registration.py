@@ -50,7 +50,9 @@ _LEASE_LOST = (StaleEpochError, NotFoundError)
 
 
 class Registration:
-    """Registers a shard server with the coordinator and keeps its lease. Used on the event loop.
+    """Registers a shard server with the coordinator and keeps its lease. Trainers are refused until then.
+
+    Used on the event loop.
 
     Args:
         coordinator: host:port.
@@ -68,6 +70,7 @@ class Registration:
     ) -> None:
         self._coordinator, self._server_id, self._store = coordinator, server_id, store
         self._credentials = credentials
+        store.lease.suspend()
         self.incarnation = uuid.uuid4().hex
         self._channel = open_aio_channel(coordinator)
         self._reachable = True

@@ -204,7 +204,8 @@ async def update(run: HostedRun, in_thread: InThread, request: shard_pb2.UpdateR
         async with shard.unchanging:
             await shard.update(in_thread, step, request.optimizer, groups.get(shard.index), clip, key)
         fault_points.reach("server.update.between_shards", step=step, unit=shard.index)
-    run.clear_prepared()
+    if run.prepared is None or run.prepared.step <= step:  # a repeated request may arrive after the next PrepareStep
+        run.clear_prepared()
     fault_points.reach("server.update.after", step=step)
     stale = [shard for shard in run.backups if shard.out_of_sync]
     return shard_pb2.UpdateResponse(version=step + 1, stale_backups=map(_stale_status, stale))
@@ -214,7 +215,8 @@ def _able_backups(run: HostedRun, step: int, optimizer: common_pb2.OptimizerStep
     """Returns the backups that can apply a committed step. The others of that version are out of sync."""
     groups, able = {unit.unit_index: unit.group_indices for unit in optimizer.units}, []
     for shard in run.backups:
-        if shard.version == step + 1 or shard.out_of_sync:
+        is_updated = shard.version is not None and shard.version > step  # by later steps, too, if the request is late
+        if is_updated or shard.out_of_sync:
             continue
         try:
             if not shard.has_prepared(step):

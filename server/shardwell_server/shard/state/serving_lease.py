@@ -28,7 +28,7 @@ class ServingLease:
         """Length of the lease in seconds, as the coordinator grants it."""
 
     def suspend(self) -> None:
-        """Ends the lease until ``confirm``: the coordinator has not confirmed the shards of this server yet."""
+        """Ends the lease until ``confirm``: the server does not know yet which shards the coordinator has it serve."""
         self._expires_s = -math.inf
 
     def confirm(self) -> None:
@@ -52,12 +52,14 @@ class ServingLease:
         """True while this server may serve trainers."""
         return self._clock() < self._expires_s
 
-    def check(self) -> None:
-        """Raises UnavailableError if the lease has expired."""
+    def check_confirmed(self) -> None:
+        """Raises UnavailableError if the lease is suspended."""
         if self._expires_s == -math.inf:
-            raise UnavailableError(
-                "this server was restarted and has not registered with its coordinator yet: try again"
-            )
+            raise UnavailableError("this server has not registered with its coordinator yet: try again")
+
+    def check(self) -> None:
+        """Raises UnavailableError if the lease is suspended or has expired."""
+        self.check_confirmed()
         if not self.valid:
             raise UnavailableError(
                 f"the lease of this server expired {self._clock() - self._expires_s:.1f} s ago, because the "

@@ -76,8 +76,6 @@ class ShardStore:
         """Under which the server serves trainers."""
         if shared is not None and shared.restartable:
             self.of_former = ShardsOfFormer(shared, self.memory, self.runs)
-            if self.runs:
-                self.lease.suspend()
         self.when_reduced: Callable[[HostedRun, UnitShard], None] = _ignore
         """Called when the mean gradient of a shard has been computed before the step is prepared."""
         self.requests = RequestLog()
@@ -90,6 +88,7 @@ class ShardStore:
         Raises:
             NotFoundError: This server holds nothing of the run.
             RunDeletedError: The run with this id was deleted.
+            UnavailableError: This server has not registered yet, and holds nothing of the run.
         """
         exact = self.runs.get(run_id)
         if exact is not None and exact.name == name:
@@ -98,6 +97,7 @@ class ShardStore:
         if named and not run_id:
             return named[-1]  # older runs of the name are only waiting to be dropped
         self._check_not_dropped(RunIdentity(name, run_id))
+        self.lease.check_confirmed()  # the coordinator may still name this server, whose former process has ended
         if named:
             raise NotFoundError(
                 f"this server does not hold run {name!r} with id {run_id}, but another run of this name with id "
