@@ -12,7 +12,7 @@ from shardwell.processes.local_cluster import LocalCluster, ServerProcess
 
 @contextmanager
 def added_server(cluster: LocalCluster, name: str, **options: str) -> Iterator[ServerProcess]:
-    """Adds a shard server with the options of the cluster's first one; stops it at the end of the block.
+    """Adds a shard server with the options of the cluster's first one; stops it without a drain after the block.
 
     Args:
         cluster: The cluster.
@@ -21,7 +21,7 @@ def added_server(cluster: LocalCluster, name: str, **options: str) -> Iterator[S
     """
     first = cluster.shards[0]
     arguments = list(first._arguments)
-    for option, value in {"listen": "127.0.0.1:0", **options, "id": name}.items():
+    for option, value in {"listen": "127.0.0.1:0", "drain-s": "0", **options, "id": name}.items():
         if f"--{option}" in arguments:
             arguments[arguments.index(f"--{option}") + 1] = value
         else:

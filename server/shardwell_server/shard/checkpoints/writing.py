@@ -137,8 +137,8 @@ class CheckpointWriting:
                 for at, piece in enumerate(contents.pieces[number]):
                     self._write_piece(writer, captured, at, piece, window)
                     captured.compute_note_written(at)
-                fault_points.reach("server.checkpoint.between_shards", url=contents.url)
-            fault_points.reach("server.checkpoint.before_header", url=contents.url)
+                fault_points.reach("server.checkpoint.between_shards", step=contents.version)
+            fault_points.reach("server.checkpoint.before_header", step=contents.version)
             record = writer.finish()
             self._check()
             return json.dumps(record.to_dict())
@@ -165,7 +165,7 @@ class CheckpointWriting:
                 raise UnavailableError("the checkpoint was given up")
             writer.write_part(piece, memory_at(part.data_ptr(), part.numel()))
             self.progress.note_written(part.numel())
-            fault_points.reach("server.checkpoint.middle", url=self._contents.url)
+            fault_points.reach("server.checkpoint.middle", step=self._contents.version)
 
     def _check(self) -> None:
         if self.capture.failure is not None:
