@@ -41,8 +41,6 @@ class Process:
         self._backlog: list[events.Handle] = []
         self.context = copy_context()
         self.context.run(_current.set, self)
-        self.when_killed: list[Callable[[], None]] = []
-        """Called at once when the process dies."""
         self.when_dead: list[Callable[[], None]] = []
         """Called when the process dies, outside the process."""
 
@@ -61,8 +59,6 @@ class Process:
             return
         self.dead = True
         self._backlog.clear()
-        for callback in self.when_killed:
-            callback()
         for callback in self.when_dead:
             self._loop.call_soon(callback, context=self._loop.outside)
 
@@ -172,15 +168,24 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             for task in self._tasks:
                 if not task.done():
                     task._log_destroy_pending = False  # type: ignore[attr-defined]
-                    try:
-                        task.get_coro().close()  # type: ignore[union-attr]
-                    except BaseException:  # cleanup code that awaits, or that misses what is gone already
-                        continue
+                    self._close_coroutine(task)
         finally:
             events._set_running_loop(None)
         self._tasks.clear()
         self._ready.clear()
         self._timers.clear()
+
+    def _close_coroutine(self, task: asyncio.Task[Any]) -> None:
+        """Closes the coroutine of a task. Cleanup code that awaits cannot be closed; any other error is a problem."""
+        try:
+            task.get_coro().close()  # type: ignore[union-attr]
+        except ProcessDied:
+            pass
+        except RuntimeError as error:
+            if "ignored GeneratorExit" not in str(error):
+                self.problems.append(f"{task!r} raised {error!r} when it was closed")
+        except Exception as error:
+            self.problems.append(f"{task!r} raised {error!r} when it was closed")
 
     # ---- the interface of asyncio ----
 

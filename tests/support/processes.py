@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,6 +15,8 @@ from typing import Any
 
 import psutil
 import torch
+
+from tests.support.cluster import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,21 +49,26 @@ class TrainerProcess:
         )
         self.process.start()
 
-    def wait_for_step(self, step: int) -> None:
+    def wait_for_step(self, step: int, timeout_s: float = 90.0) -> None:
         """Returns when the trainer has computed an item of that step."""
-        while self.process.is_alive():
-            if any(message.get("step") == step for message in self._messages()):
-                return
-            time.sleep(0.01)
-        raise AssertionError(f"the trainer ended before step {step}: {self.finish()}")
+        self._wait(lambda: any(message.get("step") == step for message in self._messages()), f"step {step}", timeout_s)
 
-    def wait_stopped(self, timeout_s: float = 60.0) -> None:
+    def wait_stopped(self, timeout_s: float = 90.0) -> None:
         """Returns when the trainer has stopped itself."""
-        deadline, process = time.monotonic() + timeout_s, psutil.Process(self.process.pid)
-        while process.status() != psutil.STATUS_STOPPED:
-            assert self.process.is_alive(), f"the trainer ended: {self.finish()}"
-            assert time.monotonic() < deadline, "the trainer did not stop"
-            time.sleep(0.01)
+        process = psutil.Process(self.pid)
+        self._wait(lambda: process.status() == psutil.STATUS_STOPPED, "stop of the trainer", timeout_s)
+
+    def _wait(self, condition: Callable[[], bool], what: str, timeout_s: float) -> None:
+        """Polls a condition. Fails at once if the trainer ends before it is true."""
+
+        def is_met() -> bool:
+            was_alive = self.process.is_alive()
+            if condition():
+                return True
+            assert was_alive, f"the trainer ended before {what}: {self.finish()}"
+            return False
+
+        wait_until(is_met, what, timeout_s=timeout_s)
 
     @property
     def pid(self) -> int:

@@ -1,20 +1,17 @@
-"""Declaration, placement and publication of units; registration, loss and restart of servers."""
+"""Declaration, placement and publication of units."""
 
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shardwell_server.coordinator.servers.cluster import ServerState
 from shardwell_server.coordinator.waiting import Signal
 from shardwell_wire.errors import (
     CapacityError,
     ConflictError,
-    DuplicateError,
     InvalidRequestError,
     NotFoundError,
     ShardwellError,
@@ -23,9 +20,10 @@ from shardwell_wire.errors import (
     UnavailableError,
     UnitMismatchError,
 )
-from shardwell_wire.v1 import common_pb2, coordinator_pb2
-from tests.support.coordinator import Harness, finished_item, harness, run_async, unit
+from shardwell_wire.v1 import common_pb2
+from tests.support.coordinator import Harness, harness, run_async, unit
 from tests.support.fake_shards import COST, fail_times
+from tests.support.lost_servers import until_lost
 
 
 def test_first_declaration_places_the_unit_for_all_trainers(tmp_path: Path) -> None:
@@ -336,106 +334,6 @@ def test_publication_does_not_fail_with_that_of_a_lost_trainer(tmp_path: Path) -
     run_async(scenario())
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"server_id": ""}, "server_id is ''"),
-        ({"incarnation": ""}, "incarnation is ''"),
-        ({"address": "nowhere"}, "address is 'nowhere': expected host:port"),
-        ({"address": "h:99999"}, "expected host:port"),
-        ({"budget_bytes": 0}, "budget_bytes is 0"),
-    ],
-)
-def test_invalid_registration_is_rejected(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
-    async def scenario() -> None:
-        async with harness(tmp_path, num_shards=0) as cluster:
-            good = {"server_id": "s", "incarnation": "1", "address": "h:1", "budget_bytes": 1}
-            with pytest.raises(InvalidRequestError, match=message):
-                await cluster.call("RegisterServer", **(good | fields))
-            assert not (await cluster.call("ListServers")).servers
-
-    run_async(scenario())
-
-
-def test_heartbeat_renews_the_lease_and_retried_registration_keeps_the_epoch(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with harness(tmp_path, num_shards=1) as cluster:
-            epoch = await cluster.register("s0")
-            assert epoch == await cluster.register("s0")
-
-            async def heartbeat(epoch: int) -> None:
-                fields = {"server_id": "s0", "reserved_bytes": 7, "used_bytes": 5}
-                await cluster.call("HeartbeatServer", epoch=epoch, **fields)
-
-            for _ in range(3):
-                cluster.clock.now += 9
-                await heartbeat(epoch)
-                cluster.coordinator.expire()
-            (server,) = (await cluster.call("ListServers")).servers
-            assert (server.live, server.reserved_bytes, server.used_bytes) == (True, 7, 5)
-            cluster.clock.now += 11
-            cluster.shards["s0"].available = False
-            await until_lost(cluster, "s0")
-            (server,) = (await cluster.call("ListServers")).servers
-            assert (server.live, server.state) == (False, coordinator_pb2.SERVER_STATE_LOST)
-            await heartbeat(epoch)
-            assert [kind for kind, _ in cluster.events()[-2:]] == ["server_lost", "server_returned"]
-            cluster.shards["s0"].available = True
-            cluster.shards["s0"].restart("2")
-            assert await cluster.register("s0", incarnation="2") > epoch
-            with pytest.raises(StaleEpochError, match="register again"):
-                await heartbeat(epoch)
-            with pytest.raises(DuplicateError, match="this process was lost and replaced by another process"):
-                await cluster.register("s0", incarnation="1")
-            with pytest.raises(StaleEpochError, match="is not registered: register again"):
-                await cluster.call("HeartbeatServer", server_id="s9", epoch=1)
-
-    run_async(scenario())
-
-
-def test_server_id_of_a_live_process_is_rejected(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with harness(tmp_path, num_shards=1) as cluster:
-            (first,) = cluster.state.cluster.servers.values()
-            with pytest.raises(DuplicateError, match="another process at s0:1 has this id and is alive: give every"):
-                await cluster.register("s0", incarnation="2")
-            await cluster.restart()
-            with pytest.raises(DuplicateError, match="has this id and is alive"):
-                await cluster.register("s0", incarnation="2")
-            assert await cluster.register("s0") == first.epoch, "the first process keeps its lease"
-            cluster.shards["s0"].incarnation = None
-            assert await cluster.register("s0", incarnation="2") > first.epoch, "the first process has ended"
-
-    run_async(scenario())
-
-
-def test_server_id_is_free_after_the_lease_of_a_silent_process_expired(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with harness(tmp_path, num_shards=1, lease_s=30) as cluster:
-            cluster.shards["s0"].available = False
-            with pytest.raises(UnavailableError, match=r"may be alive, although .* after 30 s without a heartbeat"):
-                await cluster.register("s0", incarnation="2")
-            assert cluster.state.cluster.servers["s0"].incarnation == "1"
-            cluster.clock.now += 31
-            await until_lost(cluster, "s0")
-            await cluster.register("s0", incarnation="2")
-            assert cluster.state.cluster.servers["s0"].incarnation == "2"
-
-    run_async(scenario())
-
-
-def test_one_of_two_concurrent_registrations_of_an_id_succeeds(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with harness(tmp_path, num_shards=1) as cluster:
-            cluster.shards["s0"].restart("2")
-            both = (cluster.register("s0", incarnation=incarnation) for incarnation in ("2", "3"))
-            outcomes = await asyncio.gather(*both, return_exceptions=True)
-            assert [type(outcome) for outcome in outcomes] == [int, DuplicateError]
-            assert cluster.state.cluster.servers["s0"].incarnation == "2"
-
-    run_async(scenario())
-
-
 def test_unit_that_is_placed_again_while_it_is_published_needs_its_values_again(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
@@ -459,270 +357,6 @@ def test_unit_that_is_placed_again_while_it_is_published_needs_its_values_again(
             await publishing
             # The new process of s1 was asked to publish as well, which a real server refuses without values.
             assert cluster.shards["s1"].runs["r"].units[0].version == 0
-
-    run_async(scenario())
-
-
-def test_requests_that_need_a_lost_server_fail_until_it_returns(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with harness(tmp_path) as cluster:
-            a, b = await cluster.team("a", "b")
-            await cluster.publish_unit([a, b])
-            waiting = asyncio.create_task(a.finish(0, wait_s=5))
-            await asyncio.sleep(0)
-            cluster.shards["s1"].available = False
-            cluster.state.cluster.servers["s1"].last_seen_s -= 11
-            await until_lost(cluster, "s1")
-            for call in (waiting, b.finish(0), a.declare(unit("u", (64, 64)))):
-                with pytest.raises(
-                    UnavailableError,
-                    match=r"server 's1' at s1:1 has sent no heartbeat for 11\.0 s \(the coordinator cannot",
-                ):
-                    await call
-            assert "server 's1'" in (await cluster.call("ExplainStall", run="r")).waiting_for[0]
-            cluster.shards["s1"].available = True
-            await cluster.call("HeartbeatServer", server_id="s1", epoch=2)
-            assert (await b.finish(0, wait_s=1)).all_finished
-            assert (await a.commit(0, wait_s=5)).committed
-
-    run_async(scenario())
-
-
-async def until_lost(cluster: Harness, *names: str) -> None:
-    cluster.coordinator.expire()
-    states = cluster.state.cluster.servers
-    await cluster.until(lambda: all(states[name].state is ServerState.LOST for name in names), f"the loss of {names}")
-
-
-async def until_ended(cluster: Harness, name: str) -> None:
-    async with asyncio.timeout(5):
-        while not cluster.state.cluster.servers[name].ended:
-            await cluster.state.cluster.changed.wait()
-
-
-def test_requests_that_need_an_ended_server_fail_permanently(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with harness(tmp_path) as cluster:
-            a, b = await cluster.team("a", "b")
-            for name in ("u", "v", "w", "x", "y", "z"):
-                await cluster.publish_unit([a, b], name, (64, 64))
-            cluster.shards["s1"].incarnation = None
-            cluster.state.cluster.servers["s1"].last_seen_s -= 11
-            cluster.coordinator.expire()
-            await until_ended(cluster, "s1")
-            assert cluster.events()[-1] == ("server_ended", "server 's1' at s1:1 has ended: run 'r' lost shards")
-            message = (
-                "server 's1' at s1:1 has ended, and its shards of units 'u', 'v', 'w', 'x', 'y' and 1 "
-                r"more of this run are lost: delete the run \(shardwell delete-run r\) and start it again"
-            )
-            for call in (a.heartbeat, partial(b.finish, 0), partial(b.declare, unit("late", (1,)))):
-                with pytest.raises(ConflictError, match=message):
-                    await call()
-            await cluster.call("HeartbeatServer", server_id="s1", epoch=2)
-            await a.heartbeat()
-
-    run_async(scenario())
-
-
-def test_lost_server_that_may_be_alive_does_not_fail_the_run_permanently(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with harness(tmp_path, lease_s=0.1) as cluster:
-            a, b = await cluster.team("a", "b")
-            await cluster.publish_unit([a, b])
-            shard, server = cluster.shards["s1"], cluster.state.cluster.servers["s1"]
-            shard.available = False
-            server.last_seen_s -= 11
-            await until_lost(cluster, "s1")
-            await a.heartbeat()
-            with pytest.raises(
-                UnavailableError, match=r"of unit 'u' of this run\. The run continues when the server"
-            ) as caught:
-                await a.finish(0)
-            assert "delete" not in str(caught.value), "the server may be alive"
-            shard.available, shard.incarnation = True, "another"
-            await until_ended(cluster, "s1")
-            with pytest.raises(ConflictError, match="has ended"):
-                await a.finish(0)
-
-    run_async(scenario())
-
-
-def test_unit_is_placed_on_other_servers_when_one_ends_before_reserving(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with harness(tmp_path, lease_s=0.1) as cluster:
-            a, _ = await cluster.team("a", "b")
-            cluster.shards["s1"].incarnation = None
-            declaring = asyncio.create_task(a.declare(unit("u", (64, 64))))
-            await asyncio.sleep(0)
-            cluster.state.cluster.servers["s1"].last_seen_s -= 11
-            cluster.coordinator.expire()
-            assert {at.server_id for at in (await declaring).shards} == {"s0"}
-
-    run_async(scenario())
-
-
-def test_heartbeat_fails_when_shards_are_lost_permanently(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with harness(tmp_path) as cluster:
-            a, _ = await cluster.team("a", "b")
-            declared = await a.declare(unit("u", (64, 64)))
-            cluster.shards["s1"].restart("2")
-            await cluster.register("s1", incarnation="2")
-            await a.heartbeat()
-            await a.declare(unit("u", (64, 64)))
-            await a.publish("u", declared.epoch)
-            cluster.shards["s1"].restart("3")
-            await cluster.register("s1", incarnation="3")
-            with pytest.raises(
-                ConflictError, match="was restarted and has lost its shards of unit 'u' of this run: del"
-            ):
-                await a.heartbeat()
-
-    run_async(scenario())
-
-
-def test_restarted_server_has_lost_its_shards(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with harness(tmp_path) as cluster:
-            a, b = await cluster.team("a", "b")
-            await cluster.publish_unit([a, b])
-            cluster.shards["s1"].restart("2")
-            await cluster.register("s1", incarnation="2")
-            for call in (a.finish(0), a.declare(unit("u", (64, 64)))):
-                with pytest.raises(
-                    ConflictError, match="server 's1' was restarted and has lost its shards of unit 'u' of this run"
-                ):
-                    await call
-            assert cluster.events()[-1][0] == "server_restarted"
-            assert "run 'r' lost shards" in cluster.events()[-1][1]
-            await cluster.call("DeleteRun", run="r", force=True)
-            a, b = await cluster.team("a", "b")
-            await cluster.publish_unit([a, b])
-
-    run_async(scenario())
-
-
-def test_permanently_lost_server_is_named_before_an_unreachable_one(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with harness(tmp_path) as cluster:
-            a, b = await cluster.team("a", "b")
-            await cluster.publish_unit([a, b])
-            cluster.shards["s1"].restart("2")
-            await cluster.register("s1", incarnation="2")
-            cluster.shards["s0"].available = False
-            cluster.state.cluster.servers["s0"].last_seen_s -= 11
-            await until_lost(cluster, "s0")
-            with pytest.raises(ConflictError, match="server 's1' was restarted"):
-                await a.finish(0)
-
-    run_async(scenario())
-
-
-def test_unpublished_unit_is_placed_again_on_a_restarted_server(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with harness(tmp_path) as cluster:
-            a, _ = await cluster.team("a", "b")
-            await a.declare(unit("u", (64, 64)))
-            cluster.shards["s1"].restart("2")
-            await cluster.register("s1", incarnation="2")
-            declared = await a.declare(unit("u", (64, 64)))
-            assert cluster.shards["s1"].runs["r"].units
-            await a.publish("u", declared.epoch)
-
-    run_async(scenario())
-
-
-def test_update_does_not_wait_for_a_restarted_server(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with harness(tmp_path) as cluster:
-            a, b = await cluster.team("a", "b")
-            await cluster.publish_unit([a, b])
-            cluster.shards["s1"].fail = fail_times("Update", 10**6, UnavailableError("dead"))
-            await asyncio.gather(a.finish(0), b.finish(0))
-            await a.commit(0, wait_s=5)
-            cluster.shards["s1"].restart("2")
-            await cluster.register("s1", incarnation="2")
-            await cluster.settle()
-            stall = await cluster.call("ExplainStall", run="r")
-            assert "was restarted and has lost its shards" in stall.waiting_for[0]
-            assert stall.phase == "working"
-
-    run_async(scenario())
-
-
-def test_deleting_a_run_frees_its_memory_and_fences_its_trainers(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with harness(tmp_path) as cluster:
-            a, b = await cluster.team("a", "b")
-            await cluster.publish_unit([a, b])
-            with pytest.raises(ConflictError, match=r"run 'r' has live trainers \('a', 'b'\)"):
-                await cluster.call("DeleteRun", run="r")
-            waiting = asyncio.create_task(a.finish(0, wait_s=5))
-            await asyncio.sleep(0)
-            deleted = await cluster.call("DeleteRun", run="r", force=True, request_id="x")
-            assert deleted.freed_bytes == COST * 16384
-            with pytest.raises(NotFoundError, match="run 'r' was deleted"):
-                await waiting
-            with pytest.raises(NotFoundError):
-                await b.heartbeat()
-            assert all(not shard.runs for shard in cluster.shards.values())
-            assert (await cluster.call("DeleteRun", run="r", force=True, request_id="x")).freed_bytes == 0
-            with pytest.raises(NotFoundError):
-                await cluster.call("DeleteRun", run="r", force=True, request_id="y")
-            await cluster.restart()
-            assert not (await cluster.call("ListRuns")).runs
-
-    run_async(scenario())
-
-
-def test_leftovers_of_a_deleted_run_are_not_used_by_the_next_run(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with harness(tmp_path) as cluster:
-            a, b = await cluster.team("a", "b")
-            await cluster.publish_unit([a, b])
-            await asyncio.gather(a.finish(0), b.finish(0))
-            await a.commit(0, wait_s=5)
-            await cluster.settle()
-            cluster.shards["s1"].fail = fail_times("DropRun", 1, StepStateError("not now"))
-            await cluster.call("DeleteRun", run="r", force=True)
-            assert cluster.shards["s1"].runs["r"].units[0].version == 1
-            a, b = await cluster.team("a", "b")
-            await asyncio.gather(*(a.declare(unit(name, (64, 64))) for name in ("u", "v", "w")))
-            units = cluster.shards["s1"].runs["r"].units
-            assert {index: at.version for index, at in units.items()} == {0: None, 1: None, 2: None}
-
-    run_async(scenario())
-
-
-def test_server_of_a_later_term_rejects_the_coordinator_by_name(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with harness(tmp_path) as cluster:
-            a, _ = await cluster.team("a", "b")
-            cluster.shards["s0"].term = 7
-            with pytest.raises(ConflictError, match="the server follows a coordinator with a later term than 1"):
-                await a.declare(unit("u", (64, 64)))
-
-    run_async(scenario())
-
-
-def test_runs_are_independent(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with harness(tmp_path) as cluster:
-            teams = []
-            for run in ("one", "two"):
-                await cluster.try_join("a", run=run, incarnation="a")
-                b = await cluster.join("b", run=run)
-                teams.append((await cluster.join("a", run=run, incarnation="a"), b))
-            for a, b in teams:
-                await cluster.publish_unit([a, b])
-            (a, b), _ = teams
-            await asyncio.gather(a.finish(0), b.finish(0))
-            assert (await a.commit(0, wait_s=5)).committed
-            steps = {run.run: run.committed_step for run in (await cluster.call("ListRuns")).runs}
-            assert steps == {"one": 1, "two": 0}
-            with pytest.raises(StaleEpochError):
-                await cluster.call("FinishWork", context=teams[1][0].context(0, epoch=9), trainer="a")
-            assert finished_item(teams[1][0].items[0])
 
     run_async(scenario())
 
