@@ -332,6 +332,8 @@ class Replicator:
                 raise
             logger.info("the gradients of %s are streamed to server %r: %s", shard.what, backup.server_id, error)
             backup.shares_host = False
+            if shard.partitions.generation != generation or (header.path and shard.reduced is None):
+                raise _GradientChanged from error
             await self._send_content(run, step, shard, backup, content, optimizer)
             return
         fault_points.reach("server.replicate.after", unit=shard.index, step=step)
