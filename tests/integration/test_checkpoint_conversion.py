@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import shardwell
 from shardwell.command.cli import main
+from shardwell.weights.torch_optimizers import torch_group
 from shardwell_wire.errors import CorruptDataError, NotFoundError, UsageError
 from tests.support import fsdp2_training, transformer
 from tests.support.named_training import DP, join, plain, train
@@ -91,7 +92,37 @@ def test_plain_torch_continues_from_shardwell(cluster: shardwell.LocalCluster, r
     assert sha256(model.state_dict()) == sha256(plain(4)[0])
 
 
+def test_optimizers_without_state_are_converted(
+    cluster: shardwell.LocalCluster, like: str, run_name: str, tmp_path: Path
+) -> None:
+    """SGD without momentum has parameter groups only."""
+    model = transformer.build()
+    save_torch(tmp_path / "dcp", model, torch.optim.SGD(model.parameters(), lr=0.1))
+    command = ["convert-checkpoint", str(tmp_path / "dcp"), str(tmp_path / "out"), "--run", run_name, "--like", like]
+    assert main([*command, "--step", "3"]) == 0
+    with join(cluster.address, run_name, tmp_path / "out", resume="latest") as session:
+        assert session.step == 3
+
+
+def test_kernels_of_the_servers_are_named() -> None:
+    """Adagrad, unlike AdamW, does not run with fused kernels on the servers."""
+    assert [torch_group(name, {})["fused"] for name in ("adamw", "adam", "sgd", "adagrad")] == [True] * 3 + [False]
+
+
 # ---- errors ----
+
+
+def test_torch_checkpoints_are_written_to_local_folders(like: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert-checkpoint", like, "s3://bucket/dcp"]) == 1
+    assert "s3://bucket/dcp is a URL" in capsys.readouterr().err
+
+
+def test_steps_need_an_optimizer(like: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_torch(tmp_path / "dcp", transformer.build())
+    command = ["convert-checkpoint", str(tmp_path / "dcp"), str(tmp_path / "out"), "--like", like, "--step", "3"]
+    assert main(command) == 1
+    assert "has no optimizer, but step is 3" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def save_torch(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:

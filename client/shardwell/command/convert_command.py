@@ -14,6 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from shardwell.weights.checkpoint_conversion import NoteBytes, checkpoint_to_dcp, dcp_to_checkpoint
 from shardwell.weights.checkpoint_reader import open_checkpoint
 from shardwell.weights.dcp_metadata import METADATA_NAME
+from shardwell_wire.checkpoints.opening import local_path
 from shardwell_wire.errors import UsageError
 
 _DESCRIPTION = """\
@@ -78,7 +79,9 @@ def _to_torch(arguments: argparse.Namespace) -> None:
     given = [name for name in ("like", "run", "step", "optimizer") if getattr(arguments, name) is not None]
     if given:
         raise UsageError(f"--{given[0]} is for torch checkpoints, and {arguments.source} has no {METADATA_NAME} file")
-    folder = Path(arguments.destination)
+    folder = local_path(arguments.destination)
+    if folder is None:
+        raise UsageError(f"{arguments.destination} is a URL: torch checkpoints are written to a local folder. Name one")
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise UsageError(f"{folder} is not an empty folder: name a new folder")
     checkpoint = open_checkpoint(arguments.source)

@@ -162,11 +162,16 @@ def dcp_to_checkpoint(
     found = _find_entries(reader)
     _require_same_model(reader, found, like)
     algorithm = optimizer
-    if algorithm is None and found.states:
+    if algorithm is None and (found.states or found.groups):
         algorithm = find_algorithm(found.groups, {name for state in found.states.values() for name in state})
     if algorithm is not None and algorithm not in OPTIMIZERS:
         raise UsageError(f"optimizer {algorithm!r}: expected one of {', '.join(OPTIMIZERS)}")
     step = _newest_step(reader, found) if step is None else step
+    if step and algorithm is None:
+        raise UsageError(
+            f"{source} has no optimizer, but step is {step}: name the optimizer (optimizer=, --optimizer), "
+            "or pass step 0"
+        )
     run_id, runs = uuid.uuid4().hex, RunFolder.of(folder, like.run if run is None else run)
     tensors = dict(_tensors(reader, found, like, algorithm))
     parts = [_part(name, shape, found, algorithm, reader, step) for name, shape in like.parameters.items()]

@@ -16,6 +16,8 @@ _CLASSES = {
     if isinstance(each, type) and issubclass(each, torch.optim.Optimizer)
 }
 """torch's optimizers by the names of ``OPTIMIZERS``."""
+_FUSED = ("adam", "adamw", "sgd")
+"""Optimizers for which shard servers use torch's fused kernels."""
 
 
 def find_algorithm(groups: Iterable[Mapping[str, Any]], state_names: Collection[str]) -> str:
@@ -91,8 +93,8 @@ def torch_group(
         more: dict[str, Any] = {"lr": 1e-3} if algorithm == "sgd" else {}
         settings = dict(optimizer([torch.zeros(1, 1)], **more).param_groups[0])
         del settings["params"]
-        if "fused" in settings:  # shard servers use the fused kernels, whose bits differ from those of the others
-            settings["fused"] = True
+        if "fused" in settings:  # as on the shard servers: the bits of fused kernels differ from those of the others
+            settings["fused"] = algorithm in _FUSED
     tuples: dict[str, dict[int, float]] = {}
     for each in OPTIMIZERS[algorithm].hyperparameters:
         if each.name in numbers:
