@@ -137,3 +137,23 @@ def test_a_model_that_follows_the_run_gets_the_values_of_the_repeated_steps(tmp_
                     losses.append(2.0)
                     lose(cluster, 1)
     assert len(values) == 2 and not torch.equal(*values)
+
+
+def test_a_checkpoint_in_a_former_folder_is_used_if_the_newest_is_damaged(tmp_path: Path) -> None:
+    run, paths = uuid.uuid4().hex, list[Path]()
+    with shardwell.LocalCluster(num_shards=2, min_shard_bytes=64, lease_s=2.0) as cluster:
+        for number in (1, 2):
+            with shardwell.join(cluster.address, run=run, checkpoint_dir=str(tmp_path / str(number))) as session:
+                model = nn.Linear(300, 7)
+                shardwell.auto_wrap(model, session)
+                optimizer = shardwell.optim.SGD(model.parameters(), lr=0.1)
+                for step in session.steps(number):
+                    for x in step.batches(lambda number, rank: torch.ones(4, 300)):
+                        model(x).square().mean().backward()
+                    optimizer.step()
+                paths.append(Path(session.save_checkpoint(wait=True)))
+        next(paths[1].glob("*.safetensors")).unlink()
+        lose(cluster, 1)
+        wait_until(lambda: describe(cluster, run).rollback_count == 1, "rolled back", timeout_s=60)
+        with shardwell.attach(cluster.address, run=run) as reader:
+            assert reader.version == 1

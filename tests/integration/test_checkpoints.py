@@ -6,6 +6,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import shardwell
 from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell_wire import fault_points
 from shardwell_wire.checkpoints.folder import Entry, RunFolder
+from shardwell_wire.checkpoints.manifest import Manifest
 from shardwell_wire.errors import (
     ConflictError,
     CorruptDataError,
@@ -220,6 +222,20 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(
         assert equal(resumed(5), expected)
         assert resumed.steps_seen == [2, 3, 4]
         assert name in events_of(other.address, run_name)["checkpoint_damaged"][0]
+
+
+def test_the_newest_is_kept_after_the_clock_was_set_back(
+    cluster: shardwell.LocalCluster, run_name: str, tmp_path: Path
+) -> None:
+    options = {"checkpoint_dir": str(tmp_path), "checkpoint_every": 1}
+    Training(cluster.address, run_name, **options)(1, wait_saved(cluster.address, run_name, 1))
+    path = Path(entries(tmp_path, run_name)[0].url) / "manifest.json"
+    manifest = Manifest.from_bytes(path.read_bytes(), str(path))
+    path.write_bytes(replace(manifest, created=manifest.created + 3600).to_bytes())
+    with shardwell.LocalCluster(num_shards=1, min_shard_bytes=4096) as other:
+        resumed = Training(other.address, run_name, resume="latest", keep=1, **options)
+        resumed(2, wait_saved(other.address, run_name, 2))
+        wait_until(lambda: steps_in(tmp_path, run_name) == [2], "only the checkpoint of step 2 is kept")
 
 
 POINTS = ("before_begin", "begun", "before_manifest", "after_manifest")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 
 from shardwell_server.coordinator.checkpoints.manifests import require_same_run
@@ -12,8 +13,9 @@ from shardwell_server.coordinator.runs.checkpoints import CheckpointOptions, Res
 from shardwell_server.coordinator.runs.run import Run
 from shardwell_server.coordinator.settings import RunSettings
 from shardwell_server.coordinator.state import CoordinatorState
+from shardwell_server.coordinator.storage.records import CheckpointRecord
 from shardwell_server.coordinator.waiting import SharedCall
-from shardwell_wire.checkpoints.folder import RunFolder
+from shardwell_wire.checkpoints.folder import Entry, RunFolder, entry_at
 from shardwell_wire.checkpoints.manifest import Manifest
 from shardwell_wire.checkpoints.reading import Checkpoint
 from shardwell_wire.errors import CorruptDataError, InvalidRequestError, NotFoundError, ShardwellError
@@ -115,9 +117,10 @@ class CheckpointChooser:
         if not restore.may_fall_back:
             return None
         damaged = (*restore.damaged, restore.checkpoint_id)
-        directory, known = run.checkpoints.options.directory, {at.checkpoint_id for at in run.checkpoints.saved}
+        directory, saved = run.checkpoints.options.directory, list(run.checkpoints.saved)
+        known = {at.checkpoint_id for at in saved}
         try:
-            entries = await self._files(lambda: RunFolder.of(directory, run.name).entries()) if directory else []
+            entries = await self._files(lambda: _candidates(directory, run.name, saved))
         except ShardwellError as problem:
             logger.warning("run %r: the folder of checkpoints cannot be listed: %s", run.name, problem)
             return restore
@@ -138,6 +141,17 @@ class CheckpointChooser:
     def report_damaged(self, run_name: str, url: str, problem: str) -> None:
         logger.error("run %r: checkpoint %s cannot be loaded: %s", run_name, url, problem)
         self._state.events.add(EventKind.CHECKPOINT_DAMAGED, f"{url}: {problem}", run=run_name)
+
+
+def _candidates(directory: str, run: str, saved: Sequence[CheckpointRecord]) -> list[Entry]:
+    """Returns the checkpoints in a run's folder, newest first, and those that the run has elsewhere. Blocks.
+
+    A run may have been resumed from another folder, or have changed its folder.
+    """
+    found = RunFolder.of(directory, run).entries() if directory else []
+    listed = {entry.checkpoint_id for entry in found}
+    elsewhere = [entry_at(record.url) for record in reversed(saved) if record.checkpoint_id not in listed]
+    return sorted([*found, *elsewhere], key=lambda entry: -entry.manifest.created if entry.manifest else 0.0)
 
 
 def open_manifest(url: str) -> Manifest:

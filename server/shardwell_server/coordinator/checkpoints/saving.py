@@ -147,15 +147,17 @@ class CheckpointSaver:
 
     async def _write(self, run: Run, checkpoint: CheckpointInFlight) -> None:
         started = self._state.clock()
-        manifest, server_ids = await self._begin(run, checkpoint)
+        # In a thread, and before steps have to wait: the first access to a bucket imports libraries for seconds.
+        directory = run.checkpoints.options.directory
+        folder = await self._files(lambda: RunFolder.of(directory, run.name))
+        manifest, server_ids = await self._begin(run, checkpoint, folder)
         files = await asyncio.gather(*(self._follow(run, checkpoint, server_id) for server_id in server_ids))
         complete = with_files(manifest, list(map(json.loads, files)))
-        folder = RunFolder.of(run.checkpoints.options.directory, run.name)
         name = checkpoint.url.rstrip("/").rsplit("/", 1)[-1]
         fault_points.reach("coordinator.checkpoint.before_manifest", step=complete.step)
         await self._files(lambda: folder.publish(name, complete))
         fault_points.reach("coordinator.checkpoint.after_manifest", step=complete.step)
-        record = self._record(checkpoint, is_complete=True, size_bytes=complete.size_bytes)
+        record = self._record(run, checkpoint, is_complete=True, size_bytes=complete.size_bytes)
         await self._state.save_checkpoint(run, record)
         checkpoint.end(CheckpointState.SAVED, self._state.wall_clock())
         run.checkpoints.finish(record)
@@ -164,17 +166,16 @@ class CheckpointSaver:
         self._state.events.add(EventKind.CHECKPOINT_SAVED, message, run=run.name)
         run.changed.notify()
 
-    async def _begin(self, run: Run, checkpoint: CheckpointInFlight) -> tuple[Manifest, list[str]]:
+    async def _begin(self, run: Run, checkpoint: CheckpointInFlight, folder: RunFolder) -> tuple[Manifest, list[str]]:
         """Makes every server begin. Returns the manifest without files, and the servers."""
         try:
             async with asyncio.timeout(_BEGIN_LIMIT_S) as limit, run.checkpoints.boundary:
                 await run.wait_until_updated()
                 step, server_ids = run.committed_step, list(run.units.servers)
-                folder = RunFolder.of(run.checkpoints.options.directory, run.name)
                 checkpoint.begin(step, folder.url_of(checkpoint_folder(step, checkpoint.checkpoint_id)))
                 run.checkpoints.note_begun(step)
                 # Before the folder exists, so that a restarted coordinator finds and removes what was written.
-                await self._state.save_checkpoint(run, self._record(checkpoint, is_complete=False))
+                await self._state.save_checkpoint(run, self._record(run, checkpoint, is_complete=False))
                 await self._files(lambda: folder.begin(step, checkpoint.checkpoint_id))
                 fault_points.reach("coordinator.checkpoint.before_begin", step=step)
                 last = run.commits.last
@@ -185,14 +186,15 @@ class CheckpointSaver:
                     unit_order=last.unit_order if last is not None else (),
                 )
                 await self._servers.call_all(server_ids, "BeginCheckpoint", lambda _: request)
-                manifest = manifest_of(run, checkpoint.checkpoint_id, self._state.wall_clock())
+                created = run.checkpoints.time_of_next(self._state.wall_clock())
+                manifest = manifest_of(run, checkpoint.checkpoint_id, created)
         except TimeoutError:
             if not limit.expired():
                 raise
             run.checkpoints.note_begun(run.committed_step)  # the next attempt follows after as many commits
             raise DeadlineError(
                 f"the coordinator or a shard server did not begin within {_BEGIN_LIMIT_S:g} s: the folder "
-                f"{run.checkpoints.options.directory} or a server does not answer"
+                f"{checkpoint.url} or a server does not answer"
             ) from None
         fault_points.reach("coordinator.checkpoint.begun", step=step)
         message = f"step {step} on {len(server_ids)} servers, {checkpoint.url}"
@@ -224,14 +226,16 @@ class CheckpointSaver:
                     server=server_id,
                 )
 
-    def _record(self, checkpoint: CheckpointInFlight, *, is_complete: bool, size_bytes: int = 0) -> CheckpointRecord:
+    def _record(
+        self, run: Run, checkpoint: CheckpointInFlight, *, is_complete: bool, size_bytes: int = 0
+    ) -> CheckpointRecord:
         assert checkpoint.step is not None
         return CheckpointRecord(
             checkpoint.checkpoint_id,
             checkpoint.step,
             checkpoint.url,
             size_bytes,
-            self._state.wall_clock(),
+            run.checkpoints.time_of_next(self._state.wall_clock()),
             is_complete,
         )
 

@@ -17,6 +17,10 @@ _REMEMBERED_FAILURES = 16
 """Failed checkpoints whose errors are remembered for callers that ask for them."""
 
 
+_TIME_STEP_S = 1e-3
+"""Least difference of the times of two checkpoints."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointOptions:
     """When and where checkpoints of a run are saved."""
@@ -233,6 +237,14 @@ class RunCheckpoints:
     def note_begun(self, step: int) -> None:
         """Records the version of the checkpoint in flight. The next one is due after more commits."""
         self.last_step = step
+
+    def time_of_next(self, now: float) -> float:
+        """Returns the time of a checkpoint that is saved at the wall-clock time ``now``.
+
+        It is later than those of all earlier ones, even if the clock was set back: the time decides which checkpoint is
+        the newest.
+        """
+        return max([now, *(record.time + _TIME_STEP_S for record in self.saved)])
 
     def finish(self, record: CheckpointRecord) -> None:
         """Records that the checkpoint in flight is complete."""
