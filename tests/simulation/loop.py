@@ -41,6 +41,8 @@ class Process:
         self._backlog: list[events.Handle] = []
         self.context = copy_context()
         self.context.run(_current.set, self)
+        self.when_killed: list[Callable[[], None]] = []
+        """Called at once when the process dies."""
         self.when_dead: list[Callable[[], None]] = []
         """Called when the process dies, outside the process."""
 
@@ -59,6 +61,8 @@ class Process:
             return
         self.dead = True
         self._backlog.clear()
+        for callback in self.when_killed:
+            callback()
         for callback in self.when_dead:
             self._loop.call_soon(callback, context=self._loop.outside)
 
