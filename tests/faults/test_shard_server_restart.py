@@ -34,13 +34,10 @@ class Shards:
         command = [sys.executable, "-m", "tests.support.restarted_shard"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def play(
-        self, folder: Path, algorithm: str, dtype: str, dp: int, fault: Fault | None, *, backups: bool = False
-    ) -> dict[str, Any]:
+    def play(self, folder: Path, algorithm: str, dtype: str, dp: int, fault: Fault | None) -> dict[str, Any]:
         """Runs one process until it has made all steps or is killed. Returns what it found and made."""
         assert self._process.stdin is not None and self._process.stdout is not None
         case = {"folder": str(folder), "algorithm": algorithm, "dtype": dtype, "dp": dp, "fault": fault}
-        case["backups"] = backups
         print(json.dumps(case | {"settings": SETTINGS[algorithm]}), file=self._process.stdin, flush=True)
         return dict(json.loads(self._process.stdout.readline()))
 
@@ -108,19 +105,6 @@ def test_step_is_repeated_or_continued_from_every_point(point: str, dp: int, tmp
     for nth in (1, 2, 3):
         found = shards.finish(tmp_path / f"killed-{nth}", *case, (point, nth))
         assert (found["hash"], found["held"]) == (expected["hash"], 3)
-
-
-@pytest.mark.parametrize(("point", "held"), [("server.update.in_piece", 2), ("server.update.between_shards", 3)])
-def test_shard_with_a_backup_is_left_to_the_backup_only_if_its_update_was_interrupted(
-    point: str, held: int, tmp_path: Path, shards: Shards
-) -> None:
-    case = ("adamw", "float32", 2)
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    whole.mkdir()
-    killed.mkdir()
-    assert shards.play(whole, *case, None, backups=True)["hash"] == shards.finish(tmp_path / "none", *case)["hash"]
-    assert shards.play(killed, *case, (point, 2), backups=True)["code"] == -signal.SIGKILL
-    assert shards.play(killed, *case, None)["held"] == held
 
 
 # Real processes.

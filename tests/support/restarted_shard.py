@@ -24,7 +24,6 @@ from shardwell_server.shard.requests import steps
 from shardwell_server.shard.requests.peers import NoPeers
 from shardwell_server.shard.requests.replication import Replicator
 from shardwell_server.shard.state.contributions import Contribution
-from shardwell_server.shard.state.replication import Backup
 from shardwell_server.shard.state.runs import HostedRun
 from shardwell_server.shard.state.shard_spec import ShardSpec
 from shardwell_server.shard.state.store import ShardStore
@@ -63,13 +62,10 @@ class Program:
         optimizer: The optimizer of every step.
         dtype: Dtype of the parameters.
         dp: Number of data ranks.
-        backups: Whether each prepared step is confirmed by backups on another server.
     """
 
-    def __init__(
-        self, folder: Path, optimizer: common_pb2.OptimizerStep, dtype: str, dp: int, *, backups: bool
-    ) -> None:
-        self.folder, self.optimizer, self.dtype, self.dp, self.backups = folder, optimizer, dtype, dp, backups
+    def __init__(self, folder: Path, optimizer: common_pb2.OptimizerStep, dtype: str, dp: int) -> None:
+        self.folder, self.optimizer, self.dtype, self.dp = folder, optimizer, dtype, dp
         self.attempt = 0
 
     async def run(self) -> dict[str, object]:
@@ -119,11 +115,7 @@ class Program:
         answer = await steps.prepare(run, store.in_thread, prepare, Replicator(store, NoPeers()))
         assert answer.update_ready
         (self.folder / "committed").write_text(str(step))
-        for shard in run.published if self.backups else ():
-            shard.backups.add(Backup("other", "localhost:2", 1))
         await self.update(run, store, step)
-        for shard in run.published:
-            shard.backups.forget("other")
 
     def push(self, run: HostedRun, step: int, rank: int) -> list[common_pb2.UnitParts]:
         units = []
@@ -189,13 +181,10 @@ def optimizer_step(algorithm: str, settings: dict[str, float]) -> common_pb2.Opt
     return step
 
 
-def play(
-    folder: str, algorithm: str, dtype: str, dp: int, settings: dict[str, float], *, backups: bool = False
-) -> dict[str, object]:
+def play(folder: str, algorithm: str, dtype: str, dp: int, settings: dict[str, float]) -> dict[str, object]:
     """Runs one process's life; see the module."""
     update_pieces.SLICE_BYTES = 4096
-    program = Program(Path(folder), optimizer_step(algorithm, settings), dtype, dp, backups=backups)
-    return asyncio.run(program.run())
+    return asyncio.run(Program(Path(folder), optimizer_step(algorithm, settings), dtype, dp).run())
 
 
 def main() -> None:

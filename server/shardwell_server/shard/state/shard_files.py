@@ -185,14 +185,8 @@ class ShardFiles:
             self.remove_record()
         return self._prepared
 
-    def progress(self, shard: DescribedShard, *, has_backup: bool) -> Progress:
-        """Returns the progress of the update that is about to start, or that a former process has started.
-
-        Args:
-            shard: The shard.
-            has_backup: Whether a backup in sync replaces the shard if the process ends within the update. The update
-                then makes no copies, and no record names the shard until it is complete.
-        """
+    def progress(self, shard: DescribedShard) -> Progress:
+        """Returns the progress of the update that is about to start, or that a former process has started."""
         values = shard.values_file
         assert shard.version is not None
         if not self.begin_update(shard):
@@ -200,11 +194,7 @@ class ShardFiles:
         if self._run.undo is None or values is None:
             self.remove_record()
             return Progress()
-        progress = SharedProgress(self._run.undo, values.progress, shard.version)
-        if has_backup and not progress.has_started:
-            self.remove_record()
-            return Progress()
-        return progress
+        return SharedProgress(self._run.undo, values.progress, shard.version)
 
     # ---- the record ----
 

@@ -8,10 +8,6 @@ Note: [Interrupted updates]
     word changes when the copies are complete, and again when the piece is. A new process repeats the update of the same
     step: it skips the pieces that are applied, and restores the copies of a started piece. A run updates one shard at a
     time, and the interrupted shard first, so one area is enough.
-
-    The copies take about as long as a fused kernel, because both wait for the same memory. A shard with a backup in
-    sync is therefore updated without copies and without a record. If its process ends within the update, no process
-    takes up the half-updated shard, and the coordinator promotes the backup, which has confirmed the step.
 """
 
 from __future__ import annotations
@@ -87,11 +83,6 @@ class SharedProgress(Progress):
     @property
     def done(self) -> int:
         return (self._word & ((1 << _PIECE_BITS) - 1)) >> 1
-
-    @property
-    def has_started(self) -> bool:
-        """True if a piece of the update is applied or has started."""
-        return bool(self._word & ((1 << _PIECE_BITS) - 1))
 
     def run(self, piece: Piece) -> None:
         if self._word & _STARTED:

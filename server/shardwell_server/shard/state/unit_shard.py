@@ -394,12 +394,9 @@ class UnitShard:
         await self.prepare_update(in_thread, optimizer, groups, key)
         self.encoded.discard()
         self.reader_copies.supersede()
-        changes, has_backup = self.changes_values(optimizer, groups), bool(self.backups.in_sync)
+        changes = self.changes_values(optimizer, groups)
         async with self.values.becoming(step + 1, in_thread, changes=changes):
-            await self._compute(
-                in_thread,
-                lambda: self.compute_update(optimizer, groups, clip_coefficient, key, has_backup=has_backup),
-            )
+            await self._compute(in_thread, lambda: self.compute_update(optimizer, groups, clip_coefficient, key))
         if runs_on_trainers(optimizer.algorithm):
             self.partitions.settle()
         self.discard_reduced()
@@ -417,15 +414,9 @@ class UnitShard:
         return any(gradient is not None and group >= 0 for gradient, group in chosen)
 
     def compute_update(
-        self,
-        optimizer: common_pb2.OptimizerStep,
-        groups: Sequence[int] | None,
-        clip_coefficient: float,
-        key: bytes,
-        *,
-        has_backup: bool,
+        self, optimizer: common_pb2.OptimizerStep, groups: Sequence[int] | None, clip_coefficient: float, key: bytes
     ) -> None:
-        """Applies the optimizer, or the values that trainers staged, in place. See ``ShardFiles.progress``."""
+        """Applies the optimizer, or the values that trainers staged, in place."""
         assert self.reduced is not None and self.values.live is not None and self.version is not None
         numbers = self.kept_numbers(groups)
         files = self._files
@@ -440,7 +431,7 @@ class UnitShard:
             self.partitions.compute_apply(self.values.live.buffer)
         else:
             assert self.optimizer is not None
-            progress = None if files is None else files.progress(self, has_backup=has_backup)
+            progress = None if files is None else files.progress(self)
             chosen = self._chosen_groups(groups)
             self.optimizer.step(self.reduced.gradients, optimizer, chosen, clip_coefficient, key, progress)
         if files is not None:
