@@ -131,9 +131,35 @@ def test_backup_replaces_a_shard_whose_update_was_interrupted(
 def test_drained_and_rebalanced_run_gets_the_same_bits(undisturbed: str) -> None:
     with shardwell.LocalCluster(num_shards=3) as cluster:
 
+        def copies_replace_shard_0() -> bool:
+            """The next commit moves the shards whose copies are in sync."""
+            units = call(cluster.address, "ListUnits", coordinator_pb2.ListUnitsRequest(run="r")).units
+            leaving = [(unit, at.start_bytes) for unit in units for at in unit.shards if at.server_id == "shard-0"]
+            return all(
+                any(
+                    copy.shard.start_bytes == start and copy.state == coordinator_pb2.BACKUP_STATE_IN_SYNC
+                    for copy in unit.backups
+                )
+                for unit, start in leaving
+            )
+
+        def shard_0_has_copies() -> bool:
+            units = call(cluster.address, "ListUnits", coordinator_pb2.ListUnitsRequest(run="r")).units
+            copies = [
+                copy.shard.server_id
+                for unit in units
+                for copy in unit.backups
+                if copy.state == coordinator_pb2.BACKUP_STATE_IN_SYNC
+            ]
+            return "shard-0" in [*copies, *(at.server_id for unit in units for at in unit.shards)]
+
         def disturb(step: int) -> None:
             if step == 2:
                 call(cluster.address, "DrainServer", coordinator_pb2.DrainServerRequest(server_id="shard-0"))
+            if 2 < step < 8:
+                wait_until(copies_replace_shard_0, "copies of the shards of the drained server", timeout_s=40.0)
+            if step > 8:
+                wait_until(shard_0_has_copies, "a copy on the server that takes shards again", timeout_s=40.0)
             if step == 8:
                 held = call(cluster.address, "DrainServer", coordinator_pb2.DrainServerRequest(server_id="shard-0"))
                 assert held.shard_count == 0
