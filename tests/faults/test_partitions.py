@@ -74,16 +74,3 @@ def test_server_that_the_coordinator_cannot_reach_is_replaced(partitioned: Parti
         run.finish()
         kinds = partitioned.kinds(run.name)
         assert "shards_promoted" in kinds and "run_loading" not in kinds
-
-
-def test_work_of_a_trainer_that_cannot_reach_a_server_is_reassigned(partitioned: Partitioned, tmp_path: Path) -> None:
-    with training(partitioned, tmp_path) as run:
-        with partitioned.to_server.hold(run.trainers["a"].pid):
-            wait_until(
-                lambda: "trainer_cut_off" in partitioned.kinds(run.name), "the trainer is cut off", timeout_s=60.0
-            )
-            run.wait_commits(3)
-        run.wait_players("ab")
-        run.wait_commits(3)
-        run.finish()
-        assert PROXIED in run.owners(), "the server itself was reachable"
