@@ -62,12 +62,17 @@ def training(partitioned: Partitioned, folder: Path) -> Iterator[LongRun]:
         yield run
 
 
-def test_server_that_the_coordinator_cannot_reach_is_replaced(partitioned: Partitioned, tmp_path: Path) -> None:
-    with training(partitioned, tmp_path) as run:
-        coordinator = partitioned.cluster.coordinator.pid
-        with partitioned.to_coordinator.hold(partitioned.server.pid), partitioned.to_server.hold(coordinator):
-            wait_until(lambda: PROXIED not in run.owners(), "other owners of its shards")
-            run.wait_commits(3)
+@pytest.mark.parametrize("both_ways", [True, False], ids=["both ways", "only to the coordinator"])
+def test_server_that_cannot_reach_the_coordinator_is_replaced(
+    both_ways: bool, partitioned: Partitioned, tmp_path: Path
+) -> None:
+    with training(partitioned, tmp_path) as run, ExitStack() as held:
+        held.enter_context(partitioned.to_coordinator.hold(partitioned.server.pid))
+        if both_ways:
+            held.enter_context(partitioned.to_server.hold(partitioned.cluster.coordinator.pid))
+        wait_until(lambda: PROXIED not in run.owners(), "other owners of its shards")
+        run.wait_commits(3)
+        held.close()
         wait_until(lambda: "server_returned" in partitioned.kinds(), "return of the server")
         run.wait_commits(3)
         run.wait_in_sync()

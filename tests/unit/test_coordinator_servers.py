@@ -143,6 +143,28 @@ def test_silent_server_that_answers_a_probe_keeps_its_lease(tmp_path: Path) -> N
     run_async(scenario())
 
 
+def test_server_whose_heartbeats_do_not_arrive_is_lost_although_it_answers_probes(tmp_path: Path) -> None:
+    """Such a server refuses trainers, because nobody acknowledges its heartbeats."""
+
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            server = cluster.state.cluster.servers["s1"]
+            server.last_seen_s -= 11
+            cluster.coordinator.expire()
+            await cluster.until(lambda: server.last_seen_s == cluster.clock.now, "an answer of s1")
+            server.last_seen_s -= 11
+            cluster.coordinator.expire()
+            await cluster.until(lambda: server.state is ServerState.LOST, "the loss of s1")
+            assert cluster.events()[-1] == (
+                "server_lost",
+                "server 's1' at s1:1: its lease expired, and it answers probes, but no heartbeats arrive from it",
+            )
+            await cluster.call("HeartbeatServer", server_id="s1", epoch=server.epoch)
+            assert server.live and not server.renewed_by_probe
+
+    run_async(scenario())
+
+
 def test_ended_process_is_detected_by_its_identity_on_the_same_host_only() -> None:
     program = "import sys; from shardwell_wire.process_identity import own_identity; print(own_identity()); input()"
     with subprocess.Popen(

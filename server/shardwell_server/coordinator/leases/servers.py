@@ -1,11 +1,12 @@
 """Leases of shard servers: registration, heartbeats, and probes of silent servers.
 
 Note: [Lost and ended servers]
-    A server whose lease expires is probed. If it answers, its lease is renewed. If it is unreachable, it is *lost*. A
-    lost server may still run: it may be suspended, disconnected, or behind a proxy that refuses connections. Runs
-    wait for it. A server has *ended*, together with its memory, only if its process is gone from the coordinator's
-    own host, if another process of its id answers at its address or registers, or if it deregistered. Error messages
-    advise to delete a run only in these cases.
+    A server whose lease expires is probed. If it answers, its lease is renewed once. If it is unreachable, or answers
+    but sends no heartbeat within the renewed lease, it is *lost*: without heartbeats it refuses trainers. A lost server
+    may still run: it may be suspended, disconnected, or behind a proxy that refuses connections. Runs wait for it. A
+    server has *ended*, together with its memory, only if its process is gone from the coordinator's own host, if
+    another process of its id answers at its address or registers, or if it deregistered. Error messages advise to
+    delete a run only in these cases.
 
     A server whose membership stream breaks is probed at once. If its host refuses the connection, the server is lost
     before its lease expires, and ``Server.refused`` is set. See Note: [Broken streams].
@@ -274,21 +275,25 @@ class ServerLeases:
         server.note_unreachable(reason)
         expired, ended = self._state.cluster.lease_expired(server), server.suspected and refused
         if server.may_be_alive and (expired or ended):
-            server.mark_lost(refused=ended)
-            what = "it closed its connection" if ended else "its lease expired"
-            message = f"server {server.server_id!r} at {server.address}: {what}, and {reason}"
-            self._state.events.add(EventKind.SERVER_LOST, message)
-            self._notify_runs()
+            self._note_lost(server, "it closed its connection" if ended else "its lease expired", reason, refused=ended)
+
+    def _note_lost(self, server: Server, what: str, reason: str, *, refused: bool = False) -> None:
+        server.mark_lost(refused=refused)
+        message = f"server {server.server_id!r} at {server.address}: {what}, and {reason}"
+        self._state.events.add(EventKind.SERVER_LOST, message)
+        self._notify_runs()
 
     def _note_probe_answered(self, server: Server, *, running: bool) -> None:
         if not self._is_in_doubt(server):
             return
-        if running:
+        if not running:
+            self._note_ended(server)
+        elif not server.renewed_by_probe:
             if server.live:
                 logger.warning("server %r sends no heartbeats but answers probes: lease renewed", server.server_id)
             self._note_alive(server.server_id, self._state.cluster.renew_lease(server))
-            return
-        self._note_ended(server)
+        elif self._state.cluster.lease_expired(server):
+            self._note_lost(server, "its lease expired", "it answers probes, but no heartbeats arrive from it")
 
     def _note_ended(self, server: Server) -> None:
         server.mark_ended()

@@ -68,6 +68,8 @@ class Server:
     refused: bool = False
     """True if the server is lost because its stream broke and nothing listens at its address. Its host answers, so its
     process has almost certainly ended."""
+    renewed_by_probe: bool = False
+    """True if the lease was last renewed by an answered probe instead of a heartbeat."""
     connection: MembershipConnection = field(default_factory=MembershipConnection)
     restartable: bool = False
     """True if another process of this id can take up the shards after this one has ended."""
@@ -108,11 +110,12 @@ class Server:
         self.reserved_bytes, self.used_bytes = reserved_bytes, used_bytes
         self.replicated_bytes = replicated_bytes
 
-    def renew_lease(self, now: float) -> ServerState:
+    def renew_lease(self, now: float, *, by_probe: bool = False) -> ServerState:
         """Starts the lease again, after a request or an answered probe. Returns the former state."""
         before = self.state
         self.last_seen_s, self.state, self.unreachable_because = now, ServerState.LIVE, ""
         self.suspected = self.refused = False
+        self.renewed_by_probe = by_probe
         return before
 
     def mark_suspected(self) -> None:
@@ -121,7 +124,7 @@ class Server:
 
     def note_unreachable(self, reason: str) -> None:
         """Records why a probe failed."""
-        self.unreachable_because = reason
+        self.unreachable_because, self.renewed_by_probe = reason, False
 
     def mark_lost(self, *, refused: bool = False) -> None:
         """Marks the server as lost: its lease expired and it is unreachable, or it refuses connections."""
@@ -307,7 +310,7 @@ class Cluster:
 
     def renew_lease(self, server: Server) -> ServerState:
         """Renews the lease of a server that answered a probe. Returns its former state."""
-        return server.renew_lease(self._clock())
+        return server.renew_lease(self._clock(), by_probe=True)
 
     def renew_all(self) -> None:
         """Starts every lease again, after the coordinator could not receive heartbeats."""
