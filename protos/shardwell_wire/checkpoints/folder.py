@@ -141,17 +141,6 @@ class RunFolder:
             self.delete(entry.folder)
         return [entry.folder for entry in surplus]
 
-    def remove_incomplete(self, *, but: Collection[str] = ()) -> list[str]:
-        """Deletes checkpoints without a manifest. Returns the names of deleted folders.
-
-        Args:
-            but: Ids of checkpoints that are being written.
-        """
-        found = [at.folder for at in self.entries() if at.is_incomplete and at.checkpoint_id not in but]
-        for folder in found:
-            self._storage.delete_folder(f"{self._name}/{folder}")
-        return found
-
 
 def _age(entry: Entry) -> tuple[bool, float, int]:
     created = entry.manifest.created if entry.manifest is not None else 0.0

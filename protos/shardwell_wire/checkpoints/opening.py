@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from pathlib import Path
 
 from shardwell_wire.checkpoints.local_storage import LocalStorage
 from shardwell_wire.checkpoints.storage import Storage
 from shardwell_wire.errors import InvalidRequestError
+
+_ONE_SLASH = re.compile(r"[a-z][a-z0-9+]*:/[^/]")
+"""A mistyped URL."""
 
 
 def open_storage(url: str | Path) -> Storage:
@@ -27,7 +31,16 @@ def open_storage(url: str | Path) -> Storage:
 
 
 def local_path(url: str) -> Path | None:
-    """Returns the local path that a path or ``file:`` URL means; None for other URLs."""
+    """Returns the local path that a path or ``file:`` URL means; None for other URLs.
+
+    Raises:
+        InvalidRequestError: The URL has one slash after its protocol.
+    """
+    if _ONE_SLASH.match(url):
+        raise InvalidRequestError(
+            f"checkpoint folder {url!r}: a URL has two slashes after its protocol, such as s3://bucket/folder. The "
+            f"local folder of this name is ./{url}"
+        )
     for prefix in ("file://", "local://"):
         if url.startswith(prefix):
             return Path(url.removeprefix(prefix)).absolute()
@@ -35,7 +48,7 @@ def local_path(url: str) -> Path | None:
 
 
 def absolute(url: str | Path) -> str:
-    """Returns a path or URL that means the same in processes with another working directory."""
+    """Returns a path or URL that means the same in other working directories. Raises as ``local_path``."""
     path = local_path(str(url))
     return str(url) if path is None else str(path)
 

@@ -104,6 +104,7 @@ class CoordinatorServicer:
         if request.run_id:
             self._state.require_run(request.run, request.run_id)
         run = await self._coordinator.restorer.find_or_create_run(request, settings)
+        self._coordinator.checkpoints.check_directory(run)
         if request.config.HasField("backups"):
             self._coordinator.backups.set_count(run, request.config.backups)
         # Joining and waiting for the start share one limit.

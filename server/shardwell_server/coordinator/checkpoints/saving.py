@@ -31,7 +31,7 @@ from shardwell_server.coordinator.storage.records import CheckpointRecord
 from shardwell_wire import fault_points
 from shardwell_wire.checkpoints.folder import RunFolder, checkpoint_folder
 from shardwell_wire.checkpoints.manifest import MANIFEST_NAME, Manifest
-from shardwell_wire.checkpoints.opening import open_storage
+from shardwell_wire.checkpoints.opening import check_writable, open_storage
 from shardwell_wire.checkpoints.reading import read_manifest
 from shardwell_wire.errors import (
     DeadlineError,
@@ -91,6 +91,21 @@ class CheckpointSaver:
 
     def __init__(self, state: CoordinatorState, servers: ShardServers, files: CheckpointFiles) -> None:
         self._state, self._servers, self._files = state, servers, files
+
+    def check_directory(self, run: Run) -> None:
+        """Reports in the background if a new folder for checkpoints cannot be written, long before the first one."""
+        checkpoints = run.checkpoints
+        if checkpoints.options.directory not in ("", checkpoints.checked_directory):
+            checkpoints.checked_directory = checkpoints.options.directory
+            self._state.tasks.start(self._check_directory(run, checkpoints.options.directory))
+
+    async def _check_directory(self, run: Run, directory: str) -> None:
+        try:
+            await self._files(lambda: check_writable(directory))
+        except ShardwellError as error:
+            logger.warning("run %r: checkpoints cannot be saved: %s", run.name, error)
+            message = f"checkpoints cannot be saved: {error}. Training goes on"
+            self._state.events.add(EventKind.CHECKPOINT_FAILED, message, run=run.name)
 
     def start_if_due(self, run: Run) -> None:
         """Starts a checkpoint if enough steps were committed. Call it when all servers have updated."""

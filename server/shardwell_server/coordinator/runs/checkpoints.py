@@ -161,6 +161,8 @@ class RunCheckpoints:
 
     def __init__(self) -> None:
         self.options = CheckpointOptions()
+        self.checked_directory = ""
+        """The folder whose writability this coordinator has checked."""
         self.in_flight: CheckpointInFlight | None = None
         self.saved: list[CheckpointRecord] = []
         """Complete checkpoints that the run can be rolled back to, oldest first."""
