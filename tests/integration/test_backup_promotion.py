@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from shardwell_server.shard.memory.shared_memory import SharedMemory
+from shardwell_server.shard.state import shard_record
 from shardwell_wire.errors import NotFoundError, StaleEpochError
+from shardwell_wire.server_folders import FolderOwner
 from shardwell_wire.v1 import shard_pb2
 from tests.support.backup_pair import BACKUP, Pair, adam, gradients, hash_of, shard_on, straight
 from tests.support.shard_server import PLAIN, OneUnit, ShardServer, error_of
@@ -50,6 +55,21 @@ def test_promoted_backup_continues_with_the_same_bits(servers: Any, pending: boo
     failed = pair.primary.prepare(3).failed_backups
     assert [status.server_id for status in failed] == ["backup"] and "it is primary here" in failed[0].error
     assert answer is None or answer.failed_backups
+
+
+@pytest.mark.parametrize("pending", [False, True])
+def test_a_process_can_take_up_a_promoted_shard_with_the_step_that_is_due(tmp_path: Path, pending: bool) -> None:
+    owner = FolderOwner(server_id="s", coordinator="here:1")
+    with closing(SharedMemory(tmp_path, owner)) as shared, ShardServer() as first, ShardServer(shared=shared) as second:
+        pair = Pair((first, second), dp=2)
+        pair.copy()
+        pair.train(0)
+        pair.push(1)
+        pair.primary.prepare(1, optimizer=adam(pair.primary, 1).optimizer)
+        pair.promote(2 if pending else 1)
+        (record,) = map(shard_record.decode, shared.records().values())
+        assert record.version == 1
+        assert (record.prepared is not None) == pending
 
 
 def test_planned_move_keeps_another_backup_in_sync(servers: Any) -> None:

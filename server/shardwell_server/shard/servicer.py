@@ -152,7 +152,7 @@ class ShardServicer:
         run = await self._coordinated(request, call)
 
         async def work() -> None:
-            relocation.promote(run, request)
+            await relocation.promote(run, self._store.in_thread, request)
 
         await run.exclusively(work)
         return shard_pb2.PromoteShardsResponse()

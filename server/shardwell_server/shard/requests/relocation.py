@@ -25,7 +25,7 @@ from shardwell_wire.v1 import shard_pb2
 _ROLES = {Role.PRIMARY: shard_pb2.SHARD_ROLE_PRIMARY, Role.BACKUP: shard_pb2.SHARD_ROLE_BACKUP}
 
 
-def promote(run: HostedRun, request: shard_pb2.PromoteShardsRequest) -> None:
+async def promote(run: HostedRun, in_thread: InThread, request: shard_pb2.PromoteShardsRequest) -> None:
     """Makes backups primaries, raises fences, and sets the backups of the new primaries. Idempotent.
 
     A backup of the version that the step in flight reads becomes a primary without gradients: what it has of the step
@@ -53,6 +53,8 @@ def promote(run: HostedRun, request: shard_pb2.PromoteShardsRequest) -> None:
             shard.promote()
             if shard.version == step:
                 shard.drop_replica()
+            else:
+                await shard.record_prepared(in_thread)  # no other server has the step that is about to be applied
         if was_backup or request.placement > shard.backups.placement:
             shard.backups.take_over(request.placement, backups[shard.unit, shard.start_bytes])
     steps.fence(run, shard_pb2.FenceRequest(context=request.context, ranks=request.fences))
