@@ -214,7 +214,8 @@ def _stop_at_end_of_input(loop: asyncio.AbstractEventLoop, stop: Callable[[], No
     # Not sys.stdin: a thread blocked in it holds its lock, and the interpreter aborts at exit.
     while os.read(0, 4096):
         pass
-    loop.call_soon_threadsafe(stop)
+    with suppress(RuntimeError):  # the loop is closed: the server has stopped already
+        loop.call_soon_threadsafe(stop)
 
 
 def run(main: Awaitable[_Result], *, log_level: str) -> _Result:

@@ -147,7 +147,7 @@ def test_the_error_without_like_says_how_to_make_such_a_checkpoint(
 ) -> None:
     model = torch.nn.Linear(3, 2)
     save_torch(tmp_path / "dcp", model)
-    command = ["convert-checkpoint", str(tmp_path / "dcp"), str(tmp_path / "out"), "--run", "continued", "--step", "1"]
+    command = ["convert-checkpoint", str(tmp_path / "dcp"), str(tmp_path / "out"), "--run", "continued", "--step", "0"]
     assert main(command) == 1
     message = capsys.readouterr().err
     assert "pass --like CHECKPOINT" in message

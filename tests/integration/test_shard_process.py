@@ -297,7 +297,8 @@ def test_server_stops_serving_while_no_heartbeat_is_acknowledged() -> None:
         coordinator = Coordinator(lease_s=0.3)
         async with coordinator.serving() as registration:
             lease = registration._store.lease
-            assert lease.valid, "nothing can be served before the registration"
+            with pytest.raises(UnavailableError, match="has not registered"):
+                lease.check()
             async with registration.running("here:1"):
                 await until(coordinator.done.is_set)
                 assert lease.valid

@@ -53,8 +53,9 @@ def torchrun(script: Path, *sources: str) -> subprocess.CompletedProcess[str]:
 
 
 def rank_lines(done: subprocess.CompletedProcess[str]) -> list[list[str]]:
-    assert done.returncode == 0, done.stdout + done.stderr
-    return sorted(line.split(maxsplit=3) for line in done.stdout.splitlines() if line.startswith("rank "))
+    lines = [line for line in done.stdout.splitlines() if line.startswith("rank ")]
+    assert done.returncode == 0 and len(lines) == 2, done.stdout + done.stderr
+    return sorted(line.split(maxsplit=3) for line in lines)
 
 
 def test_ranks_train_one_model_on_the_cluster_of_rank_0(tmp_path: Path) -> None:
