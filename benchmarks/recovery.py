@@ -283,6 +283,8 @@ def main() -> None:
     parser.add_argument("--logs", type=Path, help="folder for logs, kept (default: temporary, kept after a failure)")
     parser.add_argument("--join-options", default="{}", help='options of join as JSON, such as {"backups": 1}')
     arguments = parser.parse_args()
+    if arguments.logs:
+        Path(arguments.logs).mkdir(parents=True, exist_ok=True)
     logs = Path(tempfile.mkdtemp(prefix="shardwell-recovery-", dir=arguments.logs))
     try:
         measure(arguments, logs)
