@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import logging
 import time
 from typing import Any
 
@@ -41,6 +42,7 @@ def main() -> None:
     parser.add_argument("--join-options", type=json.loads, default={})
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     with shardwell.join(
         arguments.address,
         run=RUN,
