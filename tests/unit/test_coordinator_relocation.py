@@ -593,8 +593,7 @@ def test_server_that_returns_is_told_which_shards_it_no_longer_owns(tmp_path: Pa
             cluster.shards["s0"].available = False  # stopped: it answers nothing, and its shards are where they were
             before = {(unit.layout.unit, at.start_bytes) for unit in run_of(cluster).units for at in unit.shards}
             cluster.clock.now += 9
-            for trainer in (a,):
-                await trainer.heartbeat()
+            await a.heartbeat()
             cluster.clock.now += 1.4
             s1 = cluster.state.cluster.servers["s1"]
             s1.renew_lease(cluster.clock.now)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 
 import torch
 
-from shardwell_server.shard.memory.budget import BufferQuota
+from shardwell_server.shard.memory.budget import BufferQuota, IncomingBuffer
 from shardwell_server.shard.requests.backups import check_in_sync, find_backup, open_replica
 from shardwell_server.shard.requests.peers import tensor_memory
 from shardwell_server.shard.requests.streams import IncomingStream
@@ -21,10 +22,7 @@ from shardwell_server.shard.state.replication import Replica
 from shardwell_server.shard.state.runs import HostedRun
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_server.shard.state.unit_shard import UnitShard
-from shardwell_wire.errors import (
-    InvalidRequestError,
-    NotFoundError,
-)
+from shardwell_wire.errors import InvalidRequestError, NotFoundError
 from shardwell_wire.layout import Segment
 from shardwell_wire.partitions import state_places
 from shardwell_wire.shared_files import file_size, open_in_folder, opened, server_folder
@@ -148,18 +146,14 @@ async def _receive_contributions(
 ) -> None:
     received: list[tuple[int, Contribution]] = []
     memory: list[memoryview] = []
-    accepted = False
-    try:
+    with ExitStack() as undo:
         for sent in header.contributions:
             shard.check_rank(sent.dp_rank)
             numbers = _numbers(shard, sent.parameter_indices, what)
             grant = store.memory.grant(shard.size_bytes, shard.contribution_quota, what)
-            buffer = grant.acquire_buffer(shard.size_bytes)
-
-            def release(buffer: torch.Tensor = buffer, grant: object = grant) -> None:
-                store.memory.pool.release(buffer)
-                grant.release()  # type: ignore[attr-defined]
-
+            incoming_buffer = IncomingBuffer(grant.acquire_buffer(shard.size_bytes), grant)
+            undo.callback(incoming_buffer.release)
+            buffer, release = incoming_buffer.buffer, incoming_buffer.release
             views = shard.views(buffer)
             contribution = Contribution(_REPLICATED_EPOCH, 0, buffer, views, release, set(numbers))
             received.append((sent.dp_rank, contribution))
@@ -170,11 +164,7 @@ async def _receive_contributions(
         for rank, contribution in received:
             shard.contributions.add(rank, contribution)
         replica.contents.add(_CONTRIBUTIONS)
-        accepted = True
-    finally:
-        if not accepted:
-            for _, contribution in received:
-                contribution.release()
+        undo.pop_all()
 
 
 async def _receive_partitions(
@@ -187,14 +177,15 @@ async def _receive_partitions(
 ) -> None:
     staged: list[tuple[int, StagedPartition]] = []
     memory: list[memoryview] = []
-    accepted = False
-    try:
+    with ExitStack() as undo:
         for sent in header.partitions:
             shard.check_rank(sent.dp_rank)
             segments = shard.layout.packed_segments(sent.parameter_indices, *shard.partitions.bounds(sent.dp_rank))
             if [segment.parameter_index for segment in segments] != list(sent.parameter_indices):
                 raise InvalidRequestError(f"{what}: a parameter is not in the partition of data rank {sent.dp_rank}")
             partition = _allocate_partition(store, shard, segments, sent, what)
+            undo.callback(partition.release)
+            undo.callback(shard.partitions.free_unsettled, partition.state)
             staged.append((sent.dp_rank, partition))
             memory += [tensor_memory(values) for values in partition.values]
             memory += partition.state.pieces
@@ -204,12 +195,7 @@ async def _receive_partitions(
         for rank, partition in staged:
             shard.partitions.stage(rank, partition)
         replica.contents.add(_PARTITIONS)
-        accepted = True
-    finally:
-        if not accepted:
-            for _, partition in staged:
-                shard.partitions.free_unsettled(partition.state)
-                partition.release()
+        undo.pop_all()
 
 
 def _allocate_partition(
@@ -221,15 +207,11 @@ def _allocate_partition(
 ) -> StagedPartition:
     sizes = [segment.size_bytes for segment in segments]
     grant = store.memory.grant(sum(sizes) + state_places(sent.state)[1], BufferQuota(0), what)
-    buffer = grant.acquire_buffer(sum(sizes))
-
-    def release() -> None:
-        store.memory.pool.release(buffer)
-        grant.release()
-
+    buffer = IncomingBuffer(grant.acquire_buffer(sum(sizes)), grant)
     try:
         state = shard.partitions.allocate_state(sent.state, sent.request_id, share=True)
     except BaseException:
-        release()
+        buffer.release()
         raise
-    return StagedPartition(_REPLICATED_EPOCH, segments, torch.split(buffer, sizes), state, release)
+    values = torch.split(buffer.buffer, sizes)
+    return StagedPartition(_REPLICATED_EPOCH, segments, values, state, buffer.release)
