@@ -13,8 +13,9 @@ import pytest
 
 import shardwell
 
+# The ranks share one pipe. One `os.write` per line keeps lines whole; `print` may write a line in pieces.
 TRAIN = """
-    import hashlib, torch, shardwell
+    import hashlib, os, torch, shardwell
     session = shardwell.join()
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 1)
@@ -27,21 +28,23 @@ TRAIN = """
         optimizer.zero_grad()
     weights = shardwell.full_state_dict(model)
     digest = hashlib.sha256(b"".join(value.numpy().tobytes() for value in weights.values())).hexdigest()
-    print("rank", session.global_rank, session.trainer, session.world, "step", session.step, digest, flush=True)
+    place = f"rank {session.global_rank} {session.trainer} {session.world}"
+    os.write(1, f"{place} step {session.step} {digest}\\n".encode())
 """
 RANK_0_IS_FIRST = """
     import threading
     if session.global_rank == 1:
         threading.Event().wait(1.0)
-        print("late rank still reads", sum(value.numel() for value in shardwell.full_state_dict(model).values()))
+        elements = sum(value.numel() for value in shardwell.full_state_dict(model).values())
+        os.write(1, f"late rank still reads {elements}\\n".encode())
 """
 RANK_0_FAILS = """
-    import threading, time, shardwell
+    import os, threading, time, shardwell
     session = shardwell.join()
     if session.global_rank == 0:
-        print("fails at", time.monotonic(), flush=True)
+        os.write(1, f"fails at {time.monotonic()}\\n".encode())
         raise RuntimeError("boom")
-    print("rank 1 joined", flush=True)
+    os.write(1, b"rank 1 joined\\n")
     threading.Event().wait(60)
 """
 
