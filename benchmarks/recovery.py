@@ -251,8 +251,6 @@ class Round:
         if kind == "trainer":
             trainers[name].kill()
             start(name)
-        if kind == "server" and shard.is_over:  # it was killed too often in a row
-            shard.restart(time.monotonic() + _STARTED_AFTER_S)
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -179,9 +178,6 @@ class ChaosCluster:
         """Starts the coordinator if it has ended. ``LocalCluster`` starts shard servers again by itself."""
         if self.servers.coordinator.exit_code is not None:
             self.servers.restart_coordinator()
-        for server in self.servers.shards:
-            if server.is_over:  # it was killed too often in a row
-                server.restart(time.monotonic() + 60.0)
 
     def pids(self) -> list[int]:
         """Returns the process ids of everything that runs."""

@@ -13,9 +13,10 @@ import psutil
 import pytest
 
 import shardwell
+from shardwell.processes import local_cluster
 from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell_wire.v1 import coordinator_pb2
-from tests.support.cluster import small_run, wait_gone
+from tests.support.cluster import small_run, wait_gone, wait_until
 from tests.support.forked_servers import started_servers
 
 OWNER = """
@@ -112,6 +113,23 @@ def test_shard_server_can_be_killed() -> None:
         cluster.shards[0].kill()
         assert cluster.shards[0].exit_code == -signal.SIGKILL
         wait_gone([process], timeout_s=0)
+
+
+@pytest.mark.parametrize("ready_s", [0.0, 3600.0])
+def test_server_that_is_killed_often_is_started_again_unless_it_was_ready_too_shortly(
+    ready_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_cluster, "_MAX_QUICK_ENDS", 2)
+    monkeypatch.setattr(local_cluster, "_QUICK_END_S", ready_s)
+    with shardwell.LocalCluster(num_shards=1) as cluster:
+        (shard,) = cluster.shards
+        for kills in range(1, 4):
+            os.kill(pid := shard.pid, signal.SIGKILL)
+            if kills == 2 and ready_s > 0:
+                wait_until(lambda: shard.is_over, "the cluster to give up")
+                break
+            wait_until(lambda pid=pid: shard.pid != pid and shard.is_ready, "the server to start again")  # type: ignore[misc]
+        assert shard.ends == [-signal.SIGKILL] * (1 if ready_s > 0 else 3)
 
 
 def test_server_that_fails_to_start_is_explained() -> None:

@@ -29,8 +29,8 @@ _STOP_LIMIT_S = 30.0
 """Seconds before a stopping server is killed. An interpreter with torch needs one, and several on a busy machine."""
 _LISTEN = "127.0.0.1:0"
 _LOG_TAIL_LINES = 20
-_MAX_QUICK_ENDS, _QUICK_END_S = 5, 10.0
-"""A server that ends this many times in a row, each time within these seconds, is not started again."""
+_MAX_QUICK_ENDS, _QUICK_END_S = 5, 1.0
+"""A server is not started again after this many ends in a row, each before it was ready for these seconds."""
 
 
 class LocalCluster:
@@ -199,6 +199,8 @@ class ServerProcess:
         """Held while the process is replaced or stopped."""
         self._start_limit_s: float | None = None
         """Seconds until a server that is started again must be ready. None: it is not started again."""
+        self._ready_s: float | None = None
+        """Time at which the process was ready. None: it is not ready yet."""
         self._quick_ends = 0
         self.ends: list[int] = []
         """Exit codes after which ``keep_running`` started the server again."""
@@ -228,6 +230,11 @@ class ServerProcess:
             given_up = self._start_limit_s is None or self._stop_requested or self._quick_ends >= _MAX_QUICK_ENDS
             return given_up and self.exit_code is not None
 
+    @property
+    def is_ready(self) -> bool:
+        """True if the current process has reported that it answers rpcs."""
+        return self._ready_s is not None
+
     def wait_ready(self, deadline: float) -> None:
         """Waits until the server answers rpcs.
 
@@ -241,7 +248,7 @@ class ServerProcess:
         if line is None:
             how = f"ended with exit code {self.exit_code}" if not self._is_alive() else "was not ready in time"
             raise UnavailableError(f"{self.name} {how}. {self.log_tail()}", server=self.name)
-        self._address = json.loads(line)["address"]
+        self._address, self._ready_s = json.loads(line)["address"], time.monotonic()
 
     @property
     def known_address(self) -> str:
@@ -268,15 +275,15 @@ class ServerProcess:
 
     def _watch(self) -> None:
         if self._start_limit_s is not None:
-            arguments = (self._process, time.monotonic(), self._start_limit_s)
+            arguments = (self._process, self._start_limit_s)
             threading.Thread(target=self._replace_when_ended, args=arguments, name=self.name, daemon=True).start()
 
-    def _replace_when_ended(self, process: subprocess.Popen[bytes], started_s: float, start_limit_s: float) -> None:
+    def _replace_when_ended(self, process: subprocess.Popen[bytes], start_limit_s: float) -> None:
         code = process.wait()
         with self._lock:
             if self._stop_requested or process is not self._process:
                 return
-            is_quick = time.monotonic() - started_s < _QUICK_END_S
+            is_quick = self._ready_s is None or time.monotonic() - self._ready_s < _QUICK_END_S
             self._quick_ends = self._quick_ends + 1 if is_quick else 0
             how = f"{self.name} (process {process.pid}) ended {_describe_exit(code)}"
             if self._quick_ends >= _MAX_QUICK_ENDS:
@@ -328,6 +335,7 @@ class ServerProcess:
         return f"The end of its log:\n{text}"
 
     def _start(self) -> subprocess.Popen[bytes]:
+        self._ready_s = None
         with self.log_path.open("ab") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "shardwell_server", *self._arguments],
