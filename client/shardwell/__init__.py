@@ -55,6 +55,9 @@ if TYPE_CHECKING:
     from shardwell.module.mixed_precision import MixedPrecisionPolicy
     from shardwell.module.sharded_module import ShardedModule
     from shardwell.module.strategy import BackwardPrefetch, ReplicaOptions, ShardingStrategy
+    from shardwell.monitor.bottlenecks import Bottleneck, Severity
+    from shardwell.monitor.report import PerformanceReport
+    from shardwell.monitor.step_times import StepPart
     from shardwell.optimizers.client_side import ClientSide, FlatClientSide
     from shardwell.processes.local_cluster import LocalCluster
     from shardwell.session.config import TransferOptions, WaitOptions
@@ -82,6 +85,7 @@ __all__ = [
     "AccessError",
     "ActivationOffload",
     "BackwardPrefetch",
+    "Bottleneck",
     "CapacityError",
     "CheckpointReader",
     "ChunkError",
@@ -106,17 +110,20 @@ __all__ = [
     "NoWrapPolicy",
     "NonFiniteError",
     "NotFoundError",
+    "PerformanceReport",
     "Reader",
     "ReplicaOptions",
     "RunDeletedError",
     "RunMismatchError",
     "Session",
+    "Severity",
     "ShardedModule",
     "ShardingStrategy",
     "ShardwellError",
     "SizePolicy",
     "StaleEpochError",
     "Step",
+    "StepPart",
     "StepRestartedError",
     "StepStateError",
     "TensorSlice",
@@ -159,6 +166,7 @@ __all__ = [
 _MODULES = {
     "ActivationOffload": "shardwell.module.activation_offload",
     "BackwardPrefetch": "shardwell.module.strategy",
+    "Bottleneck": "shardwell.monitor.bottlenecks",
     "CheckpointReader": "shardwell.weights.checkpoint_reader",
     "ClientSide": "shardwell.optimizers.client_side",
     "CustomPolicy": "shardwell.wrapping.policies",
@@ -170,13 +178,16 @@ _MODULES = {
     "MixedPrecisionPolicy": "shardwell.module.mixed_precision",
     "ModuleTypePolicy": "shardwell.wrapping.policies",
     "NoWrapPolicy": "shardwell.wrapping.policies",
+    "PerformanceReport": "shardwell.monitor.report",
     "Reader": "shardwell.weights.reader",
     "ReplicaOptions": "shardwell.module.strategy",
     "Session": "shardwell.session.session",
+    "Severity": "shardwell.monitor.bottlenecks",
     "ShardedModule": "shardwell.module.sharded_module",
     "ShardingStrategy": "shardwell.module.strategy",
     "SizePolicy": "shardwell.wrapping.policies",
     "Step": "shardwell.session.step",
+    "StepPart": "shardwell.monitor.step_times",
     "TensorSlice": "shardwell.weights.state_dict",
     "TiledLinear": "shardwell.wrapping.tiled_linear",
     "TransferOptions": "shardwell.session.config",

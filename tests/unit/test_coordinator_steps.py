@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from shardwell_server.coordinator.runs.committed_steps import CommittedSteps, UpdateTime
+from shardwell_server.coordinator.storage.records import CommitRecord
 from shardwell_wire.errors import (
     CapacityError,
     ConflictError,
@@ -329,3 +331,66 @@ def test_all_hyperparameters_reach_the_servers(tmp_path: Path) -> None:
             assert (update.clip_coefficient, list(update.unit_order)) == (0.125, [0])
 
     run_async(scenario())
+
+
+def test_trainers_learn_which_item_was_finished_last(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await team_with_unit(cluster, "a", "b")
+            await a.finish(0)
+            cluster.clock.now += 3.0
+            assert (await b.finish(0, wait_s=1)).last_finished == coordinator_pb2.LastFinishedItem(
+                global_rank=1, trainer="b", late_s=3.0
+            )
+            assert (await a.finish(0, wait_s=1)).last_finished.late_s == 3.0
+
+    run_async(scenario())
+
+
+def test_nobody_is_last_if_one_trainer_finishes_all_items(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            (a,) = await team_with_unit(cluster, "a", dp=2)
+            first, second = a.finished()
+            await a.finish(0, [first])
+            cluster.clock.now += 3.0
+            response = await a.finish(0, [first, second], wait_s=1)
+            assert response.all_finished
+            assert not response.HasField("last_finished")
+
+    run_async(scenario())
+
+
+def test_commit_reports_the_update_of_the_step_before(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            trainers = await team_with_unit(cluster, "a", "b")
+
+            def take_time(rpc_name: str, request: Any) -> None:
+                if rpc_name == "Update" and request.context.step == 1:
+                    cluster.clock.now += 7.0
+
+            cluster.shards["s1"].fail = take_time
+            assert not (await take_step(trainers, 0)).HasField("previous_update")
+            await cluster.settle()
+            assert (await take_step(trainers, 1)).previous_update.duration_s == 0.0
+            await cluster.settle()
+            response = await take_step(trainers, 2)
+            assert response.previous_update.duration_s == 7.0
+            assert response.record_s == 0.0, "the clock stood still"
+
+    run_async(scenario())
+
+
+def test_slowest_update_of_a_step_is_known_until_the_next_one_ends() -> None:
+    commits, servers = CommittedSteps(), [("s1", "process"), ("s2", "process"), ("s3", "process")]
+    for step, started_s in ((0, 10.0), (1, 20.0)):
+        record = CommitRecord(
+            step=step, time=0.0, leader="", optimizer=b"", clip_coefficient=1.0, unit_order=(), grad_norm=0.0
+        )
+        commits.append(record, None, servers, started_s)
+        assert commits.update_before(step + 1) is None
+        for server_id, duration_s in (("s1", 1.0), ("s2", 5.0), ("s3", 3.0)):
+            commits.finish_update(server_id, commits.pending_updates[server_id], started_s + duration_s + step)
+        assert commits.update_before(1) == UpdateTime(0, "s2", 5.0)
+    assert commits.update_before(2) == UpdateTime(1, "s2", 6.0)

@@ -121,6 +121,7 @@ class Fetches:
         """
         assert unit.vector is not None
         self.stats.gather_count += 1
+        self.stats.in_place_bytes += unit.layout.size_bytes
         if unit.vector.shows(version):
             for shard in unit.shards:
                 shard.count_hit()

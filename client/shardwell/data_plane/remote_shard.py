@@ -243,6 +243,8 @@ class RemoteShard:
             self.owner.run(lambda server: server.prepare_push(self._address, own, part)),
             self.wait_limit_s,
         )
+        if prepared.is_shared:
+            self.server.shared_counter.add(sent_bytes=self._plans.plan(tuple(indices), AS_STORED).size_bytes)
 
         def push(nearly_done: NearlyDone) -> None:
             self.owner.run(lambda server: server.push(prepared, wait_limit_s=limit_s, nearly_done=nearly_done))

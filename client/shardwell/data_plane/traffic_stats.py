@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
+_MAX_WAITS = 4096
+_SHORTEST_WAIT_S = 1e-5
+
 
 @dataclass
 class TrafficStats:
@@ -14,13 +17,29 @@ class TrafficStats:
 
     gather_count: int = 0
     gathered_bytes: int = 0
+    in_place_bytes: int = 0
+    """Bytes of weights that were read in the servers' memory, and not copied."""
     gather_wait_s: float = 0.0
     push_count: int = 0
     pushed_bytes: int = 0
     push_wait_s: float = 0.0
+    push_copy_s: float = 0.0
+    """Seconds that the training thread started pushes, without ``push_wait_s``. Gradients that go through shared memory
+    are copied meanwhile."""
+
+    def __post_init__(self) -> None:
+        self._waits: list[tuple[float, float]] = []
 
     def as_dict(self) -> dict[str, float]:
         return {item.name: getattr(self, item.name) for item in fields(self)}
+
+    def take_gather_waits(self) -> list[tuple[float, float]]:
+        """Returns start and end of each gather wait since the last call, by ``time.perf_counter``.
+
+        Waits of less than 10 us are left out, and so are those after the first 4096.
+        """
+        waits, self._waits = self._waits, []
+        return waits
 
     @contextmanager
     def waiting_for_gather(self) -> Iterator[None]:
@@ -29,7 +48,10 @@ class TrafficStats:
         try:
             yield
         finally:
-            self.gather_wait_s += time.perf_counter() - started
+            ended = time.perf_counter()
+            self.gather_wait_s += ended - started
+            if ended - started >= _SHORTEST_WAIT_S and len(self._waits) < _MAX_WAITS:
+                self._waits.append((started, ended))
 
     @contextmanager
     def waiting_for_push(self) -> Iterator[None]:
@@ -39,3 +61,12 @@ class TrafficStats:
             yield
         finally:
             self.push_wait_s += time.perf_counter() - started
+
+    @contextmanager
+    def pushing(self) -> Iterator[None]:
+        """Adds the time until the context ends, without waits for other pushes, to ``push_copy_s``."""
+        started, waited_s = time.perf_counter(), self.push_wait_s
+        try:
+            yield
+        finally:
+            self.push_copy_s += time.perf_counter() - started - (self.push_wait_s - waited_s)

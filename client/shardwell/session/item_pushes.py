@@ -68,7 +68,7 @@ class ItemPushes:
 
     def push(self, unit_index: int, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Starts to push one part of the current item's gradient; see ``ParameterStore.push``."""
-        with uninterrupted:  # the servers wait for every part that is counted
+        with self._pushes.stats.pushing(), uninterrupted:  # the servers wait for every part that is counted
             self._push(unit_index, gradients)
 
     def _push(self, unit_index: int, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:

@@ -24,7 +24,7 @@ from shardwell.data_plane.traffic_stats import TrafficStats
 from shardwell.memory.device_copies import Completable
 from shardwell.module.store import InitialValues
 from shardwell.session.buffer_store import RemoteBuffers
-from shardwell.session.config import JoinConfig
+from shardwell.session.config import JoinConfig, TransferOptions
 from shardwell.session.item_pushes import ItemPushes
 from shardwell.session.membership import Membership
 from shardwell.session.process_groups import form_node_group
@@ -118,6 +118,20 @@ class RunStore:
             "cache_hit_bytes": self._mappings.cache_hit_bytes,
             "node_shared_bytes": self._node.shared_bytes if self._node is not None else 0,
         }
+
+    @property
+    def traffic(self) -> TrafficStats:
+        """What this trainer has transferred."""
+        return self._stats
+
+    def moved_bytes(self) -> dict[str, tuple[int, int]]:
+        """Returns the bytes received and sent over each transport; see ``ShardServers.moved_bytes``."""
+        return self._servers.moved_bytes()
+
+    @property
+    def transfers(self) -> TransferOptions:
+        """How weights and gradients travel."""
+        return self._config.transfers
 
     @property
     def transports(self) -> list[dict[str, Any]]:

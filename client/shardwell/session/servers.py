@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from shardwell.data_plane.remote_shard import RemoteShard, Wire
@@ -45,7 +45,8 @@ class ShardServers:
         self._guards: dict[ServerKey, ServerGuard] = {}
         self._connecting = threading.Lock()
         self._former_received_bytes = self._former_sent_bytes = 0
-        self._former_received_bytes = self._former_sent_bytes = 0
+        self._former_moved: dict[str, tuple[int, int]] = {}
+        """Bytes that closed connections have moved; see ``moved_bytes``."""
         self._probe = ReachabilityProbe(lambda: list(self._guards.values()), membership.credentials)
 
     @property
@@ -57,6 +58,13 @@ class ShardServers:
     def sent_bytes(self) -> int:
         """Bytes sent to all servers, in wire dtypes."""
         return self._former_sent_bytes + sum(at.counter.sent_bytes for at in self._present)
+
+    def moved_bytes(self) -> dict[str, tuple[int, int]]:
+        """Returns the bytes received and sent over each transport so far, in wire dtypes, by its name.
+
+        The transport ``shm`` counts gradients that were copied to shared memory and weights that were copied from it.
+        """
+        return _added(self._former_moved, *(server.moved_bytes() for server in self._present))
 
     def describe(self) -> list[dict[str, Any]]:
         """Returns each server's transport and its statistics; see ``Session.transports``."""
@@ -139,6 +147,7 @@ class ShardServers:
         for server in former:
             self._former_received_bytes += server.counter.received_bytes
             self._former_sent_bytes += server.counter.sent_bytes
+            self._former_moved = _added(self._former_moved, server.moved_bytes())
             server.close()
 
     def release_gradient_buffers(self, dp_rank: int | None = None) -> None:
@@ -160,6 +169,16 @@ class ShardServers:
     def stop_probes(self) -> None:
         """Stops the thread that probes servers."""
         self._probe.close()
+
+
+def _added(*counts: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+    """Returns the sums of received and sent bytes, by transport."""
+    total: dict[str, tuple[int, int]] = {}
+    for moved in counts:
+        for name, (received, sent) in moved.items():
+            before = total.get(name, (0, 0))
+            total[name] = before[0] + received, before[1] + sent
+    return total
 
 
 class ReachabilityProbe:

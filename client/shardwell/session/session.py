@@ -18,12 +18,15 @@ from shardwell.module import guards, torch_patches
 from shardwell.module.memory_report import MemoryReport, measure
 from shardwell.module.strategy import BackwardPrefetch
 from shardwell.module.units import Units
+from shardwell.monitor.report import PerformanceReport, make_report
+from shardwell.monitor.step_times import StepMonitor
 from shardwell.seeds import derive_seed
 from shardwell.session import process_groups
 from shardwell.session.checkpoints import save_checkpoint
 from shardwell.session.config import JoinConfig
 from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell.session.iteration import Iteration
+from shardwell.session.measurements import SessionCounters, describe_setup
 from shardwell.session.membership import Membership
 from shardwell.session.preemption import preemption
 from shardwell.session.private_cluster import open_private_cluster
@@ -51,6 +54,7 @@ class Session:
         world: The grid of logical ranks.
         seed: The run's seed.
         store: Stores the units on the shard servers.
+        monitor: Measures the steps.
         in_flight: The step in flight.
         loop: The training loop.
         optimizers: Optimizers of the session's parameters.
@@ -86,8 +90,18 @@ class Session:
         iteration = Iteration(self._tracked)
         self._buffers = RunBuffers(lambda: self.units.named_modules, self.store.buffers, joined.state)
         self._committer = StepCommitter(self._membership)
+        self._counters = SessionCounters(self.store, self._committer, self.units)
+        self.monitor = StepMonitor(self._counters, self.trainer, alone=self.world.size == 1)
         self.in_flight = StepInFlight(
-            state, self._membership, self._committer, self.store, self.units, self._buffers, self._tracked, iteration
+            state,
+            self._membership,
+            self._committer,
+            self.store,
+            self.units,
+            self._buffers,
+            self._tracked,
+            iteration,
+            self.monitor,
         )
         self.loop = TrainingLoop(self.in_flight, iteration, self._tracked, self._membership)
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -227,19 +241,41 @@ class Session:
         """Returns counts, bytes and seconds since this trainer joined.
 
         Returns:
-            ``gather_count``, ``gathered_bytes`` (copied to this trainer; weights read in place do not count),
+            ``gather_count``, ``gathered_bytes`` (copied to this trainer), ``in_place_bytes`` (read in place),
             ``gather_wait_s`` (the training thread waited for weights), ``push_count``, ``pushed_bytes``,
-            ``push_wait_s``, ``received_bytes`` and ``sent_bytes`` (in wire dtypes), ``cache_hit_bytes`` (found in
-            the host cache), ``node_shared_bytes`` (fetched by other trainers of the node group), ``finish_wait_s``
-            (waited for other trainers' work), ``commit_wait_s``, ``live_unit_bytes`` and ``peak_unit_bytes`` (memory of
+            ``push_wait_s``, ``push_copy_s`` (started pushes, which copies gradients to shared memory),
+            ``received_bytes`` and ``sent_bytes`` (in wire dtypes), ``cache_hit_bytes`` (found in the host cache),
+            ``node_shared_bytes`` (fetched by other trainers of the node group), ``finish_wait_s`` (waited for other
+            trainers' work), ``norm_wait_s``, ``commit_wait_s``, ``partition_update_s`` (part of ``commit_wait_s``:
+            updated optimizer partitions), ``live_unit_bytes``, ``peak_unit_bytes`` and ``freed_unit_bytes`` (memory of
             gathered weights).
         """
-        return {
-            **self.store.stats,
-            **self._committer.stats,
-            "live_unit_bytes": self.units.live_bytes,
-            "peak_unit_bytes": self.units.peak_bytes,
-        }
+        return self._counters.stats()
+
+    def report(self, last: int = 50) -> PerformanceReport:
+        """Returns where the time of the last steps went, what slows them down, and advice. Prints as text.
+
+        The first step after ``join`` is not measured.
+
+        Args:
+            last: Number of steps to report. The session remembers 1024 steps.
+
+        Raises:
+            UsageError: ``last`` is not positive.
+        """
+        if last < 1:
+            raise UsageError(f"report(last={last!r}): expected at least 1")
+        return make_report(self.monitor.steps(last), describe_setup(self.trainer, self.store, self.units))
+
+    def count(self, *, tokens: int = 0, samples: int = 0) -> None:
+        """Counts tokens or samples that this trainer computes in the step in flight, for the rates in ``report``.
+
+        Samples of a dataset, ``step.batches(dataset, batch_size=...)``, are counted without this call.
+
+        Raises:
+            UsageError: A number is negative.
+        """
+        self.monitor.count(tokens=tokens, samples=samples)
 
     def memory(self) -> MemoryReport:
         """Returns the current and the peak memory of the sharded modules by unit. Prints as a table."""

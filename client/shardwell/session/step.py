@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
+from shardwell.monitor.step_times import StepPart
 from shardwell.seeds import derive_seed
 from shardwell.session.step_in_flight import StepInFlight
 from shardwell.session.step_state import WorkItemState
@@ -105,9 +107,9 @@ class Step:
             DeadlineError: Other trainers did not finish in time. The message names them.
         """
         make_batch = batch_function(source, seed=self._seed, dp=self._dp, batch_size=batch_size, collate_fn=collate_fn)
-        return self._batches(make_batch)
+        return self._batches(make_batch, batch_size or 0)
 
-    def _batches(self, make_batch: BatchFunction) -> Iterator[Any]:
+    def _batches(self, make_batch: BatchFunction, num_samples: int) -> Iterator[Any]:
         work = self._work
         work.settle()
         if not work.rejoining.join_again() or work.voided or work.state.number > self._loop.step:
@@ -116,13 +118,13 @@ class Step:
         items = deque(work.state.unfinished)
         while True:
             while items:
-                yield from self._compute(items.popleft(), make_batch)
+                yield from self._compute(items.popleft(), make_batch, num_samples)
             more = work.items.finish_work(accept_work=True)
             if not more:
                 return
             items.extend(more)
 
-    def _compute(self, item: WorkItemState, make_batch: BatchFunction) -> Iterator[Any]:
+    def _compute(self, item: WorkItemState, make_batch: BatchFunction, num_samples: int) -> Iterator[Any]:
         work, dp_rank = self._work, item.item.dp_rank
         if not work.items.start_item(item):
             return
@@ -131,7 +133,7 @@ class Step:
         step = work.state.number
         torch.manual_seed(derive_seed(self._seed, step, dp_rank))
         try:
-            yield make_batch(self.number, dp_rank)
+            yield self._make(make_batch, dp_rank, num_samples)
         finally:
             work.items.stop_item()
         if work.state.number != step:
@@ -140,6 +142,14 @@ class Step:
                 "call it after the loop"
             )
         work.items.end_item()
+
+    def _make(self, make_batch: BatchFunction, dp_rank: int, num_samples: int) -> Any:
+        """Returns a batch. Measures how long it takes to make."""
+        started, monitor = time.perf_counter(), self._work.monitor
+        batch = make_batch(self.number, dp_rank)
+        monitor.add(StepPart.DATA, time.perf_counter() - started)
+        monitor.count(samples=num_samples)
+        return batch
 
 
 def batch_function(source: Any, *, seed: int, dp: int, batch_size: int | None, collate_fn: Any) -> BatchFunction:

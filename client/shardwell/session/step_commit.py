@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from shardwell.monitor.step_times import CommitFacts, LastFinished, ServerUpdate
 from shardwell.session.membership import Membership
 from shardwell_wire import fault_points
 from shardwell_wire.errors import ShardwellError
@@ -51,12 +52,32 @@ class StepCommitter:
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
-        self._finish_wait_s = self._commit_wait_s = 0.0
+        self._finish_wait_s = self._norm_wait_s = self._commit_wait_s = self._partition_update_s = 0.0
+        self._last_finished: LastFinished | None = None
 
     @property
     def stats(self) -> dict[str, float]:
-        """Seconds that the training thread has waited for other trainers' work and for commits."""
-        return {"finish_wait_s": self._finish_wait_s, "commit_wait_s": self._commit_wait_s}
+        """Seconds that the training thread has waited for other trainers' work, for norms and for commits."""
+        return {
+            "finish_wait_s": self._finish_wait_s,
+            "norm_wait_s": self._norm_wait_s,
+            "commit_wait_s": self._commit_wait_s,
+            "partition_update_s": self._partition_update_s,
+        }
+
+    def take_facts(self, response: coordinator_pb2.CommitStepResponse) -> CommitFacts:
+        """Returns what the coordinator has said about the step that was committed.
+
+        Args:
+            response: The answer to the step proposal.
+        """
+        last, self._last_finished = self._last_finished, None
+        update = response.previous_update if response.HasField("previous_update") else None
+        return CommitFacts(
+            last_finished=last,
+            previous_update=None if update is None else ServerUpdate(update.server, update.duration_s),
+            record_s=response.record_s,
+        )
 
     def finish_work(
         self,
@@ -97,6 +118,9 @@ class StepCommitter:
             what=f"the work of step {step}",
         )
         self._finish_wait_s += time.perf_counter() - started
+        if response.HasField("last_finished"):
+            last = response.last_finished
+            self._last_finished = LastFinished(last.global_rank, last.trainer, last.late_s)
         fault_points.reach("client.finish_work.after", step=step)
         return response
 
@@ -128,12 +152,14 @@ class StepCommitter:
             norm_type=0.0 if norm_type == 2.0 else norm_type,
             unit_indices=unit_indices,
         )
+        started = time.perf_counter()
         response: coordinator_pb2.PrepareGradientsResponse = self._membership.poll(
             "PrepareGradients",
             request,
             lambda answer: answer.prepared,
             what=f"the gradient norm of step {step}",
         )
+        self._norm_wait_s += time.perf_counter() - started
         return GradNorm(response.other_norm if request.norm_type else response.grad_norm, response.attempts)
 
     def commit(
@@ -168,7 +194,9 @@ class StepCommitter:
         started = time.perf_counter()
         response = self._poll_commit(request)
         while update.update_partitions is not None and response.partitions:
+            update_started = time.perf_counter()
             request.staged_partitions.extend(update.update_partitions(response.partitions))
+            self._partition_update_s += time.perf_counter() - update_started
             request.context.CopyFrom(self._membership.context(step))
             response = self._poll_commit(request)
         self._commit_wait_s += time.perf_counter() - started

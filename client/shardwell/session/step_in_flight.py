@@ -7,6 +7,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 
 from shardwell.module.units import Units
+from shardwell.monitor.step_times import StepMonitor
 from shardwell.session.iteration import Iteration
 from shardwell.session.membership import Membership
 from shardwell.session.rejoining import Rejoining
@@ -40,6 +41,7 @@ class StepInFlight:
         state: State of the step.
         items: The work items of this trainer.
         rejoining: Joins the run again.
+        monitor: Measures the steps.
 
     Args:
         state: State of the first step.
@@ -50,6 +52,7 @@ class StepInFlight:
         buffers: The run's buffers.
         tracked: The run's tracked objects.
         iteration: The iteration of the training loop.
+        monitor: Measures the steps.
     """
 
     def __init__(
@@ -62,14 +65,15 @@ class StepInFlight:
         buffers: RunBuffers,
         tracked: TrackedObjects,
         iteration: Iteration,
+        monitor: StepMonitor,
     ) -> None:
-        self.state = state
+        self.state, self.monitor = state, monitor
         self._iteration = iteration
         self._membership, self._committer = membership, committer
         self._store, self._units = store, units
         self._buffers, self._tracked = buffers, tracked
         self.rejoining = Rejoining(state, membership, store, units, buffers, iteration)
-        self.items = WorkItems(state, membership, committer, store, units, buffers, self.rejoining)
+        self.items = WorkItems(state, membership, committer, store, units, buffers, self.rejoining, monitor)
         self._several_optimizers = False
         units.passes.before_use = self.settle
 
@@ -268,6 +272,7 @@ class StepInFlight:
             self._store.start_step(finished, kept)
         self._units.begin_step()
         self._buffers.commit(response.state, step, self.state.number, has_work=bool(self.state.items))
+        self.monitor.end_step(step, self._committer.take_facts(response))
 
     def _require_work(self, optimizer: common_pb2.OptimizerStep) -> None:
         """Raises UsageError if nothing was computed in the step and ``zero_grad`` was not called."""

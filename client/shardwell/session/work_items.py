@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from shardwell.module.units import Units
+from shardwell.monitor.step_times import StepMonitor
 from shardwell.session.membership import Membership
 from shardwell.session.rejoining import Rejoining
 from shardwell.session.run_buffers import RunBuffers
@@ -30,6 +31,7 @@ class WorkItems:
         units: The sharded units.
         buffers: The run's buffers.
         rejoining: Joins the run again if the membership has lapsed.
+        monitor: Measures the steps.
     """
 
     def __init__(
@@ -41,9 +43,10 @@ class WorkItems:
         units: Units,
         buffers: RunBuffers,
         rejoining: Rejoining,
+        monitor: StepMonitor,
     ) -> None:
         self._state, self._membership, self._committer, self._store = state, membership, committer, store
-        self._units, self._buffers, self._rejoining = units, buffers, rejoining
+        self._units, self._buffers, self._rejoining, self._monitor = units, buffers, rejoining, monitor
         self.keeps_graphs = False
         """Whether graphs stay usable after an item of a plain loop, because several optimizers use them in turn."""
         self._item_started_s: float | None = None
@@ -65,6 +68,7 @@ class WorkItems:
                 "call optimizer.zero_grad() to drop the gradient"
             )
         self._state.start_batches()
+        self._monitor.begin_work()
 
     def start_item(self, item: WorkItemState) -> bool:
         """Starts a work item without gradients of an earlier attempt; returns False if the attempt is over already."""

@@ -118,6 +118,11 @@ class TransportSelector:
         return self._stream or self.require_stream()
 
     @property
+    def stream_name(self) -> str | None:
+        """Name of the stream transport, if one was opened."""
+        return None if self._stream is None else self._stream.name
+
+    @property
     def shared(self) -> SharedTransport | None:
         """The transport through shared memory, if there is one."""
         return self._shared

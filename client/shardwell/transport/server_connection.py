@@ -93,6 +93,8 @@ class ServerConnection:
         except BaseException:
             self.client.close()
             raise
+        self.shared_counter = ByteCounter()
+        """Bytes that were copied from and to shared memory."""
         self.copies_gradients = self.transports.shared is not None
         """Whether ``prepare_push`` copies gradients, so that their memory can be reused before they are pushed."""
         logger.info("shard server at %s: transport %s, %.2f GB/s", address, self.transport.name, self.bytes_per_s / 1e9)
@@ -111,6 +113,19 @@ class ServerConnection:
     def bytes_per_s(self) -> float:
         """Bandwidth, measured when the transport was opened."""
         return self.transports.bytes_per_s
+
+    def moved_bytes(self) -> dict[str, tuple[int, int]]:
+        """Returns the bytes received and sent so far over each transport that has moved any, by its name."""
+        shared, counters = self.transports.shared, dict[str, ByteCounter]()
+        if (stream_name := self.transports.stream_name) is not None:
+            counters[stream_name] = self.counter
+        if shared is not None:
+            counters[shared.name] = self.shared_counter
+        return {
+            name: (at.received_bytes, at.sent_bytes)
+            for name, at in counters.items()
+            if at.received_bytes or at.sent_bytes
+        }
 
     def describe(self) -> dict[str, Any]:
         """Returns the transport in use and its statistics, for reports."""
@@ -141,6 +156,7 @@ class ServerConnection:
                     shard, version, target, timeout_s=wait_limit_s, retry_for_s=retry_for_s, nearly_done=nearly_done
                 )
             )
+        self.shared_counter.add(received_bytes=shard.stop_bytes - shard.start_bytes)
         if version is not None and window.shows(version):
             return shard.read(version, target)  # no message to the server
         return self.transports.over_shared(

@@ -1424,6 +1424,7 @@ class FinishWorkResponse(google.protobuf.message.Message):
     WORK_FIELD_NUMBER: builtins.int
     WAITING_FOR_FIELD_NUMBER: builtins.int
     PLACEMENT_FIELD_NUMBER: builtins.int
+    LAST_FINISHED_FIELD_NUMBER: builtins.int
     all_finished: builtins.bool
     """True if all items of the step are finished."""
     placement: builtins.int
@@ -1438,6 +1439,12 @@ class FinishWorkResponse(google.protobuf.message.Message):
     def waiting_for(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """While waiting: what the step waits for, one line each."""
 
+    @property
+    def last_finished(self) -> global___LastFinishedItem:
+        """With all_finished: the item that was finished last. Unset: one trainer computed all items, or the coordinator does
+        not know, because it has restarted or the step is committed.
+        """
+
     def __init__(
         self,
         *,
@@ -1445,12 +1452,42 @@ class FinishWorkResponse(google.protobuf.message.Message):
         work: global___StepWork | None = ...,
         waiting_for: collections.abc.Iterable[builtins.str] | None = ...,
         placement: builtins.int = ...,
+        last_finished: global___LastFinishedItem | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_work", b"_work", "work", b"work"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_work", b"_work", "all_finished", b"all_finished", "placement", b"placement", "waiting_for", b"waiting_for", "work", b"work"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_last_finished", b"_last_finished", "_work", b"_work", "last_finished", b"last_finished", "work", b"work"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_last_finished", b"_last_finished", "_work", b"_work", "all_finished", b"all_finished", "last_finished", b"last_finished", "placement", b"placement", "waiting_for", b"waiting_for", "work", b"work"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_last_finished", b"_last_finished"]) -> typing.Literal["last_finished"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_work", b"_work"]) -> typing.Literal["work"] | None: ...
 
 global___FinishWorkResponse = FinishWorkResponse
+
+@typing.final
+class LastFinishedItem(google.protobuf.message.Message):
+    """The work item of a step that was finished last. All other trainers have waited for it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GLOBAL_RANK_FIELD_NUMBER: builtins.int
+    TRAINER_FIELD_NUMBER: builtins.int
+    LATE_S_FIELD_NUMBER: builtins.int
+    global_rank: builtins.int
+    """Logical rank of the item."""
+    trainer: builtins.str
+    """Name of the trainer that computed it."""
+    late_s: builtins.float
+    """Seconds from the last item that another trainer finished to this one."""
+    def __init__(
+        self,
+        *,
+        global_rank: builtins.int = ...,
+        trainer: builtins.str = ...,
+        late_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["global_rank", b"global_rank", "late_s", b"late_s", "trainer", b"trainer"]) -> None: ...
+
+global___LastFinishedItem = LastFinishedItem
 
 @typing.final
 class PrepareGradientsRequest(google.protobuf.message.Message):
@@ -1627,6 +1664,8 @@ class CommitStepResponse(google.protobuf.message.Message):
     SKIPPED_FIELD_NUMBER: builtins.int
     PARTITIONS_FIELD_NUMBER: builtins.int
     PLACEMENT_FIELD_NUMBER: builtins.int
+    PREVIOUS_UPDATE_FIELD_NUMBER: builtins.int
+    RECORD_S_FIELD_NUMBER: builtins.int
     committed: builtins.bool
     """False: repeat the request."""
     grad_norm: builtins.float
@@ -1637,6 +1676,8 @@ class CommitStepResponse(google.protobuf.message.Message):
     """True if a gradient was not finite: the step changed no parameter, and grad_norm is infinite."""
     placement: builtins.int
     """Number of relocations of the run's shards so far. See JoinResponse.placement."""
+    record_s: builtins.float
+    """Seconds that it took to write the commit record of this step. 0: not known."""
     @property
     def waiting_for(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """While waiting: what the step waits for, one line each."""
@@ -1655,6 +1696,10 @@ class CommitStepResponse(google.protobuf.message.Message):
         that runs on the trainers.
         """
 
+    @property
+    def previous_update(self) -> global___UpdateDuration:
+        """The slowest update of the step before this one. Unset: not known."""
+
     def __init__(
         self,
         *,
@@ -1667,12 +1712,39 @@ class CommitStepResponse(google.protobuf.message.Message):
         skipped: builtins.bool = ...,
         partitions: collections.abc.Iterable[global___PartitionWork] | None = ...,
         placement: builtins.int = ...,
+        previous_update: global___UpdateDuration | None = ...,
+        record_s: builtins.float = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_state", b"_state", "next_work", b"next_work", "state", b"state"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_state", b"_state", "committed", b"committed", "grad_norm", b"grad_norm", "next_work", b"next_work", "partitions", b"partitions", "placement", b"placement", "skipped", b"skipped", "state", b"state", "version", b"version", "waiting_for", b"waiting_for"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_previous_update", b"_previous_update", "_state", b"_state", "next_work", b"next_work", "previous_update", b"previous_update", "state", b"state"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_previous_update", b"_previous_update", "_state", b"_state", "committed", b"committed", "grad_norm", b"grad_norm", "next_work", b"next_work", "partitions", b"partitions", "placement", b"placement", "previous_update", b"previous_update", "record_s", b"record_s", "skipped", b"skipped", "state", b"state", "version", b"version", "waiting_for", b"waiting_for"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_previous_update", b"_previous_update"]) -> typing.Literal["previous_update"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_state", b"_state"]) -> typing.Literal["state"] | None: ...
 
 global___CommitStepResponse = CommitStepResponse
+
+@typing.final
+class UpdateDuration(google.protobuf.message.Message):
+    """How long the slowest shard server took to update its shards after a commit."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SERVER_FIELD_NUMBER: builtins.int
+    DURATION_S_FIELD_NUMBER: builtins.int
+    server: builtins.str
+    """Id of the shard server."""
+    duration_s: builtins.float
+    """Seconds from the commit record to the server's acknowledgement."""
+    def __init__(
+        self,
+        *,
+        server: builtins.str = ...,
+        duration_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["duration_s", b"duration_s", "server", b"server"]) -> None: ...
+
+global___UpdateDuration = UpdateDuration
 
 @typing.final
 class ExchangeAddressRequest(google.protobuf.message.Message):

@@ -108,7 +108,9 @@ class Committer:
                 if moves := run.relocations.planned_promotions():
                     # Stored together with the record. The targets have the prepared step and apply it.
                     run.relocations.promote(moves)
+                started_s = self._state.clock()
                 await self._state.save_commit(run, record, state)
+                run.commits.note_record_time(self._state.clock() - started_s)
         except ShardwellError as error:
             self._state.events.add(EventKind.STEP_FAILED, f"step {step.number}: {error}", run=run.name)
             if moves:

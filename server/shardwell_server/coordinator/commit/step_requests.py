@@ -115,7 +115,9 @@ class StepRequests:
         if step.all_finished:
             while step.all_finished and not step.recorded:
                 await run.calls.recording(lambda: self._record_finished(run, step))
-            return coordinator_pb2.FinishWorkResponse(all_finished=True) if step.recorded else None
+            if not step.recorded:
+                return None
+            return coordinator_pb2.FinishWorkResponse(all_finished=True, last_finished=step.last_finished())
         # Items that are leased to the caller and not reported as finished are its work, even if the response that
         # granted them was lost.
         if accept_work and not step.leased_to(member.name):
@@ -318,7 +320,10 @@ class StepRequests:
             version=number + 1,
             skipped=record is not None and record.skipped,
             next_work=run.work_of(member.name),
+            record_s=run.commits.record_s if number == run.committed_step - 1 else 0.0,
         )
+        if (update := run.commits.update_before(number)) is not None:
+            response.previous_update.server, response.previous_update.duration_s = update.server_id, update.duration_s
         state = run.commits.state
         if state is not None and state.buffer_versions:
             response.state.CopyFrom(state)

@@ -89,7 +89,7 @@ class UpdateSender:
         await retry_async(attempt, errors=ShardwellError, check=note_failure)
         fault_points.reach("coordinator.update.acknowledged", step=record.step, server=server_id)
         if run.commits.pending_updates.get(server_id) is pending:
-            run.commits.finish_update(server_id, pending)
+            run.commits.finish_update(server_id, pending, self._state.clock())
             run.changed.notify()
             if not run.commits.pending_updates:
                 self._checkpoints.start_if_due(run)

@@ -27,6 +27,16 @@ class PendingUpdate:
         self.error = error
 
 
+@dataclass(frozen=True, slots=True)
+class UpdateTime:
+    """How long a server took to update its shards after a commit."""
+
+    step: int
+    server_id: str
+    duration_s: float
+    """From the commit record to the acknowledgement."""
+
+
 class CommittedSteps:
     """The commit records of a run, and the pending updates of its last commit. ``Storage`` makes them durable first."""
 
@@ -39,6 +49,10 @@ class CommittedSteps:
         """Updates that are not acknowledged yet, by server. The next step is prepared only when there are none."""
         self.writing = False
         """True while a commit record is being written. It is then too late to reset a work item."""
+        self.record_s = 0.0
+        """How long it took to write the last commit record; 0 after a restart."""
+        self._slowest_update: UpdateTime | None = None
+        self._previous_update: UpdateTime | None = None
 
     @property
     def last(self) -> CommitRecord | None:
@@ -90,6 +104,7 @@ class CommittedSteps:
         self._expect_updates(record, servers, now)
 
     def _expect_updates(self, record: CommitRecord, servers: Iterable[tuple[str, str]], now: float) -> None:
+        self._previous_update = self._slowest_update
         self.pending_updates = {server: PendingUpdate(record.step, now, incarnation) for server, incarnation in servers}
 
     def expect_update(self, process: tuple[str, str], now: float) -> None:
@@ -98,10 +113,22 @@ class CommittedSteps:
             server_id, incarnation = process
             self.pending_updates[server_id] = PendingUpdate(self.last.step, now, incarnation)
 
-    def finish_update(self, server_id: str, update: PendingUpdate) -> None:
+    def finish_update(self, server_id: str, update: PendingUpdate, now: float) -> None:
         """Removes a pending update: the server has acknowledged it, or its process is gone."""
         if self.pending_updates.get(server_id) is update:
             del self.pending_updates[server_id]
+            duration_s, slowest = now - update.since_s, self._slowest_update
+            if slowest is None or slowest.step != update.step or slowest.duration_s < duration_s:
+                self._slowest_update = UpdateTime(update.step, server_id, duration_s)
+
+    def update_before(self, step: int) -> UpdateTime | None:
+        """Returns the slowest update of the step before a step, which is the last or the second to last commit."""
+        known = (self._previous_update, self._slowest_update)
+        return next((update for update in known if update is not None and update.step == step - 1), None)
+
+    def note_record_time(self, record_s: float) -> None:
+        """Records how long it took to write the last commit record."""
+        self.record_s = record_s
 
     @contextmanager
     def writing_record(self) -> Iterator[None]:

@@ -109,6 +109,18 @@ class Step:
             for item in self.unfinished
         ]
 
+    def last_finished(self) -> coordinator_pb2.LastFinishedItem | None:
+        """Returns the item that was finished last. None: one trainer finished all, or the coordinator has restarted."""
+        if not self.items or not self.all_finished:
+            return None
+        last = max(self.items.values(), key=lambda item: item.since_s)
+        others = [item.since_s for item in self.items.values() if item.trainer != last.trainer]
+        if not others or max(others) == last.since_s:
+            return None
+        return coordinator_pb2.LastFinishedItem(
+            global_rank=last.global_rank, trainer=last.trainer, late_s=last.since_s - max(others)
+        )
+
     # Work items
 
     def check_finished(

@@ -1,0 +1,1 @@
+"""The performance monitor: where the time of each step went, bottlenecks, advice."""

@@ -1,0 +1,178 @@
+"""The report of ``session.report()``: where the time of the last steps went, bottlenecks and advice."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import StringIO
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from shardwell.monitor.bottlenecks import Bottleneck, find_bottlenecks, format_seconds
+from shardwell.monitor.setup import MonitoredSetup
+from shardwell.monitor.step_times import StepPart, StepTimes
+from shardwell.sizes import format_size
+
+_WIDTH = 120
+
+
+@dataclass(frozen=True, slots=True)
+class PerformanceReport:
+    """Where the time of a trainer's last steps went; ``print`` shows tables.
+
+    Times are seconds of the training thread, as means per step.
+    """
+
+    trainer: str
+    """Name of this trainer."""
+    steps: tuple[StepTimes, ...]
+    """The measured steps, oldest first. Empty before the second commit."""
+    model_bytes: int
+    """Size of all weights."""
+    bottlenecks: tuple[Bottleneck, ...]
+    """What slows the steps down, the most severe first."""
+
+    @property
+    def step_s(self) -> float:
+        """Duration of a step; 0 without steps."""
+        return self._mean([step.duration_s for step in self.steps])
+
+    @property
+    def parts(self) -> dict[StepPart, float]:
+        """Seconds of each part of a step. They add up to ``step_s``."""
+        return {part: self._mean([step.parts[part] for step in self.steps]) for part in StepPart}
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens that this trainer has counted with ``session.count``, per second."""
+        return self._rate(sum(step.tokens for step in self.steps))
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples of this trainer per second: those of datasets, and those counted with ``session.count``."""
+        return self._rate(sum(step.samples for step in self.steps))
+
+    @property
+    def received_bytes(self) -> dict[str, float]:
+        """Bytes of weights that arrived in a step, in wire dtypes, by transport."""
+        return {
+            name: self._mean([step.received_bytes.get(name, 0) for step in self.steps]) for name in self._transports
+        }
+
+    @property
+    def sent_bytes(self) -> dict[str, float]:
+        """Bytes of gradients that left in a step, in wire dtypes, by transport."""
+        return {name: self._mean([step.sent_bytes.get(name, 0) for step in self.steps]) for name in self._transports}
+
+    @property
+    def in_place_bytes(self) -> float:
+        """Bytes of weights that were read in the servers' memory in a step, and not copied."""
+        return self._mean([step.in_place_bytes for step in self.steps])
+
+    @property
+    def peak_gathered_bytes(self) -> int:
+        """Maximum of the memory that gathered weights took in this process."""
+        return max((step.peak_gathered_bytes for step in self.steps), default=0)
+
+    @property
+    def freed_bytes(self) -> float:
+        """Memory of gathered weights that was released in a step."""
+        return self._mean([step.freed_bytes for step in self.steps])
+
+    @property
+    def _transports(self) -> list[str]:
+        return sorted({name for step in self.steps for name in (*step.received_bytes, *step.sent_bytes)})
+
+    def _mean(self, numbers: Sequence[float]) -> float:
+        return sum(numbers) / len(numbers) if numbers else 0.0
+
+    def _rate(self, count: int) -> float:
+        duration_s = sum(step.duration_s for step in self.steps)
+        return count / duration_s if duration_s else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the report as numbers, strings, lists and maps, which ``json.dumps`` accepts."""
+        return {
+            "trainer": self.trainer,
+            "num_steps": len(self.steps),
+            "step_s": self.step_s,
+            "parts": {part.value: seconds for part, seconds in self.parts.items()},
+            "tokens_per_s": self.tokens_per_s,
+            "samples_per_s": self.samples_per_s,
+            "received_bytes": self.received_bytes,
+            "sent_bytes": self.sent_bytes,
+            "in_place_bytes": self.in_place_bytes,
+            "model_bytes": self.model_bytes,
+            "peak_gathered_bytes": self.peak_gathered_bytes,
+            "freed_bytes": self.freed_bytes,
+            "bottlenecks": [
+                {**dataclasses.asdict(bottleneck), "severity": bottleneck.severity.name.lower()}
+                for bottleneck in self.bottlenecks
+            ],
+            "steps": [
+                {**dataclasses.asdict(step), "parts": {part.value: step.parts[part] for part in StepPart}}
+                for step in self.steps
+            ],
+        }
+
+    def __rich__(self) -> RenderableType:
+        if not self.steps:
+            return Text("No step is measured yet. The first step after join is not measured: commit another one.")
+        return Group(Text(self._headline()), "", self._parts_table(), "", *self._traffic(), "", *self._advice())
+
+    def __str__(self) -> str:
+        console = Console(file=StringIO(), width=_WIDTH, color_system=None, highlight=False)
+        with console.capture() as capture:
+            console.print(self)
+        return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+    def _headline(self) -> str:
+        first, last = self.steps[0].step, self.steps[-1].step
+        rates = [
+            f"{rate:,.1f} {what}/s"
+            for rate, what in ((self.tokens_per_s, "tokens"), (self.samples_per_s, "samples"))
+            if rate
+        ]
+        times = f"{format_seconds(self.step_s)} per step"
+        return f"trainer {self.trainer!r}, steps {first} to {last}: {', '.join([times, *rates])}"
+
+    def _parts_table(self) -> Table:
+        table = Table("PART", box=None, pad_edge=False, header_style="bold")
+        for heading in ("PER STEP", "SHARE"):
+            table.add_column(heading, justify="right")
+        for part, seconds in self.parts.items():
+            if seconds or part is StepPart.COMPUTE:
+                share = seconds / self.step_s if self.step_s else 0.0
+                table.add_row(part.value.replace("_", " "), format_seconds(seconds), f"{share:.1%}")
+        return table
+
+    def _traffic(self) -> list[RenderableType]:
+        received, sent = self.received_bytes, self.sent_bytes
+        lines = [
+            f"{name}: {format_size(round(received[name]))} received and {format_size(round(sent[name]))} sent per step"
+            for name in self._transports
+        ]
+        if self.in_place_bytes:
+            lines.append(f"in place: {format_size(round(self.in_place_bytes))} of weights read per step")
+        lines.append(
+            f"memory: gathered weights take at most {format_size(self.peak_gathered_bytes)} of "
+            f"{format_size(self.model_bytes)}; {format_size(round(self.freed_bytes))} freed per step"
+        )
+        return [Text(line) for line in lines]
+
+    def _advice(self) -> list[RenderableType]:
+        return [Text(str(bottleneck)) for bottleneck in self.bottlenecks] or [Text("no bottlenecks")]
+
+
+def make_report(steps: Sequence[StepTimes], setup: MonitoredSetup) -> PerformanceReport:
+    """Makes the report of measured steps.
+
+    Args:
+        steps: The steps, oldest first.
+        setup: Options and sizes of their session.
+    """
+    return PerformanceReport(setup.trainer, tuple(steps), setup.model_bytes, find_bottlenecks(steps, setup))
