@@ -266,7 +266,7 @@ def _open(reader: UnitReader, shard: common_pb2.ShardRange) -> StandingRpc:
     )
     timeout_s = reader.timeout_s + _CALL_MARGIN_S
     with reader.connections.reaching(shard):
-        return reader.connections.server(shard.address).client.open("PinVersion", request, timeout_s=timeout_s)
+        return reader.connections.server(shard).client.open("PinVersion", request, timeout_s=timeout_s)
 
 
 def _outcome(action: Callable[[], StandingRpc]) -> StandingRpc | Exception:

@@ -17,8 +17,10 @@ from shardwell_wire.layout import UnitLayout
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.v1 import common_pb2
 
-_ShardKey = tuple[str, str, int, int]
-"""Address, unit and range of a shard."""
+_ServerKey = tuple[str, str]
+"""Address and incarnation of a server process. A restarted server may have other values in the same version."""
+_ShardKey = tuple[_ServerKey, str, int, int]
+"""Server process, unit and range of a shard."""
 
 
 class RunConnections:
@@ -32,28 +34,32 @@ class RunConnections:
     def __init__(self, run: RunIdentity, credentials: Credentials) -> None:
         self.run, self._credentials = run, credentials
         self._lock = threading.Lock()
-        self._servers: dict[str, ServerConnection] = {}
+        self._servers: dict[_ServerKey, ServerConnection] = {}
         self._shards: dict[_ShardKey, RemoteShard] = {}
 
-    def server(self, address: str) -> ServerConnection:
-        """Returns the connection to the shard server at an address.
+    def server(self, shard: common_pb2.ShardRange) -> ServerConnection:
+        """Returns the connection to the server process that owns a shard.
 
         Raises:
             UnavailableError: The server cannot be reached.
         """
+        key = _server_key(shard)
         with self._lock:
-            if (known := self._servers.get(address)) is not None:
+            if (known := self._servers.get(key)) is not None:
                 return known
+            former = [each for each in self._servers if each[0] == shard.address]
+        for each in former:
+            self._forget(each)
         # Without the lock: a server that does not answer must not delay the others.
         opened = ServerConnection(
-            address,
+            shard.address,
             self.run,
             transports=TRANSPORT_NAMES,
             chunk_bytes=DEFAULT_CHUNK_BYTES,
             credentials=self._credentials,
         )
         with self._lock:
-            used = self._servers.setdefault(address, opened)
+            used = self._servers.setdefault(key, opened)
         if used is not opened:
             opened.close()
         return used
@@ -90,7 +96,7 @@ class RunConnections:
         try:
             yield
         except UnavailableError as error:
-            self._forget(shard.address)
+            self._forget(_server_key(shard))
             raise UnavailableError(
                 f"{shard.server_id} at {shard.address} cannot be reached from this host, although the coordinator "
                 f"can: {error}",
@@ -99,12 +105,12 @@ class RunConnections:
 
     def close(self) -> None:
         """Closes all connections. Reads in flight fail."""
-        for address in list(self._servers):
-            self._forget(address)
+        for key in list(self._servers):
+            self._forget(key)
 
     def _shard(self, layout: UnitLayout, shard: common_pb2.ShardRange, timeout_s: float) -> RemoteShard:
-        server = self.server(shard.address)
-        key = (shard.address, layout.unit, shard.start_bytes, shard.stop_bytes)
+        server = self.server(shard)
+        key = (_server_key(shard), layout.unit, shard.start_bytes, shard.stop_bytes)
         with self._lock:
             remote = self._shards.get(key)
         if remote is None:
@@ -116,9 +122,13 @@ class RunConnections:
                 self._shards[key] = remote
         return remote
 
-    def _forget(self, address: str) -> None:
+    def _forget(self, process: _ServerKey) -> None:
         with self._lock:
-            server = self._servers.pop(address, None)
-            self._shards = {key: remote for key, remote in self._shards.items() if key[0] != address}
+            server = self._servers.pop(process, None)
+            self._shards = {key: remote for key, remote in self._shards.items() if key[0] != process}
         if server is not None:
             server.close()
+
+
+def _server_key(shard: common_pb2.ShardRange) -> _ServerKey:
+    return shard.address, shard.incarnation

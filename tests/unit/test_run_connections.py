@@ -1,0 +1,83 @@
+"""Connections of a reader: each belongs to one process of a shard server, not to its address."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shardwell.weights import run_connections
+from shardwell.weights.run_connections import RunConnections
+from shardwell_wire.credentials import NO_CREDENTIALS
+from shardwell_wire.errors import UnavailableError, VersionGoneError
+from shardwell_wire.layout import Parameter, UnitLayout
+from shardwell_wire.run_identity import RunIdentity
+from shardwell_wire.v1.common_pb2 import ShardRange
+
+LAYOUT = UnitLayout("u", (Parameter("w", (4,), "float32"),))
+
+
+class _Connection:
+    """A connection to a server process, and the shard that it maps. ``opened`` are all of them."""
+
+    opened: list[_Connection]
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.closed = False
+        self.opened.append(self)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class _Shard:
+    """A shard in mapped memory: reads tell over which connection it was located."""
+
+    is_streamed = True
+
+    def __init__(self, run: object, layout: object, server: _Connection, *_: Any) -> None:
+        self._server = server
+
+    def locate(self) -> None:
+        return None
+
+    def fetch(self, version: int, target: memoryview) -> None:
+        target[0] = _Connection.opened.index(self._server)
+
+
+@pytest.fixture
+def connections(monkeypatch: pytest.MonkeyPatch) -> RunConnections:
+    monkeypatch.setattr(_Connection, "opened", [], raising=False)
+    monkeypatch.setattr(run_connections, "ServerConnection", _Connection)
+    monkeypatch.setattr(run_connections, "RemoteShard", _Shard)
+    return RunConnections(RunIdentity("run", "id"), NO_CREDENTIALS)
+
+
+def shard(incarnation: str, address: str = "host:1") -> ShardRange:
+    return ShardRange(server_id="s", address=address, incarnation=incarnation, start_bytes=0, stop_bytes=16)
+
+
+def used_connection(connections: RunConnections, owner: ShardRange) -> int:
+    """Returns the number of the connection over which a shard is read."""
+    target = bytearray(16)
+    connections.read(LAYOUT, owner, 0, memoryview(target), timeout_s=1.0)
+    return target[0]
+
+
+def test_shard_of_a_restarted_server_at_the_same_address_is_not_read_from_former_memory(
+    connections: RunConnections,
+) -> None:
+    assert used_connection(connections, shard("1")) == used_connection(connections, shard("1")) == 0
+    assert used_connection(connections, shard("1", "host:2")) == 1
+    assert used_connection(connections, shard("2")) == 2
+    assert [each.closed for each in _Connection.opened] == [True, False, False]
+
+
+def test_connection_is_opened_again_after_an_error(connections: RunConnections) -> None:
+    used_connection(connections, shard("1"))
+    with pytest.raises(VersionGoneError), connections.reaching(shard("1")):
+        raise VersionGoneError("gone")
+    assert used_connection(connections, shard("1")) == 0
+    with pytest.raises(UnavailableError, match="s at host:1 cannot be reached"), connections.reaching(shard("1")):
+        raise UnavailableError("refused")
+    assert used_connection(connections, shard("1")) == 1
