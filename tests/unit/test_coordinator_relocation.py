@@ -17,7 +17,13 @@ from shardwell_server.coordinator.runs.relocations import Relocations
 from shardwell_server.coordinator.runs.run import Run
 from shardwell_server.coordinator.runs.units import Promotion
 from shardwell_server.coordinator.storage.records import BackupState, CheckpointRecord
-from shardwell_wire.errors import CapacityError, ConflictError, StepRestartedError, UnavailableError
+from shardwell_wire.errors import (
+    CapacityError,
+    ConflictError,
+    StepRestartedError,
+    StepStateError,
+    UnavailableError,
+)
 from shardwell_wire.topology import World
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support.coordinator import Harness, Trainer, config, harness, run_async
@@ -285,6 +291,50 @@ def test_full_server_gets_no_backup_and_the_reason_is_reported(tmp_path: Path) -
             assert not any(backup for unit in run_of(cluster).units for backup in unit.backups if backup.in_sync)
 
     run_async(scenario())
+
+
+def test_server_that_its_primary_cannot_reach_is_replaced_by_a_third_one(tmp_path: Path) -> None:
+    """The coordinator reaches all three servers, but the primary does not reach the server that was chosen."""
+
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=3, lease_s=0.2) as cluster:
+            await started(cluster, backups=0, units=1)
+            (unit,) = run_of(cluster).units
+            chosen = {
+                shard.start_bytes: cluster.coordinator.backups._choose(run_of(cluster), unit, shard)
+                for shard in unit.shards
+            }
+            first = unit.shards[0]
+            cut_off = chosen[first.start_bytes]
+            assert cut_off is not None
+
+            def refuse(rpc_name: str, request: Any) -> None:
+                if rpc_name == "CopyShard" and request.target_server_id == cut_off.server_id:
+                    raise UnavailableError(f"fake: {cut_off.server_id} cannot be reached")
+
+            cluster.shards[first.server_id].fail = refuse
+            await cluster.call("SetBackups", run="r", backups=1)
+            await in_sync(cluster, 1)
+            (backup,) = unit.backups_of(first)
+            assert backup.server_id not in (first.server_id, cut_off.server_id)
+            copies = cluster.shards[cut_off.server_id].runs["r"].shards
+            assert (unit.index, first.start_bytes) not in copies, "the attempt there is released"
+
+    run_async(scenario())
+
+
+def test_refused_promotion_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=2) as cluster:
+            await started(cluster, units=1)
+            victim, successor = cluster.shards
+            cluster.shards[successor].fail = fail_times("PromoteShards", 10**6, StepStateError("fake: no version"))
+            kill(cluster, victim)
+            await cluster.until(lambda: cluster.shards[successor].calls["PromoteShards"] > 3, "repeated requests")
+
+    with caplog.at_level("WARNING"):
+        run_async(scenario())
+    assert caplog.text.count("fake: no version") == 1
 
 
 async def drained(cluster: Harness, trainers: list[Trainer], name: str, step: int) -> int:

@@ -32,7 +32,7 @@ from shardwell_server.coordinator.servers.promoter import Promoter
 from shardwell_server.coordinator.servers.shard_servers import ShardServers
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.storage.records import BackupRecord, BackupState, ShardRecord
-from shardwell_wire.errors import CapacityError, ShardwellError
+from shardwell_wire.errors import CapacityError, DeadlineError, ShardwellError, UnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ _PAUSE_S = 1.0
 _TICK_S = 0.25
 """How often runs are checked without any other reason."""
 _REFUSED_FOR_S = 30.0
-"""How long a server that had no memory for a copy is not asked again."""
+"""How long a server that had no memory for a copy, or could not be reached for it, is not asked again."""
 
 
 @dataclass(slots=True)
@@ -53,7 +53,9 @@ class _Notes:
     """What the keeper remembers about a run. Not durable: only pauses and events depend on it."""
 
     refused: dict[tuple[ShardKey, str], float] = field(default_factory=dict)
-    """When a server without memory for a shard may be asked again, by shard and server."""
+    """When a server without memory for a shard, or out of reach, may be asked again, by shard and server."""
+    release_problems: dict[str, str] = field(default_factory=dict)
+    """Why copies on a server were not released the last time, by server."""
     complete: bool = False
     """True if all wanted backups were in sync."""
     problem: str = ""
@@ -181,10 +183,15 @@ class BackupKeeper:
                 run.touch()
             if (server := self._state.cluster.servers.get(backup.server_id)) is None or not server.live:
                 continue
+            problems = self._note(run).release_problems
             try:
                 await self._copies.release(run, unit, backup)
             except ShardwellError as error:
-                logger.warning("run %r: a copy on %r is not released: %s", run.name, backup.server_id, error)
+                if problems.get(backup.server_id) != str(error):
+                    problems[backup.server_id] = str(error)
+                    logger.warning("run %r: a copy on %r is not released: %s", run.name, backup.server_id, error)
+            else:
+                problems.pop(backup.server_id, None)
 
     async def _build(self, run: Run, unit: Unit, backup: BackupRecord) -> bool:
         notes, key = self._note(run), (unit.index, backup.start_bytes)
@@ -196,11 +203,21 @@ class BackupKeeper:
                 if any(each is backup for each in unit.backups):
                     run.units.remove_backup(unit, backup)
                     run.touch()
+            elif isinstance(error, UnavailableError | DeadlineError):  # after repetitions for a lease
+                self._give_up(run, unit, backup)
             self._add_problem(run, f"a copy of unit {unit.layout.unit!r} on {backup.server_id!r}: {error}")
             return False
         if done:
             notes.problem = ""
         return done
+
+    def _give_up(self, run: Run, unit: Unit, backup: BackupRecord) -> None:
+        """Gives up a server that the primary or the coordinator cannot reach, if another one can have the copy."""
+        shard, key = unit.shard_at(backup.start_bytes), (unit.index, backup.start_bytes)
+        if any(each is backup for each in unit.backups) and self._choose(run, unit, shard) is not None:
+            self._note(run).refused[key, backup.server_id] = self._state.clock() + _REFUSED_FOR_S
+            run.units.set_backup_state(unit, backup, BackupState.RELEASING)
+            run.touch()
 
     def _add_problem(self, run: Run, problem: str) -> None:
         notes = self._note(run)

@@ -206,12 +206,10 @@ class Relocator:
             self._state.events.add(EventKind.BACKUPS_LOST, message, run=run.name)
 
     def _note_refused(self, run: Run, server_id: str, error: ShardwellError) -> None:
-        """Handles a server that cannot be the primary of a shard, because its copy lacks the version."""
+        """Rolls back because a server cannot be the primary of a shard: its copy lacks the version."""
         if self._rollback is not None and self._rollback.can_roll_back(run):
             lost = f"server {server_id!r} cannot replace a lost shard: {error}"
             self._state.tasks.start(self._rollback.roll_back(run, lost))
-            return
-        logger.error("run %r: %s", run.name, error)
 
 
 def _describe_loss(shards: list[tuple[Unit, ShardRecord]]) -> str:

@@ -31,7 +31,7 @@ def choose_server(cluster: Cluster, holders: Collection[str], refused: Collectio
     Args:
         cluster: The shard servers.
         holders: Ids of the servers that have a copy.
-        refused: Ids of servers without enough memory.
+        refused: Ids of servers that have no memory, or cannot be reached.
 
     Returns:
         None if no live server can take a copy.

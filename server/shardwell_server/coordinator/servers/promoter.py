@@ -33,7 +33,9 @@ class Promoter:
     def __init__(self, servers: ShardServers, cluster: Cluster, tasks: BackgroundTasks) -> None:
         self._servers, self._cluster, self._tasks = servers, cluster, tasks
         self.when_refused: Callable[[Run, str, ShardwellError], None] | None = None
-        """Called if a server cannot be the primary of a shard, because it lacks the version."""
+        """Called if a server cannot be the primary of a shard, because it lacks the version. Called repeatedly."""
+        self._problems: dict[tuple[str, str], str] = {}
+        """Why servers have not confirmed, by run id and server. Each reason is logged once."""
 
     def start(self, run: Run) -> None:
         """Confirms a durable relocation in the background, until every server has acknowledged it."""
@@ -86,15 +88,24 @@ class Promoter:
         try:
             await self._servers.call(server_id, "PromoteShards", request)
         except (StepStateError, NotFoundError) as error:
+            self._log(run, server_id, error)
             if placement == run.relocations.count and self.when_refused is not None:
                 self.when_refused(run, server_id, error)
             return False
         except ShardwellError as error:
-            logger.warning("run %r: %s", run.name, error)
+            self._log(run, server_id, error)
             return False
+        self._problems.pop((run.identity.run_id, server_id), None)
         fault_points.reach("coordinator.promotion.after", server=server_id)
         run.relocations.note_confirmed(server_id, placement)
         return True
+
+    def _log(self, run: Run, server_id: str, error: ShardwellError) -> None:
+        """Logs why a server has not confirmed, once per reason: requests are repeated many times."""
+        key, problem = (run.identity.run_id, server_id), str(error)
+        if self._problems.get(key) != problem:
+            self._problems[key] = problem
+            logger.warning("run %r: %s", run.name, problem)
 
 
 def _reference(unit: Unit, shard: ShardRecord) -> shard_pb2.ShardReference:
