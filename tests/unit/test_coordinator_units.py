@@ -20,6 +20,7 @@ from shardwell_wire.errors import (
     UnavailableError,
     UnitMismatchError,
 )
+from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import common_pb2
 from tests.support.coordinator import Harness, harness, run_async, unit
 from tests.support.fake_shards import COST, fail_times
@@ -219,6 +220,52 @@ def test_a_live_server_releases_the_former_placement_of_a_unit_that_is_placed_el
             assert [at.server_id for at in again.shards] == [other]
             # A primary that the run does not know would miss every step, also those of backups on this server.
             assert reserved(cluster)[stays] == []
+
+    run_async(scenario())
+
+
+def test_restarted_coordinator_releases_reservations_that_the_former_one_left(tmp_path: Path) -> None:
+    def refuse(rpc_name: str, request: Any) -> None:
+        if rpc_name == "ReleaseUnit":
+            raise UnavailableError("fake: no answer")
+
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=3) as cluster:
+            _, b = await cluster.team("a", "b")
+            declared = await b.declare(unit("u", (64, 64)))
+            assert [at.server_id for at in declared.shards] == ["s0", "s1", "s2"]
+            cluster.shards["s0"].fail = refuse
+            cluster.shards["s2"].incarnation = None
+            cluster.state.cluster.deregister(cluster.state.cluster.servers["s2"])
+            await cluster.call("DrainServer", server_id="s0")
+            again = await b.declare(unit("u", (64, 64)))
+            assert [at.server_id for at in again.shards] == ["s1"]
+            assert reserved(cluster)["s0"], "the release has failed"
+            await cluster.restart()
+            cluster.shards["s0"].fail = lambda rpc_name, request: None
+            await cluster.register("s0")
+            await cluster.until(lambda: not reserved(cluster)["s0"], "the release")
+            assert reserved(cluster)["s1"], "the shard of the new placement stays"
+
+    run_async(scenario())
+
+
+def test_reservation_that_was_never_recorded_is_released(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=2) as cluster:
+            _, b = await cluster.team("a", "b")
+            run = cluster.state.runs["r"]
+            layout = UnitLayout.from_proto(unit("u", (64, 64)))
+            await cluster.coordinator.placer.reserve(run, 0, layout, placement=run.next_epoch())
+            await cluster.state.save(run)
+            assert all(reserved(cluster).values())
+            await cluster.restart()
+            await cluster.register("s0")
+            await cluster.register("s1")
+            await cluster.call("DrainServer", server_id="s0")
+            again = await b.declare(unit("u", (64, 64)))
+            assert [at.server_id for at in again.shards] == ["s1"]
+            await cluster.until(lambda: not reserved(cluster)["s0"], "the release")
 
     run_async(scenario())
 

@@ -89,6 +89,7 @@ class Coordinator:
         for run in state.runs.values():
             self.checkpoints.resume(run)
             self.restorer.start(run)
+            self.placer.resume(run)
             self.updates.start_all(run)
             self.trainers.start_fencing(run)
         self.server_leases.start()

@@ -36,6 +36,20 @@ class UnitPlacer:
 
     def __init__(self, state: CoordinatorState, servers: ShardServers) -> None:
         self._state, self._servers = state, servers
+        self._continued: set[str] = set()
+        """Ids of runs that a former coordinator has placed units of."""
+
+    def resume(self, run: Run) -> None:
+        """Releases, in the background, reservations that the former coordinator has not released.
+
+        Only units without values are placed again. A reservation that was never recorded is released when its unit is
+        placed.
+        """
+        self._continued.add(run.identity.run_id)
+        if run.checkpoints.restore is None:
+            for unit in run.units:
+                if not unit.published:
+                    self._release_elsewhere(run, unit.layout.unit, unit.shards)
 
     # Declaration
 
@@ -108,6 +122,8 @@ class UnitPlacer:
                     return None
                 unit = Unit(len(run.units), layout, shards)
                 run.units.add(unit)
+                if run.identity.run_id in self._continued:
+                    self._release_elsewhere(run, layout.unit, shards)
             elif not self._is_reserved(unit):
                 if (shards := await self._reserve(run, unit.index, unit.layout, former=unit.shards)) is None:
                     return None
@@ -126,6 +142,14 @@ class UnitPlacer:
         for shard in former:
             if shard.server_id not in unit.owners and not self.has_ended(shard):
                 self._state.tasks.start(self._release(run, unit.layout.unit, run.last_epoch, shard))
+
+    def _release_elsewhere(self, run: Run, unit: str, shards: tuple[ShardRecord, ...]) -> None:
+        """Releases what servers may have reserved for a unit, except those that have its shards."""
+        owners = {shard.server_id for shard in shards}
+        for server in self._state.cluster.servers.values():
+            reservation = ShardRecord(0, 0, server.server_id, server.incarnation)
+            if server.server_id not in owners and not self.has_ended(reservation):
+                self._state.tasks.start(self._release(run, unit, run.last_epoch, reservation))
 
     # Reservation
 
