@@ -124,6 +124,9 @@ def test_resume_on_other_servers_and_trainers_gives_the_same_bits(
     )
     assert min(step for step, _ in resumed["losses"]) == first_step, "the loop continues at the checkpoint"
     assert resumed["sha256"] == undisturbed["sha256"]
+    if kind == "error-feedback":
+        residuals = [name for name in whole_state(middle) if "|residual." in name]
+        assert {name[-1] for name in residuals} == {"0", "1"}, "one residual per data rank"
     if kind == "gan" and version == 2:
         assert any("kept_gradient" in name for name in whole_state(middle))
     found = whole_state(save(three_servers, run))

@@ -73,7 +73,7 @@ def computed(results: list[dict[str, Any]], step: int) -> int:
     return sum(number == step for result in results for number, _ in result["losses"])
 
 
-@pytest.mark.parametrize("kind", ["adamw", "sgd", "client-side"])
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "client-side", "error-feedback"])
 def test_loss_of_a_shard_server_rolls_the_run_back(tmp_path: Path, kind: str) -> None:
     with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096, lease_s=2.0) as cluster:
         _, expected = run_once(cluster, tmp_path, kind)

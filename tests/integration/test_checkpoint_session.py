@@ -12,10 +12,12 @@ import torch
 
 import shardwell
 from shardwell.command.cli import main
+from shardwell.session import residuals
 from shardwell.session.config import JoinConfig
 from shardwell_wire.checkpoints.folder import RunFolder
-from shardwell_wire.errors import StepStateError, UsageError
-from tests.support.cluster import small_run, wait_until
+from shardwell_wire.checkpoints.storage import Storage
+from shardwell_wire.errors import AccessError, StepStateError, UsageError
+from tests.support.cluster import events, small_run, wait_until
 from tests.support.named_training import join, plain, train
 from tests.support.reference import sha256
 
@@ -56,19 +58,64 @@ def test_a_checkpoint_has_the_bits_of_plain_training(
     assert "is intact" in capsys.readouterr().out
 
 
-def test_a_resumed_run_with_error_feedback_warns_about_the_residuals(
-    cluster: shardwell.LocalCluster, run_name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+FEEDBACK = shardwell.TransferOptions(push_dtype="int8", push_error_feedback=True)
+UNKNOWN = "the rounding errors of pushes before step 2 are not known to this trainer"
+
+
+def test_a_checkpoint_contains_the_residuals_of_error_feedback(
+    cluster: shardwell.LocalCluster,
+    run_name: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    transfers = shardwell.TransferOptions(push_dtype="int8", push_error_feedback=True)
-    with small_run(cluster.address, run_name, steps=2, checkpoint_dir=str(tmp_path), transfers=transfers) as session:
-        assert "push_error_feedback" not in caplog.text, "a new run loses nothing"
+    with small_run(cluster.address, run_name, steps=2, checkpoint_dir=str(tmp_path), transfers=FEEDBACK) as session:
         feedback = session.store.pushes.feedback
         session.store.set_wire_dtypes(None, "int8")  # auto_wrap(memory=...) calls this with the session's dtypes
         assert session.store.pushes.feedback is feedback, "the rounding errors are still there"
         url = session.save_checkpoint(wait=True)
-    assert not any(b"|residual" in path.read_bytes() for path in Path(url).iterdir()), "as docs/checkpoints.md says"
-    shardwell.join(cluster.address, run=f"{run_name}-resumed", resume=url, transfers=transfers).close()
-    assert "the rounding errors of pushes before step 2 are not known to this trainer" in caplog.text
+    assert main(["verify", url]) == 0
+    capsys.readouterr()
+    checkpoint = shardwell.open_checkpoint(url)
+    assert checkpoint.read("first.weight", "residual.0").any()
+    assert set(checkpoint.optimizer_state("first.weight")) == {"exp_avg", "exp_avg_sq", "step"}
+    shardwell.join(cluster.address, run=f"{run_name}-resumed", resume=url, transfers=FEEDBACK).close()
+    assert "push_error_feedback" not in caplog.text
+    assert "residuals_missing" not in [event.kind for event in events(cluster.address, run_name)]
+    path = next(Path(url).glob("residuals-*"))
+    path.write_bytes(path.read_bytes()[:-1] + b"\xee")
+    assert main(["verify", url]) == 1
+    assert f"{path} is damaged" in capsys.readouterr().out
+
+
+def test_residuals_of_the_last_step_are_saved_by_a_trainer_that_leaves(
+    cluster: shardwell.LocalCluster, run_name: str, tmp_path: Path
+) -> None:
+    with small_run(cluster.address, run_name, checkpoint_dir=str(tmp_path), checkpoint_every=2, transfers=FEEDBACK):
+        pass
+    wait_until(lambda: saved_steps(tmp_path, run_name) == [2], "the checkpoint of the last step")
+    assert "residual.0" in shardwell.open_checkpoint(tmp_path, run=run_name).states("rest.2.weight")
+
+
+def test_residuals_that_cannot_be_written_are_an_event_and_zero_in_a_resumed_run(
+    cluster: shardwell.LocalCluster,
+    run_name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def open_storage(url: str) -> Storage:
+        raise AccessError("no credentials on this host")
+
+    monkeypatch.setattr(residuals, "open_storage", open_storage)
+    with small_run(cluster.address, run_name, checkpoint_dir=str(tmp_path), transfers=FEEDBACK) as session:
+        url = session.save_checkpoint(wait=True)
+    assert main(["verify", url]) == 0
+    (message,) = [at.message for at in events(cluster.address, run_name) if at.kind == "residuals_missing"]
+    assert "data ranks [0] (trainer 'tester': no credentials on this host)" in message
+    monkeypatch.undo()
+    shardwell.join(cluster.address, run=f"{run_name}-resumed", resume=url, transfers=FEEDBACK).close()
+    assert UNKNOWN in caplog.text
 
 
 def test_a_resumed_run_ends_with_the_same_bits(

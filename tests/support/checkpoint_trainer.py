@@ -64,7 +64,7 @@ def _others(model: nn.Module) -> list[nn.Parameter]:
 
 def _make_optimizer(kind: str, model: nn.Module) -> Any:
     match kind:
-        case "sgd":
+        case "sgd" | "error-feedback":
             return shardwell.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         case "adamw":
             optimizer = shardwell.optim.AdamW(model.parameters(), lr=2e-3)
@@ -81,7 +81,7 @@ def _make_optimizer(kind: str, model: nn.Module) -> Any:
     raise ValueError(kind)
 
 
-KINDS = ("sgd", "adamw", "client-side", "adafactor", "muon", "gan")
+KINDS = ("sgd", "adamw", "client-side", "adafactor", "muon", "gan", "error-feedback")
 
 
 class Pause:
@@ -173,6 +173,7 @@ def main() -> None:
     parser.add_argument("--transports")
     parser.add_argument("--chunk-bytes", type=int)
     options = parser.parse_args()
+    has_feedback = options.kind == "error-feedback"
     session = shardwell.join(
         options.address,
         run=options.run,
@@ -186,6 +187,8 @@ def main() -> None:
             resume=options.resume,
             transports=options.transports,
             chunk_bytes=options.chunk_bytes,
+            push_dtype="int8" if has_feedback else None,
+            push_error_feedback=True if has_feedback else None,
             wait_limit_s=90,
         ),
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -16,6 +18,9 @@ from shardwell_server.coordinator.servers.cluster import Server
 from shardwell_server.coordinator.servers.shard_client import REFUSED
 from shardwell_server.rpc import Call, add_service
 from shardwell_wire.channel import SERVER_OPTIONS
+from shardwell_wire.checkpoints.format import FilePlan
+from shardwell_wire.checkpoints.opening import open_storage
+from shardwell_wire.checkpoints.writing import CheckpointFileWriter
 from shardwell_wire.errors import (
     CapacityError,
     IncompleteStepError,
@@ -112,6 +117,8 @@ class FakeShard:
         self.incarnation: str | None = "1"
         self.square_partials = [4.0]
         self.manifests: list[shard_pb2.PrepareStepRequest] = []
+        self.checkpoint_url = ""
+        """Folder of the last checkpoint that began."""
         self._updated = threading.Condition()
         self.changed_buffers: dict[int, list[int]] = {}
         """Indices of changed buffers, by unit index."""
@@ -199,6 +206,19 @@ class FakeShard:
         for unit in self._run(request).primaries:
             unit.version, unit.history = request.context.step, list(range(request.context.step))
         return shard_pb2.LoadShardsResponse(loaded=True)
+
+    def BeginCheckpoint(self, request: shard_pb2.BeginCheckpointRequest) -> shard_pb2.BeginCheckpointResponse:
+        self.checkpoint_url = request.url
+        return shard_pb2.BeginCheckpointResponse()
+
+    def DescribeCheckpoint(self, request: shard_pb2.DescribeCheckpointRequest) -> shard_pb2.DescribeCheckpointResponse:
+        """Writes a file without tensors."""
+        plan = FilePlan([], [], run_id=request.context.run_id, step=request.context.step)
+        writer = CheckpointFileWriter(open_storage(self.checkpoint_url), uuid.uuid4().hex, plan)
+        return shard_pb2.DescribeCheckpointResponse(file_json=json.dumps(writer.finish().to_dict()))
+
+    def AbortCheckpoint(self, request: shard_pb2.AbortCheckpointRequest) -> shard_pb2.AbortCheckpointResponse:
+        return shard_pb2.AbortCheckpointResponse()
 
     def Fence(self, request: shard_pb2.FenceRequest) -> shard_pb2.FenceResponse:
         run = self._run(request)

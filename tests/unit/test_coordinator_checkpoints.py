@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import threading
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,10 +18,15 @@ from shardwell_server.coordinator.runs.checkpoints import RunCheckpoints
 from shardwell_server.coordinator.storage.records import CheckpointRecord
 from shardwell_wire.checkpoints import opening
 from shardwell_wire.checkpoints.folder import RunFolder
-from shardwell_wire.errors import InvalidRequestError
+from shardwell_wire.checkpoints.format import FilePlan, Piece
+from shardwell_wire.checkpoints.manifest import RESIDUAL_RANKS
+from shardwell_wire.checkpoints.reading import read_manifest
+from shardwell_wire.checkpoints.writing import CheckpointFileWriter
+from shardwell_wire.errors import InvalidRequestError, StaleEpochError, StepStateError
 from shardwell_wire.topology import World
 from shardwell_wire.v1 import coordinator_pb2
-from tests.support.coordinator import config, harness, run_async
+from tests.support.coordinator import Harness, Trainer, config, harness, run_async
+from tests.support.coordinator_steps import take_step
 
 
 def test_times_of_checkpoints_ascend_although_the_clock_is_set_back() -> None:
@@ -74,3 +85,132 @@ def test_url_with_one_slash_is_no_local_folder() -> None:
         with pytest.raises(InvalidRequestError, match=rf"{url}.*two slashes"):
             opening.absolute(url)
     assert opening.absolute("/a:/b") == "/a:/b"
+
+
+@asynccontextmanager
+async def run_with_checkpoints(tmp_path: Path) -> AsyncIterator[tuple[Harness, Trainer, Trainer]]:
+    """Yields a coordinator with a run of two trainers that has committed a step."""
+    async with harness(tmp_path, num_shards=1) as running:
+        a, b = await running.team("a", "b")
+        await running.publish_unit([a, b])
+        await take_step([a, b], 0)
+        settings = config(World(dp=2), min_trainers=2)
+        settings.checkpoint_dir = str(tmp_path / "checkpoints")
+        running.state.runs["r"].checkpoints.set_options(
+            running.state.runs["r"].checkpoints.options.changed_by(settings)
+        )
+        await running.settle()
+        yield running, a, b
+
+
+async def keep_with_residuals(running: Harness, trainer: Trainer) -> asyncio.Queue[coordinator_pb2.WantedResiduals]:
+    """Keeps a trainer's membership stream open. Returns the queue of checkpoints that want its residuals."""
+    wanted, opened = asyncio.Queue[coordinator_pb2.WantedResiduals](), asyncio.Event()
+
+    async def receive() -> None:
+        fields = {"run": "r", "run_id": trainer.run_id, "trainer": trainer.name, "epoch": trainer.epoch}
+        async for news in running.stream("KeepMembership", has_residuals=True, **fields):
+            opened.set()
+            if news.residuals.checkpoint_id:
+                wanted.put_nowait(news.residuals)
+
+    running.state.tasks.start(_until_left(receive))
+    await opened.wait()
+    return wanted
+
+
+async def _until_left(receive: Any) -> None:
+    with suppress(StaleEpochError):
+        await receive()
+
+
+def write_residual(url: str, trainer: Trainer, state: str) -> str:
+    """Writes a trainer's file. Returns its entry in the manifest."""
+    piece = Piece("u.0", state, 0, 4096, "float32", (4096,))
+    plan = FilePlan([piece], [], run_id=trainer.run_id, step=1)
+    name = f"residuals-{trainer.epoch}.safetensors"
+    writer = CheckpointFileWriter(opening.open_storage(url), "trainer", plan, name=name)
+    writer.write(piece, bytes(piece.size_bytes))
+    return json.dumps(writer.finish().to_dict())
+
+
+async def add_residuals(
+    running: Harness, trainer: Trainer, wanted: coordinator_pb2.WantedResiduals, **fields: Any
+) -> None:
+    await running.call(
+        "AddResiduals",
+        context=trainer.context(wanted.step, request_id=uuid.uuid4().hex),
+        trainer=trainer.name,
+        checkpoint_id=wanted.checkpoint_id,
+        **fields,
+    )
+
+
+def test_checkpoint_waits_for_the_residuals_of_live_trainers(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with run_with_checkpoints(tmp_path) as (running, a, b):
+            wanted = [await keep_with_residuals(running, trainer) for trainer in (a, b)]
+            progress = (await running.call("SaveCheckpoint", run="r")).checkpoint
+            first, second = [await queue.get() for queue in wanted]
+            assert first == second
+            assert (first.step, first.checkpoint_id) == (1, progress.checkpoint_id)
+            assert (await a.heartbeat()).residuals == first
+            await add_residuals(running, a, first, dp_ranks=[0], file_json=write_residual(first.url, a, "residual.0"))
+            assert not (await a.heartbeat()).HasField("residuals"), "it has done its part"
+            assert running.state.runs["r"].checkpoints.in_flight is not None, "the checkpoint waits for b"
+            await b.leave()
+            saved = await running.call("SaveCheckpoint", run="r", checkpoint_id=first.checkpoint_id, wait_s=5.0)
+            assert saved.checkpoint.state == coordinator_pb2.CHECKPOINT_STATE_SAVED
+            manifest = read_manifest(opening.open_storage(first.url))
+            assert [file.name for file in manifest.files if file.server_id == "trainer"] == [
+                f"residuals-{a.epoch}.safetensors"
+            ]
+            assert manifest.extra[RESIDUAL_RANKS] == [0]
+            assert (
+                "lacks the residuals of error feedback of data ranks [1]" in dict(running.events())["residuals_missing"]
+            )
+            with pytest.raises(StepStateError, match="is not being written"):
+                await add_residuals(running, a, first, dp_ranks=[0])
+            assert (await running.try_join("c", config=config(World(dp=2), min_trainers=2))).checkpoint_url == first.url
+
+    run_async(test())
+
+
+def test_file_with_other_tensors_than_residuals_is_left_out(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with run_with_checkpoints(tmp_path) as (running, a, _):
+            queue = await keep_with_residuals(running, a)
+            await running.call("SaveCheckpoint", run="r")
+            wanted = await queue.get()
+            with pytest.raises(InvalidRequestError, match="expected ranks below 2"):
+                await add_residuals(running, a, wanted, dp_ranks=[2])
+            with pytest.raises(InvalidRequestError, match="is not the entry of a file"):
+                await add_residuals(running, a, wanted, dp_ranks=[0], file_json="{}")
+            await add_residuals(running, a, wanted, dp_ranks=[0, 1], file_json=write_residual(wanted.url, a, "values"))
+            await running.call("SaveCheckpoint", run="r", checkpoint_id=wanted.checkpoint_id, wait_s=5.0)
+            assert len(read_manifest(opening.open_storage(wanted.url)).files) == 1
+            message = dict(running.events())["residuals_missing"]
+            assert "data ranks [0, 1] (trainer 'a': its file has other tensors than the residuals" in message
+
+    run_async(test())
+
+
+def test_checkpoint_of_steps_that_were_rolled_back_is_removed(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with run_with_checkpoints(tmp_path) as (running, a, b):
+            checkpoints = running.state.runs["r"].checkpoints
+            await running.call("SaveCheckpoint", run="r", wait_s=5.0)
+            (before,) = checkpoints.saved
+            await take_step([a, b], 1)
+            await running.settle()
+            queue = await keep_with_residuals(running, a)
+            await running.call("SaveCheckpoint", run="r")
+            wanted = await queue.get()  # the file of the server is complete, and that of the trainer is not
+            assert await running.coordinator.restorer.roll_back(running.state.runs["r"], "a test")
+            await running.until(lambda: checkpoints.in_flight is None, "the end of the checkpoint")
+            assert checkpoints.saved == [before]
+            failed = checkpoints.failed[wanted.checkpoint_id]
+            assert failed.error == "the run was rolled back while step 2 was being saved"
+            await running.until(lambda: not Path(wanted.url).exists(), "the folder is removed")
+
+    run_async(test())

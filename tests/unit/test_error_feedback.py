@@ -60,6 +60,11 @@ def feedback_of(wire_dtype: WireDtype) -> ErrorFeedback:
     return ErrorFeedback(wire_dtype, BufferPool(1 << 20))
 
 
+def commit(feedback: ErrorFeedback, *dp_ranks: int) -> None:
+    """Starts the next step. The trainer has computed the items of these ranks, by default those of 0 and 1."""
+    feedback.commit(feedback.step + 1, dp_ranks or (0, 1))
+
+
 def push(
     feedback: ErrorFeedback, value: torch.Tensor, *, dp_rank: int = 0, unit: int = 0, index: int = WEIGHT
 ) -> bytes:
@@ -83,7 +88,7 @@ def test_push_encodes_gradient_plus_previous_residual(wire_dtype: WireDtype) -> 
         assert pushed == on_the_wire(value + left_out, wire_dtype)
         left_out = value + left_out - arrived(pushed, wire_dtype)
         assert left_out.any()
-        feedback.commit()
+        commit(feedback)
 
 
 @pytest.mark.parametrize("wire_dtype", LOSSY)
@@ -95,7 +100,7 @@ def test_sum_of_pushes_follows_sum_of_gradients(wire_dtype: WireDtype) -> None:
         with_feedback += arrived(push(feedback, value), wire_dtype)
         without += arrived(on_the_wire(value, wire_dtype), wire_dtype)
         exact += value
-        feedback.commit()
+        commit(feedback)
     assert (with_feedback - exact).abs().max() < one_error
     assert (without - exact).abs().max() > 50 * one_error
 
@@ -104,16 +109,16 @@ def test_sum_of_pushes_follows_sum_of_gradients(wire_dtype: WireDtype) -> None:
 def test_restarted_work_item_pushes_the_same_bits(wire_dtype: WireDtype) -> None:
     feedback = feedback_of(wire_dtype)
     push(feedback, gradient(0))
-    feedback.commit()
+    commit(feedback)
     first = [push(feedback, gradient(seed)) for seed in (1, 2)]
     feedback.reset(0)
     assert [push(feedback, gradient(seed)) for seed in (1, 2)] == first
-    feedback.commit()
+    commit(feedback)
     never_reset = feedback_of(wire_dtype)
     for step in ([0], [1, 2]):
         for seed in step:
             push(never_reset, gradient(seed))
-        never_reset.commit()
+        commit(never_reset)
     assert push(feedback, gradient(3)) == push(never_reset, gradient(3))
 
 
@@ -130,7 +135,7 @@ def test_parameter_pushed_only_before_a_reset_starts_without_residual() -> None:
     push(feedback, gradient(0, BIAS), index=BIAS)
     feedback.reset(0)
     push(feedback, gradient(1))
-    feedback.commit()
+    commit(feedback)
     assert push(feedback, gradient(2, BIAS), index=BIAS) == on_the_wire(gradient(2, BIAS), WIRE_DTYPE_INT8, BIAS)
 
 
@@ -154,18 +159,18 @@ def test_ranks_and_units_have_separate_residuals() -> None:
     push(feedback, gradient(2), unit=1)
     feedback.reset(1)
     for each in (feedback, alone):
-        each.commit()
+        commit(each)
     assert push(feedback, gradient(3)) == push(alone, gradient(3))
     assert push(feedback, gradient(4), dp_rank=1) == on_the_wire(gradient(4), WIRE_DTYPE_INT8)
 
 
-def test_rank_without_a_push_is_dropped_but_parameter_is_kept() -> None:
+def test_rank_of_another_trainer_is_dropped_but_parameter_without_a_push_is_kept() -> None:
     feedback = feedback_of(WIRE_DTYPE_INT8)
     push(feedback, gradient(0))
     push(feedback, gradient(1), dp_rank=1)
-    feedback.commit()
+    commit(feedback)
     push(feedback, gradient(2, index=BIAS), index=BIAS)
-    feedback.commit()
+    commit(feedback, 0)
     assert push(feedback, gradient(3)) == pushed_after(gradient(0), gradient(3))
     assert push(feedback, gradient(4), dp_rank=1) == on_the_wire(gradient(4), WIRE_DTYPE_INT8)
 
@@ -175,7 +180,7 @@ def test_non_finite_push_does_not_spoil_the_next_step(bad: float) -> None:
     feedback, value = feedback_of(WIRE_DTYPE_FLOAT16), gradient(0)
     value[0, 0] = bad
     assert not arrived(push(feedback, value), WIRE_DTYPE_FLOAT16)[0, 0].isfinite()
-    feedback.commit()
+    commit(feedback)
     following = arrived(push(feedback, gradient(1)), WIRE_DTYPE_FLOAT16)
     assert following[0, 0] == gradient(1)[0, 0].half()
     assert following.isfinite().all()
@@ -194,7 +199,7 @@ def test_joint_push_has_the_bits_of_separate_pushes(wire_dtype: WireDtype) -> No
         assert bytes(encoded.stream) == b"".join(one_by_one)
         encoded.release()
         for each in (together, alone):
-            each.commit()
+            commit(each)
 
 
 @pytest.mark.parametrize("wire_dtype", [WIRE_DTYPE_UNSPECIFIED, *LOSSY])
@@ -203,3 +208,49 @@ def test_gradients_that_travel_as_stored_are_unchanged(wire_dtype: WireDtype) ->
     assert (feedback_of(wire_dtype).encode(0, LAYOUT, 0, {WEIGHT: gradient(0).view(-1)}) is None) == (
         wire_dtype == WIRE_DTYPE_UNSPECIFIED
     )
+
+
+def test_captured_residuals_stay_as_they_are_while_training_goes_on() -> None:
+    feedback, undisturbed = feedback_of(WIRE_DTYPE_INT8), feedback_of(WIRE_DTYPE_INT8)
+    for each in (feedback, undisturbed):
+        push(each, gradient(0))
+        push(each, gradient(1, BIAS), index=BIAS)
+        push(each, gradient(2), dp_rank=1)
+        commit(each)
+    captured = feedback.capture(1)
+    assert captured is not None
+    assert (captured.step, captured.dp_ranks) == (1, {0, 1})
+    assert [(at.dp_rank, at.parameter) for at in captured.residuals] == [(0, "bias"), (0, "weight"), (1, "weight")]
+    before = [at.values.clone() for at in captured.residuals]
+    for seed in (3, 4, 5):
+        assert push(feedback, gradient(seed)) == push(undisturbed, gradient(seed))
+        for each in (feedback, undisturbed):
+            commit(each)
+    assert all(map(torch.equal, (at.values for at in captured.residuals), before))
+    assert feedback.capture(1) is None, "the step is over"
+
+
+def test_restored_residuals_give_the_pushes_of_the_captured_run() -> None:
+    feedback, resumed = feedback_of(WIRE_DTYPE_INT8), ErrorFeedback(WIRE_DTYPE_INT8, BufferPool(1 << 20), step=1)
+    push(feedback, gradient(0))
+    push(feedback, gradient(1), dp_rank=1)
+    commit(feedback)
+    captured = feedback.capture(1)
+    assert captured is not None
+    saved = {(at.dp_rank, at.parameter): at.values.clone() for at in captured.residuals}
+    resumed.restore(lambda dp_rank, layout: {WEIGHT: saved[dp_rank, layout.parameters[WEIGHT].name]})
+    first = push(resumed, gradient(2))
+    resumed.reset(0)
+    assert first == push(resumed, gradient(2)) == push(feedback, gradient(2))
+    for each in (feedback, resumed):
+        commit(each, 0)
+    assert push(resumed, gradient(3)) == push(feedback, gradient(3))
+    assert push(resumed, gradient(4), dp_rank=1) == on_the_wire(gradient(4), WIRE_DTYPE_INT8), "only in its step"
+
+
+def test_restored_residual_of_a_unit_without_a_push_stays_for_the_next_step() -> None:
+    left_out, resumed = gradient(0) / 100, feedback_of(WIRE_DTYPE_INT8)
+    resumed.restore(lambda dp_rank, layout: {WEIGHT: left_out.view(-1)})
+    push(resumed, gradient(1), unit=1)
+    commit(resumed, 0)
+    assert push(resumed, gradient(2)) == on_the_wire(gradient(2) + left_out, WIRE_DTYPE_INT8)

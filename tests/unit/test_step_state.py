@@ -32,7 +32,7 @@ def test_phases_lead_to_the_next_step() -> None:
     state.start_commit(update)
     assert (state.phase, state.pending_update) == (StepPhase.COMMITTING, update)
     finished = state.advance(4, items(0, 1))
-    assert finished == FinishedStep(frozenset({1}), frozenset({5}))
+    assert finished == FinishedStep(frozenset({1}), frozenset({5}), frozenset({1}))
     assert (state.number, state.phase, state.pending_update) == (4, StepPhase.COMPUTING, None)
     assert sorted(state.items) == [0, 1] and not state.items[1].finished
 

@@ -74,15 +74,17 @@ class Heartbeats:
         self._thread = threading.Thread(target=self._run, name="shardwell-heartbeat", daemon=True)
         self._thread.start()
 
-    def send(self, timeout_s: float) -> None:
-        """Sends a heartbeat at once, in the calling thread."""
+    def send(self, timeout_s: float) -> coordinator_pb2.HeartbeatResponse:
+        """Sends a heartbeat at once, in the calling thread. Returns the answer."""
         request = coordinator_pb2.HeartbeatRequest()
         request.CopyFrom(self._membership)
         request.transports.extend(self._reports.transports())
         request.unreachable.extend(self._reports.unreachable())
         if (item := self._reports.item) is not None:
             request.item_in_progress.CopyFrom(item.to_proto())
-        self._note_news(self._coordinator.call("Heartbeat", request, timeout_s=timeout_s))
+        response: coordinator_pb2.HeartbeatResponse = self._coordinator.call("Heartbeat", request, timeout_s=timeout_s)
+        self._note_news(response)
+        return response
 
     @property
     def epoch(self) -> int:

@@ -55,14 +55,14 @@ class ItemPushes:
         self._former_ranks = finished.global_ranks
         self._servers.release_gradient_buffers()
         if self.feedback is not None:
-            self.feedback.commit()
+            self.feedback.commit(self._state.number, finished.dp_ranks)
 
     def rejoin(self, *, moved: bool) -> None:
         """Called when this trainer has joined the run again; see ``RunStore.rejoin``."""
         self._pushes.discard()
         self._servers.release_gradient_buffers()
         if self.feedback is not None:
-            self.feedback.restart(keep=not moved)
+            self.feedback.restart(self._state.number, keep=not moved)
         if moved:
             self._kept_units, self._former_ranks = None, frozenset()
 

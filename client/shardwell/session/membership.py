@@ -69,6 +69,7 @@ class Membership:
         self._reports = TrainerReports()
         self._when_ended: Callable[[], None] = lambda: None
         self._when_news: Callable[[], None] = lambda: None
+        self._when_residuals_wanted: Callable[[coordinator_pb2.WantedResiduals], None] = lambda wanted: None
         self._news_lock = threading.Lock()
         self.committed_step = 0
         """Number of committed steps, as far as the coordinator has told outside of the training thread's rpcs."""
@@ -104,14 +105,20 @@ class Membership:
             coordinator_pb2.HeartbeatRequest(run=run, run_id=run_id, trainer=trainer, epoch=epoch),
             self._reports,
             lease_s=self._lease_s,
-            note_news=lambda news: self._note_news(news.committed_step, news.placement),
+            note_news=self._note_message,
             end=end,
             stop=self._stop,
         )
         self._stream = MembershipStream(
             self._coordinator,
-            coordinator_pb2.KeepMembershipRequest(run=run, run_id=run_id, trainer=trainer, epoch=epoch),
-            note_news=lambda news: self._note_news(news.committed_step, news.placement),
+            coordinator_pb2.KeepMembershipRequest(
+                run=run,
+                run_id=run_id,
+                trainer=trainer,
+                epoch=epoch,
+                has_residuals=self._config.transfers.push_error_feedback,
+            ),
+            note_news=self._note_message,
             end=end,
         )
 
@@ -127,6 +134,7 @@ class Membership:
         unreachable: Callable[[], Sequence[coordinator_pb2.UnreachableServer]],
         when_ended: Callable[[], None],
         when_news: Callable[[], None] = lambda: None,
+        when_residuals_wanted: Callable[[coordinator_pb2.WantedResiduals], None] = lambda wanted: None,
         when_lapsed: Callable[[], None] = lambda: None,
     ) -> None:
         """Connects the membership with the data plane.
@@ -136,10 +144,13 @@ class Membership:
             unreachable: Returns the servers that cannot be reached. Called in the heartbeat thread.
             when_ended: Called once, in any thread, when the membership has ended for good.
             when_news: Called in any thread when ``committed_step`` or ``placement`` has risen. Must return at once.
+            when_residuals_wanted: Called in any thread while a checkpoint wants residuals of error feedback, more than
+                once. Must return at once.
             when_lapsed: Called in any thread, once per membership that lapses.
         """
         self._reports.transports, self._reports.unreachable = transports, unreachable
         self._when_ended, self._when_news, self._when_lapsed = when_ended, when_news, when_lapsed
+        self._when_residuals_wanted = when_residuals_wanted
 
     # ---- calls ----
 
@@ -254,12 +265,29 @@ class Membership:
             RunDeletedError: The run was deleted.
             ConflictError: A shard server has lost its shards of the run.
         """
+        self._ask()
+
+    def ask_residuals(self) -> coordinator_pb2.WantedResiduals | None:
+        """Returns the checkpoint that wants this trainer's residuals of error feedback. None: there is none.
+
+        Its id is empty if the checkpoint is about to begin.
+        """
+        if self._ended is not None:
+            return None
+        try:
+            news = self._ask()
+        except ShardwellError:
+            return None
+        return news.residuals if news is not None and news.HasField("residuals") else None
+
+    def _ask(self) -> coordinator_pb2.HeartbeatResponse | None:
+        """See ``ask``. Returns the answer, if there is one."""
         self.check()
         if self._lapse is not None:
-            return
+            return None
         heartbeats = self._heartbeats  # another thread may start the next membership meanwhile
         try:
-            heartbeats.send(_ASK_TIMEOUT_S)
+            return heartbeats.send(_ASK_TIMEOUT_S)
         except StaleEpochError as error:
             self._end(error, heartbeats.epoch)
         except (RunDeletedError, ConflictError) as error:
@@ -267,6 +295,7 @@ class Membership:
             raise
         except ShardwellError as error:
             logger.info("the coordinator did not answer a heartbeat: %s", error)
+        return None
 
     def note_commit(self) -> None:
         """Records that the run has committed a step with this trainer as a member."""
@@ -379,6 +408,11 @@ class Membership:
                 raise
             logger.warning("%s; retrying for %.0f s", error, waits.wait_limit_s)
         return call(retry_for_s=waits.wait_limit_s)
+
+    def _note_message(self, news: coordinator_pb2.HeartbeatResponse | coordinator_pb2.KeepMembershipResponse) -> None:
+        self._note_news(news.committed_step, news.placement)
+        if news.HasField("residuals"):
+            self._when_residuals_wanted(news.residuals)
 
     def _note_news(self, committed_step: int, placement: int) -> None:
         with self._news_lock:

@@ -28,6 +28,7 @@ from shardwell.session.config import JoinConfig, TransferOptions
 from shardwell.session.item_pushes import ItemPushes
 from shardwell.session.membership import Membership
 from shardwell.session.process_groups import form_node_group
+from shardwell.session.residuals import CheckpointResiduals
 from shardwell.session.run_units import ShardMappings, UnitDeclarations
 from shardwell.session.servers import ShardServers
 from shardwell.session.step_state import FinishedStep, StepState
@@ -70,13 +71,9 @@ class RunStore:
         self._servers = ShardServers(membership, config)
         self.pushes = ItemPushes(membership, state, self._units, background, self._servers)
         """Pushes gradients under the work items of the step."""
+        self.residuals = CheckpointResiduals(membership, self.pushes)
+        """Saves the rounding errors of pushes with checkpoints."""
         self._start_error_feedback()
-        if self.pushes.feedback is not None and state.number:
-            logger.warning(
-                "push_error_feedback: the rounding errors of pushes before step %d are not known to this trainer, so "
-                "the weights get other bits than in an undisturbed run",
-                state.number,
-            )
         self._declarations = UnitDeclarations(membership, config.waits.wait_limit_s)
         self._mappings = ShardMappings(membership, config)
         self._buffer_wire = Wire(wait_limit_s=config.waits.wait_limit_s)
@@ -103,6 +100,7 @@ class RunStore:
             unreachable=self._servers.unreachable,
             when_ended=self._servers.disconnect,
             when_news=self._relocations.wake,
+            when_residuals_wanted=self.residuals.note_wanted,
             when_lapsed=self._relocations.refresh,
         )
         group = form_node_group(membership, config) if config.transfers.node_group != "none" else None
@@ -166,7 +164,12 @@ class RunStore:
     def _start_error_feedback(self) -> None:
         """Starts error feedback for the dtype in which gradients travel, if it is asked for."""
         if self._config.transfers.push_error_feedback:
-            self.pushes.feedback = ErrorFeedback(self._wire.push_dtype, self._wire.encoded)
+            self.pushes.feedback = ErrorFeedback(self._wire.push_dtype, self._wire.encoded, self._state.number)
+            self._restore_residuals()
+
+    def _restore_residuals(self) -> None:
+        dp_ranks = {state.item.dp_rank for state in self._state.items.values()}
+        self.residuals.restore(self._membership.joined.checkpoint_url, dp_ranks)
 
     def start_step(self, finished: FinishedStep, kept_units: Collection[int] = ()) -> None:
         """Called after a commit, when the state has moved to the next step and no transfer is in flight.
@@ -176,6 +179,7 @@ class RunStore:
             kept_units: Units whose gradients the commit kept for another optimizer, if there are any.
         """
         self.pushes.start_step(finished, kept_units)
+        self.residuals.start_step()
         if len(self._state.items) < len(finished.global_ranks):
             self._partition_updates.drop_cache()
             self._servers.free_gradient_buffers()
@@ -372,6 +376,8 @@ class RunStore:
             self._relocations.refresh()
         self._relocations.settle()
         self.pushes.rejoin(moved=moved)
+        if moved:
+            self._restore_residuals()
         self._partition_updates.drop_cache()
         if self._node is not None:
             self._node.leave("this trainer has joined the run again")

@@ -346,6 +346,7 @@ class Session:
         if self._closed:
             return
         self._mark_closed()
+        self.store.residuals.finish()
         self._membership.leave()
         self.store.close()
         self._close_connections()

@@ -268,6 +268,7 @@ class StepInFlight:
         try:
             self._units.invalidate(updated if self._several_optimizers else None)
         finally:  # the step is committed, even if a parameter was written in place
+            self._store.residuals.note_wanted(response.residuals)
             finished = self.state.advance(response.next_work.step, response.next_work.items)
             self._store.start_step(finished, kept)
         self._units.begin_step()

@@ -34,6 +34,8 @@ class FinishedStep:
     """Logical ranks whose work items this trainer held."""
     pushed_units: frozenset[int]
     """Indices of the units for which this trainer pushed gradients."""
+    dp_ranks: frozenset[int]
+    """Data ranks whose work items this trainer computed, if the next step follows directly."""
 
 
 @dataclass
@@ -304,6 +306,11 @@ class StepState:
         finished = FinishedStep(
             frozenset(self.items),
             frozenset(unit for state in self.items.values() for unit, indices in state.pushed.items() if indices),
+            frozenset(
+                state.item.dp_rank
+                for state in self.items.values()
+                if state.finished and not state.abandoned and number == self.number + 1
+            ),
         )
         self._start(number, items)
         return finished

@@ -26,6 +26,9 @@ MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_BYTES = 256 << 20
 """Readers refuse larger manifests."""
 
+RESIDUAL_RANKS = "residual_ranks"
+"""Key in ``Manifest.extra``: data ranks whose residuals of error feedback the checkpoint has. A list of integers."""
+
 _FORMAT = "shardwell-checkpoint"
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*\.safetensors")
 _CHECKPOINT_ID = re.compile(r"[A-Za-z0-9]{1,64}")
@@ -42,7 +45,7 @@ class FileRecord:
     name: str
     """File name in the checkpoint's folder."""
     server_id: str
-    """Shard server that wrote the file."""
+    """Shard server that wrote the file, or ``trainer-EPOCH``."""
     size_bytes: int
     header_bytes: int
     """Size of the header with its length, at the start of the file."""
@@ -70,7 +73,7 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Everything about a checkpoint that is not in the files of the shard servers."""
+    """Everything about a checkpoint that is not in the files of the shard servers and the trainers."""
 
     run: str
     """Name of the run."""

@@ -17,15 +17,16 @@ class CheckpointFileWriter:
 
     Args:
         storage: The checkpoint's folder.
-        server_id: Shard server that writes the file.
+        server_id: Shard server or trainer that writes the file.
         plan: The tensors.
+        name: Name of the file. Empty: that of a shard server's file.
 
     Raises:
         ShardwellError: See ``Storage``.
     """
 
-    def __init__(self, storage: Storage, server_id: str, plan: FilePlan) -> None:
-        self.name = file_name(server_id)
+    def __init__(self, storage: Storage, server_id: str, plan: FilePlan, *, name: str = "") -> None:
+        self.name = name or file_name(server_id)
         self.plan, self._server_id = plan, server_id
         self._unfinished: dict[str, tuple[int, Any]] = {}
         """Bytes and hash so far of pieces that are written in parts, by name."""

@@ -840,6 +840,7 @@ class JoinResponse(google.protobuf.message.Message):
     PLACEMENT_FIELD_NUMBER: builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: builtins.int
     ROLLBACK_COUNT_FIELD_NUMBER: builtins.int
+    CHECKPOINT_URL_FIELD_NUMBER: builtins.int
     started: builtins.bool
     """True: the run has started. False: repeat the request."""
     trainer: builtins.str
@@ -858,6 +859,10 @@ class JoinResponse(google.protobuf.message.Message):
     """Protocol version that the trainer must speak with this cluster: the newest that both support."""
     rollback_count: builtins.int
     """Number of times that the run was rolled back to a checkpoint. After each, versions are made again."""
+    checkpoint_url: builtins.str
+    """Path or URL of a complete checkpoint of version `committed_step`. Trainers with error feedback continue with its
+    residuals in this step. Empty: there is none.
+    """
     @property
     def waiting_for(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """While waiting: what the run waits for, one line each."""
@@ -895,12 +900,39 @@ class JoinResponse(google.protobuf.message.Message):
         placement: builtins.int = ...,
         protocol_version: builtins.int = ...,
         rollback_count: builtins.int = ...,
+        checkpoint_url: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_state", b"_state", "config", b"config", "state", b"state", "work", b"work"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_state", b"_state", "committed_step", b"committed_step", "config", b"config", "epoch", b"epoch", "lease_s", b"lease_s", "placement", b"placement", "protocol_version", b"protocol_version", "rank_assignments", b"rank_assignments", "rollback_count", b"rollback_count", "run_id", b"run_id", "started", b"started", "state", b"state", "trainer", b"trainer", "waiting_for", b"waiting_for", "work", b"work"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_state", b"_state", "checkpoint_url", b"checkpoint_url", "committed_step", b"committed_step", "config", b"config", "epoch", b"epoch", "lease_s", b"lease_s", "placement", b"placement", "protocol_version", b"protocol_version", "rank_assignments", b"rank_assignments", "rollback_count", b"rollback_count", "run_id", b"run_id", "started", b"started", "state", b"state", "trainer", b"trainer", "waiting_for", b"waiting_for", "work", b"work"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_state", b"_state"]) -> typing.Literal["state"] | None: ...
 
 global___JoinResponse = JoinResponse
+
+@typing.final
+class WantedResiduals(google.protobuf.message.Message):
+    """A checkpoint that lacks the residuals of error feedback of the trainer that gets this message."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: builtins.int
+    CHECKPOINT_ID_FIELD_NUMBER: builtins.int
+    URL_FIELD_NUMBER: builtins.int
+    step: builtins.int
+    """Version of the checkpoint. The residuals at the start of the step of this number belong to it."""
+    checkpoint_id: builtins.str
+    """Id of the checkpoint. Empty: it is about to begin."""
+    url: builtins.str
+    """Its folder: a path or URL. The trainer writes its file there and calls AddResiduals."""
+    def __init__(
+        self,
+        *,
+        step: builtins.int = ...,
+        checkpoint_id: builtins.str = ...,
+        url: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checkpoint_id", b"checkpoint_id", "step", b"step", "url", b"url"]) -> None: ...
+
+global___WantedResiduals = WantedResiduals
 
 @typing.final
 class ItemInProgress(google.protobuf.message.Message):
@@ -1038,17 +1070,24 @@ class HeartbeatResponse(google.protobuf.message.Message):
 
     COMMITTED_STEP_FIELD_NUMBER: builtins.int
     PLACEMENT_FIELD_NUMBER: builtins.int
+    RESIDUALS_FIELD_NUMBER: builtins.int
     committed_step: builtins.int
     """Number of committed steps."""
     placement: builtins.int
     """Number of relocations of the run's shards so far. See JoinResponse.placement."""
+    @property
+    def residuals(self) -> global___WantedResiduals:
+        """The trainer's residuals are wanted for a checkpoint. Unset: they are not."""
+
     def __init__(
         self,
         *,
         committed_step: builtins.int = ...,
         placement: builtins.int = ...,
+        residuals: global___WantedResiduals | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["committed_step", b"committed_step", "placement", b"placement"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["residuals", b"residuals"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["committed_step", b"committed_step", "placement", b"placement", "residuals", b"residuals"]) -> None: ...
 
 global___HeartbeatResponse = HeartbeatResponse
 
@@ -1060,6 +1099,7 @@ class KeepMembershipRequest(google.protobuf.message.Message):
     RUN_ID_FIELD_NUMBER: builtins.int
     TRAINER_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
+    HAS_RESIDUALS_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run."""
     run_id: builtins.str
@@ -1068,6 +1108,8 @@ class KeepMembershipRequest(google.protobuf.message.Message):
     """Name of the trainer."""
     epoch: builtins.int
     """JoinResponse.epoch."""
+    has_residuals: builtins.bool
+    """True: the trainer has residuals of error feedback, which belong to checkpoints of the run."""
     def __init__(
         self,
         *,
@@ -1075,8 +1117,9 @@ class KeepMembershipRequest(google.protobuf.message.Message):
         run_id: builtins.str = ...,
         trainer: builtins.str = ...,
         epoch: builtins.int = ...,
+        has_residuals: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "run", b"run", "run_id", b"run_id", "trainer", b"trainer"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "has_residuals", b"has_residuals", "run", b"run", "run_id", b"run_id", "trainer", b"trainer"]) -> None: ...
 
 global___KeepMembershipRequest = KeepMembershipRequest
 
@@ -1086,17 +1129,24 @@ class KeepMembershipResponse(google.protobuf.message.Message):
 
     COMMITTED_STEP_FIELD_NUMBER: builtins.int
     PLACEMENT_FIELD_NUMBER: builtins.int
+    RESIDUALS_FIELD_NUMBER: builtins.int
     committed_step: builtins.int
     """Number of committed steps."""
     placement: builtins.int
     """Placement of the run's shards. Rises when shards are served by other servers than before."""
+    @property
+    def residuals(self) -> global___WantedResiduals:
+        """The trainer's residuals are wanted for a checkpoint. Unset: they are not."""
+
     def __init__(
         self,
         *,
         committed_step: builtins.int = ...,
         placement: builtins.int = ...,
+        residuals: global___WantedResiduals | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["committed_step", b"committed_step", "placement", b"placement"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["residuals", b"residuals"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["committed_step", b"committed_step", "placement", b"placement", "residuals", b"residuals"]) -> None: ...
 
 global___KeepMembershipResponse = KeepMembershipResponse
 
@@ -1666,6 +1716,7 @@ class CommitStepResponse(google.protobuf.message.Message):
     PLACEMENT_FIELD_NUMBER: builtins.int
     PREVIOUS_UPDATE_FIELD_NUMBER: builtins.int
     RECORD_S_FIELD_NUMBER: builtins.int
+    RESIDUALS_FIELD_NUMBER: builtins.int
     committed: builtins.bool
     """False: repeat the request."""
     grad_norm: builtins.float
@@ -1700,6 +1751,12 @@ class CommitStepResponse(google.protobuf.message.Message):
     def previous_update(self) -> global___UpdateDuration:
         """The slowest update of the step before this one. Unset: not known."""
 
+    @property
+    def residuals(self) -> global___WantedResiduals:
+        """The trainer's residuals at the start of the committed step are wanted for a checkpoint. Unset: they are not. A
+        checkpoint of a version begins before the next commit, so this field comes in time.
+        """
+
     def __init__(
         self,
         *,
@@ -1714,9 +1771,10 @@ class CommitStepResponse(google.protobuf.message.Message):
         placement: builtins.int = ...,
         previous_update: global___UpdateDuration | None = ...,
         record_s: builtins.float = ...,
+        residuals: global___WantedResiduals | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_previous_update", b"_previous_update", "_state", b"_state", "next_work", b"next_work", "previous_update", b"previous_update", "state", b"state"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_previous_update", b"_previous_update", "_state", b"_state", "committed", b"committed", "grad_norm", b"grad_norm", "next_work", b"next_work", "partitions", b"partitions", "placement", b"placement", "previous_update", b"previous_update", "record_s", b"record_s", "skipped", b"skipped", "state", b"state", "version", b"version", "waiting_for", b"waiting_for"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_previous_update", b"_previous_update", "_state", b"_state", "next_work", b"next_work", "previous_update", b"previous_update", "residuals", b"residuals", "state", b"state"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_previous_update", b"_previous_update", "_state", b"_state", "committed", b"committed", "grad_norm", b"grad_norm", "next_work", b"next_work", "partitions", b"partitions", "placement", b"placement", "previous_update", b"previous_update", "record_s", b"record_s", "residuals", b"residuals", "skipped", b"skipped", "state", b"state", "version", b"version", "waiting_for", b"waiting_for"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_previous_update", b"_previous_update"]) -> typing.Literal["previous_update"] | None: ...
     @typing.overload
@@ -2215,6 +2273,57 @@ class SaveCheckpointResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["checkpoint", b"checkpoint"]) -> None: ...
 
 global___SaveCheckpointResponse = SaveCheckpointResponse
+
+@typing.final
+class AddResidualsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CONTEXT_FIELD_NUMBER: builtins.int
+    TRAINER_FIELD_NUMBER: builtins.int
+    CHECKPOINT_ID_FIELD_NUMBER: builtins.int
+    DP_RANKS_FIELD_NUMBER: builtins.int
+    FILE_JSON_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
+    trainer: builtins.str
+    """Name of the trainer."""
+    checkpoint_id: builtins.str
+    """WantedResiduals.checkpoint_id."""
+    file_json: builtins.str
+    """Entry of the trainer's file in the manifest, as JSON. Empty: there is no file."""
+    error: builtins.str
+    """Why the file could not be written. Empty: no error."""
+    @property
+    def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
+        """Run, epoch of the membership, step of the checkpoint and request id."""
+
+    @property
+    def dp_ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Data ranks whose residuals the trainer had. Ranks without a lossy push have no tensor in the file."""
+
+    def __init__(
+        self,
+        *,
+        context: shardwell_wire.v1.common_pb2.RequestContext | None = ...,
+        trainer: builtins.str = ...,
+        checkpoint_id: builtins.str = ...,
+        dp_ranks: collections.abc.Iterable[builtins.int] | None = ...,
+        file_json: builtins.str = ...,
+        error: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["checkpoint_id", b"checkpoint_id", "context", b"context", "dp_ranks", b"dp_ranks", "error", b"error", "file_json", b"file_json", "trainer", b"trainer"]) -> None: ...
+
+global___AddResidualsRequest = AddResidualsRequest
+
+@typing.final
+class AddResidualsResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___AddResidualsResponse = AddResidualsResponse
 
 @typing.final
 class DescribeWorldRequest(google.protobuf.message.Message):

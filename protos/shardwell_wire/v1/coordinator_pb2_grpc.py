@@ -132,6 +132,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.SaveCheckpointRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.SaveCheckpointResponse.FromString,
                 _registered_method=True)
+        self.AddResiduals = channel.unary_unary(
+                '/shardwell_wire.v1.CoordinatorService/AddResiduals',
+                request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.AddResidualsRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.AddResidualsResponse.FromString,
+                _registered_method=True)
         self.ListRuns = channel.unary_unary(
                 '/shardwell_wire.v1.CoordinatorService/ListRuns',
                 request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ListRunsRequest.SerializeToString,
@@ -274,7 +279,8 @@ class CoordinatorServiceServicer(object):
         """Trainer: keeps a stream open while it is a member of the run. A stream that breaks shows the coordinator at once
         that the process may have ended: if the process does not open another one within a short grace, its work is leased
         to the next trainer that waits for work. The lease counts besides. A message is sent when the stream opens, when
-        the placement of the run's shards changes, and when a step is committed while no rpc of the trainer is in progress.
+        the placement of the run's shards changes, when a step is committed while no rpc of the trainer is in progress, and
+        when the trainer's residuals are wanted for a checkpoint.
 
         ABORTED: the membership has ended.
         """
@@ -368,6 +374,16 @@ class CoordinatorServiceServicer(object):
         """Any client: saves a checkpoint of the newest committed version, or reports on a checkpoint. Training goes on.
 
         FAILED_PRECONDITION: the run has no checkpoint folder, or a unit has no initial values yet.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AddResiduals(self, request, context):
+        """Trainer: reports which residuals of error feedback it has written to a checkpoint, see WantedResiduals.
+
+        ABORTED: the membership has ended. FAILED_PRECONDITION: the checkpoint is not being written, or does not want the
+        residuals. The caller removes its files.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -563,6 +579,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.SaveCheckpoint,
                     request_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.SaveCheckpointRequest.FromString,
                     response_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.SaveCheckpointResponse.SerializeToString,
+            ),
+            'AddResiduals': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddResiduals,
+                    request_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.AddResidualsRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.AddResidualsResponse.SerializeToString,
             ),
             'ListRuns': grpc.unary_unary_rpc_method_handler(
                     servicer.ListRuns,
@@ -1097,6 +1118,33 @@ class CoordinatorService(object):
             '/shardwell_wire.v1.CoordinatorService/SaveCheckpoint',
             shardwell__wire_dot_v1_dot_coordinator__pb2.SaveCheckpointRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_coordinator__pb2.SaveCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AddResiduals(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardwell_wire.v1.CoordinatorService/AddResiduals',
+            shardwell__wire_dot_v1_dot_coordinator__pb2.AddResidualsRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_coordinator__pb2.AddResidualsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -10,6 +10,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
+from shardwell_server.coordinator.checkpoints.residuals import add_report
 from shardwell_server.coordinator.coordinator import Coordinator
 from shardwell_server.coordinator.inspection import describe
 from shardwell_server.coordinator.inspection.stall import explain_stall
@@ -137,6 +138,8 @@ class CoordinatorServicer:
             response.work.CopyFrom(run.work_of(member.name))
             if run.commits.state is not None:
                 response.state.CopyFrom(run.commits.state)
+            if (checkpoint := run.checkpoints.saved_at(run.committed_step)) is not None:
+                response.checkpoint_url = checkpoint.url
             return response
 
     async def Heartbeat(
@@ -150,7 +153,9 @@ class CoordinatorServicer:
                 run.changed.notify()
             check_recoverable(run, self._state.cluster)
             return coordinator_pb2.HeartbeatResponse(
-                committed_step=run.committed_step, placement=run.relocations.announced
+                committed_step=run.committed_step,
+                placement=run.relocations.announced,
+                residuals=run.wanted_residuals(member),
             )
 
     async def KeepMembership(
@@ -158,6 +163,7 @@ class CoordinatorServicer:
     ) -> AsyncIterator[coordinator_pb2.KeepMembershipResponse]:
         run, trainers = self._exact_run(request), self._coordinator.trainers
         member = trainers.require_member(run, request.trainer, request.epoch)
+        member.note_residuals(request.has_residuals)
         async with aclosing(trainers.keep_membership(run, member)) as stream:
             async for response in stream:
                 yield response
@@ -311,6 +317,14 @@ class CoordinatorServicer:
         return coordinator_pb2.SaveCheckpointResponse(
             checkpoint=ended or describe.checkpoint_progress(run, checkpoint_id)
         )
+
+    async def AddResiduals(
+        self, request: coordinator_pb2.AddResidualsRequest, call: Call
+    ) -> coordinator_pb2.AddResidualsResponse:
+        run, member = self._member(request)
+        with member.serving_rpc(self._state.clock):
+            add_report(run, member, request)
+        return coordinator_pb2.AddResidualsResponse()
 
     async def ListRuns(self, request: coordinator_pb2.ListRunsRequest, call: Call) -> coordinator_pb2.ListRunsResponse:
         return coordinator_pb2.ListRunsResponse(

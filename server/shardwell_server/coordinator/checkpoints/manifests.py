@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -11,7 +11,13 @@ from google.protobuf import json_format
 from shardwell_server.coordinator.runs.run import Run
 from shardwell_server.coordinator.settings import RunSettings
 from shardwell_server.coordinator.storage.records import CommitRecord
-from shardwell_wire.checkpoints.manifest import FileRecord, Manifest, message_from_dict, message_to_dict
+from shardwell_wire.checkpoints.manifest import (
+    RESIDUAL_RANKS,
+    FileRecord,
+    Manifest,
+    message_from_dict,
+    message_to_dict,
+)
 from shardwell_wire.errors import CorruptDataError, RunMismatchError
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
@@ -35,9 +41,16 @@ def manifest_of(run: Run, checkpoint_id: str, created: float) -> Manifest:
     )
 
 
-def with_files(manifest: Manifest, files: Sequence[Mapping[str, Any]]) -> Manifest:
-    """Returns a manifest with the files that the shard servers wrote, as JSON objects."""
-    return replace(manifest, files=tuple(map(FileRecord.from_dict, files)))
+def with_files(manifest: Manifest, files: Sequence[FileRecord], residual_ranks: Collection[int]) -> Manifest:
+    """Returns a manifest with the files of all servers and trainers.
+
+    Args:
+        manifest: The manifest without files.
+        files: The files.
+        residual_ranks: Data ranks whose residuals of error feedback the files have.
+    """
+    extra = {**manifest.extra, RESIDUAL_RANKS: sorted(residual_ranks)} if residual_ranks else manifest.extra
+    return replace(manifest, files=tuple(files), extra=extra)
 
 
 def commits_in(manifest: Manifest, where: str) -> list[CommitRecord]:

@@ -16,12 +16,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TypeVar
 
 from shardwell_server.coordinator.checkpoints.manifests import manifest_of, with_files
+from shardwell_server.coordinator.checkpoints.residuals import report_missing, usable_files, wait_for_reports
 from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.runs.checkpoints import CheckpointInFlight, CheckpointState
 from shardwell_server.coordinator.runs.run import Run
@@ -30,7 +31,7 @@ from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.storage.records import CheckpointRecord
 from shardwell_wire import fault_points
 from shardwell_wire.checkpoints.folder import RunFolder, checkpoint_folder
-from shardwell_wire.checkpoints.manifest import MANIFEST_NAME, Manifest
+from shardwell_wire.checkpoints.manifest import MANIFEST_NAME, FileRecord, Manifest
 from shardwell_wire.checkpoints.opening import check_writable, open_storage
 from shardwell_wire.checkpoints.reading import read_manifest
 from shardwell_wire.errors import (
@@ -167,13 +168,15 @@ class CheckpointSaver:
         folder = await self._files(lambda: RunFolder.of(directory, run.name))
         manifest, server_ids = await self._begin(run, checkpoint, folder)
         files = await asyncio.gather(*(self._follow(run, checkpoint, server_id) for server_id in server_ids))
-        complete = with_files(manifest, list(map(json.loads, files)))
+        complete = await self._with_files(run, checkpoint, manifest, files)
+        run.checkpoints.check_not_rolled_back(checkpoint)
         name = checkpoint.url.rstrip("/").rsplit("/", 1)[-1]
         fault_points.reach("coordinator.checkpoint.before_manifest", step=complete.step)
         await self._files(lambda: folder.publish(name, complete))
         fault_points.reach("coordinator.checkpoint.after_manifest", step=complete.step)
         record = self._record(run, checkpoint, is_complete=True, size_bytes=complete.size_bytes)
         await self._state.save_checkpoint(run, record)
+        run.checkpoints.check_not_rolled_back(checkpoint)
         checkpoint.end(CheckpointState.SAVED, self._state.wall_clock())
         run.checkpoints.finish(record)
         took_s = self._state.clock() - started
@@ -181,13 +184,25 @@ class CheckpointSaver:
         self._state.events.add(EventKind.CHECKPOINT_SAVED, message, run=run.name)
         run.changed.notify()
 
+    async def _with_files(
+        self, run: Run, checkpoint: CheckpointInFlight, manifest: Manifest, files: Sequence[str]
+    ) -> Manifest:
+        """Returns the complete manifest, once the trainers have written their residuals."""
+        reports = await wait_for_reports(run, checkpoint)
+        url = checkpoint.url
+        written, ranks, problems = await self._files(lambda: usable_files(url, manifest, reports))
+        report_missing(self._state, run, manifest.step, ranks, problems)
+        return with_files(manifest, [*(FileRecord.from_dict(json.loads(file)) for file in files), *written], ranks)
+
     async def _begin(self, run: Run, checkpoint: CheckpointInFlight, folder: RunFolder) -> tuple[Manifest, list[str]]:
         """Makes every server begin. Returns the manifest without files, and the servers."""
         try:
             async with asyncio.timeout(_BEGIN_LIMIT_S) as limit, run.checkpoints.boundary:
                 await run.wait_until_updated()
+                run.checkpoints.check_loaded(run.name)
                 step, server_ids = run.committed_step, list(run.units.servers)
-                checkpoint.begin(step, folder.url_of(checkpoint_folder(step, checkpoint.checkpoint_id)))
+                url = folder.url_of(checkpoint_folder(step, checkpoint.checkpoint_id))
+                checkpoint.begin(step, url, run.checkpoints.rollback_count)
                 run.checkpoints.note_begun(step)
                 # Before the folder exists, so that a restarted coordinator finds and removes what was written.
                 await self._state.save_checkpoint(run, self._record(run, checkpoint, is_complete=False))
@@ -214,6 +229,7 @@ class CheckpointSaver:
         fault_points.reach("coordinator.checkpoint.begun", step=step)
         message = f"step {step} on {len(server_ids)} servers, {checkpoint.url}"
         self._state.events.add(EventKind.CHECKPOINT_STARTED, message, run=run.name)
+        run.tell(run.members)
         run.changed.notify()
         return manifest, server_ids
 
@@ -274,7 +290,8 @@ class CheckpointSaver:
 
     async def _remove_torn(self, run: Run) -> None:
         for record in run.checkpoints.take_torn():
-            if await self._is_complete(record):
+            rolled_back = run.checkpoints.restore is not None  # the checkpoint was begun before
+            if not rolled_back and await self._is_complete(record):
                 await self._state.save_checkpoint(run, replace(record, is_complete=True))
                 run.checkpoints.add_saved(replace(record, is_complete=True))
                 continue

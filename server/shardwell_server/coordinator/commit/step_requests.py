@@ -321,6 +321,7 @@ class StepRequests:
             skipped=record is not None and record.skipped,
             next_work=run.work_of(member.name),
             record_s=run.commits.record_s if number == run.committed_step - 1 else 0.0,
+            residuals=run.wanted_residuals(member),
         )
         if (update := run.commits.update_before(number)) is not None:
             response.previous_update.server, response.previous_update.duration_s = update.server_id, update.duration_s

@@ -89,6 +89,8 @@ class EventKind(StrEnum):
     """A checkpoint is complete."""
     CHECKPOINT_FAILED = "checkpoint_failed"
     """A checkpoint could not be saved, and was removed. Training goes on."""
+    RESIDUALS_MISSING = "residuals_missing"
+    """A checkpoint lacks residuals of error feedback. They are zero in a run that is loaded from it."""
     CHECKPOINT_DAMAGED = "checkpoint_damaged"
     """A checkpoint cannot be loaded. The message names the damaged file."""
     RUN_LOADING = "run_loading"

@@ -155,13 +155,16 @@ class TrainerLeases:
             RunDeletedError: The run was deleted.
         """
         with self._connected(run, member):
-            told: tuple[int, int] | None = None
+            told: tuple[int, int, coordinator_pb2.WantedResiduals | None] | None = None
             while not self._state.stopping:
                 news = member.connection.news.next_change()
                 if run.deleted or not run.members.is_current(member):
                     run.require_member(member.name, member.epoch)
-                if told != (told := (run.committed_step, run.relocations.announced)):
-                    yield coordinator_pb2.KeepMembershipResponse(committed_step=told[0], placement=told[1])
+                wanted = run.wanted_residuals(member)
+                if told != (told := (run.committed_step, run.relocations.announced, wanted)):
+                    yield coordinator_pb2.KeepMembershipResponse(
+                        committed_step=told[0], placement=told[1], residuals=wanted
+                    )
                 await news.wait()
 
     @contextmanager

@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from typing import Any
 
+from shardwell_server.coordinator.runs.residuals import ResidualReports
 from shardwell_server.coordinator.storage.records import CheckpointRecord
-from shardwell_wire.errors import ConflictError, InvalidRequestError, UnavailableError
+from shardwell_wire.errors import ConflictError, InvalidRequestError, StepStateError, UnavailableError
 from shardwell_wire.v1 import coordinator_pb2
 
 _REMEMBERED_FAILURES = 16
@@ -131,6 +132,10 @@ class CheckpointInFlight:
     state: CheckpointState = CheckpointState.WRITING
     progress: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Written and total bytes by server."""
+    rollback_count: int = 0
+    """How often the run had been rolled back when the checkpoint began."""
+    residuals: ResidualReports = field(default_factory=ResidualReports)
+    """What the trainers have written."""
     error: str = ""
     ended: float = 0.0
     """Seconds since 1970. 0: not ended."""
@@ -143,9 +148,9 @@ class CheckpointInFlight:
     def total_bytes(self) -> int:
         return sum(total for _, total in self.progress.values())
 
-    def begin(self, step: int, url: str) -> None:
-        """Records the version and its folder."""
-        self.step, self.url = step, url
+    def begin(self, step: int, url: str, rollback_count: int) -> None:
+        """Records the version, its folder, and how often the run has been rolled back."""
+        self.step, self.url, self.rollback_count = step, url, rollback_count
 
     def note_progress(self, server_id: str, written_bytes: int, total_bytes: int) -> None:
         """Records how much a server has written."""
@@ -272,6 +277,15 @@ class RunCheckpoints:
     def forget(self, checkpoint_ids: Collection[str]) -> None:
         """Removes checkpoints that were deleted or are damaged."""
         self.saved = [record for record in self.saved if record.checkpoint_id not in checkpoint_ids]
+
+    def check_not_rolled_back(self, checkpoint: CheckpointInFlight) -> None:
+        """Raises StepStateError if the run was rolled back after a checkpoint began: its version has no future."""
+        if self.restore is not None or self.rollback_count != checkpoint.rollback_count:
+            raise StepStateError(f"the run was rolled back while step {checkpoint.step} was being saved")
+
+    def saved_at(self, step: int) -> CheckpointRecord | None:
+        """Returns the newest complete checkpoint of a version."""
+        return max((record for record in self.saved if record.step == step), key=lambda at: at.time, default=None)
 
     def find(self, checkpoint_id: str) -> CheckpointInFlight | CheckpointRecord | None:
         """Returns a checkpoint by id. None: it is not known."""

@@ -136,6 +136,8 @@ class Member:
     """Rpcs of the trainer that are being served. The lease cannot expire while this is above 0."""
     process: str = ""
     """Process identity, as returned by ``process_identity``. Empty: unknown."""
+    has_residuals: bool = False
+    """True if the trainer has residuals of error feedback. Known from its membership stream."""
     connection: MembershipConnection = field(default_factory=MembershipConnection)
 
     @property
@@ -187,6 +189,10 @@ class Member:
     def note_behind(self, behind: bool) -> None:
         """Records whether the trainer is behind the step in flight."""
         self.behind = behind
+
+    def note_residuals(self, has_residuals: bool) -> None:
+        """Records whether the trainer has residuals of error feedback."""
+        self.has_residuals = has_residuals
 
     def note_revoked(self, reason: str) -> None:
         """Records why the lease is revoked although the trainer sends requests."""
