@@ -2,8 +2,9 @@
 
 >>> shardwell.auto_wrap(model, session, policy, source=shardwell.init.drawn())
 
-A value depends on the run's seed, the parameter's name and the element's index only, and not on the number of servers
-or the cut into units. Names are those in the run (``auto_wrap`` uses the names in the model).
+A value depends on the run's seed, the parameter's name and the element's index in the whole parameter only, and not on
+the grid, the number of servers or the cut into units. Names are those in the run (``auto_wrap`` uses the names in the
+model).
 """
 
 from __future__ import annotations
@@ -19,9 +20,8 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.modules.rnn import RNNBase, RNNCellBase
 
-from shardwell.module.initialization import InitFunction, Naming
+from shardwell.module.initialization import InitFunction
 from shardwell.module.store import InitialValues
-from shardwell.module.tensors import Box, local_box
 from shardwell.module.unit_parameters import FoundParameter, Site
 from shardwell_wire.errors import UsageError
 from shardwell_wire.layout import Segment, UnitLayout
@@ -166,42 +166,39 @@ class DrawnValues:
     rule: Rule
     init: InitFunction | None
 
-    def unit_values(self, layout: UnitLayout, found: Sequence[FoundParameter], naming: Naming) -> InitialValues:
+    def unit_values(self, layout: UnitLayout, found: Sequence[FoundParameter], seed: int) -> InitialValues:
         """See ``ValueSource.unit_values``."""
-        return _Draws({index: self._draw(index, entry, naming) for index, entry in enumerate(found)})
+        return _Draws({index: self._draw(index, entry, seed) for index, entry in enumerate(found)})
 
     def fill(self, site: Site, tensor: torch.Tensor) -> bool:
         """See ``ValueSource.fill``. Tensors that stay in the trainer are not drawn."""
         return False
 
-    def _draw(self, index: int, entry: FoundParameter, naming: Naming) -> initialization_pb2.ParameterDraw:
-        name, module = entry.names[0].removeprefix(naming.prefix), entry.sites[0].module
+    def _draw(self, index: int, entry: FoundParameter, seed: int) -> initialization_pb2.ParameterDraw:
+        name, module = entry.names[0], entry.sites[0].module
         draw = self.rule(module, name, entry.parameter) or default_rule(module, name, entry.parameter)
-        box = local_box(entry.parameter)
-        # Ranks with different parts of a parameter must draw different numbers, ranks with the same part equal ones.
-        stream = name if box.is_whole else f"{name}@{','.join(map(str, box.offsets))}"
-        zero_start, zero_stop = _zero_range(draw, box, name)
+        zero_start, zero_stop = _zero_range(draw, entry.parameter, name)
         return initialization_pb2.ParameterDraw(
             parameter_index=index,
             distribution=draw.distribution,
-            seed=naming.seed,
-            stream=stream,
+            seed=seed,
+            stream=name,
             zero_start=zero_start,
             zero_stop=zero_stop,
         )
 
 
-def _zero_range(draw: Draw, box: Box, name: str) -> tuple[int, int]:
-    """Returns the half-open range of zeros in this process's part of a parameter."""
+def _zero_range(draw: Draw, parameter: nn.Parameter, name: str) -> tuple[int, int]:
+    """Returns the half-open range of zeros in the whole parameter."""
     if draw.zero_row is None:
         return 0, 0
-    if not (box.whole and 0 <= draw.zero_row < box.whole[0]):
+    if not (parameter.shape and 0 <= draw.zero_row < parameter.shape[0]):
         raise UsageError(
-            f"zero row {draw.zero_row} of {name!r} is out of range: its shape is {box.whole}",
+            f"zero row {draw.zero_row} of {name!r} is out of range: its shape is {tuple(parameter.shape)}",
             parameter=name,
         )
-    row, size = draw.zero_row - box.offsets[0], math.prod(box.shape[1:])
-    return (row * size, (row + 1) * size) if 0 <= row < box.shape[0] else (0, 0)
+    size = math.prod(parameter.shape[1:])
+    return draw.zero_row * size, (draw.zero_row + 1) * size
 
 
 @dataclass(frozen=True)

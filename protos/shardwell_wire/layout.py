@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
+from shardwell_wire.boxes import Box
 from shardwell_wire.errors import InvalidRequestError
 from shardwell_wire.v1 import common_pb2
 
@@ -76,14 +77,37 @@ _KIND_NAMES: dict[int, str] = {number: name for name, number in KIND_NUMBERS.ite
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter or buffer as declared."""
+    """One parameter or buffer as declared, or a part of a parameter that tensor parallelism splits."""
 
     name: str
+    """Name in the model. All parts of a parameter have the same name."""
     shape: tuple[int, ...]
+    """Shape of what is stored: of the parameter, or of its part."""
     dtype: str
     """torch's name of the dtype, such as ``float32``."""
     aliases: tuple[str, ...] = ()
     """Other names of the same tied parameter."""
+    whole_shape: tuple[int, ...] = ()
+    """For a part: shape of the whole parameter. Otherwise empty."""
+    offsets: tuple[int, ...] = ()
+    """For a part: first index along each dim. Otherwise empty."""
+
+    @property
+    def is_part(self) -> bool:
+        """True for a part of a parameter, False for a whole one."""
+        return bool(self.offsets)
+
+    @property
+    def box(self) -> Box:
+        """What is stored, as a part of the whole parameter."""
+        if self.is_part:
+            return Box(self.whole_shape, self.offsets, self.shape)
+        return Box(self.shape, (0,) * len(self.shape), self.shape)
+
+    @property
+    def key(self) -> str:
+        """A name that is unique in the run also for parts: ``NAME``, or ``NAME@OFFSET,OFFSET`` for a part."""
+        return f"{self.name}@{','.join(map(str, self.offsets))}" if self.is_part else self.name
 
     @property
     def numel(self) -> int:
@@ -121,8 +145,8 @@ class UnitLayout:
     """The positions of all parameters in a unit's flat vector.
 
     Raises:
-        InvalidRequestError: A name is repeated or empty, a dtype or a number of dims is not supported, the placement or
-            the kind is unknown, or the unit is too large.
+        InvalidRequestError: A name is repeated or empty, a dtype or a number of dims is not supported, a part is not
+            inside its parameter, the placement or the kind is unknown, or the unit is too large.
     """
 
     unit: str
@@ -131,6 +155,11 @@ class UnitLayout:
     """``flat``: cut at any block. ``tensor``: cut between parameters only."""
     kind: str = "parameters"
     """``parameters`` or ``buffers``."""
+    tp_rank: int = 0
+    """Tensor-parallel rank that pushes the unit. Units without parts are held by all tensor-parallel ranks, and pushed
+    by rank 0."""
+    pp_rank: int = 0
+    """Pipeline rank of the trainers that hold the unit."""
     starts: tuple[int, ...] = field(init=False)
     """First byte of each parameter."""
     size_bytes: int = field(init=False)
@@ -188,6 +217,28 @@ class UnitLayout:
                     f"parameter {parameter.name!r} has {len(parameter.shape)} dimensions, more than {MAX_DIMS}",
                     parameter=parameter.name,
                 )
+            self._validate_part(parameter)
+
+    def _validate_part(self, parameter: Parameter) -> None:
+        if not (parameter.offsets or parameter.whole_shape):
+            return
+        if self.holds_buffers:
+            raise InvalidRequestError(
+                f"buffer {parameter.name!r} is declared as a part, but buffers are stored whole",
+                parameter=parameter.name,
+            )
+        if not parameter.shape or not Box(parameter.whole_shape, parameter.offsets, parameter.shape).is_inside:
+            raise InvalidRequestError(
+                f"parameter {parameter.name!r} is a part of shape {parameter.shape} at offsets {parameter.offsets} of "
+                f"whole_shape {parameter.whole_shape}: expected equally many dimensions, at least one, and a part "
+                "inside the whole",
+                parameter=parameter.name,
+            )
+
+    @property
+    def holds_parts(self) -> bool:
+        """True if a parameter of the unit is a part, so that one tensor-parallel rank holds the unit."""
+        return any(parameter.is_part for parameter in self.parameters)
 
     @property
     def holds_buffers(self) -> bool:
@@ -251,23 +302,39 @@ class UnitLayout:
         return common_pb2.UnitSpec(
             name=self.unit,
             parameters=[
-                common_pb2.ParameterSpec(name=p.name, shape=p.shape, dtype=DTYPE_NUMBERS[p.dtype], aliases=p.aliases)
+                common_pb2.ParameterSpec(
+                    name=p.name,
+                    shape=p.shape,
+                    dtype=DTYPE_NUMBERS[p.dtype],
+                    aliases=p.aliases,
+                    whole_shape=p.whole_shape,
+                    offsets=p.offsets,
+                )
                 for p in self.parameters
             ],
             placement=PLACEMENT_NUMBERS[self.placement],
             kind=KIND_NUMBERS[self.kind],
+            tp_rank=self.tp_rank,
+            pp_rank=self.pp_rank,
         )
 
     @classmethod
     def from_proto(cls, spec: common_pb2.UnitSpec) -> UnitLayout:
         """Decodes a unit. Raises InvalidRequestError if the unit is invalid."""
         parameters = (
-            Parameter(p.name, tuple(p.shape), DTYPE_NAMES.get(p.dtype, "unspecified"), tuple(p.aliases))
+            Parameter(
+                p.name,
+                tuple(p.shape),
+                DTYPE_NAMES.get(p.dtype, "unspecified"),
+                tuple(p.aliases),
+                tuple(p.whole_shape),
+                tuple(p.offsets),
+            )
             for p in spec.parameters
         )
         placement = _PLACEMENT_NAMES.get(spec.placement, str(spec.placement))
         kind = _KIND_NAMES.get(spec.kind, str(spec.kind))
-        return cls(spec.name, tuple(parameters), placement, kind)
+        return cls(spec.name, tuple(parameters), placement, kind, spec.tp_rank, spec.pp_rank)
 
 
 def align(position: int, alignment: int = ALIGNMENT_BYTES) -> int:

@@ -26,7 +26,7 @@ def draw_of(index: int, how: init.Draw) -> initialization_pb2.ParameterDraw:
 def expected(index: int, how: init.Draw) -> torch.Tensor:
     parameter = LAYOUT.parameters[index]
     values = torch.empty(parameter.numel, dtype=getattr(torch, parameter.dtype))
-    random_values.fill(values, 0, draw_of(index, how))
+    random_values.fill(values, 0, draw_of(index, how), parameter.box)
     return values
 
 

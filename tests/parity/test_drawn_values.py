@@ -12,6 +12,7 @@ from torch import nn
 
 from shardwell import NoWrapPolicy, SizePolicy, auto_wrap, init
 from shardwell.module.fully_shard import fully_shard
+from shardwell.module.naming import GridPlace
 from shardwell.module.units import Units
 from shardwell.weights.state_dict import full_state_dict
 from shardwell_wire.errors import UsageError
@@ -28,8 +29,8 @@ def drawn_gpt(policy: Any, num_shards: int = 1, **options: Any) -> Gpt:
 
 def test_drawn_values_depend_on_seed_and_name_only() -> None:
     expected = full_state_dict(drawn_gpt(NoWrapPolicy()))
-    for policy, num_shards, prefix in ((SizePolicy(1000), 3, ""), (SizePolicy(20), 7, "pp0.tp1.")):
-        got = full_state_dict(drawn_gpt(policy, num_shards, name_prefix=prefix))
+    for policy, num_shards, stage in ((SizePolicy(1000), 3, 0), (SizePolicy(20), 7, 1)):
+        got = full_state_dict(drawn_gpt(policy, num_shards, place=GridPlace(pp=2, pp_rank=stage)))
         assert all(torch.equal(expected[name], got[name]) for name in expected)
 
 

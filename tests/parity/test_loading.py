@@ -21,11 +21,11 @@ from torch.distributed.tensor import DTensor, Shard
 import shardwell
 from shardwell import SizePolicy, auto_wrap, from_safetensors
 from shardwell.module.fully_shard import fully_shard
-from shardwell.module.tensors import Box
 from shardwell.module.units import Units
 from shardwell.weights import loading
 from shardwell.weights.safetensors_file import StoredTensor
 from shardwell.weights.state_dict import full_state_dict
+from shardwell_wire.boxes import Box
 from shardwell_wire.errors import CorruptDataError, NotFoundError, UsageError
 from tests.support.in_memory_store import InMemoryStore
 from tests.support.module_parity import Gpt, gpt, gpt_loss

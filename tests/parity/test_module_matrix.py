@@ -17,7 +17,6 @@ from shardwell.module.residency import UnitState
 from shardwell.module.sharded_module import ShardedModule
 from shardwell.module.store import InitialValues
 from shardwell.module.units import Units
-from shardwell.weights.state_dict import full_state_dict
 from shardwell_wire.errors import CapacityError, TiedParameterError, UsageError
 from shardwell_wire.layout import UnitLayout
 from tests.support.in_memory_store import InMemoryStore
@@ -409,18 +408,6 @@ def test_module_registered_twice_has_both_names() -> None:
     (unit,) = units
     (parameter,) = unit.layout.parameters
     assert (parameter.name, parameter.aliases) == ("Sequential-0.0.weight", ("Sequential-0.2.weight",))
-
-
-def test_name_prefix_applies_to_units_and_parameters() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    units = Units(InMemoryStore(), name_prefix="stage1/")
-    for layer in model:
-        fully_shard(layer, SimpleNamespace(units=units))
-    assert {unit.name: unit.layout.parameters[0].name for unit in units} == {
-        "stage1/Linear-0": "stage1/Linear-0.weight",
-        "stage1/Linear-1": "stage1/Linear-1.weight",
-    }
-    assert list(full_state_dict(model)) == ["0.weight", "0.bias", "1.weight", "1.bias"]
 
 
 def test_failed_declaration_changes_nothing() -> None:

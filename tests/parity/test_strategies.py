@@ -446,7 +446,8 @@ def train_on(
             for position, module in enumerate(modules):
                 strategy = strategies[(step.number + position) % len(strategies)]
                 sharded: Any = module
-                if module._shardwell_sharding.unit.settings.strategy is not strategy:
+                (unit,) = module._shardwell_sharding.own_units
+                if unit.settings.strategy is not strategy:
                     sharded.set_sharding_strategy(strategy, recurse=False)
             for tokens in step.batches(transformer.batch):
                 model(tokens).backward()

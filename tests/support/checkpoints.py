@@ -64,6 +64,7 @@ def write_checkpoint(
     run: str = RUN,
     run_id: str = "id1",
     files: Sequence[Tensors] | None = None,
+    units: Sequence[UnitLayout] = UNITS,
     publish: bool = True,
     created: float | None = None,
 ) -> str:
@@ -90,7 +91,7 @@ def write_checkpoint(
                 created=time.time() if created is None else created,
                 world=World(dp=2),
                 seed=3,
-                units=UNITS,
+                units=tuple(units),
                 files=tuple(records),
                 commits=({"step": step - 1, "grad_norm": float("inf")},),
                 run_state=coordinator_pb2.RunState(step=step - 1, tracked_json={"schedule": '{"last": 3}'}),

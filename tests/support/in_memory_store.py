@@ -91,7 +91,9 @@ class InMemoryStore:
                 view = shard[segment.start_bytes - start : segment.stop_bytes - start].view(dtype)
                 unit.segments[segment.parameter_index, segment.start_element] = view
                 if (draw := initial_values.draws.get(segment.parameter_index)) is not None:
-                    random_values.fill(view, segment.start_element, draw)
+                    random_values.fill(
+                        view, segment.start_element, draw, layout.parameters[segment.parameter_index].box
+                    )
                 else:
                     data = bytearray().join(initial_values.read(segment))
                     view.view(torch.uint8).copy_(torch.frombuffer(data, dtype=torch.uint8))

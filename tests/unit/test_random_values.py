@@ -9,6 +9,7 @@ import torch
 
 from shardwell import init
 from shardwell_server.shard.arithmetic import random_values
+from shardwell_wire.boxes import Box
 from shardwell_wire.errors import InvalidRequestError
 from shardwell_wire.v1 import initialization_pb2
 
@@ -19,11 +20,15 @@ def draw(how: init.Draw, *, seed: int = 1, stream: str = "w") -> initialization_
     return initialization_pb2.ParameterDraw(distribution=how.distribution, seed=seed, stream=stream)
 
 
+def whole_of(numel: int) -> Box:
+    return Box((numel,), (0,), (numel,))
+
+
 def filled(
     how: init.Draw, size: int = ODD, first: int = 0, dtype: torch.dtype = torch.float32, **key: object
 ) -> torch.Tensor:
     values = torch.empty(size, dtype=dtype)
-    random_values.fill(values, first, draw(how, **key))  # type: ignore[arg-type]
+    random_values.fill(values, first, draw(how, **key), whole_of(first + size))  # type: ignore[arg-type]
     return values
 
 
@@ -47,6 +52,26 @@ def test_cuts_do_not_change_values(kind: str) -> None:
     ):
         parts = [filled(KINDS[kind], cut), filled(KINDS[kind], ODD - cut, cut)]
         assert torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_a_part_has_the_values_of_the_whole(kind: str, dim: int) -> None:
+    shape = (70, 31, 23)  # several blocks
+    numel = math.prod(shape)
+    how = draw(KINDS[kind])
+    how.zero_start, how.zero_stop = 5 * 31 * 23, 6 * 31 * 23
+    whole = torch.empty(numel)
+    random_values.fill(whole, 0, how, Box(shape, (0, 0, 0), shape))
+    for index, expected in enumerate(whole.view(shape).chunk(3, dim)):
+        offsets = [0, 0, 0]
+        offsets[dim] = index * -(-shape[dim] // 3)
+        box = Box(shape, tuple(offsets), tuple(expected.shape))
+        cut = expected.numel() // 2 + 5
+        shards = torch.empty(cut), torch.empty(expected.numel() - cut)
+        random_values.fill(shards[0], 0, how, box)
+        random_values.fill(shards[1], cut, how, box)
+        assert torch.equal(torch.cat(shards).view(expected.shape), expected)
 
 
 def test_values_depend_on_seed_and_stream() -> None:
@@ -89,8 +114,8 @@ def test_zero_range_is_independent_of_cuts(kind: str) -> None:
     expected[how.zero_start : how.zero_stop] = 0
     for cut in (1, random_values.BLOCK_ELEMENTS - 5, random_values.BLOCK_ELEMENTS, 2 * random_values.BLOCK_ELEMENTS):
         parts = torch.empty(cut), torch.empty(ODD - cut)
-        random_values.fill(parts[0], 0, how)
-        random_values.fill(parts[1], cut, how)
+        random_values.fill(parts[0], 0, how, whole_of(ODD))
+        random_values.fill(parts[1], cut, how, whole_of(ODD))
         assert torch.equal(torch.cat(parts), expected)
     how.zero_start = how.zero_stop + 1
     with pytest.raises(InvalidRequestError, match=r"'w'.*expected zero_start <= zero_stop"):

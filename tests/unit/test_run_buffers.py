@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardwell.module.naming import GridPlace
 from shardwell.module.store import InitialValues
 from shardwell.session.run_buffers import RunBuffers
 from shardwell.session.step_state import WorkItemState
@@ -85,7 +86,7 @@ class Trainer:
 
     def __init__(self, store: Store, module: nn.Module, *, declare: bool = True) -> None:
         self.store, self.module = store, module
-        self.buffers = RunBuffers(lambda: [("unit.", module)], store, store.state)
+        self.buffers = RunBuffers(lambda: [("unit.", module)], store, store.state, GridPlace())
         if declare:
             self.buffers.declare(store.version, has_work=True)
 
@@ -349,7 +350,7 @@ def test_buffer_dtype_that_cannot_be_stored_is_rejected() -> None:
 def test_buffers_of_modules_sharded_later_are_declared_with_the_next_optimizer() -> None:
     store, first, second = Store(), normalised(0), normalised(1)
     modules = [("a.", first)]
-    buffers = RunBuffers(lambda: modules, store, store.state)
+    buffers = RunBuffers(lambda: modules, store, store.state, GridPlace())
     buffers.declare(0, has_work=True)
     modules.append(("b.", nn.Sequential(first, second)))
     buffers.declare(0, has_work=True)

@@ -271,22 +271,27 @@ def peek(
             except NotFoundError as error:
                 not_found = error
                 continue
-            pieces.append(tables.ParameterPiece(server_id, first))
-            for start_bytes in first.shard_start_bytes[1:]:  # more shards of the unit on the same server
-                other = shard_pb2.PeekRequest()
-                other.CopyFrom(request)
-                other.shard_start_bytes = start_bytes
-                pieces.append(tables.ParameterPiece(server_id, _peek_at(server_id, server, other, timeout_s)))
+            for unit in first.units:
+                of_unit = first if unit == first.unit else _peek_at(server_id, server, request, timeout_s, unit=unit)
+                pieces.append(tables.ParameterPiece(server_id, of_unit))
+                for start_bytes in of_unit.shard_start_bytes[1:]:  # more shards of the unit on the same server
+                    other = _peek_at(server_id, server, request, timeout_s, unit=unit, shard_start_bytes=start_bytes)
+                    pieces.append(tables.ParameterPiece(server_id, other))
     if not pieces:
         raise not_found or NotFoundError(f"run {request.run!r} has no units yet", run=request.run)
-    return sorted(pieces, key=lambda piece: piece.response.start_element)
+    return sorted(pieces, key=lambda piece: ([*piece.response.offsets], piece.response.start_element))
 
 
 def _peek_at(
-    server_id: str, server: ServiceClient, request: shard_pb2.PeekRequest, timeout_s: float
+    server_id: str, server: ServiceClient, request: shard_pb2.PeekRequest, timeout_s: float, **changed: str | int
 ) -> shard_pb2.PeekResponse:
+    """Reads a parameter from one server. ``changed`` has the fields of the request that have other values."""
+    sent = shard_pb2.PeekRequest()
+    sent.CopyFrom(request)
+    for name, value in changed.items():
+        setattr(sent, name, value)
     try:
-        response: shard_pb2.PeekResponse = server.call("Peek", request, timeout_s=timeout_s)
+        response: shard_pb2.PeekResponse = server.call("Peek", sent, timeout_s=timeout_s)
     except UnavailableError as error:
         raise UnavailableError(
             f"{server_id} at {server.address} cannot be reached from this host, though the coordinator can: {error}",

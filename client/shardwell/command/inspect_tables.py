@@ -266,7 +266,7 @@ def peek(parameter: str, pieces: Sequence[ParameterPiece]) -> RenderableType:
         seen = piece.response
         table.add_row(
             piece.server_id,
-            f"[{seen.start_element:,}, {seen.stop_element:,})",
+            f"[{seen.start_element:,}, {seen.stop_element:,}){_part(seen.offsets)}",
             str(seen.version),
             *(f"{number:.5g}" for number in (seen.norm, seen.min, seen.max)),
             str(seen.non_finite_count),
@@ -275,6 +275,11 @@ def peek(parameter: str, pieces: Sequence[ParameterPiece]) -> RenderableType:
     norm = math.hypot(*(piece.response.norm for piece in pieces))
     elements = sum(piece.response.stop_element - piece.response.start_element for piece in pieces)
     return Group(f"{parameter}: {elements:,} elements, norm {norm:.5g}", table)
+
+
+def _part(offsets: Sequence[int]) -> str:
+    """Returns which part of a split parameter is meant; nothing for a whole parameter."""
+    return f" of the part at ({', '.join(map(str, offsets))})" if offsets else ""
 
 
 def _table(*headings: str) -> Table:

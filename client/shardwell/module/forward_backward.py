@@ -28,7 +28,7 @@ class ForwardBackward:
         entered: True if a forward has begun since the last commit.
         before_use: Called before a forward; may commit a step.
         is_last_backward: True if the end of a backward frees prefetched units that the backward did not use.
-        root: The unit that contains all other units; None if there is no single one.
+        roots: The units of the modules that contain all other units; empty if there are no such modules.
 
     Args:
         units: All units of the session, including units that are added later.
@@ -49,7 +49,7 @@ class ForwardBackward:
         self.entered = False
         self.before_use: Callable[[], None] = _nothing
         self.is_last_backward = True
-        self.root: Unit | None = None
+        self.roots: tuple[Unit, ...] = ()
         self._units, self._policy, self._pushes = units, policy, pushes
         self._backwards = RunningBackwards(self._end_backward)
         self._max_in_flight = max_gathers_in_flight
@@ -87,7 +87,7 @@ class ForwardBackward:
     def _frees_after_forward(self, call: ForwardCall) -> bool:
         unit = call.unit
         expects_backward = call.has_backward and any(module.training for module in unit.modules)
-        return self._policy.frees_after_forward(unit, is_root=unit is self.root, expects_backward=expects_backward)
+        return self._policy.frees_after_forward(unit, is_root=unit in self.roots, expects_backward=expects_backward)
 
     def _before_node(self, call: ForwardCall, node_number: int, gradients: object) -> None:
         """Runs before a node that was made in a forward call or reads the unit's weights: gathers the unit."""

@@ -10,15 +10,16 @@ from torch import nn
 
 from shardwell.module import guards, torch_patches
 from shardwell.module.hooks import hook_modules, hooked_method
-from shardwell.module.initialization import InitFunction, ValueSource, fill_ignored, materialized, plan_values
+from shardwell.module.initialization import InitFunction, ValueSource, fill_ignored, plan_values
+from shardwell.module.materialization import materialized
 from shardwell.module.mixed_precision import AS_STORED, MixedPrecisionPolicy, attach_casts, cast_buffers, casting_method
+from shardwell.module.naming import plan_units
 from shardwell.module.sharded_module import ShardedModule, Sharding, make_sharded, sharding_of
 from shardwell.module.strategy import ReplicaOptions, ShardingStrategy, check_strategy
 from shardwell.module.unit import owner_of
 from shardwell.module.unit_parameters import FoundParameter, Site
 from shardwell.module.units import Units
 from shardwell_wire.errors import TiedParameterError, UsageError
-from shardwell_wire.layout import UnitLayout
 
 Placement = Literal["flat", "tensor"]
 
@@ -52,6 +53,9 @@ def fully_shard(
     which is gathered and freed as a whole. Buffers stay in the trainer. Every trainer calls this function for the same
     modules in the same order. All trainers get the initial values of the first rank.
 
+    Split a module by tensor parallelism before this call. The parts of its split parameters become a second unit, whose
+    name ends with ``@tp`` and the tensor-parallel rank. Plain parameters must be equal on all tensor-parallel ranks.
+
     The parameter objects stay in the module. While freed, they have shape, dtype, gradient and hooks, and raise
     ``FreedParameterError`` if their values are used. After a gradient was pushed to the servers, ``parameter.grad`` is
     None. Only ``optimizer.step()`` changes values; a write in between raises. A backward gathers a unit again wherever
@@ -73,7 +77,8 @@ def fully_shard(
         mp_policy: The dtypes to compute in; the values on the servers keep their dtype.
         ignored_params: Parameters to leave alone.
         name: The unit's name in the run, under which parameters are inspected. The default is the class and a number,
-            such as ``Block-0``. ``auto_wrap`` uses the names in the model.
+            such as ``Block-0``. ``auto_wrap`` uses the names in the model. Required in a run with several pipeline
+            stages.
         placement: How the unit is divided among servers. ``flat``: evenly. ``tensor``: between parameters, for
             optimizers that need whole tensors, such as ``Muon``.
         source: Source of the values that a new run starts with: ``shardwell.from_safetensors(model, path)``,
@@ -93,7 +98,9 @@ def fully_shard(
     guards.check_session(session)
     guards.check_batch_norm([module] if isinstance(module, nn.Module) else list(module), session)
     modules = [module] if isinstance(module, nn.Module) else list(module)
-    unit_name = name or session.units.next_name("+".join(type(part).__name__ for part in modules))
+    class_name = "+".join(type(part).__name__ for part in modules)
+    session.units.place.require_unique(name, class_name)
+    unit_name = name or session.units.next_name(class_name)
     shard_modules(
         modules,
         session.units,
@@ -129,36 +136,39 @@ def shard_modules(
     """Implements ``fully_shard`` for given names of the unit and its modules.
 
     Args:
-        name: Name of the unit, without ``units.name_prefix``.
-        prefixes: Prefix of each module's parameter names, without ``units.name_prefix``.
+        name: Name of the unit.
+        prefixes: Prefix of each module's parameter names.
     """
     torch_patches.watch(units)
     guards.check_ignored(ignored_params)
     guards.check_modules(modules, ignored_params)
     check_strategy(name, strategy, replica, reshard_after_forward)
-    found = collect_parameters(modules, [f"{units.name_prefix}{prefix}" for prefix in prefixes], ignored_params)
+    found = collect_parameters(modules, prefixes, ignored_params)
     meta_device = torch.device(device)
     guards.check_parameters([(entry.names[0], entry.parameter) for entry in found], meta_device)
-    unit = None
+    planned = plan_units(name, found, placement, units.place)
+    found = [entry for unit in planned for entry in unit.found]
+    made = []
     # Overrides an enclosing `with torch.device("meta")`.
     with meta_device, materialized(found, modules, meta_device) as blanks:
-        layout = UnitLayout(f"{units.name_prefix}{name}", tuple(entry.describe() for entry in found), placement)
-        values = plan_values(source, layout, found, modules, blanks, units.naming)
-        if found:
-            unit = units.add(layout, found, modules, values, mp_policy)
+        values = plan_values(source, name, planned, modules, blanks, units.init_seed)
+        for each, new_values in zip(planned, values.units, strict=True):
+            unit = units.add(each.layout, each.found, modules, new_values, mp_policy)
             hook_modules(unit, units)
             unit.settings.reshard_after_forward = reshard_after_forward
-        else:
-            values.initialize()
-    if unit is not None and strategy is not None:
-        units.set_strategy(unit, strategy, replica)
+            made.append(unit)
+        if not planned:
+            values.initialize_buffers()
+    if strategy is not None:
+        for unit in made:
+            units.set_strategy(unit, strategy, replica)
     fill_ignored(source, modules)
-    units.register_modules(modules, unit, name, prefixes)
+    units.register_modules(modules, made, name, prefixes)
     attach_casts(modules, mp_policy)
     if mp_policy.buffer_dtype is not None:
         cast_buffers(modules, mp_policy.buffer_dtype, lambda part: isinstance(part, ShardedModule))
     for module in modules:
-        make_sharded(module, Sharding(units, unit, mp_policy))
+        make_sharded(module, Sharding(units, tuple(made), mp_policy))
         guards.guard_state_dict(module)
 
 
@@ -170,9 +180,9 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
         method_name: Name of the method, such as ``generate``.
     """
     sharding = sharding_of(module)
+    for unit in sharding.own_units:
+        setattr(module, method_name, hooked_method(unit, sharding.units, module, method_name))
     method = getattr(module, method_name)
-    if sharding.unit is not None:
-        method = hooked_method(sharding.unit, sharding.units, module, method_name)
     setattr(module, method_name, casting_method(method, sharding.policy))
 
 

@@ -82,6 +82,7 @@ class GradientUnit(Protocol):
     gradients: LocalGradients
     settings: UnitSettings
     pushed: bool
+    pushes: bool
     index: int
 
     @property
@@ -127,14 +128,19 @@ class GradientPushes:
             self.push(unit)
 
     def push(self, unit: GradientUnit, indices: Sequence[int] | None = None) -> None:
-        """Pushes the local gradients of a unit, or of some of its parameters."""
+        """Pushes the local gradients of a unit, or of some of its parameters.
+
+        If another tensor-parallel rank pushes the unit, they are dropped. They are taken first all the same, because
+        that may sum them over the ranks.
+        """
         if indices is None and unit in self._buckets:
             self._buckets[unit].clear()
         for bucket in _cut(unit.gradients.take(indices), self._bucket_bytes(unit) if indices is None else None):
-            unit.require_current()  # gradients that were set by hand exist without a forward
             self._pushed = unit.pushed = True
             self.coverage.note(unit, [index for index, _ in bucket])
-            self._store.push(unit.index, bucket)
+            if unit.pushes:
+                unit.require_current()  # gradients that were set by hand exist without a forward
+                self._store.push(unit.index, bucket)
 
     def end_item(self) -> None:
         """Ends the work item: ``withdraw`` no longer applies to its gradients."""

@@ -39,7 +39,7 @@ class _Hooks:
     def __init__(self, unit: Unit, units: Units) -> None:
         self._unit = unit
         self._passes = units.passes
-        nested = {id(part) for other in units if other is not unit for part in _parts(other)}
+        nested = {id(part) for other in units if other.modules != unit.modules for part in _parts(other)}
         self._own_parts = [part for part in _parts(unit) if id(part) not in nested and _may_keep_results(part)]
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

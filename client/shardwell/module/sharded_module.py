@@ -24,20 +24,22 @@ class Sharding:
     """How a module is sharded."""
 
     units: Units
-    unit: Unit | None
-    """None if all its parameters belong to nested units, or it has no parameters."""
+    own_units: tuple[Unit, ...]
+    """Units of the module's own parameters. Empty if all its parameters belong to nested units, or it has none. Two if
+    tensor parallelism splits some of them."""
     policy: MixedPrecisionPolicy
 
 
 class UnshardHandle:
     """Handle of a gather that ``module.unshard(async_op=True)`` started."""
 
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
 
     def wait(self) -> None:
         """Waits until the parameters are usable."""
-        self._unit.unshard()
+        for unit in self._units:
+            unit.unshard()
 
 
 class ShardedModule(nn.Module):
@@ -49,23 +51,25 @@ class ShardedModule(nn.Module):
         Args:
             async_op: Return at once, with a handle whose ``wait`` completes the gather.
         """
-        unit = sharding_of(self).unit
-        if unit is None:
+        units = sharding_of(self).own_units
+        if not units:
             return None
         passes = sharding_of(self).units.passes
         passes.before_use()
         passes.graphs.begin()
-        passes.start_gather(unit)
+        for unit in units:
+            passes.start_gather(unit)
+        handle = UnshardHandle(units)
         if async_op:
-            return UnshardHandle(unit)
-        unit.unshard()
+            return handle
+        handle.wait()
         return None
 
     def reshard(self) -> None:
         """Frees this module's parameters, unless a forward or backward is using them."""
         sharding = sharding_of(self)
-        if sharding.unit is not None:
-            sharding.units.passes.free_unused(sharding.unit, thorough=True)
+        for unit in sharding.own_units:
+            sharding.units.passes.free_unused(unit, thorough=True)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Sets whether each backward pushes its gradients, or accumulates them in this process.
@@ -135,11 +139,13 @@ class ShardedModule(nn.Module):
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Sets the sharded modules to prefetch during this module's forward, instead of the predicted modules."""
-        self._require_unit().settings.forward_prefetch = _prefetch_list(modules)
+        for unit in self._require_units():
+            unit.settings.forward_prefetch = _prefetch_list(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Sets the sharded modules to prefetch during this module's backward, instead of the predicted modules."""
-        self._require_unit().settings.backward_prefetch = _prefetch_list(modules)
+        for unit in self._require_units():
+            unit.settings.backward_prefetch = _prefetch_list(modules)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops local gradients, and gradients of earlier steps that the servers keep for another optimizer.
@@ -153,13 +159,13 @@ class ShardedModule(nn.Module):
             unit.precision.drop()
             unit.drop_kept_gradients()
 
-    def _require_unit(self) -> Unit:
-        unit = sharding_of(self).unit
-        if unit is None:
+    def _require_units(self) -> tuple[Unit, ...]:
+        units = sharding_of(self).own_units
+        if not units:
             raise UsageError(
                 f"{type(self).__name__} has no parameters of its own to gather: all belong to nested units"
             )
-        return unit
+        return units
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> NoReturn:
         """Always raises: ``fully_shard`` has already materialized the module, and buffers would lose their values."""
@@ -213,11 +219,10 @@ def _units_in(module: nn.Module, recurse: bool) -> Iterator[Unit]:
     """Returns the units of a sharded module and, if ``recurse``, of the modules inside it; each once."""
     found: dict[Unit, None] = {}
     for part in module.modules() if recurse else [module]:
-        if isinstance(part, ShardedModule) and (unit := sharding_of(part).unit) is not None:
-            found[unit] = None
+        if isinstance(part, ShardedModule):
+            found.update(dict.fromkeys(sharding_of(part).own_units))
     return iter(found)
 
 
 def _prefetch_list(modules: Sequence[nn.Module]) -> tuple[Unit, ...]:
-    units = (sharding_of(module).unit for module in modules)
-    return tuple(unit for unit in units if unit is not None)
+    return tuple(unit for module in modules for unit in sharding_of(module).own_units)

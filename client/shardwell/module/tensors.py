@@ -1,14 +1,15 @@
-"""Functions that find tensors in nested values, return their local parts, and describe rectangular parts."""
+"""Functions that find tensors in nested values and return their local parts."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
 from torch import nn
+
+from shardwell_wire.boxes import Box
 
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, nn.Module, type)
 
@@ -95,48 +96,13 @@ def set_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> None:
         cast(Any, tensor)._spec = typed._spec
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Box:
-    """A rectangular part of a tensor, as tensor parallelism and sharded state dicts cut tensors."""
-
-    whole: tuple[int, ...]
-    """Shape of the tensor."""
-    offsets: tuple[int, ...]
-    """First index along each dim."""
-    shape: tuple[int, ...]
-    """Size along each dim."""
-
-    @property
-    def is_whole(self) -> bool:
-        """True if the part is the whole tensor."""
-        return self.whole == self.shape
-
-    def runs(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Maps the elements ``[start, stop)`` of the flattened part to the flattened tensor.
-
-        Yields:
-            ``(first element, number of elements)`` of each consecutive run in the tensor.
-        """
-        outer, length = len(self.shape), 1
-        while outer and (outer == len(self.shape) or self.shape[outer] == self.whole[outer]):
-            outer -= 1
-            length *= self.shape[outer]
-        while start < stop:
-            number, within = divmod(start, length)
-            count = min(length - within, stop - start)
-            yield self._first(number, outer) + within, count
-            start += count
-
-    def _first(self, number: int, outer: int) -> int:
-        """Returns the first element of a run, by its number. Each run covers all dims from ``outer`` on."""
-        position, stride = 0, math.prod(self.whole[outer + 1 :])
-        for dim in reversed(range(outer + 1) if self.shape else range(0)):
-            index = 0
-            if dim < outer:
-                number, index = divmod(number, self.shape[dim])
-            position += (self.offsets[dim] + index) * stride
-            stride *= self.whole[dim]
-        return position
+def is_split(tensor: torch.Tensor) -> bool:
+    """True for a ``DTensor`` of which this process holds a part."""
+    sharded: Any = tensor
+    return hasattr(tensor, "placements") and any(
+        not (placement.is_replicate() or placement.is_partial()) and sharded.device_mesh.size(axis) > 1
+        for axis, placement in enumerate(sharded.placements)
+    )
 
 
 def local_box(tensor: torch.Tensor) -> Box:

@@ -110,6 +110,8 @@ class Unit(ResidentUnit):
         self.usage = Usage()
         self.pushed = False
         """True if a gradient was pushed that is not committed yet."""
+        self.pushes = True
+        """False if another tensor-parallel rank, which computes the same gradients, pushes them."""
         self.generation = 0
         """Incremented when all earlier graphs become unusable."""
         self.is_current = False
@@ -279,7 +281,7 @@ class Unit(ResidentUnit):
 
     def drop_kept_gradients(self) -> None:
         """Drops the gradients of earlier steps that the servers keep because no optimizer has used them."""
-        if self._store.may_keep(self.index):
+        if self.pushes and self._store.may_keep(self.index):
             self._store.drop(self.index, range(len(self.parameters)))
 
     def keep(self) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from shardwell.module.freed_parameter import freed_class
-from shardwell.module.tensors import local_part, set_dtype
+from shardwell.module.tensors import is_split, local_box, local_part, set_dtype
 from shardwell_wire.errors import UsageError
 from shardwell_wire.layout import Parameter, UnitLayout
 
@@ -47,8 +47,10 @@ class FoundParameter:
     def describe(self) -> Parameter:
         """Returns the layout entry, for a ``DTensor`` the entry of its local part."""
         dtype = str(self.parameter.dtype).removeprefix("torch.")
-        shape = tuple(local_part(self.parameter).shape)
-        return Parameter(self.names[0], shape, dtype, aliases=tuple(self.names[1:]))
+        name, shape, aliases = self.names[0], tuple(local_part(self.parameter).shape), tuple(self.names[1:])
+        if not is_split(self.parameter):
+            return Parameter(name, shape, dtype, aliases)
+        return Parameter(name, shape, dtype, aliases, tuple(self.parameter.shape), local_box(self.parameter).offsets)
 
 
 class UnitParameters:

@@ -12,8 +12,9 @@ from shardwell.memory.buffer_pool import BufferPool
 from shardwell.module.flat_vector import VectorMemory
 from shardwell.module.forward_backward import ForwardBackward, raise_written
 from shardwell.module.gradients import GradientPushes
-from shardwell.module.initialization import Naming, NewValues
+from shardwell.module.initialization import NewValues
 from shardwell.module.mixed_precision import AS_STORED, MixedPrecisionPolicy
+from shardwell.module.naming import GridPlace
 from shardwell.module.residency import ResidencyPolicy, UnitState
 from shardwell.module.store import ParameterStore
 from shardwell.module.strategy import BackwardPrefetch, ReplicaOptions, ShardingStrategy
@@ -21,6 +22,9 @@ from shardwell.module.unit import Unit, owner_of
 from shardwell.module.unit_parameters import FoundParameter
 from shardwell_wire.errors import CapacityError, UsageError
 from shardwell_wire.layout import UnitLayout
+
+ONE_REPLICA = GridPlace()
+"""Place of all trainers in a world that has a data axis only."""
 
 
 class Units:
@@ -41,9 +45,8 @@ class Units:
         keep_bytes: Bytes that may stay between two uses in a step.
         max_gathers_in_flight: Limit of gathers that run at once; 0: no limit.
         backward_prefetch: When the next unit of a backward is gathered.
-        name_prefix: Prefix of the names of all units and parameters. Distinguishes pipeline stages and tensor-parallel
-            ranks that run the same code.
-        init_seed: Seed of random initial values, which also depend on names without the prefix.
+        place: Place of this trainer's units in the grid.
+        init_seed: Seed of random initial values, which also depend on names.
     """
 
     def __init__(
@@ -54,11 +57,10 @@ class Units:
         keep_bytes: int = 0,
         max_gathers_in_flight: int = 0,
         backward_prefetch: BackwardPrefetch = BackwardPrefetch.PRE,
-        name_prefix: str = "",
+        place: GridPlace = ONE_REPLICA,
         init_seed: int = 0,
     ) -> None:
-        self.name_prefix = name_prefix
-        self.naming = Naming(init_seed, name_prefix)
+        self.place, self.init_seed = place, init_seed
         self.named_modules: list[tuple[str, nn.Module]] = []
         self.memory = VectorMemory(pool=BufferPool(prefetch_bytes, one_larger=True))
         self.policy: ResidencyPolicy[Unit] = ResidencyPolicy(
@@ -110,31 +112,32 @@ class Units:
                 f"this session has a unit named {layout.unit!r} already: choose another name", unit=layout.unit
             )
         unit = Unit(layout, found, modules, self._store, self.memory, values, policy)
+        unit.pushes = layout.tp_rank == self.place.tp_rank
         self._by_name[unit.name] = unit
         self._set_outermost([*self._outermost, unit])
         return unit
 
     def register_modules(
-        self, modules: Sequence[nn.Module], new: Unit | None, name: str, prefixes: Sequence[str]
+        self, modules: Sequence[nn.Module], new: Sequence[Unit], name: str, prefixes: Sequence[str]
     ) -> None:
         """Registers sharded modules. Units of modules inside them are no longer outermost.
 
         Args:
             modules: The modules of one ``fully_shard`` call.
-            new: Their unit, if they have parameters of their own.
-            name: Name of the unit, also if there is no unit.
+            new: Their units, if they have parameters of their own.
+            name: Name of the call, also if there is no unit.
             prefixes: Prefix of the names of each module's parameters and buffers.
         """
-        self._used_names.add(f"{self.name_prefix}{name}")
-        self.named_modules += zip((f"{self.name_prefix}{prefix}" for prefix in prefixes), modules, strict=True)
+        self._used_names.add(name)
+        self.named_modules += zip(prefixes, modules, strict=True)
         inside = {id(part) for module in modules for part in module.modules()}
         self._set_outermost(
-            [unit for unit in self._outermost if unit is new or not any(id(part) in inside for part in unit.modules)]
+            [unit for unit in self._outermost if unit in new or not any(id(part) in inside for part in unit.modules)]
         )
 
     def _set_outermost(self, units: list[Unit]) -> None:
         self._outermost = units
-        self.passes.root = units[0] if len(units) == 1 else None
+        self.passes.roots = tuple(units) if len({unit.modules for unit in units}) == 1 else ()
 
     def set_strategy(self, unit: Unit, strategy: ShardingStrategy | None, replica: ReplicaOptions | None) -> None:
         """Changes the strategy of a unit from its next use on.
@@ -176,8 +179,7 @@ class Units:
         return self.next_name(name) if self._is_used(name) else name
 
     def _is_used(self, name: str) -> bool:
-        full_name = f"{self.name_prefix}{name}"
-        return full_name in self._by_name or full_name in self._used_names
+        return name in self._by_name or name in self._used_names
 
     def has(self, unit: Unit) -> bool:
         """True if a unit belongs to this session."""

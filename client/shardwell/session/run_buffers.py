@@ -6,6 +6,9 @@ Note: [Buffers of a step]
     differ from the last commit to the shard servers, under the item's lease and attempt, before it reports the item as
     finished. The commit makes them the run's values, whichever trainer proposes it. The other trainers then read them.
 
+    With several pipeline stages, each stage has its own buffers. The values of dp rank 0 and tensor-parallel rank 0 of
+    the stage count.
+
     Changes are found by comparing bytes. A tensor's version counter does not count the writes of torch's batch
     normalisation, nor those through ``.data``.
 """
@@ -19,6 +22,7 @@ import torch
 import xxhash
 from torch import nn
 
+from shardwell.module.naming import GridPlace
 from shardwell.session.buffer_store import (
     BufferStore,
     BufferValue,
@@ -51,6 +55,7 @@ class RunBuffers:
             run is the prefix and its name in the module.
         store: Stores the values.
         state: The run's state when this trainer joined.
+        place: Place of this trainer in the grid.
     """
 
     def __init__(
@@ -58,15 +63,16 @@ class RunBuffers:
         modules: Callable[[], Iterable[tuple[str, nn.Module]]],
         store: BufferStore,
         state: coordinator_pb2.RunState,
+        place: GridPlace,
     ) -> None:
-        self._modules, self._store = modules, store
+        self._modules, self._store, self._place = modules, store, place
         self._buffers: dict[str, RunBuffer] = {}
         self._unit_count = 0
         self._changed_in = _versions(state)
         self._version: int | None = None
         """Version of the committed values on this trainer. None: unknown, so all values are read again."""
         self._source: tuple[int, int] | None = None
-        """Epoch and attempt of the item of rank 0 that ended on this trainer in this step."""
+        """Epoch and attempt of the item whose buffers count, if it ended on this trainer in this step."""
         self._item_started = False
         """True if an item of the step started on this trainer."""
         self._undisturbed = False
@@ -84,7 +90,8 @@ class RunBuffers:
             return
         described = [found.describe() for found in new]
         values = [copy_value(found.tensor) for found in new]
-        layout = UnitLayout(f"buffers:{self._unit_count}", tuple(described), kind="buffers")
+        name = self._place.buffers_name(self._unit_count)
+        layout = UnitLayout(name, tuple(described), kind="buffers", pp_rank=self._place.pp_rank)
         unit_index = self._store.declare(layout, InitialBuffers(values), step)
         self._unit_count += 1
         for index, (parameter, value) in enumerate(zip(described, values, strict=True)):
@@ -94,6 +101,10 @@ class RunBuffers:
         self._restore()
 
     # ---- work items ----
+
+    def _counts(self, item: WorkItemState) -> bool:
+        """True if the buffers at the end of an item become the run's values, on this pipeline stage."""
+        return item.item.dp_rank == 0 and self._place.tp_rank == 0
 
     def start_item(self, step: int, item: WorkItemState) -> None:
         """Sets the buffers to the values with which all items of the step start."""
@@ -107,7 +118,7 @@ class RunBuffers:
                 self._read_changes(step, has_work=True)
             for name, buffer in self._buffers.items():
                 set_value(live[name], buffer.start)
-        if item.item.global_rank == 0:
+        if self._counts(item):
             self._source = None
             for buffer in self._buffers.values():
                 buffer.pushed = None
@@ -132,12 +143,12 @@ class RunBuffers:
         ]
 
     def end_item(self, step: int, item: WorkItemState) -> None:
-        """Pushes the buffers after rank 0's item; undoes the changes of any other item."""
+        """Pushes the buffers after the item whose values count; undoes the changes of any other item."""
         if not self._buffers:
             _reject_new(find_buffers(self._modules()), {})
             return
         live = self._checked()
-        if item.item.global_rank == 0:
+        if self._counts(item):
             for name, buffer in self._buffers.items():
                 buffer.pushed = changed_value(live[name], buffer)
             self._push(step, item)
@@ -172,8 +183,8 @@ class RunBuffers:
         self._restore()
 
     def push_again(self, step: int, item: WorkItemState) -> None:
-        """Repeats the push of rank 0's finished item. It was withdrawn together with the item's gradients."""
-        if item.item.global_rank == 0:
+        """Repeats the push of the finished item whose values count. It was withdrawn with the item's gradients."""
+        if self._counts(item):
             self._push(step, item)
 
     def _push(self, step: int, item: WorkItemState) -> None:

@@ -16,6 +16,7 @@ from shardwell.credentials import find_credentials
 from shardwell.memory.allocator import share_heaps
 from shardwell.module import guards, torch_patches
 from shardwell.module.memory_report import MemoryReport, measure
+from shardwell.module.naming import GridPlace
 from shardwell.module.strategy import BackwardPrefetch
 from shardwell.module.units import Units
 from shardwell.monitor.report import PerformanceReport, make_report
@@ -83,12 +84,12 @@ class Session:
             keep_bytes=config.transfers.keep_bytes,
             max_gathers_in_flight=config.transfers.max_gathers_in_flight,
             backward_prefetch=BackwardPrefetch(config.transfers.backward_prefetch),
-            name_prefix=self._name_prefix(),
-            init_seed=derive_seed(self.seed, "stage", self.pp_rank or 0),
+            place=self._place(),
+            init_seed=derive_seed(self.seed, "parameters"),
         )
         self._tracked = TrackedObjects(joined.state.tracked_json)
         iteration = Iteration(self._tracked)
-        self._buffers = RunBuffers(lambda: self.units.named_modules, self.store.buffers, joined.state)
+        self._buffers = RunBuffers(lambda: self.units.named_modules, self.store.buffers, joined.state, self.units.place)
         self._committer = StepCommitter(self._membership)
         self._counters = SessionCounters(self.store, self._committer, self.units)
         self.monitor = StepMonitor(self._counters, self.trainer, alone=self.world.size == 1)
@@ -183,11 +184,9 @@ class Session:
                 self.run,
             )
 
-    def _name_prefix(self) -> str:
-        """Returns the prefix of unit names. Ranks that differ in tp or pp hold different units of the same modules."""
-        if self.world.tp == self.world.pp == 1 or not self._ranks:
-            return ""
-        return f"pp{self.pp_rank}.tp{self.tp_rank}."
+    def _place(self) -> GridPlace:
+        """Returns the place of this trainer's units in the grid. A spare has the place of rank 0."""
+        return GridPlace(tp=self.world.tp, pp=self.world.pp, tp_rank=self.tp_rank or 0, pp_rank=self.pp_rank or 0)
 
     # ---- the loop ----
 

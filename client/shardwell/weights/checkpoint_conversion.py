@@ -84,7 +84,7 @@ def checkpoint_to_dcp(checkpoint: CheckpointReader, folder: str | Path, *, note:
 
 
 def _meta(parameter: Parameter) -> torch.Tensor:
-    return torch.empty(parameter.shape, dtype=getattr(torch, parameter.dtype), device="meta")
+    return torch.empty(parameter.box.whole, dtype=getattr(torch, parameter.dtype), device="meta")
 
 
 def _noted(value: torch.Tensor, note: NoteBytes) -> torch.Tensor:
@@ -109,7 +109,7 @@ def _torch_groups(checkpoint: CheckpointReader) -> list[dict[str, Any]]:
     layouts = checkpoint.manifest.units
     for unit in optimizer.units:
         for parameter, index in zip(layouts[unit.unit_index].parameters, unit.group_indices, strict=True):
-            if index >= 0:
+            if index >= 0 and parameter.name not in groups[index]["params"]:  # another part may have come before
                 groups[index]["params"].append(parameter.name)
     return groups
 
@@ -174,7 +174,7 @@ def dcp_to_checkpoint(
         )
     run_id, runs = uuid.uuid4().hex, RunFolder.of(folder, like.run if run is None else run)
     tensors = dict(_tensors(reader, found, like, algorithm))
-    parts = [_part(name, shape, found, algorithm, reader, step) for name, shape in like.parameters.items()]
+    parts = [_part(parameter, found, algorithm, reader, step) for parameter in _all_parameters(like)]
     name = runs.begin(step, uuid.uuid4().hex[:8])
     url = runs.url_of(name)
     plan = FilePlan(tensors, parts, run_id=run_id, step=step)
@@ -241,9 +241,9 @@ def _require_same_model(reader: DcpReader, found: _Source, like: CheckpointReade
         dtype = getattr(torch, parameter.dtype)
         if described is None:
             problems.append(f"{parameter.name!r} is missing")
-        elif (described.shape, described.dtype) != (parameter.shape, dtype):
+        elif (described.shape, described.dtype) != (parameter.box.whole, dtype):
             problems.append(
-                f"{parameter.name!r} is {described.dtype} {described.shape}, expected {dtype} {parameter.shape}"
+                f"{parameter.name!r} is {described.dtype} {described.shape}, expected {dtype} {parameter.box.whole}"
             )
     if problems:
         more = f" and {len(problems) - _MAX_NAMES} more" if len(problems) > _MAX_NAMES else ""
@@ -254,7 +254,13 @@ def _require_same_model(reader: DcpReader, found: _Source, like: CheckpointReade
 
 
 def _all_parameters(like: CheckpointReader) -> list[Parameter]:
-    return [parameter for unit in like.manifest.units for parameter in unit.parameters]
+    """Returns the parameters and parts of all units, without parts that have no elements."""
+    return [
+        parameter
+        for unit in like.manifest.units
+        for parameter in unit.parameters
+        if parameter.numel or not parameter.is_part
+    ]
 
 
 def _path_of(found: _Source, parameter: Parameter) -> EntryPath | None:
@@ -282,8 +288,8 @@ def _tensors(
         assert path is not None
         numel = parameter.numel
         yield (
-            Piece(parameter.name, VALUES, 0, numel, parameter.dtype, (numel,)),
-            lambda path=path: reader.tensor(path),  # type: ignore[misc]
+            Piece(parameter.key, VALUES, 0, numel, parameter.dtype, (numel,)),
+            lambda path=path, parameter=parameter: reader.tensor(path)[parameter.box.slices],  # type: ignore[misc]
         )
         for name, entry in found.states.get(parameter.name, {}).items():
             if name not in known:
@@ -297,28 +303,32 @@ def _state_piece(
     reader: DcpReader, parameter: Parameter, spec: StateTensor, path: EntryPath
 ) -> tuple[Piece, Callable[[], torch.Tensor]]:
     if spec.shape is StateShape.SCALAR:
-        piece = Piece(parameter.name, spec.name, 0, parameter.numel, "float32", (), "whole")
+        piece = Piece(parameter.key, spec.name, 0, parameter.numel, "float32", (), "whole")
         return piece, lambda: torch.tensor(_number(reader, path), dtype=torch.float32)
     described = reader.tensors[path]
     dtype = str(described.dtype).removeprefix("torch.")
     is_elements = spec.shape in (StateShape.PARAMETER, StateShape.VECTOR)
-    if dtype != parameter.dtype or (is_elements and described.shape != parameter.shape):
+    if dtype != parameter.dtype or (is_elements and described.shape != parameter.box.whole):
         raise UsageError(
             f"{spec.name!r} of {parameter.name!r} is {described.dtype} {described.shape}, expected {parameter.dtype} "
-            f"{parameter.shape}"
+            f"{parameter.box.whole}"
+        )
+    if parameter.is_part and not is_elements:
+        raise UsageError(
+            f"{spec.name!r} of {parameter.name!r} has shape {described.shape} and cannot be divided among the "
+            "tensor-parallel ranks of the run: convert it for a run with tp=1"
         )
     shape = (parameter.numel,) if is_elements else described.shape
     kind: PieceKind = "elements" if is_elements else "whole"
-    return Piece(parameter.name, spec.name, 0, parameter.numel, dtype, shape, kind), lambda: reader.tensor(path)
+    piece = Piece(parameter.key, spec.name, 0, parameter.numel, dtype, shape, kind)
+    return piece, lambda: reader.tensor(path)[parameter.box.slices] if is_elements else reader.tensor(path)
 
 
-def _part(
-    name: str, shape: tuple[int, ...], found: _Source, algorithm: str | None, reader: DcpReader, step: int
-) -> Part:
-    numel, state = torch.Size(shape).numel(), found.states.get(name, {})
+def _part(parameter: Parameter, found: _Source, algorithm: str | None, reader: DcpReader, step: int) -> Part:
+    key, numel, state = parameter.key, parameter.numel, found.states.get(parameter.name, {})
     if not state or algorithm is None:
-        return Part(name, 0, numel)
-    return Part(name, 0, numel, algorithm, int(_number(reader, state["step"])) if "step" in state else step)
+        return Part(key, 0, numel)
+    return Part(key, 0, numel, algorithm, int(_number(reader, state["step"])) if "step" in state else step)
 
 
 def _write(

@@ -10,17 +10,19 @@ docs/checkpoints.md specifies the format.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from shardwell_wire.checkpoints.folder import RunFolder
-from shardwell_wire.checkpoints.format import AVERAGE, KEPT_GRADIENT, RESIDUAL, TRAINER_STATE, VALUES
+from shardwell_wire.checkpoints.format import AVERAGE, KEPT_GRADIENT, RESIDUAL, TRAINER_STATE, VALUES, Piece
 from shardwell_wire.checkpoints.manifest import Manifest
 from shardwell_wire.checkpoints.opening import open_storage
 from shardwell_wire.checkpoints.reading import Checkpoint
 from shardwell_wire.errors import CorruptDataError, NotFoundError
+from shardwell_wire.layout import Parameter
 
 _NO_OPTIMIZER_STATE = (VALUES, AVERAGE, KEPT_GRADIENT, RESIDUAL)
 
@@ -57,6 +59,12 @@ class CheckpointReader:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
+        self._parts: dict[str, list[Parameter]] = {}
+        """Entries of each parameter or buffer by name: one, or the parts that have elements."""
+        for unit in self.manifest.units:
+            for parameter in unit.parameters:
+                if parameter.numel or not parameter.is_part:
+                    self._parts.setdefault(parameter.name, []).append(parameter)
 
     @property
     def manifest(self) -> Manifest:
@@ -90,30 +98,39 @@ class CheckpointReader:
 
     def _shapes(self, *, holds_buffers: bool) -> dict[str, tuple[int, ...]]:
         units = [unit for unit in self.manifest.units if unit.holds_buffers == holds_buffers]
-        return {parameter.name: parameter.shape for unit in units for parameter in unit.parameters}
+        return {parameter.name: parameter.box.whole for unit in units for parameter in unit.parameters}
 
     def states(self, name: str) -> Sequence[str]:
         """Returns what is stored of a parameter, such as ``values``, ``ema`` and ``exp_avg``, sorted.
 
         State that no step has created yet is absent, which differs from zeros.
         """
-        return self._checkpoint.states(name)
+        return self._checkpoint.states(self._entries(name)[0].key)
+
+    def _entries(self, name: str) -> Sequence[Parameter]:
+        """Returns the entries of a parameter. A key, such as ``NAME@0,8``, names one part."""
+        if name in self._parts:
+            return self._parts[name]
+        if name in self._checkpoint.parameters:
+            return [self._checkpoint.parameters[name]]
+        raise NotFoundError(f"{self.url} has no parameter or buffer {name!r}", parameter=name)
 
     def optimizer(self, name: str) -> tuple[str | None, int]:
         """Returns the optimizer that updated a parameter last, and the number of its updates.
 
         The optimizer is None before the first update.
         """
-        parts = [part for part in self._checkpoint.parts(name) if part.algorithm is not None]
+        parts = [part for part in self._checkpoint.parts(self._entries(name)[0].key) if part.algorithm is not None]
         return (parts[0].algorithm, parts[0].step_count) if parts else (None, 0)
 
     def read(
         self, name: str, state: str = VALUES, *, start: int | None = None, stop: int | None = None
     ) -> torch.Tensor:
-        """Reads values or state of a parameter or buffer, joined over all files.
+        """Reads values or state of a parameter or buffer, joined over all files and all parts.
 
         Args:
-            name: Name of the parameter or buffer in the run.
+            name: Name of the parameter or buffer in the run. ``NAME@OFFSET,OFFSET`` is one part of a parameter that
+                tensor parallelism splits.
             state: ``values``, ``ema``, or a name from ``states``.
             start: First element of the flattened parameter. None: the first.
             stop: End of the elements, exclusive. None: the end.
@@ -125,28 +142,56 @@ class CheckpointReader:
         Raises:
             NotFoundError: The checkpoint has no such parameter or state.
             CorruptDataError: The checksum of a tensor differs; the message names the file and the tensor.
-            ValueError: The range is not within the parameter, or the state does not consist of elements.
+            ValueError: The range is not within the parameter, the state does not consist of elements, or each part has
+                a state of its own.
         """
-        stored_states = self.states(name)
-        parameter = self._checkpoint.parameters[name]
-        first, last = 0 if start is None else start, parameter.numel if stop is None else stop
-        if not 0 <= first <= last <= parameter.numel:
-            raise ValueError(f"elements [{first}, {last}) of {name!r}: it has {parameter.numel}")
-        if state not in stored_states and (state != VALUES or parameter.numel):  # no file has a part of an empty one
+        entries, stored_states = self._entries(name), self.states(name)
+        shape = entries[0].box.whole if name == entries[0].name else entries[0].shape
+        numel = math.prod(shape)
+        first, last = 0 if start is None else start, numel if stop is None else stop
+        if not 0 <= first <= last <= numel:
+            raise ValueError(f"elements [{first}, {last}) of {name!r}: it has {numel}")
+        if state not in stored_states and (state != VALUES or numel):  # no file has a part of an empty one
             raise NotFoundError(
                 f"{self.url} has no {state!r} of {name!r}, only {', '.join(stored_states) or 'nothing'}", parameter=name
             )
-        some = self._checkpoint.pieces(name, state)[:1]
+        some = self._checkpoint.pieces(entries[0].key, state)[:1]
         if some and some[0].piece.kind != "elements":
             if start is not None or stop is not None:
                 raise ValueError(f"{state!r} of {name!r} does not consist of elements: read it without a range")
+            self._require_common(name, entries, some[0].piece)
             return _tensor(self._checkpoint.read(some[0]), some[0].piece.dtype).view(some[0].piece.shape)
-        flat = self._read_elements(name, state, first, last, some[0].piece.dtype if some else parameter.dtype)
-        return flat if start is not None or stop is not None else flat.view(parameter.shape)
+        dtype = some[0].piece.dtype if some else entries[0].dtype
+        if name != entries[0].name or not entries[0].is_part:
+            flat = self._read_elements(entries[0].key, state, first, last, dtype)
+        else:
+            flat = self._join(entries, state, dtype).view(-1)[first:last]
+        return flat if start is not None or stop is not None else flat.view(shape)
 
-    def _read_elements(self, name: str, state: str, first: int, last: int, dtype: str) -> torch.Tensor:
+    def _require_common(self, name: str, entries: Sequence[Parameter], piece: Piece) -> None:
+        """Raises ValueError unless a state that does not consist of elements belongs to all parts together."""
+        if len(entries) > 1 and piece.shape:
+            raise ValueError(
+                f"each part of {name!r} has a {piece.state!r} of its own, of shape {piece.shape}: read it by the name "
+                f"of the part, one of {', '.join(repr(entry.key) for entry in entries)}"
+            )
+
+    def _join(self, parts: Sequence[Parameter], state: str, dtype: str) -> torch.Tensor:
+        """Reads all parts of a parameter. [shape of the whole]"""
+        whole = torch.empty(parts[0].box.whole, dtype=getattr(torch, dtype))
+        for part in parts:
+            whole[part.box.slices] = self._read_elements(part.key, state, 0, part.numel, dtype).view(part.shape)
+        missing = whole.numel() - sum(part.numel for part in parts)
+        if missing:
+            raise CorruptDataError(
+                f"{self.url} lacks {missing} of the {whole.numel()} elements of {parts[0].name!r}",
+                parameter=parts[0].name,
+            )
+        return whole
+
+    def _read_elements(self, key: str, state: str, first: int, last: int, dtype: str) -> torch.Tensor:
         flat, done = torch.empty(last - first, dtype=getattr(torch, dtype)), first
-        for stored in self._checkpoint.pieces(name, state, first, last):
+        for stored in self._checkpoint.pieces(key, state, first, last):
             piece = stored.piece
             low, high = max(first, piece.start), min(last, piece.stop)
             if low != done or piece.dtype != dtype:
@@ -156,7 +201,7 @@ class CheckpointReader:
             done = high
         if done != last:
             raise CorruptDataError(
-                f"{self.url} has {state!r} of {name!r} only up to element {done} of [{first}, {last})", parameter=name
+                f"{self.url} has {state!r} of {key!r} only up to element {done} of [{first}, {last})", parameter=key
             )
         return flat
 
@@ -167,10 +212,13 @@ class CheckpointReader:
 
     def optimizer_tensors(self, name: str) -> dict[str, torch.Tensor]:
         """Returns the optimizer state of a parameter on the meta device, by its names in the checkpoint."""
-        found, shape = {}, self._checkpoint.parameters[name].shape
+        entries, found = self._entries(name), {}
+        shape = entries[0].box.whole
         for state in self.states(name):
             if not state.startswith(_NO_OPTIMIZER_STATE):
-                piece = self._checkpoint.pieces(name, state)[0].piece
+                piece = self._checkpoint.pieces(entries[0].key, state)[0].piece
+                if piece.kind != "elements":
+                    self._require_common(name, entries, piece)
                 own = shape if piece.kind == "elements" else piece.shape
                 found[state] = torch.empty(own, dtype=getattr(torch, piece.dtype), device="meta")
         return found
@@ -182,8 +230,7 @@ class CheckpointReader:
             ema: Return moving averages instead of values where there are any.
         """
         return {
-            name: self.read(name, AVERAGE if ema and AVERAGE in self.states(name) else VALUES)
-            for name in self._checkpoint.parameters
+            name: self.read(name, AVERAGE if ema and AVERAGE in self.states(name) else VALUES) for name in self._parts
         }
 
 

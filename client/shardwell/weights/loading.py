@@ -10,12 +10,13 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from shardwell.module.initialization import InitFunction, Naming
+from shardwell.module.initialization import InitFunction
 from shardwell.module.store import InitialValues
-from shardwell.module.tensors import Box, local_box, local_part
+from shardwell.module.tensors import local_box, local_part
 from shardwell.module.unit import owner_of
 from shardwell.module.unit_parameters import FoundParameter, Site
 from shardwell.weights.safetensors_file import StoredTensor, find_tensors
+from shardwell_wire.boxes import Box
 from shardwell_wire.errors import UsageError
 from shardwell_wire.layout import Segment, UnitLayout
 from shardwell_wire.v1 import initialization_pb2
@@ -78,7 +79,7 @@ class SafetensorsSource:
     path: str
     init: InitFunction | None
 
-    def unit_values(self, layout: UnitLayout, found: Sequence[FoundParameter], naming: Naming) -> InitialValues:
+    def unit_values(self, layout: UnitLayout, found: Sequence[FoundParameter], seed: int) -> InitialValues:
         """See ``ValueSource.unit_values``."""
         stored = []
         for entry in found:

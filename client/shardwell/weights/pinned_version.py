@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,8 +16,8 @@ from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell.transport.rpc import StandingRpc
 from shardwell.weights.run_connections import RunConnections
 from shardwell_wire.chunk_streams import memory_at
-from shardwell_wire.errors import DeadlineError, RunDeletedError, ShardwellError, VersionGoneError
-from shardwell_wire.layout import UnitLayout
+from shardwell_wire.errors import DeadlineError, RunDeletedError, ShardwellError, StepStateError, VersionGoneError
+from shardwell_wire.layout import Parameter, UnitLayout
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 
@@ -86,25 +87,42 @@ class UnitReader:
 
 
 @dataclass(frozen=True)
-class StoredParameter:
-    """A parameter or buffer as the run stores it."""
+class StoredPart:
+    """A parameter or buffer in one unit: the whole tensor, or the part of one tensor-parallel rank."""
 
-    name: str
-    """Name in the run, which is the name in the model if ``auto_wrap`` sharded the whole model."""
     unit: PlacedUnit
     index: int
     """Layout index in the unit."""
 
     @property
+    def described(self) -> Parameter:
+        """The layout entry."""
+        return self.unit.layout.parameters[self.index]
+
+    def copy_to(self, tensor: torch.Tensor, flat: torch.Tensor) -> None:
+        """Copies the part from its unit's flat vector to its place in the whole tensor."""
+        tensor[self.described.box.slices].copy_(self.unit.view(flat, self.index))
+
+
+@dataclass(frozen=True)
+class StoredParameter:
+    """A parameter or buffer as the run stores it, in one part or several."""
+
+    name: str
+    """Name in the run, which is the name in the model if ``auto_wrap`` sharded the whole model."""
+    parts: tuple[StoredPart, ...]
+    """Its parts, in the order of the units. They do not overlap."""
+
+    @property
     def aliases(self) -> tuple[str, ...]:
         """Other names of the same tied parameter."""
-        return tuple(self.unit.layout.parameters[self.index].aliases)
+        return self.parts[0].described.aliases
 
     @property
     def meta(self) -> torch.Tensor:
-        """A tensor of the same shape and dtype on the meta device."""
-        described = self.unit.layout.parameters[self.index]
-        return torch.empty(described.shape, dtype=getattr(torch, described.dtype), device="meta")
+        """A tensor of the shape and dtype of the whole parameter on the meta device."""
+        described = self.parts[0].described
+        return torch.empty(described.box.whole, dtype=getattr(torch, described.dtype), device="meta")
 
 
 class PinnedVersion:
@@ -139,20 +157,24 @@ class PinnedVersion:
         return self._changes.get(unit.layout.unit, self.version)
 
     def values(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields names and values of parameters, then of buffers. Holds one unit at a time.
+        """Yields names and values of parameters, then of buffers.
+
+        Holds one unit at a time, and the units of all tensor-parallel ranks for parameters that are split.
 
         Raises:
             VersionGoneError: A shard server evicted the version because it needed the memory.
         """
-        unit, flat = None, torch.empty(0)
+        flats: dict[str, torch.Tensor] = {}
         for parameter in (*self.parameters, *self.buffers):
-            if parameter.unit is not unit:
-                flat = torch.empty(0)  # releases the unit before the next one is read
-                unit, flat = parameter.unit, self.read(parameter.unit)
-            yield (
-                parameter.name,
-                parameter.unit.view(flat, parameter.index).clone(),
-            )  # a view would keep the memory of the unit
+            units = {part.unit.layout.unit: part.unit for part in parameter.parts}
+            # Releases units before the next ones are read.
+            flats = {name: flat for name, flat in flats.items() if name in units}
+            flats.update((name, self.read(unit)) for name, unit in units.items() if name not in flats)
+            # Not a view, which would keep the memory of the unit.
+            value = torch.empty_like(parameter.meta, device="cpu")
+            for part in parameter.parts:
+                part.copy_to(value, flats[part.unit.layout.unit])
+            yield parameter.name, value
 
     def read(self, unit: PlacedUnit) -> torch.Tensor:
         """Returns a unit's flat vector with padding, as uint8 on the CPU; raises as ``values``. [size_bytes]"""
@@ -169,11 +191,24 @@ class PinnedVersion:
 
 
 def _stored(units: Iterable[PlacedUnit]) -> Sequence[StoredParameter]:
-    return [
-        StoredParameter(parameter.name, unit, index)
-        for unit in units
-        for index, parameter in enumerate(unit.layout.parameters)
-    ]
+    """Returns the parameters of units, in the order of their first parts.
+
+    Raises:
+        StepStateError: A part of a parameter is missing.
+    """
+    parts: dict[str, list[StoredPart]] = {}
+    for unit in units:
+        for index, parameter in enumerate(unit.layout.parameters):
+            parts.setdefault(parameter.name, []).append(StoredPart(unit, index))
+    for name, found in parts.items():
+        stored, total = sum(part.described.numel for part in found), math.prod(found[0].described.box.whole)
+        if stored != total:
+            raise StepStateError(
+                f"the run has {stored} of the {total} elements of parameter {name!r}: the trainers of a "
+                "tensor-parallel rank have not declared their part yet. Try again when training has started",
+                parameter=name,
+            )
+    return [StoredParameter(name, tuple(found)) for name, found in parts.items()]
 
 
 @contextmanager

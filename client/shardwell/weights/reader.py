@@ -135,13 +135,14 @@ class Reader:
             targets, former = _targets(model, pinned, rename, cast=cast), self._version_in(model, pinned)
             if former == pinned.version:
                 return former
-            units = {stored.unit.layout.unit: stored.unit for stored, _ in targets}
+            units = {part.unit.layout.unit: part.unit for stored, _ in targets for part in stored.parts}
             read = {name: pinned.read(unit) for name, unit in units.items() if pinned.changed_at(unit) > former}
         with torch.no_grad():
             self._followed.pop(model, None)  # an interrupt below leaves a mixture: the next call loads everything
             for stored, tensor in targets:
-                if (flat := read.get(stored.unit.layout.unit)) is not None:
-                    tensor.copy_(stored.unit.view(flat, stored.index))
+                for part in stored.parts:
+                    if (flat := read.get(part.unit.layout.unit)) is not None:
+                        part.copy_to(tensor, flat)
             self._followed[model] = pinned.rollback_count, pinned.version
         return pinned.version
 

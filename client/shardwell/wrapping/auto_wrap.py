@@ -39,9 +39,10 @@ def auto_wrap(
     """Calls ``fully_shard`` on the modules that a policy chooses, inner modules first, and then on the model.
 
     Units and parameters are named after the modules in the model. The last unit takes all remaining parameters and is
-    named after the model's class. A module that shares a parameter or a submodule with a module outside it does not
-    become a unit: its parameters belong to the unit around both. Modules that are already sharded do not change. The
-    tiles of a ``TiledLinear`` become units under every policy.
+    named after the model's class, followed by ``:pp`` and the stage if the run has several pipeline stages. A module
+    that shares a parameter or a submodule with a module outside it does not become a unit: its parameters belong to the
+    unit around both. Modules that are already sharded do not change. The tiles of a ``TiledLinear`` become units under
+    every policy.
 
     Args:
         model: The whole model.
@@ -78,7 +79,7 @@ def auto_wrap(
     for unit in chosen:
         prefixes = [f"{name}." for name in unit.modules]
         shard_modules(list(unit.modules.values()), session.units, name=unit.name, prefixes=prefixes, **options)
-    root = session.units.unused_name(type(model).__name__)
+    root = session.units.unused_name(session.units.place.root_name(type(model).__name__))
     shard_modules([model], session.units, name=root, prefixes=[""], **options)
     if saving is not None:
         wrap_activations([module for unit in chosen for module in unit.modules.values()], saving)

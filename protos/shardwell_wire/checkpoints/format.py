@@ -69,7 +69,7 @@ class Piece:
     """One tensor of a checkpoint: values or state of consecutive elements of one parameter or buffer."""
 
     parameter: str
-    """Name of the parameter or buffer in the run."""
+    """Key of the parameter or buffer in the run: ``layout.Parameter.key``."""
     state: str
     """What it is: ``values``, ``ema``, a state name of the optimizer such as ``exp_avg``, or a name with one of the
     prefixes of this module. State that does not exist (yet) has no piece: it differs from zeros."""
@@ -116,6 +116,7 @@ class Part:
     """Consecutive elements of a parameter in one shard, and how its optimizer has updated them."""
 
     parameter: str
+    """As in ``Piece``."""
     start: int
     """First element of the flattened parameter."""
     stop: int

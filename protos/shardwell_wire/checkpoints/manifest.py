@@ -109,7 +109,13 @@ class Manifest:
         if len({file.name for file in self.files}) != len(self.files):
             raise ValueError("two files have the same name")
         names = [unit.unit for unit in self.units]
-        parameters = [parameter.name for unit in self.units for parameter in unit.parameters]
+        # Parts without elements have no tensors in the files.
+        parameters = [
+            parameter.key
+            for unit in self.units
+            for parameter in unit.parameters
+            if parameter.numel or not parameter.is_part
+        ]
         if len(set(names)) != len(names) or len(set(parameters)) != len(parameters):
             raise ValueError("two units or two parameters have the same name")
 

@@ -1,4 +1,4 @@
-"""Reads checkpoints by name and element range, over all files, and checks what it reads."""
+"""Reads checkpoints by key (``Parameter.key``) and element range, over all files, and checks what it reads."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Checkpoint:
                 self._pieces[placed.piece.parameter][placed.piece.state].append(StoredPiece(file, placed))
             for part in self.files[file.name].parts:
                 self._parts[part.parameter].append(part)
-        self._by_name = {each.name: each for unit in self.manifest.units for each in unit.parameters}
+        self._by_key = {each.key: each for unit in self.manifest.units for each in unit.parameters}
         self._check_agreement()
 
     @classmethod
@@ -78,8 +78,8 @@ class Checkpoint:
 
     @property
     def parameters(self) -> Mapping[str, Parameter]:
-        """Parameters and buffers by name, in the order of the units."""
-        return self._by_name
+        """Parameters, their parts and buffers by ``Parameter.key``, in the order of the units."""
+        return self._by_key
 
     @property
     def averages_begun(self) -> bool:
@@ -100,7 +100,7 @@ class Checkpoint:
         """Returns the tensors that belong to some elements of a parameter, in order. Empty if there are none.
 
         Args:
-            parameter: Name of the parameter or buffer.
+            parameter: Key of the parameter or buffer.
             state: As in ``Piece.state``.
             start: First element of the flattened parameter.
             stop: End of the elements, exclusive. None: the parameter's end.
@@ -110,9 +110,9 @@ class Checkpoint:
         return [each for each in found if each.piece.start < stop and start < each.piece.stop]
 
     def _require(self, parameter: str) -> Parameter:
-        if parameter not in self._by_name:
+        if parameter not in self._by_key:
             raise NotFoundError(f"{self.url} has no parameter or buffer {parameter!r}", parameter=parameter)
-        return self._by_name[parameter]
+        return self._by_key[parameter]
 
     # ---- reading ----
 
@@ -154,9 +154,9 @@ class Checkpoint:
 
     def _check_agreement(self) -> None:
         """Raises CorruptDataError unless the tensors fit the units of the manifest, and all values are there."""
-        if unknown := sorted((self._pieces.keys() | self._parts.keys()) - self._by_name.keys()):
+        if unknown := sorted((self._pieces.keys() | self._parts.keys()) - self._by_key.keys()):
             raise CorruptDataError(f"{self.url}: a file has a tensor of {unknown[0][:200]!r}, which no unit contains")
-        for name, parameter in self._by_name.items():
+        for name, parameter in self._by_key.items():
             by_state = self._pieces.get(name, {})
             for state, stored in by_state.items():
                 stored.sort(key=lambda each: (each.piece.start, each.piece.stop))

@@ -206,8 +206,8 @@ class _UnitKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumT
     UNIT_KIND_UNSPECIFIED: _UnitKind.ValueType  # 0
     """Parameters, which are trained and have optimizer state."""
     UNIT_KIND_BUFFERS: _UnitKind.ValueType  # 1
-    """Buffers of modules, such as BatchNorm statistics. Logical rank 0 pushes the buffers that its work item changed,
-    and Update stores them. Optimizers and norms skip them. NaN and infinity are allowed.
+    """Buffers of modules, such as BatchNorm statistics. The trainer of dp rank 0 and tensor-parallel rank 0 pushes the
+    buffers that its work item changed, and Update stores them. Optimizers and norms skip them. NaN and infinity are allowed.
     """
 
 class UnitKind(_UnitKind, metaclass=_UnitKindEnumTypeWrapper):
@@ -216,8 +216,8 @@ class UnitKind(_UnitKind, metaclass=_UnitKindEnumTypeWrapper):
 UNIT_KIND_UNSPECIFIED: UnitKind.ValueType  # 0
 """Parameters, which are trained and have optimizer state."""
 UNIT_KIND_BUFFERS: UnitKind.ValueType  # 1
-"""Buffers of modules, such as BatchNorm statistics. Logical rank 0 pushes the buffers that its work item changed,
-and Update stores them. Optimizers and norms skip them. NaN and infinity are allowed.
+"""Buffers of modules, such as BatchNorm statistics. The trainer of dp rank 0 and tensor-parallel rank 0 pushes the
+buffers that its work item changed, and Update stores them. Optimizers and norms skip them. NaN and infinity are allowed.
 """
 global___UnitKind = UnitKind
 
@@ -325,7 +325,7 @@ global___RequestContext = RequestContext
 
 @typing.final
 class ParameterSpec(google.protobuf.message.Message):
-    """A parameter or buffer of a unit."""
+    """A parameter or buffer of a unit, or a part of a parameter that tensor parallelism splits."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -333,17 +333,29 @@ class ParameterSpec(google.protobuf.message.Message):
     SHAPE_FIELD_NUMBER: builtins.int
     DTYPE_FIELD_NUMBER: builtins.int
     ALIASES_FIELD_NUMBER: builtins.int
+    WHOLE_SHAPE_FIELD_NUMBER: builtins.int
+    OFFSETS_FIELD_NUMBER: builtins.int
     name: builtins.str
-    """Fully qualified name, unique in the run."""
+    """Fully qualified name, unique in the run. All parts of a parameter have the same name."""
     dtype: global___Dtype.ValueType
     """Parameters need a floating-point type."""
     @property
     def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Size of each dim. Empty: a scalar. A size of 0: no elements."""
+        """Size of each dim, for a part those of the part. Empty: a scalar. A size of 0: no elements."""
 
     @property
     def aliases(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Other names of the same tied parameter or buffer."""
+
+    @property
+    def whole_shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """For a part: size of each dim of the whole parameter. Empty: the parameter is whole. The parts of a parameter belong
+        to different units and do not overlap. Buffers have no parts.
+        """
+
+    @property
+    def offsets(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """For a part: its first index along each dim of the whole parameter. As many as in whole_shape."""
 
     def __init__(
         self,
@@ -352,8 +364,10 @@ class ParameterSpec(google.protobuf.message.Message):
         shape: collections.abc.Iterable[builtins.int] | None = ...,
         dtype: global___Dtype.ValueType = ...,
         aliases: collections.abc.Iterable[builtins.str] | None = ...,
+        whole_shape: collections.abc.Iterable[builtins.int] | None = ...,
+        offsets: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "dtype", b"dtype", "name", b"name", "shape", b"shape"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "dtype", b"dtype", "name", b"name", "offsets", b"offsets", "shape", b"shape", "whole_shape", b"whole_shape"]) -> None: ...
 
 global___ParameterSpec = ParameterSpec
 
@@ -367,12 +381,20 @@ class UnitSpec(google.protobuf.message.Message):
     PARAMETERS_FIELD_NUMBER: builtins.int
     PLACEMENT_FIELD_NUMBER: builtins.int
     KIND_FIELD_NUMBER: builtins.int
+    TP_RANK_FIELD_NUMBER: builtins.int
+    PP_RANK_FIELD_NUMBER: builtins.int
     name: builtins.str
-    """Qualified name of the module, unique in the run."""
+    """Qualified name of the module, unique in the run. With parts: followed by "@tp" and the tensor-parallel rank."""
     placement: global___Placement.ValueType
     """All trainers must declare the same placement."""
     kind: global___UnitKind.ValueType
     """All trainers must declare the same kind."""
+    tp_rank: builtins.int
+    """Tensor-parallel rank whose trainers push the unit. A unit without parts is declared by the trainers of all
+    tensor-parallel ranks and pushed by those of rank 0.
+    """
+    pp_rank: builtins.int
+    """Pipeline rank of the trainers that declare the unit."""
     @property
     def parameters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ParameterSpec]:
         """In layout order."""
@@ -384,8 +406,10 @@ class UnitSpec(google.protobuf.message.Message):
         parameters: collections.abc.Iterable[global___ParameterSpec] | None = ...,
         placement: global___Placement.ValueType = ...,
         kind: global___UnitKind.ValueType = ...,
+        tp_rank: builtins.int = ...,
+        pp_rank: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["kind", b"kind", "name", b"name", "parameters", b"parameters", "placement", b"placement"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["kind", b"kind", "name", b"name", "parameters", b"parameters", "placement", b"placement", "pp_rank", b"pp_rank", "tp_rank", b"tp_rank"]) -> None: ...
 
 global___UnitSpec = UnitSpec
 

@@ -121,7 +121,7 @@ class ParameterDraw(google.protobuf.message.Message):
     """Name of the random stream. Parameters with the same seed and stream get the same values."""
     zero_start: builtins.int
     """First element of a range that is filled with 0, such as the padding row of an embedding. Indices count elements of
-    the flattened parameter. Equal to zero_stop: no such range.
+    the flattened parameter, also if the unit has a part of it. Equal to zero_stop: no such range.
     """
     zero_stop: builtins.int
     """End of the range, exclusive. Must be at least zero_start."""

@@ -2914,6 +2914,7 @@ class PeekRequest(google.protobuf.message.Message):
     START_FIELD_NUMBER: builtins.int
     COUNT_FIELD_NUMBER: builtins.int
     SHARD_START_BYTES_FIELD_NUMBER: builtins.int
+    UNIT_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run."""
     parameter: builtins.str
@@ -2928,6 +2929,8 @@ class PeekRequest(google.protobuf.message.Message):
     """Number of elements to return. 0: 8. At most 1024."""
     shard_start_bytes: builtins.int
     """First byte of the shard to read from, as in ListShards. Unset: the first shard that has a part of the parameter."""
+    unit: builtins.str
+    """Unit to read from, if tensor parallelism splits the parameter over several. Empty: the first one on this server."""
     def __init__(
         self,
         *,
@@ -2938,9 +2941,10 @@ class PeekRequest(google.protobuf.message.Message):
         start: builtins.int = ...,
         count: builtins.int = ...,
         shard_start_bytes: builtins.int | None = ...,
+        unit: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_shard_start_bytes", b"_shard_start_bytes", "shard_start_bytes", b"shard_start_bytes"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_shard_start_bytes", b"_shard_start_bytes", "count", b"count", "parameter", b"parameter", "run", b"run", "shard_start_bytes", b"shard_start_bytes", "source", b"source", "start", b"start", "state_name", b"state_name"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_shard_start_bytes", b"_shard_start_bytes", "count", b"count", "parameter", b"parameter", "run", b"run", "shard_start_bytes", b"shard_start_bytes", "source", b"source", "start", b"start", "state_name", b"state_name", "unit", b"unit"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_shard_start_bytes", b"_shard_start_bytes"]) -> typing.Literal["shard_start_bytes"] | None: ...
 
 global___PeekRequest = PeekRequest
@@ -2958,6 +2962,9 @@ class PeekResponse(google.protobuf.message.Message):
     MAX_FIELD_NUMBER: builtins.int
     NON_FINITE_COUNT_FIELD_NUMBER: builtins.int
     SHARD_START_BYTES_FIELD_NUMBER: builtins.int
+    UNIT_FIELD_NUMBER: builtins.int
+    UNITS_FIELD_NUMBER: builtins.int
+    OFFSETS_FIELD_NUMBER: builtins.int
     version: builtins.int
     """Version of the values."""
     start_element: builtins.int
@@ -2972,13 +2979,25 @@ class PeekResponse(google.protobuf.message.Message):
     """Largest finite element of the part."""
     non_finite_count: builtins.int
     """Number of elements that are NaN or infinite."""
+    unit: builtins.str
+    """The unit that was read."""
     @property
     def values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
         """The requested elements, converted to doubles."""
 
     @property
     def shard_start_bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """First bytes of all shards on this server that have a part of the parameter, ascending."""
+        """First bytes of all shards of the unit on this server that have a part of the parameter, ascending."""
+
+    @property
+    def units(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Units on this server that have elements of the parameter: several if tensor parallelism splits it."""
+
+    @property
+    def offsets(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """If the unit has a part of the parameter: first index of the part along each dim of the whole parameter. Elements
+        are then those of the flattened part.
+        """
 
     def __init__(
         self,
@@ -2992,8 +3011,11 @@ class PeekResponse(google.protobuf.message.Message):
         max: builtins.float = ...,
         non_finite_count: builtins.int = ...,
         shard_start_bytes: collections.abc.Iterable[builtins.int] | None = ...,
+        unit: builtins.str = ...,
+        units: collections.abc.Iterable[builtins.str] | None = ...,
+        offsets: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["max", b"max", "min", b"min", "non_finite_count", b"non_finite_count", "norm", b"norm", "shard_start_bytes", b"shard_start_bytes", "start_element", b"start_element", "stop_element", b"stop_element", "values", b"values", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["max", b"max", "min", b"min", "non_finite_count", b"non_finite_count", "norm", b"norm", "offsets", b"offsets", "shard_start_bytes", b"shard_start_bytes", "start_element", b"start_element", "stop_element", b"stop_element", "unit", b"unit", "units", b"units", "values", b"values", "version", b"version"]) -> None: ...
 
 global___PeekResponse = PeekResponse
 

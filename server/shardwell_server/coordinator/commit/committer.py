@@ -74,7 +74,7 @@ class Committer:
         step, prepared = run.step, await self._preparer.prepare_or_skip(run)
         if step is None or prepared is None or run.deleted:
             return
-        if (proposal := step.proposals.leading(run.leader())) is None:
+        if (proposal := step.proposals.leading(run.leaders(), run.units.layouts)) is None:
             return
         generation = step.generation
         if not await self._confirm_update(run, step, proposal):
@@ -162,4 +162,4 @@ class Committer:
         unchanged = generation == step.generation and not run.deleted
         if unchanged:
             self._preparer.note_failed_backups(run, responses)
-        return unchanged and step.proposals.leading(run.leader()) == proposal
+        return unchanged and step.proposals.leading(run.leaders(), run.units.layouts) == proposal

@@ -80,7 +80,7 @@ class StepPreparer:
         except NonFiniteError:
             if step is None or step is not run.step or not step.all_finished:
                 raise
-            proposal = step.proposals.leading(run.leader())
+            proposal = step.proposals.leading(run.leaders(), run.units.layouts)
             if proposal is None or not proposal.optimizer.skip_non_finite:
                 raise
             step.skip()
@@ -160,7 +160,7 @@ class StepPreparer:
 
 def _expected_optimizer(run: Run, step: Step) -> common_pb2.OptimizerStep | None:
     """Returns the optimizer that the step will probably be committed with. The servers allocate memory for it early."""
-    if (proposal := step.proposals.leading(run.leader())) is not None:
+    if (proposal := step.proposals.leading(run.leaders(), run.units.layouts)) is not None:
         return proposal.optimizer
     if (last_commit := run.commits.last) is None:
         return None

@@ -285,9 +285,9 @@ class StepRequests:
             self._trainers.revoke_for_commit(run, step, updates_on_trainers=proposal.updates_on_trainers)
         # Repeat this after every change: the leader may have proposed since, and a reset drops all proposals.
         step.proposals.restore(proposal)
-        if (leading := step.proposals.leading(run.leader())) is not None:
-            step.proposals.reject_if_different(member.name, leading, run.units.layouts)
-        if leading is not None and step.all_finished:
+        leaders, layouts = run.leaders(), run.units.layouts
+        step.proposals.reject_if_different(member.name, leaders, layouts)
+        if step.proposals.leading(leaders, layouts) is not None and step.all_finished:
             if proposal.updates_on_trainers:
                 if work := await self._partitions_for(run, member, step):
                     return coordinator_pb2.CommitStepResponse(partitions=work)

@@ -123,12 +123,15 @@ def _promotions(run: Run) -> list[str]:
 
 
 def _proposals(run: Run, step: Step) -> list[str]:
-    leader = run.leader()
-    proposal = step.proposals.leading(leader)
-    if leader is None:
+    leaders = run.leaders()
+    if not leaders:
         return ["step proposal: every trainer of the run is gone; the step continues when a trainer joins"]
+    if missing := [leader for leader in leaders if leader not in step.proposals]:
+        trainers = ", ".join(f"trainer {leader!r}" for leader in missing)
+        return [f"step proposal of rank 0: {trainers} has not called optimizer.step()"]
+    proposal = step.proposals.leading(leaders, run.units.layouts)
     if proposal is None:
-        return [f"step proposal of rank 0: trainer {leader!r} has not called optimizer.step()"]
+        return [f"step proposal of rank 0: trainers {', '.join(map(repr, leaders))} have proposed different steps"]
     if proposal.updates_on_trainers and not step.partitions.all_staged:
         return step.partitions.waiting_for(run.members.live)
     return [f"step proposal of rank 0 has arrived: the next CommitStep request commits step {step.number}"]

@@ -8,13 +8,13 @@ import logging
 from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.placement.ranges import Candidate, place
 from shardwell_server.coordinator.runs.run import Run
-from shardwell_server.coordinator.runs.units import Unit, require_same_layout, tensor_noun
+from shardwell_server.coordinator.runs.units import Unit, require_same_layout
 from shardwell_server.coordinator.servers.shard_servers import ShardServers, check_recoverable
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.storage.records import ShardRecord
 from shardwell_server.coordinator.waiting import SharedCall, poll
 from shardwell_wire.errors import (
-    ConflictError,
+    InvalidRequestError,
     ShardwellError,
     StaleEpochError,
     StepStateError,
@@ -321,10 +321,10 @@ def _check_new(run: Run, layout: UnitLayout) -> None:
             "every unit before the first step, under the same name in every trainer",
             unit=layout.unit,
         )
-    for name in layout.index_by_name:
-        if (owner := run.units.unit_of(name)) is not None:
-            raise ConflictError(
-                f"{tensor_noun(layout)} {name!r} of unit {layout.unit!r} already belongs to unit {owner!r}: wrap the "
-                "model in the same way in every trainer, or use another run",
-                parameter=name,
-            )
+    if layout.tp_rank >= run.settings.world.tp or layout.pp_rank >= run.settings.world.pp:
+        raise InvalidRequestError(
+            f"unit {layout.unit!r} has tp_rank={layout.tp_rank} and pp_rank={layout.pp_rank}, which "
+            f"{run.settings.world} does not have",
+            unit=layout.unit,
+        )
+    run.units.require_new_tensors(layout)

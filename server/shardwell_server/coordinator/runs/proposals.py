@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import combinations
 from typing import Literal
 
 from shardwell_server import optimizer_checks
@@ -52,7 +53,10 @@ class StepProposal:
 
 
 class Proposals:
-    """The proposals of the step in flight, at most one per trainer. The leader's proposal is committed."""
+    """The proposals of the step in flight, at most one per trainer.
+
+    The proposals of the leaders are committed, the trainers of one replica. Each leader names its own units.
+    """
 
     def __init__(self) -> None:
         self._by_trainer: dict[str, StepProposal] = {}
@@ -80,22 +84,60 @@ class Proposals:
         """True if a valid proposal asks for the same update."""
         return any(proposal.same_update(valid) for valid in self._by_trainer.values())
 
-    def leading(self, leader: str | None) -> StepProposal | None:
-        """Returns the leader's proposal. None: there is no leader, or the leader has not proposed."""
-        return None if leader is None else self._by_trainer.get(leader)
+    def leading(self, leaders: Sequence[str], layouts: Sequence[UnitLayout]) -> StepProposal | None:
+        """Returns the proposal to commit: the union of the leaders' proposals.
 
-    def reject_if_different(self, trainer: str, leading: StepProposal, layouts: Sequence[UnitLayout]) -> None:
-        """Drops a trainer's proposal if it differs from the leader's.
+        Args:
+            leaders: The trainers whose proposals are committed, in the order of their ranks.
+            layouts: Layouts of the run's units.
+
+        Returns:
+            None if there are no leaders, a leader has not proposed, or their proposals differ.
+        """
+        found = [self._by_trainer[leader] for leader in leaders if leader in self._by_trainer]
+        if not found or len(found) < len(leaders):
+            return None
+        if any(_first_difference(*pair, layouts) is not None for pair in combinations(found, 2)):
+            return None  # ``reject_if_different`` tells the trainer that differs
+        return union_of(found, layouts)
+
+    def reject_if_different(self, trainer: str, leaders: Sequence[str], layouts: Sequence[UnitLayout]) -> None:
+        """Drops a trainer's proposal if it differs from that of a leader before it.
 
         Raises:
             HyperparameterMismatchError: The proposals differ.
         """
+        before = leaders[: leaders.index(trainer)] if trainer in leaders else leaders
         try:
-            require_same_proposal(leading, self._by_trainer[trainer], layouts)
+            for leader in before:
+                if leader in self._by_trainer:
+                    require_same_proposal(self._by_trainer[leader], self._by_trainer[trainer], layouts)
         except HyperparameterMismatchError:
-            # The trainer may become the leader later. The rejected proposal must not be committed then.
+            # The trainer may become a leader later. The rejected proposal must not be committed then.
             del self._by_trainer[trainer]
             raise
+
+
+def union_of(proposals: Sequence[StepProposal], layouts: Sequence[UnitLayout]) -> StepProposal:
+    """Returns one proposal for the units of several, which must not differ.
+
+    Units are updated stage by stage, and within a stage in the order of the forward.
+    """
+    first = proposals[0]
+    if len(proposals) == 1:
+        return first
+    units: dict[int, common_pb2.UnitGroups] = {}
+    places: dict[int, tuple[int, int]] = {}
+    for proposal in proposals:
+        for unit in proposal.optimizer.units:
+            units.setdefault(unit.unit_index, unit)
+        for position, index in enumerate(proposal.unit_order):
+            places.setdefault(index, (layouts[index].pp_rank, position))
+    optimizer = common_pb2.OptimizerStep()
+    optimizer.CopyFrom(first.optimizer)
+    optimizer.ClearField("units")
+    optimizer.units.extend(units[index] for index in sorted(units))
+    return replace(first, optimizer=optimizer, unit_order=tuple(sorted(places, key=lambda index: places[index])))
 
 
 def validate_proposal(proposal: StepProposal, layouts: Sequence[UnitLayout], cuts: Sequence[Sequence[int]]) -> None:
@@ -172,7 +214,10 @@ def require_same_algorithms(
 
 
 def require_same_proposal(leader: StepProposal, other: StepProposal, layouts: Sequence[UnitLayout]) -> None:
-    """Raises HyperparameterMismatchError, naming the first difference, if a proposal differs from the leader's."""
+    """Raises HyperparameterMismatchError, naming the first difference, if a proposal differs from the leader's.
+
+    Parameter groups are compared on the units that the trainers of the proposal's place in the grid hold.
+    """
     difference = _first_difference(leader, other, layouts)
     if difference is not None:
         what, expected, got = difference
@@ -230,7 +275,10 @@ def _groups(optimizer: common_pb2.OptimizerStep) -> dict[int, Sequence[int]]:
 def _first_group_difference(
     ours: dict[int, Sequence[int]], theirs: dict[int, Sequence[int]], layouts: Sequence[UnitLayout]
 ) -> tuple[str, object, object] | None:
+    places, known = {_place(layouts[index]) for index in theirs}, {_place(layouts[index]) for index in ours}
     for index, layout in enumerate(layouts):
+        if places and known and _place(layout) not in places & known:
+            continue
         none = [-1] * len(layout.parameters)
         pairs = zip(layout.parameters, ours.get(index, none), theirs.get(index, none), strict=True)
         for parameter, left, right in pairs:
@@ -239,3 +287,8 @@ def _first_group_difference(
             if left != right and max(left, right) >= 0:
                 return f"parameter group of {parameter.name!r}", left, right
     return None
+
+
+def _place(layout: UnitLayout) -> tuple[int | None, int]:
+    """Returns which trainers hold a unit: tp rank, or None for all of them, and pp rank."""
+    return layout.tp_rank if layout.holds_parts else None, layout.pp_rank

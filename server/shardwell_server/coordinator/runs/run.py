@@ -489,6 +489,11 @@ class Run:
             return trainer
         return self._lowest_live_trainer()
 
+    def leaders(self) -> list[str]:
+        """Returns the trainers whose proposals are committed together. Empty: every trainer is gone."""
+        leader = self.leader()
+        return [] if leader is None else [leader]
+
     def advance(self, record: CommitRecord, state: coordinator_pb2.RunState | None) -> None:
         """Starts the next step. The commit record of the step in flight must be durable."""
         previous = self._require_step().items

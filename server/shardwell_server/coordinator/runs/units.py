@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from shardwell_server.coordinator.storage.records import BackupRecord, BackupState, ShardRecord
 from shardwell_server.coordinator.waiting import SharedCall
-from shardwell_wire.errors import NotFoundError, UnitMismatchError
-from shardwell_wire.layout import UnitLayout
+from shardwell_wire.errors import ConflictError, NotFoundError, UnitMismatchError
+from shardwell_wire.layout import Parameter, UnitLayout
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ class DeclaredUnits:
         self._run = run
         self._units: list[Unit] = []
         self._by_name: dict[str, Unit] = {}
-        self._unit_of_parameter: dict[str, str] = {}
+        self._units_of_parameter: dict[str, list[Unit]] = {}
         self._processes: list[tuple[str, str]] | None = None
         self._holders: list[tuple[str, str]] | None = None
         self.unsaved: set[int] = set()
@@ -162,11 +162,12 @@ class DeclaredUnits:
         self._units.append(unit)
         self._processes = self._holders = None
         self._by_name[unit.layout.unit] = unit
-        self._unit_of_parameter.update(dict.fromkeys(unit.layout.index_by_name, unit.layout.unit))
+        for name in unit.layout.index_by_name:
+            self._units_of_parameter.setdefault(name, []).append(unit)
 
     def load(self, units: Sequence[Unit]) -> None:
         """Replaces all units, because the run was loaded from a checkpoint."""
-        self._units, self._by_name, self._unit_of_parameter, self.initializer = [], {}, {}, None
+        self._units, self._by_name, self._units_of_parameter, self.initializer = [], {}, {}, None
         for unit in units:
             self.add(unit)
         self.unsaved.clear()
@@ -234,9 +235,38 @@ class DeclaredUnits:
             raise NotFoundError(f"run {self._run!r} has no unit {name!r}: declare it first", run=self._run, unit=name)
         return unit
 
-    def unit_of(self, parameter: str) -> str | None:
-        """Returns the name of the unit that contains a parameter or buffer of this name."""
-        return self._unit_of_parameter.get(parameter)
+    def require_new_tensors(self, layout: UnitLayout) -> None:
+        """Checks that no unit has a parameter or buffer of a new unit, except other parts of the same parameter.
+
+        Raises:
+            ConflictError: A unit has the tensor, or a part that overlaps; or its parts differ in their whole.
+        """
+        for name, index in layout.index_by_name.items():
+            for unit in self._units_of_parameter.get(name, ()):
+                self._require_other_part(unit.layout, layout, name, layout.parameters[index])
+
+    def _require_other_part(self, declared: UnitLayout, layout: UnitLayout, name: str, new: Parameter) -> None:
+        former, owner = declared.parameters[declared.index_by_name[name]], declared.unit
+        if not (former.is_part and new.is_part):
+            raise ConflictError(
+                f"{tensor_noun(layout)} {name!r} of unit {layout.unit!r} already belongs to unit {owner!r}: wrap the "
+                "model in the same way in every trainer, or use another run",
+                parameter=name,
+            )
+        whole, other = (new.name, new.whole_shape, new.dtype, new.aliases), former
+        if whole != (other.name, other.whole_shape, other.dtype, other.aliases):
+            raise ConflictError(
+                f"parameter {name!r} of unit {layout.unit!r} is a part of a {new.dtype} tensor of shape "
+                f"{new.whole_shape}, but unit {owner!r} has a part of a {other.dtype} tensor of shape "
+                f"{other.whole_shape}: every trainer must build the same model",
+                parameter=name,
+            )
+        if new.box.overlaps(former.box):
+            raise ConflictError(
+                f"parameter {name!r} of unit {layout.unit!r} has elements that unit {owner!r} has too: the part of "
+                f"shape {new.shape} at {new.offsets} overlaps the part of shape {former.shape} at {former.offsets}",
+                parameter=name,
+            )
 
 
 def tensor_noun(layout: UnitLayout) -> str:
@@ -262,8 +292,25 @@ def require_same_layout(declared: UnitLayout, layout: UnitLayout) -> None:
             expected=declared.kind,
             actual=layout.kind,
         )
+    if declared.pp_rank != layout.pp_rank:
+        raise UnitMismatchError(
+            f"unit {unit!r} was declared by pipeline stage {declared.pp_rank}, now by stage {layout.pp_rank}: names of "
+            "units are unique over all stages. Wrap with auto_wrap, which uses the names in the model, or pass "
+            "fully_shard(..., name=)",
+            unit=unit,
+            expected=declared.pp_rank,
+            actual=layout.pp_rank,
+        )
+    if declared.tp_rank != layout.tp_rank:
+        raise UnitMismatchError(
+            f"unit {unit!r} was declared for tensor-parallel rank {declared.tp_rank}, now for rank {layout.tp_rank}: "
+            "give the unit another name",
+            unit=unit,
+            expected=declared.tp_rank,
+            actual=layout.tp_rank,
+        )
     for expected, got in zip(declared.parameters, layout.parameters, strict=False):
-        for what in ("name", "shape", "dtype", "aliases"):
+        for what in ("name", "shape", "dtype", "aliases", "whole_shape", "offsets"):
             left, right = getattr(expected, what), getattr(got, what)
             if left != right:
                 raise UnitMismatchError(

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from shardwell_wire.boxes import Box
 from shardwell_wire.errors import InvalidRequestError
 from shardwell_wire.v1 import initialization_pb2
 
@@ -62,29 +63,59 @@ def _problem(distribution: initialization_pb2.Distribution, kind: str) -> str | 
     return None
 
 
-def fill(target: torch.Tensor, first_element: int, draw: initialization_pb2.ParameterDraw) -> None:
-    """Draws consecutive elements of a parameter.
+def fill(target: torch.Tensor, first_element: int, draw: initialization_pb2.ParameterDraw, box: Box) -> None:
+    """Draws consecutive elements of a parameter, or of a part of it.
 
     Args:
         target: Receives the elements. [numel]
-        first_element: Index of the first element in the flattened parameter.
-        draw: Passed ``check``.
+        first_element: Index of the first element in the flattened part.
+        draw: Passed ``check``. Its indices count elements of the whole parameter.
+        box: The part.
     """
-    _fill_all(target, first_element, draw)
-    target[max(0, draw.zero_start - first_element) : max(0, draw.zero_stop - first_element)].zero_()
+    source, position = _Source(draw), 0
+    for start, count in box.runs(first_element, first_element + target.numel()):
+        run = target[position : position + count]
+        source.fill(run, start)
+        run[max(0, draw.zero_start - start) : max(0, draw.zero_stop - start)].zero_()
+        position += count
 
 
-def _fill_all(target: torch.Tensor, first_element: int, draw: initialization_pb2.ParameterDraw) -> None:
-    if draw.distribution.WhichOneof("kind") == "constant":
-        target.copy_(torch.tensor(draw.distribution.constant, dtype=torch.float64))  # fill_ would raise on overflow
-        return
-    transform, key = _transform(draw.distribution), stream_key(draw.seed, draw.stream)
-    stop = first_element + target.numel()
-    for block in range(first_element // BLOCK_ELEMENTS, -(-stop // BLOCK_ELEMENTS)):
-        begin = block * BLOCK_ELEMENTS
-        low, high = max(begin, first_element), min(begin + BLOCK_ELEMENTS, stop)
-        values = transform(torch.from_numpy(_uniform(key, block, high - begin)[low - begin :]))
-        target[low - first_element : high - first_element].copy_(values)
+class _Source:
+    """The values of one whole parameter. Keeps the block that was used last: a part may have many short runs in it.
+
+    Args:
+        draw: Distribution, seed and stream.
+    """
+
+    def __init__(self, draw: initialization_pb2.ParameterDraw) -> None:
+        self._constant: torch.Tensor | None = None
+        self._number = -1
+        self._block = torch.empty(0)
+        if draw.distribution.WhichOneof("kind") == "constant":
+            self._constant = torch.tensor(draw.distribution.constant, dtype=torch.float64)
+        else:
+            self._transform, self._key = _transform(draw.distribution), stream_key(draw.seed, draw.stream)
+
+    def fill(self, target: torch.Tensor, first: int) -> None:
+        """Writes the elements from ``first`` on. [numel]"""
+        if self._constant is not None:
+            target.copy_(self._constant)  # fill_ would raise on overflow
+            return
+        stop = first + target.numel()
+        for number in range(first // BLOCK_ELEMENTS, -(-stop // BLOCK_ELEMENTS)):
+            begin = number * BLOCK_ELEMENTS
+            low, high = max(begin, first), min(begin + BLOCK_ELEMENTS, stop)
+            target[low - first : high - first].copy_(self._values(number, high - begin)[low - begin : high - begin])
+
+    def _values(self, number: int, count: int) -> torch.Tensor:
+        """Returns at least the first ``count`` values of a block."""
+        if self._number != number:
+            self._block = torch.empty(0)
+        if self._block.numel() < count:
+            # A part usually needs the rest of the block next. A block that is needed once is drawn as far as needed.
+            drawn = BLOCK_ELEMENTS if self._number == number else count
+            self._number, self._block = number, self._transform(torch.from_numpy(_uniform(self._key, number, drawn)))
+        return self._block
 
 
 def stream_key(seed: int, stream: str) -> int:

@@ -27,7 +27,7 @@ NoteRead = Callable[[int], None]
 def pieces_of(state: ShardState) -> Iterator[tuple[Piece, torch.Tensor]]:
     """Yields the tensors of a shard, each with its name in the file."""
     for part in state.parts:
-        name = state.layout.parameters[part.parameter_index].name
+        name = state.layout.parameters[part.parameter_index].key
         kinds = _kinds(part.algorithm)
         tensors = {VALUES: part.values, **part.state}
         if part.average is not None:
@@ -46,7 +46,7 @@ def parts_of(state: ShardState) -> list[Part]:
         return []
     return [
         Part(
-            state.layout.parameters[part.parameter_index].name,
+            state.layout.parameters[part.parameter_index].key,
             part.start_element,
             part.stop_element,
             part.algorithm,
@@ -77,7 +77,7 @@ def _partition_pieces(layout: UnitLayout, partition: TrainerState) -> Iterator[t
         start, stop = segment.start_element, segment.stop_element
         is_elements = shape == (stop - start,) and not tensor.is_number
         piece = Piece(
-            layout.parameters[tensor.parameter_index].name,
+            layout.parameters[tensor.parameter_index].key,
             f"{TRAINER_STATE}{tensor.name}",
             start,
             stop,
@@ -119,7 +119,7 @@ def fill_shard(checkpoint: Checkpoint, state: ShardState, note_read: NoteRead) -
         ShardwellError: See ``Storage``.
     """
     for part in state.parts:
-        name = state.layout.parameters[part.parameter_index].name
+        name = state.layout.parameters[part.parameter_index].key
         tensors = {VALUES: part.values, **part.state}
         if part.average is not None:
             tensors[AVERAGE] = part.average
@@ -130,12 +130,12 @@ def fill_shard(checkpoint: Checkpoint, state: ShardState, note_read: NoteRead) -
         at = {each.parameter_index: each for each in state.layout.segments(partition.start_bytes, partition.stop_bytes)}
         for spec, data in zip(partition.tensors, partition.data, strict=True):
             inside = at[spec.parameter_index]
-            name, label = state.layout.parameters[spec.parameter_index].name, f"{TRAINER_STATE}{spec.name}"
+            name, label = state.layout.parameters[spec.parameter_index].key, f"{TRAINER_STATE}{spec.name}"
             _fill(checkpoint, name, label, inside.start_element, inside.stop_element, data, note_read)
 
 
 def _describe_part(checkpoint: Checkpoint, layout: UnitLayout, segment: Segment) -> PartState:
-    name, start, stop = layout.parameters[segment.parameter_index].name, segment.start_element, segment.stop_element
+    name, start, stop = layout.parameters[segment.parameter_index].key, segment.start_element, segment.stop_element
     algorithm, step_count = _updates(checkpoint, name, start, stop)
     state, kept, average = {}, {}, None
     for label in checkpoint.states(name):
@@ -192,7 +192,7 @@ def _describe_partitions(
         tensors, data = [], []
         for segment in layout.segments(start, stop) if start < stop else ():
             name, first, last = (
-                layout.parameters[segment.parameter_index].name,
+                layout.parameters[segment.parameter_index].key,
                 segment.start_element,
                 segment.stop_element,
             )

@@ -50,7 +50,7 @@ async def receive(
             _clear_gaps(shard, received.buffer)
             views = shard.views(received.buffer)
             await incoming.into(_streamed(shard.segments, views, draws), what)
-            await store.in_thread(partial(_draw, shard.segments, views, draws))
+            await store.in_thread(partial(_draw, shard, views, draws))
             number = None if shard.layout.holds_buffers else await store.in_thread(partial(first_non_finite, views))
             if number is not None:
                 name = shard.layout.parameters[shard.segments[number].parameter_index].name
@@ -94,10 +94,11 @@ def _streamed(segments: Sequence[Segment], views: Sequence[torch.Tensor], draws:
     ]
 
 
-def _draw(segments: Sequence[Segment], views: Sequence[torch.Tensor], draws: Draws) -> None:
-    for segment, view in zip(segments, views, strict=True):
+def _draw(shard: UnitShard, views: Sequence[torch.Tensor], draws: Draws) -> None:
+    for segment, view in zip(shard.segments, views, strict=True):
         if (draw := draws.get(segment.parameter_index)) is not None:
-            random_values.fill(view, segment.start_element, draw)
+            box = shard.layout.parameters[segment.parameter_index].box
+            random_values.fill(view, segment.start_element, draw, box)
 
 
 def _check_epoch(shard: UnitShard, epoch: int) -> None:

@@ -118,7 +118,16 @@ async def peek(store: ShardStore, request: shard_pb2.PeekRequest) -> shard_pb2.P
     if count > MAX_PEEK_COUNT:
         raise InvalidRequestError(f"count is {count}, expected at most {MAX_PEEK_COUNT}")
     run = store.run(request.run)
-    found = _shards_with(run, request.parameter)
+    all_found = _shards_with(run, request.parameter)
+    unit = request.unit or all_found[0].unit
+    found = [shard for shard in all_found if shard.unit == unit]
+    if not found:
+        units = ", ".join(repr(name) for name in dict.fromkeys(shard.unit for shard in all_found))
+        raise NotFoundError(
+            f"this server has no element of parameter {request.parameter!r} in unit {unit!r}, only in {units}",
+            parameter=request.parameter,
+            unit=unit,
+        )
     wanted = request.shard_start_bytes if request.HasField("shard_start_bytes") else found[0].start_bytes
     shard = next((shard for shard in found if shard.start_bytes == wanted), None)
     if shard is None:
@@ -140,6 +149,9 @@ async def peek(store: ShardStore, request: shard_pb2.PeekRequest) -> shard_pb2.P
             "or pin a version with PinVersion"
         )
     response.shard_start_bytes.extend(shard.start_bytes for shard in found)
+    response.unit = unit
+    response.units.extend(dict.fromkeys(shard.unit for shard in all_found))
+    response.offsets.extend(shard.layout.parameters[shard.layout.index_by_name[request.parameter]].offsets)
     return response
 
 
