@@ -16,6 +16,7 @@ from torch import nn
 
 import shardwell
 from shardwell.session import measurements
+from shardwell.transport.shm_transport import GradientBuffers
 from shardwell.transport.socket_transport import SocketTransport
 from shardwell_server.coordinator.storage.storage import Storage
 from shardwell_wire import fault_points
@@ -46,15 +47,17 @@ def train(
     batch: Callable[[int, int], torch.Tensor] = inputs,
     in_batch: Callable[[], None] = lambda: None,
     after_commit: Callable[[], None] = lambda: None,
-    steps: int = STEPS,
+    clip: bool = False,
 ) -> shardwell.PerformanceReport:
     model = net(session)
     optimizer = shardwell.optim.SGD(model.parameters(), lr=0.1)
-    for step in session.steps(steps):
+    for step in session.steps(STEPS):
         for x in step.batches(batch):
             model(x).square().mean().backward()
             session.count(tokens=x.numel())
             in_batch()
+        if clip:
+            optimizer.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
         after_commit()
@@ -148,6 +151,19 @@ def test_slow_pushes_are_found(join: Callable[..., shardwell.Session]) -> None:
     assert found.kind == shardwell.StepPart.PUSH
 
 
+def test_slow_copies_of_gradients_are_found(
+    join: Callable[..., shardwell.Session], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    acquire = GradientBuffers.acquire
+
+    def slow(*args: Any) -> Any:
+        pause()
+        return acquire(*args)
+
+    monkeypatch.setattr(GradientBuffers, "acquire", slow)
+    assert worst(train(join())).kind == shardwell.StepPart.PUSH
+
+
 def test_slow_rank_is_named_by_the_others_and_told_by_its_own_report(
     cluster: shardwell.LocalCluster, run_name: str
 ) -> None:
@@ -189,8 +205,9 @@ def test_slow_commit_records_are_found(
     assert "faster disk" in found.advice
 
 
-def test_slow_servers_that_delay_a_commit_are_found(slow_server: Callable[..., shardwell.Session]) -> None:
-    found = worst(train(slow_server("server.prepare.after")))
+@pytest.mark.parametrize("clip", [False, True], ids=["commit", "norm"])
+def test_slow_servers_that_delay_a_commit_are_found(slow_server: Callable[..., shardwell.Session], clip: bool) -> None:
+    found = worst(train(slow_server("server.prepare.after"), clip=clip))
     assert found.kind == shardwell.StepPart.COMMIT_WAIT
     assert "shard servers" in found.advice
 

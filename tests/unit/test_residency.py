@@ -172,3 +172,15 @@ def test_policy_imports_neither_torch_nor_io(module: Any) -> None:
         for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
     }
     assert imported <= {"__future__", "collections", "dataclasses", "enum", "typing", "shardwell", "shardwell_wire"}
+
+
+def test_recent_peak_starts_again_and_freed_bytes_add_up() -> None:
+    memory = ResidentBytes()
+    memory.add(5)
+    memory.add(3)
+    memory.add(-5)
+    assert (memory.take_recent_peak(), memory.peak_bytes, memory.freed_bytes) == (8, 8, 5)
+    memory.add(2)
+    assert (memory.take_recent_peak(), memory.peak_bytes) == (5, 8)
+    memory.add(-5)
+    assert (memory.take_recent_peak(), memory.take_recent_peak(), memory.freed_bytes) == (5, 0, 10)

@@ -76,9 +76,9 @@ def counters(monkeypatch: pytest.MonkeyPatch) -> Counters:
     return Counters(clock)
 
 
-def started(counters: Counters, **options: Any) -> StepMonitor:
+def started(counters: Counters) -> StepMonitor:
     """Returns a monitor after the first step, which is not measured."""
-    monitor = StepMonitor(counters, "me", alone=options.pop("alone", False))
+    monitor = StepMonitor(counters, "me")
     counters.clock.now += 1000.0
     monitor.end_step(0, CommitFacts())
     assert monitor.steps(9) == ()
@@ -113,7 +113,7 @@ def test_every_part_is_measured_and_compute_is_the_rest(counters: Counters) -> N
     ):
         counters.spend(name, seconds)
     counters.values["partition_update_s"] += 1.5  # within the commit
-    step = end(monitor)
+    step = end(monitor, last_finished=LastFinished(1, "other", 0.5))
     assert spent(step) == {
         "between_steps": 0.5,
         "data": 1.0,
@@ -179,18 +179,17 @@ def test_without_a_reported_update_every_gather_wait_is_one(counters: Counters) 
 
 
 @pytest.mark.parametrize(
-    ("alone", "last", "part"),
+    ("last", "part"),
     [
-        (True, None, "commit_wait"),
-        (False, None, "finish_wait"),
-        (False, LastFinished(1, "other", 0.5), "finish_wait"),
-        (False, LastFinished(0, "me", 0.5), "commit_wait"),
+        (None, "commit_wait"),
+        (LastFinished(1, "other", 0.5), "finish_wait"),
+        (LastFinished(0, "me", 0.5), "commit_wait"),
     ],
 )
 def test_a_trainer_that_waits_for_nobody_waits_for_the_coordinator(
-    counters: Counters, alone: bool, last: LastFinished | None, part: str
+    counters: Counters, last: LastFinished | None, part: str
 ) -> None:
-    monitor = started(counters, alone=alone)
+    monitor = started(counters)
     counters.spend("finish_wait_s", 2.0)
     assert spent(end(monitor, last_finished=last)) == {part: 2.0}
 

@@ -299,4 +299,6 @@ def _memory_advice(setup: MonitoredSetup) -> str:
 
 def format_seconds(seconds: float) -> str:
     """Returns a duration in a unit that keeps the number short, such as ``1.5 ms``."""
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{1e3 * seconds:.1f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.0f} us"

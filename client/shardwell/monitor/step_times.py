@@ -21,7 +21,7 @@ from typing import Protocol
 from shardwell_wire.errors import UsageError
 
 MAX_STEPS = 1024
-"""Steps that the monitor remembers. A step takes about 2 KiB."""
+"""Steps that the monitor remembers. A step takes about 1 KiB."""
 
 
 class StepPart(enum.StrEnum):
@@ -139,11 +139,10 @@ class StepMonitor:
     Args:
         counters: The counters of the session.
         trainer: Name of this trainer.
-        alone: Whether no other trainer can compute work items of the run's steps.
     """
 
-    def __init__(self, counters: StepCounters, trainer: str, *, alone: bool) -> None:
-        self._counters, self._trainer, self._alone = counters, trainer, alone
+    def __init__(self, counters: StepCounters, trainer: str) -> None:
+        self._counters, self._trainer = counters, trainer
         self._steps: deque[StepTimes] = deque(maxlen=MAX_STEPS)
         self._started_s: float | None = None
         """Start of the step in flight. None: it is not measured, because this trainer has joined in it."""
@@ -234,8 +233,8 @@ class StepMonitor:
             **{part: self._measured.get(part, 0.0) for part in _MEASURED},
         }
         last = facts.last_finished
-        if self._alone or (last is not None and last.trainer == self._trainer):
-            # Nobody was later than this trainer, so it has waited for the coordinator only.
+        if last is None or last.trainer == self._trainer:
+            # No other trainer was later, so this one has waited for the coordinator only.
             parts[StepPart.COMMIT_WAIT] += parts[StepPart.FINISH_WAIT]
             parts[StepPart.FINISH_WAIT] = 0.0
         return {StepPart.COMPUTE: max(0.0, duration_s - sum(parts.values())), **parts}

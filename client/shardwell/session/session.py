@@ -92,7 +92,7 @@ class Session:
         self._buffers = RunBuffers(lambda: self.units.named_modules, self.store.buffers, joined.state, self.units.place)
         self._committer = StepCommitter(self._membership)
         self._counters = SessionCounters(self.store, self._committer, self.units)
-        self.monitor = StepMonitor(self._counters, self.trainer, alone=self.world.size == 1)
+        self.monitor = StepMonitor(self._counters, self.trainer)
         self.in_flight = StepInFlight(
             state,
             self._membership,
