@@ -15,6 +15,7 @@ from shardwell_server.coordinator.storage.records import (
     KEPT_COMMITS,
     CommitRecord,
     FinishedRecord,
+    InitializerRecord,
     MemberRecord,
     RankRecord,
     RunRecord,
@@ -34,14 +35,13 @@ RUN = RunRecord(
     created=12.5,
     started=True,
     last_epoch=9,
-    initializer="a",
-    initializer_epoch=4,
     members=(
         MemberRecord("a", "h", "i", 1, None, "live", None),
         MemberRecord("b", "h", "j", 2, 0, "expired", True),
     ),
     ranks=(RankRecord(0, "a", "a", 3, 7, 2), RankRecord(1, "b", "a", 5, 7, 0)),
     addresses=(("name", "h:1"),),
+    initializers=(InitializerRecord(0, "a", 4), InitializerRecord(3, "b", 5)),
 )
 UNIT = UnitRecord(0, b"spec", True, (ShardRecord(0, 4096, "s9", "i"), ShardRecord(4096, 8192, "s1", "j")))
 

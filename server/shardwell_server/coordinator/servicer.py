@@ -185,7 +185,7 @@ class CoordinatorServicer:
         with member.serving_rpc(self._state.clock):
             unit = await self._coordinator.placer.declare(run, layout, _wait_s(call, _DECLARE_WAIT_S))
             if not unit.published:
-                self._coordinator.trainers.revoke_initializer(run, wanted_by=member)
+                self._coordinator.trainers.revoke_initializer(run, layout, wanted_by=member)
             await self._state.save(run)  # the shards may have moved, and the response names their servers
             response = coordinator_pb2.DeclareUnitResponse(
                 unit_index=unit.index,
@@ -194,7 +194,7 @@ class CoordinatorServicer:
             )
             if unit.published:
                 response.version = run.committed_step
-            elif (initializer := run.choose_initializer()) is not None and initializer.trainer == member.name:
+            elif (initializer := run.choose_initializer(layout)) is not None and initializer.trainer == member.name:
                 response.initialize, response.epoch = True, initializer.epoch
             await self._state.save(run)
             return response

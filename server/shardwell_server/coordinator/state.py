@@ -18,6 +18,7 @@ from shardwell_server.coordinator.storage.records import (
     CheckpointRecord,
     CommitRecord,
     FinishedRecord,
+    InitializerRecord,
     MemberRecord,
     RankRecord,
     RunRecord,
@@ -223,7 +224,6 @@ class CoordinatorState:
 
 def _run_record(run: Run) -> RunRecord:
     """Returns the part of a run that can change between commits."""
-    initializer = run.units.initializer
     return RunRecord(
         run=run.name,
         run_id=run.identity.run_id,
@@ -231,8 +231,6 @@ def _run_record(run: Run) -> RunRecord:
         created=run.created,
         started=run.step is not None,
         last_epoch=run.last_epoch,
-        initializer=initializer.trainer if initializer is not None else None,
-        initializer_epoch=initializer.epoch if initializer is not None else 0,
         members=tuple(
             MemberRecord(
                 member.name,
@@ -248,6 +246,10 @@ def _run_record(run: Run) -> RunRecord:
         ),
         ranks=_rank_records(run),
         addresses=tuple(run.addresses.items()),
+        initializers=tuple(
+            InitializerRecord(rank, initializer.trainer, initializer.epoch)
+            for rank, initializer in run.units.initializers.items()
+        ),
         placement=run.relocations.count,
         rebalancing=run.relocations.rebalancing,
         checkpoints=run.checkpoints.to_json(),
@@ -295,8 +297,8 @@ def _restore_run(stored: StoredRun, clock: Callable[[], float]) -> Run:
         layout = UnitLayout.from_proto(common_pb2.UnitSpec.FromString(at.spec))
         run.units.add(Unit(at.unit_index, layout, at.shards, at.published, at.backups))
     run.relocations.restore(record.placement, rebalancing=record.rebalancing)
-    if record.initializer is not None:
-        run.units.set_initializer(Initializer(record.initializer, record.initializer_epoch))
+    for initializer in record.initializers:
+        run.units.set_initializer(initializer.global_rank, Initializer(initializer.trainer, initializer.epoch))
     run.commits.restore(stored.commits, stored.state, run.units.updated_processes, now)
     for member in record.members:
         run.members.add(

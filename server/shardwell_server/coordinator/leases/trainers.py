@@ -32,6 +32,7 @@ from shardwell_server.coordinator.waiting import poll
 from shardwell_wire import fault_points
 from shardwell_wire.channel import RECONNECT_S
 from shardwell_wire.errors import NotFoundError, RunDeletedError, ShardwellError, StaleEpochError
+from shardwell_wire.layout import UnitLayout
 from shardwell_wire.process_identity import has_ended
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2
 
@@ -261,9 +262,9 @@ class TrainerLeases:
         if run.step is not None and run.members.waiting_for_work:
             self.revoke(run, [member for member in run.members.expired if run.step.leased_to(member.name)])
 
-    def revoke_initializer(self, run: Run, *, wanted_by: Member) -> None:
-        """Revokes the expired lease of the trainer that sends initial values, for a trainer that needs them."""
-        initializer = run.units.initializer
+    def revoke_initializer(self, run: Run, layout: UnitLayout, *, wanted_by: Member) -> None:
+        """Revokes the expired lease of the trainer that sends a unit's values, for a trainer that needs them."""
+        initializer = run.initializer_of(layout)
         if initializer is not None and initializer.trainer != wanted_by.name:
             self.revoke(run, [member for member in run.members.expired if member.name == initializer.trainer])
 

@@ -268,7 +268,7 @@ class UnitPlacer:
         """
         if unit.published:
             return
-        initializer = run.units.initializer
+        initializer = run.initializer_of(unit.layout)
         if initializer is None or (trainer, epoch) != (initializer.trainer, initializer.epoch):
             current = 0 if initializer is None else initializer.epoch
             expected = "no trainer" if initializer is None else f"trainer {initializer.trainer!r} under epoch {current}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 
 from shardwell_server.coordinator.runs.background_calls import StepCalls, UnsavedChanges
 from shardwell_server.coordinator.runs.checkpoints import RunCheckpoints
@@ -34,6 +35,7 @@ from shardwell_server.coordinator.storage.records import CommitRecord
 from shardwell_server.coordinator.waiting import Signal
 from shardwell_server.optimizer_checks import units_that_count
 from shardwell_wire.errors import DuplicateError, InvalidRequestError, RunDeletedError
+from shardwell_wire.layout import UnitLayout
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
@@ -275,25 +277,46 @@ class Run:
         """Records why the last attempt to fence former trainers failed. Empty: it succeeded."""
         self.fence_error = error
 
-    def choose_initializer(self) -> Initializer | None:
-        """Returns the trainer that sends initial values. Chooses another one only if the former one is gone.
+    def rank_of_unit(self, layout: UnitLayout) -> int:
+        """Returns the rank of dp rank 0 that holds a unit, and whose trainer sends its initial values."""
+        return self.settings.world.global_rank(tp_rank=layout.tp_rank, pp_rank=layout.pp_rank)
 
-        The initializer is the trainer of the lowest rank's work item, or else the live trainer that owns the lowest
-        rank.
+    def initializer_of(self, layout: UnitLayout) -> Initializer | None:
+        """Returns the trainer that was chosen last to send the initial values of a unit."""
+        return self.units.initializers.get(self.rank_of_unit(layout))
+
+    def choose_initializer(self, layout: UnitLayout) -> Initializer | None:
+        """Returns the trainer that sends a unit's initial values. Chooses another one only if the former one is gone.
+
+        The initializer is the trainer that computes the unit in dp rank 0's work item, or else the live trainer that
+        owns the lowest rank with the same tp rank and pp rank.
         """
-        live = self.members.live
-        if self.units.initializer is None or self.units.initializer.trainer not in live:
-            trainer = self._require_step().items[0].trainer
-            name = trainer if trainer in live else self._lowest_live_trainer()
-            self.units.set_initializer(Initializer(name, self.next_epoch()) if name is not None else None)
-        return self.units.initializer
+        live, rank, former = self.members.live, self.rank_of_unit(layout), self.initializer_of(layout)
+        if former is None or former.trainer not in live:
+            trainer = self._first_trainers()[rank]
+            name = trainer if trainer in live else self._lowest_live_trainer(rank)
+            self.units.set_initializer(rank, Initializer(name, self.next_epoch()) if name is not None else None)
+        return self.initializer_of(layout)
 
-    def _lowest_live_trainer(self) -> str | None:
-        """Returns the live trainer that owns the lowest rank. Prefers trainers that are not behind."""
-        live = self.members.live
-        names = [name for name, member in live.items() if not member.behind] or list(live)
-        ranks = {name: min(self.ranks_of(name), default=len(self.rank_assignments)) for name in names}
-        return min(ranks, key=lambda name: (ranks[name], natural_key(name)), default=None)
+    def _first_trainers(self) -> dict[int, str]:
+        """Returns the trainers that compute dp rank 0's work item, by global rank in the order of tp and pp ranks."""
+        step, world = self._require_step(), self.settings.world
+        places = product(range(world.tp), range(world.pp))
+        ranks = [world.global_rank(tp_rank=tp_rank, pp_rank=pp_rank) for tp_rank, pp_rank in places]
+        return {rank: step.items[rank].trainer for rank in ranks}
+
+    def _lowest_live_trainer(self, rank: int) -> str | None:
+        """Returns the live trainer that owns the lowest rank with the tp rank and pp rank of a rank.
+
+        Prefers trainers that are not behind. In a world with tp = pp = 1, a spare is the last choice.
+        """
+        live, world = self.members.live, self.settings.world
+        lowest: dict[str, int] = {} if world.tp * world.pp > 1 else dict.fromkeys(live, world.size)
+        for peer in reversed(world.group(rank, "dp")):
+            if (owner := self.rank_assignments.get(peer)) in live:
+                lowest[owner] = peer
+        names = [name for name in lowest if not live[name].behind] or list(lowest)
+        return min(names, key=lambda name: (lowest[name], natural_key(name)), default=None)
 
     # Checkpoints
 
@@ -480,19 +503,20 @@ class Run:
             if len(units_that_count(before, len(self.units))) == len(self.units):
                 return  # this optimizer updated all units; otherwise earlier steps used other optimizers
 
-    def leader(self) -> str | None:
-        """Returns the trainer whose proposal is committed: the one that plays the lowest rank, if it is present."""
-        step = self._require_step()
-        trainer = step.items[0].trainer
-        member = self.members.by_name.get(trainer)
-        if (member is not None and member.live and not member.behind) or trainer in step.proposals:
-            return trainer
-        return self._lowest_live_trainer()
-
     def leaders(self) -> list[str]:
-        """Returns the trainers whose proposals are committed together. Empty: every trainer is gone."""
-        leader = self.leader()
-        return [] if leader is None else [leader]
+        """Returns the trainers whose proposals are committed together: one for each tp rank and pp rank.
+
+        A leader is the trainer that computes its rank in dp rank 0's work item, if it is present or has proposed.
+        Otherwise it is the live trainer that owns the lowest rank with the same tp rank and pp rank.
+
+        Returns:
+            The leaders in the order of tp ranks and pp ranks. Empty: all trainers that can lead for a rank are gone.
+        """
+        step, live, found = self._require_step(), self.members.live, []
+        for rank, trainer in self._first_trainers().items():
+            present = trainer in live and not live[trainer].behind
+            found.append(trainer if present or trainer in step.proposals else self._lowest_live_trainer(rank))
+        return [leader for leader in found if leader is not None] if all(found) else []
 
     def advance(self, record: CommitRecord, state: coordinator_pb2.RunState | None) -> None:
         """Starts the next step. The commit record of the step in flight must be durable."""

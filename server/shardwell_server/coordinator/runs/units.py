@@ -81,8 +81,9 @@ class DeclaredUnits:
         self._holders: list[tuple[str, str]] | None = None
         self.unsaved: set[int] = set()
         """Indices of the units whose shards or backups changed since they were stored."""
-        self.initializer: Initializer | None = None
-        """None until the first unit is declared."""
+        self.initializers: dict[int, Initializer] = {}
+        """Trainers that send initial values, by the rank of dp rank 0 that holds the unit. Empty until the first unit
+        is declared."""
         self.placing: dict[str, SharedCall[Unit | None]] = {}
         """Placements in flight, by unit name."""
         self.placement_lock = asyncio.Lock()
@@ -167,7 +168,7 @@ class DeclaredUnits:
 
     def load(self, units: Sequence[Unit]) -> None:
         """Replaces all units, because the run was loaded from a checkpoint."""
-        self._units, self._by_name, self._units_of_parameter, self.initializer = [], {}, {}, None
+        self._units, self._by_name, self._units_of_parameter, self.initializers = [], {}, {}, {}
         for unit in units:
             self.add(unit)
         self.unsaved.clear()
@@ -221,9 +222,11 @@ class DeclaredUnits:
         self._processes = self._holders = None
         self.unsaved.add(unit.index)
 
-    def set_initializer(self, initializer: Initializer | None) -> None:
-        """Sets the trainer that sends initial values."""
-        self.initializer = initializer
+    def set_initializer(self, global_rank: int, initializer: Initializer | None) -> None:
+        """Sets the trainer that sends the initial values of a rank's units. None: there is none."""
+        self.initializers.pop(global_rank, None)
+        if initializer is not None:
+            self.initializers[global_rank] = initializer
 
     def find(self, name: str) -> Unit | None:
         return self._by_name.get(name)

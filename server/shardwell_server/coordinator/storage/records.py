@@ -91,6 +91,16 @@ class RankRecord(Row):
 
 
 @dataclass(frozen=True, slots=True)
+class InitializerRecord(Row):
+    """A stored trainer that sends initial values."""
+
+    global_rank: int
+    """Rank of dp rank 0 that holds the units."""
+    trainer: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class RunRecord:
     """The stored state of a run that can change between commits."""
 
@@ -100,11 +110,10 @@ class RunRecord:
     created: float
     started: bool
     last_epoch: int
-    initializer: str | None
-    initializer_epoch: int
     members: tuple[MemberRecord, ...]
     ranks: tuple[RankRecord, ...]
     addresses: tuple[tuple[str, str], ...]
+    initializers: tuple[InitializerRecord, ...] = ()
     placement: int = 0
     """Number of relocations of the run's shards."""
     rebalancing: bool = False

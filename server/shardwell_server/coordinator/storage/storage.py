@@ -20,8 +20,10 @@ from shardwell_server.coordinator.storage.records import (
     CheckpointRecord,
     CommitRecord,
     FinishedRecord,
+    InitializerRecord,
     MemberRecord,
     RankRecord,
+    Row,
     RunRecord,
     ServerRecord,
     ShardRecord,
@@ -31,7 +33,7 @@ from shardwell_server.coordinator.storage.records import (
 )
 from shardwell_wire.errors import UnavailableError
 
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 
 FILE_NAME = "coordinator.sqlite"
 
@@ -44,8 +46,7 @@ CREATE TABLE servers (
 ) WITHOUT ROWID;
 CREATE TABLE runs (
     run TEXT PRIMARY KEY, run_id TEXT NOT NULL, config BLOB NOT NULL, created REAL NOT NULL, started INTEGER NOT NULL,
-    last_epoch INTEGER NOT NULL, initializer TEXT, initializer_epoch INTEGER NOT NULL, placement INTEGER NOT NULL,
-    rebalancing INTEGER NOT NULL, checkpoints TEXT NOT NULL
+    last_epoch INTEGER NOT NULL, placement INTEGER NOT NULL, rebalancing INTEGER NOT NULL, checkpoints TEXT NOT NULL
 ) WITHOUT ROWID;
 CREATE TABLE members (
     run TEXT NOT NULL, trainer TEXT NOT NULL, host TEXT NOT NULL, incarnation TEXT NOT NULL, epoch INTEGER NOT NULL,
@@ -58,6 +59,10 @@ CREATE TABLE ranks (
 ) WITHOUT ROWID;
 CREATE TABLE addresses (
     run TEXT NOT NULL, name TEXT NOT NULL, address TEXT NOT NULL, PRIMARY KEY (run, name)
+) WITHOUT ROWID;
+CREATE TABLE initializers (
+    run TEXT NOT NULL, global_rank INTEGER NOT NULL, trainer TEXT NOT NULL, epoch INTEGER NOT NULL,
+    PRIMARY KEY (run, global_rank)
 ) WITHOUT ROWID;
 CREATE TABLE units (
     run TEXT NOT NULL, unit_index INTEGER NOT NULL, spec BLOB NOT NULL, published INTEGER NOT NULL,
@@ -89,7 +94,7 @@ CREATE TABLE checkpoints (
 ) WITHOUT ROWID;
 """
 
-_DIFFED_TABLES = {"members": "trainer", "ranks": "global_rank", "addresses": "name"}
+_DIFFED_TABLES = {"members": "trainer", "ranks": "global_rank", "addresses": "name", "initializers": "global_rank"}
 """Tables of which ``save_run`` writes only the changed rows, with the column that identifies a row within a run."""
 _RUN_TABLES = (*_DIFFED_TABLES, "runs", "units", "shards", "backups", "finished", "commits", "states", "checkpoints")
 
@@ -164,13 +169,11 @@ class Storage:
             record.created,
             record.started,
             record.last_epoch,
-            record.initializer,
-            record.initializer_epoch,
             record.placement,
             record.rebalancing,
             record.checkpoints,
         )
-        writes: list[Write] = [(_upsert("runs", 11), [row])]
+        writes: list[Write] = [(_upsert("runs", 9), [row])]
         for table, key in _DIFFED_TABLES.items():
             old_rows, new_rows = _rows_by_key(before, table), _rows_by_key(record, table)
             deleted = [(run, each) for each in old_rows.keys() - new_rows.keys()]
@@ -298,7 +301,7 @@ class Storage:
 
     def _load_run(self, run: str) -> StoredRun:
         (_, run_id, config, created, started, last_epoch, *rest), *_ = self._rows("runs", run)
-        initializer, initializer_epoch, placement, rebalancing, checkpoints = rest
+        placement, rebalancing, checkpoints = rest
         commits = [CommitRecord.from_row(row) for _, *row in self._rows("commits", run)]
         step = commits[-1].step + 1 if commits else 0
         states = self._rows("states", run)
@@ -310,11 +313,10 @@ class Storage:
                 created=created,
                 started=bool(started),
                 last_epoch=last_epoch,
-                initializer=initializer,
-                initializer_epoch=initializer_epoch,
                 members=tuple(MemberRecord.from_row(row) for _, *row in self._rows("members", run)),
                 ranks=tuple(RankRecord.from_row(row) for _, *row in self._rows("ranks", run)),
                 addresses=tuple((name, address) for _, name, address in self._rows("addresses", run)),
+                initializers=tuple(InitializerRecord.from_row(row) for _, *row in self._rows("initializers", run)),
                 placement=placement,
                 rebalancing=bool(rebalancing),
                 checkpoints=checkpoints,
@@ -384,5 +386,5 @@ def _rows_by_key(record: RunRecord | None, table: str) -> dict[object, tuple[obj
         return {}
     if table == "addresses":
         return {address[0]: address for address in record.addresses}
-    rows = record.members if table == "members" else record.ranks
+    rows: Sequence[Row] = {"members": record.members, "ranks": record.ranks, "initializers": record.initializers}[table]
     return {(values := row.to_row())[0]: values for row in rows}
