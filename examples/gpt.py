@@ -39,11 +39,11 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
     def attention(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        heads = self.qkv(x).view(batch, length, 3, self.num_heads, width // self.num_heads)
-        query, key, value = heads.permute(2, 0, 3, 1, 4)  # each [batch, num_heads, length, head_size]
+        # By head, so that tensor parallelism can split the rows of the projection.
+        heads = self.qkv(x).unflatten(-1, (self.num_heads, 3, -1))
+        query, key, value = heads.permute(3, 0, 2, 1, 4)  # each [batch, num_heads, length, head_size]
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.projection(mixed.transpose(1, 2).reshape(batch, length, width))
+        return self.projection(mixed.transpose(1, 2).flatten(-2))
 
 
 class GPT(nn.Module):

@@ -48,7 +48,7 @@ from shardwell_wire.errors import (
 from shardwell_wire.topology import World
 
 if TYPE_CHECKING:
-    from shardwell import amp, init, optim, testing
+    from shardwell import amp, init, optim, parallel, testing
     from shardwell.module.activation_offload import ActivationOffload, offload_activations
     from shardwell.module.fully_shard import fully_shard, register_forward_method
     from shardwell.module.memory_report import MemoryReport, UnitMemory, local_ratio, num_parameters
@@ -156,6 +156,7 @@ __all__ = [
     "offload_activations",
     "open_checkpoint",
     "optim",
+    "parallel",
     "register_forward_method",
     "save_dcp",
     "save_safetensors",
@@ -210,6 +211,7 @@ _MODULES = {
     "offload_activations": "shardwell.module.activation_offload",
     "open_checkpoint": "shardwell.weights.checkpoint_reader",
     "optim": "shardwell.optim",
+    "parallel": "shardwell.parallel",
     "register_forward_method": "shardwell.module.fully_shard",
     "save_dcp": "shardwell.weights.saving",
     "save_safetensors": "shardwell.weights.saving",

@@ -25,7 +25,7 @@ NAMES = """
     UnitMismatchError UsageError
     ActivationOffload BackwardPrefetch MemoryOptions MemoryStrategy offload_activations ReplicaOptions ShardingStrategy
     TransferOptions VersionGoneError WaitOptions World WorldError auto_wrap full_state_dict fully_shard
-    iter_full_state_dict join optim Reader attach
+    iter_full_state_dict join optim parallel Reader attach
     register_forward_method MemoryReport UnitMemory num_parameters local_ratio TiledLinear
     from_safetensors init join_state_dicts TensorSlice save_dcp save_safetensors sharded_state_dict testing
     CheckpointReader open_checkpoint checkpoint_to_dcp dcp_to_checkpoint

@@ -66,6 +66,15 @@ class LocalGradients:
                 if parameter.grad is not None and self._precision.accumulate(index, _plain(parameter.grad)):
                     parameter.grad = None
 
+    def divide(self, divisor: int) -> None:
+        """Divides all gradients, also those that are summed in another dtype."""
+        self.accumulate()
+        self._precision.divide(divisor)
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for parameter in self._parameters:
+                if parameter.grad is not None:
+                    parameter.grad.div_(divisor)
+
     def drop(self, indices: Iterable[int] | None = None) -> None:
         """Drops the gradients of all or some parameters."""
         self._precision.drop(indices)

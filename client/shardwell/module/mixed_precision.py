@@ -116,6 +116,11 @@ class Precision:
             return total
         return total.to(self._stored_dtypes[index])
 
+    def divide(self, divisor: int) -> None:
+        """Divides the separate sums."""
+        for total in self._sums.values():
+            total.div_(divisor)
+
     def drop(self, indices: Iterable[int] | None = None) -> None:
         """Drops the separate sums of all or some parameters."""
         for index in list(self._sums) if indices is None else indices:

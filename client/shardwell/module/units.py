@@ -222,6 +222,18 @@ class Units:
         """Returns the indices of the units in the order in which the last forward first used them."""
         return self.policy.order.forward
 
+    def push_mean(self, unit: Unit, num_backwards: int) -> None:
+        """Pushes the mean of a unit's gradients over several backwards, and frees the unit.
+
+        Args:
+            unit: A unit of this session.
+            num_backwards: What to divide the sum of the gradients by.
+        """
+        if num_backwards != 1:
+            unit.gradients.divide(num_backwards)
+        self._pushes.push(unit)
+        self.passes.free_unused(unit)
+
     # The end of work items and steps.
 
     def finish_item(self, *, keeps_graphs: bool = False) -> None:

@@ -1,0 +1,48 @@
+"""Tensor and pipeline parallelism inside a replica, on PyTorch's own engines."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardwell.parallel.collectives import ActivationShape
+    from shardwell.parallel.pipeline import PipelineStage
+    from shardwell.parallel.schedules import SCHEDULES, PipelineSchedule, SchedulePlan
+    from shardwell.parallel.splitting import ModelSplit, split_model
+    from shardwell.parallel.tensor import TensorParallelPlan, plan_tensor_parallel
+
+__all__ = [
+    "SCHEDULES",
+    "ActivationShape",
+    "ModelSplit",
+    "PipelineSchedule",
+    "PipelineStage",
+    "SchedulePlan",
+    "TensorParallelPlan",
+    "plan_tensor_parallel",
+    "split_model",
+]
+
+_MODULES = {
+    "SCHEDULES": "shardwell.parallel.schedules",
+    "ActivationShape": "shardwell.parallel.collectives",
+    "ModelSplit": "shardwell.parallel.splitting",
+    "PipelineSchedule": "shardwell.parallel.schedules",
+    "PipelineStage": "shardwell.parallel.pipeline",
+    "SchedulePlan": "shardwell.parallel.schedules",
+    "TensorParallelPlan": "shardwell.parallel.tensor",
+    "plan_tensor_parallel": "shardwell.parallel.tensor",
+    "split_model": "shardwell.parallel.splitting",
+}
+
+
+if not TYPE_CHECKING:  # a type checker would take any name for a public one
+
+    def __getattr__(name: str) -> Any:
+        """Imports a public name when it is first used: torch's engines are slow to import."""
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(_MODULES[name]), name)
+        globals()[name] = value
+        return value

@@ -1,0 +1,230 @@
+"""Pipeline schedules by name: which stages a trainer computes, in which order, and how long it idles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import pipelining
+
+from shardwell.parallel.pipeline import PipelineStage
+from shardwell_wire.errors import UsageError
+
+Loss = Callable[[Any, Any], torch.Tensor]
+"""``(output of the last stage, target) -> mean loss`` of one micro-batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What torch's schedule requires."""
+
+    make: Any
+    is_single: bool = False
+    """True if each trainer has one stage."""
+    is_v: bool = False
+    """True if each trainer has two stages, placed as a V: trainer 0 has the first and the last stage."""
+    splits_backward: bool = False
+    """True if gradients of weights are computed apart from gradients of inputs."""
+    in_rounds: bool = False
+    """True if rounds of ``pp`` micro-batches must have equal sizes."""
+    needs_stages: bool = False
+    """True if there must be as many micro-batches as stages."""
+
+
+_KINDS = {
+    "GPipe": _Kind(pipelining.ScheduleGPipe, is_single=True),
+    "1F1B": _Kind(pipelining.Schedule1F1B, is_single=True, needs_stages=True),
+    "Interleaved1F1B": _Kind(pipelining.ScheduleInterleaved1F1B, in_rounds=True),
+    "LoopedBFS": _Kind(pipelining.ScheduleLoopedBFS),
+    "InterleavedZeroBubble": _Kind(pipelining.ScheduleInterleavedZeroBubble, splits_backward=True, in_rounds=True),
+    "ZBVZeroBubble": _Kind(pipelining.ScheduleZBVZeroBubble, is_v=True, splits_backward=True),
+    "DualPipeV": _Kind(pipelining.ScheduleDualPipeV, is_v=True, splits_backward=True, needs_stages=True),
+}
+
+SCHEDULES = tuple(_KINDS)
+"""Names of the schedules."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulePlan:
+    """A schedule, and the stages that each trainer computes. Equal for all replicas of a run.
+
+    Raises:
+        UsageError: The schedule is unknown, or does not work with these numbers.
+    """
+
+    schedule: str
+    """One of ``SCHEDULES``."""
+    pp: int
+    """Number of trainers in the pipeline."""
+    num_micro_batches: int
+    """Micro-batches per work item."""
+    stages_per_trainer: int | None = None
+    """None: 1, or 2 for the schedules that need several."""
+
+    def __post_init__(self) -> None:
+        kind = _KINDS.get(self.schedule)
+        if kind is None:
+            raise UsageError(f"schedule={self.schedule!r}: expected one of {', '.join(SCHEDULES)}")
+        if self.pp < 1 or self.num_micro_batches < 1:
+            raise UsageError(f"{self}: pp and num_micro_batches must be at least 1")
+        if self.stages_per_trainer is None:
+            object.__setattr__(self, "stages_per_trainer", 1 if kind.is_single else 2)
+        self._check(kind)
+
+    def _check(self, kind: _Kind) -> None:
+        per_trainer, count = self._per_trainer, self.num_micro_batches
+        wanted = 1 if kind.is_single else 2 if kind.is_v else None
+        if wanted not in (None, per_trainer) or per_trainer < 1:
+            raise UsageError(
+                f"schedule {self.schedule} needs {wanted or 'at least 1'} stages per trainer, got {per_trainer}"
+            )
+        if kind.needs_stages and count < self.num_stages:
+            raise UsageError(
+                f"schedule {self.schedule} needs at least as many micro-batches as stages: {self.num_stages} stages, "
+                f"{count} micro-batches"
+            )
+        rounds = max(1, count // self.pp)
+        if kind.in_rounds and count % rounds:
+            raise UsageError(
+                f"schedule {self.schedule} runs {count} micro-batches in {rounds} rounds of {self.pp}, which must have "
+                f"equal sizes: use {rounds * self.pp} or {(rounds + 1) * self.pp} micro-batches"
+            )
+
+    @property
+    def _per_trainer(self) -> int:
+        assert self.stages_per_trainer is not None
+        return self.stages_per_trainer
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages of the whole pipeline."""
+        return self.pp * self._per_trainer
+
+    @property
+    def splits_backward(self) -> bool:
+        """True if gradients of weights are computed apart from gradients of inputs."""
+        return _KINDS[self.schedule].splits_backward
+
+    def stages_of(self, pp_rank: int) -> list[int]:
+        """Returns the indices of the stages of a trainer, in increasing order."""
+        if not 0 <= pp_rank < self.pp:
+            raise UsageError(f"pp_rank={pp_rank}: expected 0 to {self.pp - 1}")
+        if _KINDS[self.schedule].is_v:
+            return [pp_rank, self.num_stages - 1 - pp_rank]
+        return list(range(pp_rank, self.num_stages, self.pp))
+
+    def bubble(self) -> float | None:
+        """Returns the share of a step that a trainer idles, in theory: all stages take equally long.
+
+        None for schedules that split the backward: their bubble depends on the time of each part.
+        """
+        if self.splits_backward:
+            return None
+        idle = self.pp - 1
+        return idle / (self.num_micro_batches * self._per_trainer + idle)
+
+    def describe(self) -> str:
+        """Returns one line: schedule, micro-batches, stages and bubble."""
+        bubble = self.bubble()
+        share = "bubble depends on the backward's parts" if bubble is None else f"bubble {100 * bubble:.1f}% in theory"
+        return (
+            f"{self.schedule}, {self.num_micro_batches} micro-batches, {self.num_stages} stages on {self.pp}, {share}"
+        )
+
+
+class PipelineSchedule:
+    """Runs the stages of one trainer on the micro-batches of a work item.
+
+    Args:
+        plan: The schedule.
+        stages: This trainer's stages, in the order of ``plan.stages_of``.
+        loss: Mean loss of one micro-batch. The step's loss and gradient are means over the micro-batches.
+        context: Returns the context in which forwards, losses and backwards run, such as
+            ``TensorParallelPlan.loss_context``.
+
+    Raises:
+        UsageError: The stages are not those of the plan, or the schedule cannot run them.
+    """
+
+    def __init__(
+        self,
+        plan: SchedulePlan,
+        stages: Sequence[PipelineStage],
+        loss: Loss,
+        *,
+        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        _check_stages(plan, stages)
+        kind = _KINDS[plan.schedule]
+        self.plan = plan
+        self._stages, self._context = list(stages), context
+        self._schedule = kind.make(
+            self._stages[0] if kind.is_single else self._stages, n_microbatches=plan.num_micro_batches, loss_fn=loss
+        )
+
+    def step(self, *inputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor | None:
+        """Runs all forwards and backwards of one work item. All trainers of the pipeline call it together.
+
+        Args:
+            inputs: Arguments of the first stage for the whole work item. Used by the trainer of the first stage.
+            target: Target for the loss. Used by the trainer of the last stage.
+
+        Returns:
+            The mean loss, on the trainer of the last stage. None on the others.
+
+        Raises:
+            UsageError: The number of samples is not a multiple of the number of micro-batches.
+        """
+        has_first = any(stage.is_first for stage in self._stages)
+        has_last = any(stage.is_last for stage in self._stages)
+        for tensor in (*inputs, target):
+            self._check_batch(tensor)
+        losses: list[torch.Tensor] = []
+        with self._context():
+            self._schedule.step(
+                *(inputs if has_first else ()),
+                target=target if has_last else None,
+                losses=losses,
+                return_outputs=False,
+            )
+        return torch.stack([loss.detach() for loss in losses]).mean() if has_last else None
+
+    def _check_batch(self, tensor: torch.Tensor) -> None:
+        count = self.plan.num_micro_batches
+        if tensor.shape[0] % count:
+            raise UsageError(
+                f"a batch of {tensor.shape[0]} samples cannot be divided into {count} micro-batches of equal size: use "
+                f"a multiple of {count} samples per work item"
+            )
+
+
+def _check_stages(plan: SchedulePlan, stages: Sequence[PipelineStage]) -> None:
+    indices = [stage.stage_index for stage in stages]
+    group_size, pp_rank = stages[0].group_size, stages[0].group_rank
+    if group_size != plan.pp:
+        raise UsageError(f"the plan is for pp={plan.pp}, but the process group of the stages has {group_size} members")
+    if indices != plan.stages_of(pp_rank):
+        raise UsageError(
+            f"schedule {plan.schedule}: trainer {pp_rank} of the pipeline has the stages {plan.stages_of(pp_rank)}, "
+            f"got {indices}"
+        )
+    for stage in stages if plan.splits_backward else ():
+        _check_single_use(plan, stage.stage_index, stage.submod)
+
+
+def _check_single_use(plan: SchedulePlan, index: int, module: nn.Module) -> None:
+    """Raises if two modules of a stage share a parameter: torch cannot split their backward."""
+    names: dict[int, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        first = names.setdefault(id(parameter), name)
+        if first != name:
+            raise UsageError(
+                f"schedule {plan.schedule} splits the backward, which torch cannot do for a parameter that is used "
+                f"twice: {first!r} and {name!r} of stage {index} are tied. Use 1F1B, Interleaved1F1B, GPipe or "
+                "LoopedBFS"
+            )

@@ -1,0 +1,300 @@
+"""``split_model``: divides a model into pipeline stages, and describes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.fx
+from torch import nn
+from torch.func import functional_call
+
+from shardwell.module.sharded_module import ShardedModule
+from shardwell.parallel.layers import Layer, LayerKind, find_blocks, list_layers
+from shardwell.parallel.partition import balanced_starts, even_starts
+from shardwell.parallel.tracing import cut_graph, stage_module, trace_layers
+from shardwell_wire.errors import TiedParameterError, UsageError
+
+Cost = Callable[[str, nn.Module], float]
+"""``(name, layer) -> cost`` in any unit."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageExample:
+    """Tensors without memory that have the shapes and dtypes of one micro-batch."""
+
+    inputs: tuple[torch.Tensor, ...]
+    outputs: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StageDescription:
+    """What one stage of a split model holds."""
+
+    index: int
+    calls: tuple[str, ...]
+    """Names of the layers that the stage calls, in the order of the forward."""
+    layers: tuple[Layer, ...]
+    """Modules with parameters of their own."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters."""
+        return sum(layer.num_parameters for layer in self.layers)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all parameters."""
+        return sum(layer.size_bytes for layer in self.layers)
+
+    def parameters_by_kind(self) -> dict[LayerKind, int]:
+        """Returns the number of parameters for each kind of layer in the stage."""
+        found: dict[LayerKind, int] = {}
+        for layer in self.layers:
+            found[layer.kind] = found.get(layer.kind, 0) + layer.num_parameters
+        return found
+
+
+class ModelSplit:
+    """A model that is divided into pipeline stages.
+
+    Attributes:
+        stages: What each stage holds.
+
+    Args:
+        model: The whole model.
+        graphs: The graph of each stage.
+        block_classes: Names of the classes of the model's blocks.
+    """
+
+    def __init__(self, model: nn.Module, graphs: Sequence[torch.fx.Graph], block_classes: Sequence[str]) -> None:
+        self._class_name = type(model).__name__
+        self._modules = [
+            stage_module(model, graph, f"{self._class_name}Stage{index}") for index, graph in enumerate(graphs)
+        ]
+        for module in self._modules:
+            module._no_split_modules = list(block_classes)  # type: ignore[assignment]  # read by auto_wrap
+        _check_ties(self._modules)
+        self.stages = tuple(
+            StageDescription(index, tuple(_calls(graph)), tuple(list_layers(module)))
+            for index, (graph, module) in enumerate(zip(graphs, self._modules, strict=True))
+        )
+        for stage in self.stages:
+            if not stage.layers:
+                raise UsageError(
+                    f"stage {stage.index} of {len(self.stages)} has no parameters (its layers: "
+                    f"{', '.join(stage.calls) or 'none'}): use fewer stages, or choose their first layers with starts="
+                )
+
+    def module(self, index: int) -> nn.Module:
+        """Returns the module of a stage. Its parameters are the model's, with the model's names.
+
+        The forward takes what the previous stage returns. Call ``fully_shard`` on its layers, or ``auto_wrap``.
+        """
+        return self._modules[index]
+
+    def examples(self, *inputs: torch.Tensor, dtype: torch.dtype | None = None) -> list[StageExample]:
+        """Returns the inputs and outputs of every stage for one micro-batch, without computing values.
+
+        Call it before ``fully_shard`` and before a tensor-parallel plan is applied.
+
+        Args:
+            inputs: Arguments of the model's forward for one micro-batch. Only shapes and dtypes are used.
+            dtype: Dtype of floating-point values between stages, if mixed precision changes it. None: the model's.
+
+        Raises:
+            UsageError: A value between two stages is no tensor, or a layer creates tensors on a fixed device.
+        """
+        values = tuple(torch.empty_like(value, device="meta") for value in inputs)
+        found = []
+        for index, module in enumerate(self._modules):
+            outputs = self._run_on_meta(index, module, values)
+            found.append(StageExample(_cast(values, dtype if index else None), _cast(outputs, dtype)))
+            values = tuple(value.detach().requires_grad_(value.requires_grad) for value in outputs)
+        return found
+
+    def _run_on_meta(self, index: int, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        if any(isinstance(part, ShardedModule) for part in module.modules()):
+            raise UsageError(f"stage {index} is sharded already: call split.examples before fully_shard")
+        tensors = {
+            name: torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
+            for name, tensor in [*module.named_parameters(), *module.named_buffers()]
+        }
+        try:
+            with torch.device("meta"):
+                output = functional_call(module, tensors, inputs)
+        except Exception as error:  # runs the user's layers
+            raise UsageError(
+                f"stage {index} cannot run without values: {error}. Pass input_args and output_args to PipelineStage"
+            ) from error
+        outputs = output if isinstance(output, tuple) else (output,)
+        for value in outputs:
+            if not isinstance(value, torch.Tensor):
+                raise UsageError(
+                    f"stage {index} would send a {type(value).__name__} ({value!r}) to later stages, expected tensors: "
+                    "compute it inside the layers"
+                )
+        return outputs
+
+    def describe(self) -> str:
+        """Returns the stages as text: one line per stage, with its layers, parameters and kinds of layers."""
+        total = sum(stage.num_parameters for stage in self.stages)
+        lines = [f"{self._class_name} in {len(self.stages)} stages, {total:,} parameters"]
+        for stage in self.stages:
+            kinds = ", ".join(f"{kind.value} {count:,}" for kind, count in stage.parameters_by_kind().items())
+            share = 100 * stage.num_parameters / total
+            lines.append(f"  stage {stage.index}: {_span(stage.calls)}")
+            lines.append(f"    {stage.num_parameters:,} parameters ({share:.0f}%): {kinds}")
+        return "\n".join(lines)
+
+
+def split_model(
+    model: nn.Module,
+    num_stages: int,
+    *,
+    by: Literal["layers", "cost"] = "layers",
+    cost: Cost | None = None,
+    starts: Sequence[str] | None = None,
+) -> ModelSplit:
+    """Divides a model into consecutive pipeline stages.
+
+    The forward of the model must be a sequence of layers with plain tensor operations between them. Layers are the
+    model's repeated blocks and the modules beside them; their own forwards are not looked at. The stages share their
+    parameters with the model, so a large model is built on the meta device, and each trainer keeps its own stages.
+
+    Args:
+        model: The model, before tensor parallelism and ``fully_shard``.
+        num_stages: Number of stages: ``pp``, times the stages per trainer for interleaved schedules.
+        by: ``layers``: equal numbers of blocks; the embedding is in the first stage, final norm and head in the last.
+            ``cost``: the most expensive stage is as cheap as possible, and stages may be cut at any layer.
+        cost: Cost of a layer, for ``by="cost"``. Default: number of parameters; embeddings cost nothing.
+        starts: Names of the layers with which stages 1, 2, ... begin, instead of ``by``.
+
+    Raises:
+        UsageError: The model is sharded, has too few layers, or cannot be traced; a stage has no parameters; or
+            ``starts`` names no layers in the forward's order.
+        TiedParameterError: Two stages share a parameter.
+    """
+    if any(isinstance(module, ShardedModule) for module in model.modules()):
+        raise UsageError(f"{type(model).__name__} is sharded already: split the model before fully_shard")
+    if num_stages < 1:
+        raise UsageError(f"split_model(num_stages={num_stages}): expected at least 1")
+    blocks = find_blocks(model)
+    graph = trace_layers(model, _opened(model, blocks))
+    calls = [node for node in graph.nodes if node.op == "call_module"]
+    if starts is not None:
+        firsts = _named_starts(calls, starts, num_stages)
+    elif by == "layers":
+        firsts = _even(calls, blocks, num_stages, model)
+    elif by == "cost":
+        firsts = _balanced(calls, num_stages, model, cost or _number_of_parameters)
+    else:
+        raise UsageError(f"split_model(by={by!r}): expected 'layers' or 'cost'")
+    _check_repeated(calls, firsts)
+    block_classes = sorted({type(block).__name__ for block in blocks.values()})
+    return ModelSplit(model, cut_graph(graph, firsts), block_classes)
+
+
+def _opened(model: nn.Module, blocks: Mapping[str, nn.Module]) -> list[nn.Module]:
+    """Returns the modules whose forward is traced: those around the blocks, and sequences of layers."""
+    if blocks:
+        return [
+            module
+            for name, module in model.named_modules()
+            if any(block.startswith(f"{name}." if name else "") for block in blocks) and name not in blocks
+        ]
+    return [module for module in model.modules() if isinstance(module, nn.Sequential)]
+
+
+def _even(
+    calls: Sequence[torch.fx.Node], blocks: Mapping[str, nn.Module], num_stages: int, model: nn.Module
+) -> list[torch.fx.Node]:
+    if blocks:
+        chosen, what = [node for node in calls if node.target in blocks], "blocks"
+    else:
+        chosen, what = [node for node in calls if _has_parameters(model.get_submodule(str(node.target)))], "layers"
+    _check_count(len(chosen), num_stages, model, what)
+    return [chosen[start] for start in even_starts(len(chosen), num_stages)[1:]]
+
+
+def _balanced(calls: Sequence[torch.fx.Node], num_stages: int, model: nn.Module, cost: Cost) -> list[torch.fx.Node]:
+    chosen = [node for node in calls if _has_parameters(model.get_submodule(str(node.target)))]
+    _check_count(len(chosen), num_stages, model, "layers")
+    costs = [float(cost(str(node.target), model.get_submodule(str(node.target)))) for node in chosen]
+    return [chosen[start] for start in balanced_starts(costs, num_stages)[1:]]
+
+
+def _named_starts(calls: Sequence[torch.fx.Node], starts: Sequence[str], num_stages: int) -> list[torch.fx.Node]:
+    by_name = {str(node.target): node for node in reversed(calls)}
+    names = list(by_name)[::-1]
+    known = [name for name in starts if name in by_name]
+    in_order = [name for name in names if name in known]
+    if len(starts) != num_stages - 1 or list(starts) != in_order or starts[:1] == names[:1]:
+        raise UsageError(
+            f"starts={list(starts)}: expected the first layers of stages 1 to {num_stages - 1}, in the order of the "
+            f"forward and after its first layer. The layers are {', '.join(names)}"
+        )
+    return [by_name[name] for name in starts]
+
+
+def _check_count(found: int, num_stages: int, model: nn.Module, what: str) -> None:
+    if found < num_stages:
+        raise UsageError(f"{type(model).__name__} has {found} {what}, too few for {num_stages} stages")
+
+
+def _check_repeated(calls: Sequence[torch.fx.Node], firsts: Sequence[torch.fx.Node]) -> None:
+    """Raises if two stages call the same layer."""
+    stage, found = 0, dict[str, int]()
+    for node in calls:
+        stage += node in firsts
+        if found.setdefault(str(node.target), stage) != stage:
+            raise TiedParameterError(
+                f"layer {node.target!r} is called in stages {found[str(node.target)]} and {stage}: a parameter belongs "
+                "to one stage. Choose other stages with starts=, or use two layers",
+                parameter=str(node.target),
+            )
+
+
+def _check_ties(modules: Sequence[nn.Module]) -> None:
+    """Raises if two stages share a parameter."""
+    owners: dict[int, tuple[int, str]] = {}
+    for index, module in enumerate(modules):
+        for name, parameter in module.named_parameters():
+            stage, first = owners.setdefault(id(parameter), (index, name))
+            if stage != index:
+                raise TiedParameterError(
+                    f"parameter {first!r} of stage {stage} is tied to {name!r} of stage {index}: a parameter belongs "
+                    "to one stage. Untie them, or keep both layers in one stage",
+                    parameter=first,
+                )
+
+
+def _cast(values: tuple[torch.Tensor, ...], dtype: torch.dtype | None) -> tuple[torch.Tensor, ...]:
+    """Returns values with their floating-point tensors in another dtype; None: unchanged."""
+    if dtype is None:
+        return values
+    return tuple(
+        value.detach().to(dtype).requires_grad_(value.requires_grad) if value.is_floating_point() else value
+        for value in values
+    )
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+def _number_of_parameters(_: str, layer: nn.Module) -> float:
+    return 0.0 if isinstance(layer, nn.Embedding) else float(sum(map(torch.numel, layer.parameters())))
+
+
+def _calls(graph: torch.fx.Graph) -> Iterator[str]:
+    for node in graph.nodes:
+        if node.op == "call_module":
+            yield str(node.target)
+
+
+def _span(calls: Sequence[str]) -> str:
+    """Returns names of layers as text; a long list is shortened to its ends."""
+    return ", ".join(calls) if len(calls) <= 4 else f"{calls[0]}, {calls[1]}, ..., {calls[-1]} ({len(calls)} layers)"

@@ -1,0 +1,234 @@
+"""Finds the parts of a transformer that tensor parallelism splits: attention, MLP, embeddings and head."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from shardwell.parallel.layers import find_blocks, linear_layers
+from shardwell_wire.errors import UsageError
+
+_QUERY = re.compile(r"^(q|query|wq|to_q)(_proj|_lin)?$", re.IGNORECASE)
+_KEY_OR_VALUE = re.compile(r"^(k|v|key|value|wk|wv|to_k|to_v)(_proj|_lin)?$", re.IGNORECASE)
+_FUSED = re.compile(r"^(qkv|w_?qkv|c_attn|query_key_value|attn_qkv)(_proj)?$", re.IGNORECASE)
+_UP = re.compile(r"^(up|gate|w1|w3|fc1|c_fc|lin1)(_proj)?$", re.IGNORECASE)
+
+_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead")
+_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+_WIDTHS = ("all_head_size",)
+"""Attributes with the width of all heads together."""
+
+
+@dataclass(slots=True)
+class Attention:
+    """The linear layers of one attention, by their names in the model."""
+
+    inputs: list[str]
+    """Query, key and value, or one fused projection."""
+    output: str
+    is_fused: bool
+    num_heads: int
+    num_key_value_heads: int
+    attributes: list[tuple[nn.Module, str]] = field(default_factory=list)
+    """``(module, attribute)`` of every number of heads, or width of all heads, that a forward may read."""
+
+
+@dataclass(slots=True)
+class FeedForward:
+    """The linear layers of one MLP, by their names in the model."""
+
+    ups: list[str]
+    """Layers from the model's width to the hidden size: one, or two with a gate."""
+    down: str
+    hidden_size: int
+
+
+@dataclass(slots=True)
+class BlockParts:
+    """The parts of one block."""
+
+    name: str
+    width: int
+    """Size of the last dimension of the block's input."""
+    attention: Attention
+    feed_forward: FeedForward
+    norms: list[str]
+
+
+@dataclass(slots=True)
+class Transformer:
+    """The parts of a model."""
+
+    blocks: list[BlockParts]
+    vocabulary_size: int | None
+    embedding: str | None
+    """The token embedding."""
+    head: str | None
+    """The projection to the vocabulary."""
+    final_norms: list[str]
+    """Norms after the blocks."""
+
+
+def analyse(model: nn.Module) -> Transformer:
+    """Finds the parts of a GPT-, Llama- or BERT-like model.
+
+    Raises:
+        UsageError: The model has no repeated blocks, or a layer of a block has an unknown role.
+    """
+    blocks = find_blocks(model)
+    if not blocks:
+        raise UsageError(
+            f"{type(model).__name__} has no repeated blocks, expected a transformer with blocks in an nn.ModuleList or "
+            "nn.Sequential: write a plan of torch's parallel styles and call parallelize_module"
+        )
+    outside = _outside(model, blocks)
+    embedding = _token_embedding(model, outside)
+    size = None if embedding is None else embedding[1].num_embeddings
+    heads = [name for name, part in outside if isinstance(part, nn.Linear) and part.out_features == size]
+    return Transformer(
+        blocks=[_block(model, name, block) for name, block in blocks.items()],
+        vocabulary_size=size,
+        embedding=None if embedding is None else embedding[0],
+        head=heads[-1] if heads else None,
+        final_norms=_norms_after(model, list(blocks)[-1], outside),
+    )
+
+
+def _norms_after(model: nn.Module, last_block: str, outside: Sequence[tuple[str, nn.Module]]) -> list[str]:
+    order = {name: number for number, (name, _) in enumerate(model.named_modules())}
+    return [name for name, part in outside if _is_norm(part) and order[name] > order[last_block]]
+
+
+def _outside(model: nn.Module, blocks: dict[str, nn.Module]) -> list[tuple[str, nn.Module]]:
+    prefixes = tuple(f"{name}." for name in blocks)
+    return [
+        (name, part) for name, part in model.named_modules() if name not in blocks and not name.startswith(prefixes)
+    ]
+
+
+def _token_embedding(model: nn.Module, outside: Sequence[tuple[str, nn.Module]]) -> tuple[str, nn.Embedding] | None:
+    found = [(name, part) for name, part in outside if isinstance(part, nn.Embedding)]
+    get_embedding: Any = getattr(model, "get_input_embeddings", None)
+    by_model = get_embedding() if callable(get_embedding) else None
+    for name, part in found:
+        if part is by_model:
+            return name, part
+    return max(found, key=lambda entry: entry[1].num_embeddings, default=None)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return type(module).__name__.lower().endswith("norm") and any(True for _ in module.parameters(recurse=False))
+
+
+def _block(model: nn.Module, name: str, block: nn.Module) -> BlockParts:
+    for inner, part in block.named_modules():
+        if type(part).__name__ == "Conv1D" or isinstance(part, nn.MultiheadAttention):
+            raise UsageError(
+                f"{name}.{inner} is a {type(part).__name__}, which torch's parallel styles do not split: use a model "
+                "whose projections are nn.Linear"
+            )
+    linears = [(f"{name}.{inner}", layer) for inner, layer in linear_layers(block)]
+    attention, rest, width = _attention(model, name, block, linears)
+    norms = [f"{name}.{inner}" for inner, part in block.named_modules() if _is_norm(part)]
+    return BlockParts(name, width, attention, _feed_forward(name, rest, width), norms)
+
+
+def _attention(
+    model: nn.Module, name: str, block: nn.Module, linears: Sequence[tuple[str, nn.Linear]]
+) -> tuple[Attention, list[tuple[str, nn.Linear]], int]:
+    """Returns the attention of a block, the remaining linear layers, and the block's width."""
+
+    def matches(pattern: re.Pattern[str]) -> list[int]:
+        return [index for index, (path, _) in enumerate(linears) if pattern.match(path.rpartition(".")[2])]
+
+    fused, query = matches(_FUSED), matches(_QUERY)
+    inputs = fused or sorted(query + matches(_KEY_OR_VALUE))
+    if len(fused) > 1 or (not fused and (len(query) != 1 or len(inputs) != 3)):
+        raise UsageError(
+            f"block {name!r} has the linear layers {[path for path, _ in linears]}: expected one query, one key "
+            "and one value projection (q_proj, k_proj, v_proj; query, key, value; wq, wk, wv), or one fused "
+            "projection (qkv)"
+        )
+    width = linears[inputs[0]][1].in_features
+    output = next(
+        (index for index in range(inputs[-1] + 1, len(linears)) if linears[index][1].out_features == width), None
+    )
+    if output is None:
+        raise UsageError(
+            f"block {name!r} has no linear layer after {linears[inputs[-1]][0]!r} whose output has the width {width}: "
+            "expected the output projection of the attention"
+        )
+    first = linears[query[0] if query else inputs[0]]
+    attention = Attention(
+        inputs=[linears[index][0] for index in inputs],
+        output=linears[output][0],
+        is_fused=bool(fused),
+        num_heads=0,
+        num_key_value_heads=0,
+    )
+    _count_heads(model, name, block, first, attention)
+    rest = [entry for index, entry in enumerate(linears) if index not in (*inputs, output)]
+    return attention, rest, width
+
+
+def _count_heads(
+    model: nn.Module, name: str, block: nn.Module, query: tuple[str, nn.Linear], attention: Attention
+) -> None:
+    """Sets the numbers of heads of an attention, and the attributes that hold them."""
+    path = query[0].removeprefix(f"{name}.").split(".")[:-1]
+    holders = [block.get_submodule(".".join(path[:depth])) for depth in range(len(path), -1, -1)]
+    sources: list[object] = [*holders]
+    sources += [config for module in [*holders, model] if (config := getattr(module, "config", None)) is not None]
+    num_heads = _first_number(sources, _HEADS)
+    if num_heads is None:
+        raise UsageError(
+            f"the attention of block {name!r} does not say how many heads it has: expected an attribute {_HEADS[0]!r} "
+            f"(or {', '.join(_HEADS[1:])}) of the module that holds {query[0]!r}"
+        )
+    attention.num_heads = num_heads
+    attention.num_key_value_heads = _first_number(sources, _KEY_VALUE_HEADS) or num_heads
+    values = dict.fromkeys(_HEADS, num_heads)
+    values |= dict.fromkeys(_KEY_VALUE_HEADS, attention.num_key_value_heads)
+    values |= dict.fromkeys(_WIDTHS, query[1].out_features)
+    attention.attributes = [
+        (module, attribute)
+        for module in holders
+        for attribute, value in values.items()
+        if module.__dict__.get(attribute) == value
+    ]
+
+
+def _first_number(sources: Sequence[object], names: Sequence[str]) -> int | None:
+    for source in sources:
+        for name in names:
+            if isinstance(value := getattr(source, name, None), int):
+                return value
+    return None
+
+
+def _feed_forward(name: str, linears: Sequence[tuple[str, nn.Linear]], width: int) -> FeedForward:
+    ups = [(path, layer) for path, layer in linears if _is_up(path, layer, width)]
+    downs = [(path, layer) for path, layer in linears if (path, layer) not in ups]
+    sizes = {layer.out_features for _, layer in ups}
+    if len(downs) != 1 or sizes != {downs[0][1].in_features} or downs[0][1].out_features != width:
+        raise UsageError(
+            f"block {name!r} has, beside its attention, the linear layers {list(_describe(linears))}: expected an MLP "
+            f"with one or two layers from width {width} to a hidden size and one layer back. A gate must be a layer of "
+            "its own (gate_proj and up_proj instead of gate_up_proj)"
+        )
+    return FeedForward([path for path, _ in ups], downs[0][0], downs[0][1].in_features)
+
+
+def _is_up(path: str, layer: nn.Linear, width: int) -> bool:
+    if layer.in_features != layer.out_features:
+        return layer.in_features == width
+    return _UP.match(path.rpartition(".")[2]) is not None
+
+
+def _describe(linears: Sequence[tuple[str, nn.Linear]]) -> Iterator[str]:
+    for path, layer in linears:
+        yield f"{path} ({layer.in_features} -> {layer.out_features})"
