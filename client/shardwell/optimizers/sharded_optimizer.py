@@ -372,10 +372,17 @@ class ShardedOptimizer(Optimizer):
         """Returns the indices of the units over whose gradients the norm is computed. Empty: all units.
 
         Raises:
-            UsageError: A unit has parameters of this optimizer and of another one.
+            UsageError: A unit has parameters of this optimizer and of another one, or trainers hold different units.
         """
         if not (kept := self._kept_parameters()):
             return []
+        place = self._session.units.place
+        if place.tp * place.pp > 1:
+            raise UsageError(
+                f"clip_grad_norm_ of {type(self).__name__}: several optimizers alternate, and this trainer knows only "
+                f"its own units in a world with tp={place.tp} and pp={place.pp}: use one optimizer, such as "
+                "shardwell.optim.Combined([...]), or do not clip by the norm"
+            )
         own = self._own_parameters()
         for unit in self._session.units:
             if unit.index in kept and unit.index in own:

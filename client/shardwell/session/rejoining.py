@@ -8,7 +8,7 @@ from shardwell.session.membership import Membership
 from shardwell.session.run_buffers import RunBuffers
 from shardwell.session.run_store import RunStore
 from shardwell.session.step_state import StepState
-from shardwell_wire.errors import StepRestartedError
+from shardwell_wire.errors import ConflictError, StepRestartedError
 
 
 class Rejoining:
@@ -45,6 +45,7 @@ class Rejoining:
 
         Raises:
             StepRestartedError: In a plain loop, the gradients of the step are lost.
+            ConflictError: The trainer has another place on the tensor or pipeline axis now.
         """
         if not self._membership.lapsed:
             return True
@@ -52,6 +53,7 @@ class Rejoining:
         computed = self._units.have_gradients
         self._store.reach_servers()
         joined = self._membership.rejoin()
+        self._check_place()
         moved = joined.committed_step != before or joined.rollback_count != self._rollbacks
         self._rollbacks = joined.rollback_count
         self._state.restart(joined.committed_step, joined.work.items)
@@ -71,6 +73,18 @@ class Rejoining:
         elif computed:
             raise self.plain_loop_error()
         return True
+
+    def _check_place(self) -> None:
+        """Raises ConflictError if this trainer's model belongs to other ranks than those that it has got now."""
+        place = self._units.place
+        for assignment in self._membership.rank_assignments:
+            at = assignment.coordinates
+            if (at.tp_rank, at.pp_rank) != (place.tp_rank, place.pp_rank):
+                raise ConflictError(
+                    f"this trainer has joined the run again as tp rank {at.tp_rank} and pp rank {at.pp_rank}, but its "
+                    f"model is that of tp rank {place.tp_rank} and pp rank {place.pp_rank}: start the process again, "
+                    "so that it builds the model for its new place"
+                )
 
     def plain_loop_error(self) -> StepRestartedError:
         """Returns the error for a loop that computes its own batches, after the step was made ready for them."""
