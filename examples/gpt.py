@@ -18,6 +18,8 @@ class GPTConfig:
     num_layers: int = 4
     num_heads: int = 4
     width: int = 128
+    tied: bool = True
+    """Whether the head uses the token embedding. A pipeline with the two in different stages cannot tie them."""
 
 
 class Block(nn.Module):
@@ -57,7 +59,8 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)
-        self.head.weight = self.token_embedding.weight
+        if config.tied:
+            self.head.weight = self.token_embedding.weight
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -61,6 +62,8 @@ class PipelineStage(pipelining.PipelineStage):
         self._example = example
         self._accumulation = Accumulation(submodule)
         self._has_begun = False
+        self.busy_s = 0.0
+        """Seconds in forwards, backwards and pushes since the stage was made, without waits for other stages."""
 
     def forward_one_chunk(
         self,
@@ -73,7 +76,8 @@ class PipelineStage(pipelining.PipelineStage):
         if self.has_backward and not self._has_begun:
             self._accumulation.begin()
             self._has_begun = True
-        with _seeded(derive_seed(torch.initial_seed(), "stage", self.stage_index, fwd_chunk_id), self.device):
+        seed = derive_seed(torch.initial_seed(), "stage", self.stage_index, fwd_chunk_id)
+        with self._busy(), _seeded(seed, self.device):
             output = super().forward_one_chunk(
                 fwd_chunk_id, args, dict(kwargs or {}), save_forward_output=save_forward_output
             )
@@ -95,18 +99,37 @@ class PipelineStage(pipelining.PipelineStage):
                 "its dtype: split.examples(..., dtype=torch.bfloat16)"
             )
 
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """Runs the backward of one micro-batch, or the part for the stage's inputs. Called by the schedule."""
+        with self._busy():
+            super().backward_one_chunk(
+                bwd_chunk_id, loss=loss, full_backward=full_backward, last_backward=last_backward
+            )
+
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Runs the part of a backward that computes gradients of weights. Called by zero-bubble schedules."""
-        super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
-        self._accumulation.add()  # no hook of a unit sees these gradients
+        with self._busy():
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
+            self._accumulation.add()  # no hook of a unit sees these gradients
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Divides, pushes and frees the stage's units. Called by the schedule after the stage's last backward."""
         self._has_begun = False
-        if self._accumulation:
-            self._accumulation.finish(grad_scale_factor)
-        else:
-            super().perform_reduce_grad(grad_scale_factor)
+        with self._busy():
+            if self._accumulation:
+                self._accumulation.finish(grad_scale_factor)
+            else:
+                super().perform_reduce_grad(grad_scale_factor)
+
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.busy_s += time.perf_counter() - started
 
     def clear_runtime_states(self) -> None:
         """Drops what the last step left. Called by the schedule when a step begins."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -140,6 +141,10 @@ class SchedulePlan:
 class PipelineSchedule:
     """Runs the stages of one trainer on the micro-batches of a work item.
 
+    Attributes:
+        idle_share: Share of the last step in which this trainer computed nothing: the measured bubble, with the time of
+            transfers between stages. Computation on a GPU is asynchronous and is not measured.
+
     Args:
         plan: The schedule.
         stages: This trainer's stages, in the order of ``plan.stages_of``.
@@ -163,6 +168,7 @@ class PipelineSchedule:
         kind = _KINDS[plan.schedule]
         self.plan = plan
         self._stages, self._context = list(stages), context
+        self.idle_share = 0.0
         self._schedule = kind.make(
             self._stages[0] if kind.is_single else self._stages, n_microbatches=plan.num_micro_batches, loss_fn=loss
         )
@@ -180,10 +186,18 @@ class PipelineSchedule:
         Raises:
             UsageError: The number of samples is not a multiple of the number of micro-batches.
         """
-        has_first = any(stage.is_first for stage in self._stages)
-        has_last = any(stage.is_last for stage in self._stages)
         for tensor in (*inputs, target):
             self._check_batch(tensor)
+        started, busy_s = time.perf_counter(), self._busy_s()
+        try:
+            return self._run(inputs, target)
+        finally:
+            seconds = time.perf_counter() - started
+            self.idle_share = 1 - (self._busy_s() - busy_s) / seconds
+
+    def _run(self, inputs: tuple[torch.Tensor, ...], target: torch.Tensor) -> torch.Tensor | None:
+        has_first = any(stage.is_first for stage in self._stages)
+        has_last = any(stage.is_last for stage in self._stages)
         losses: list[torch.Tensor] = []
         with self._context():
             self._schedule.step(
@@ -193,6 +207,9 @@ class PipelineSchedule:
                 return_outputs=False,
             )
         return torch.stack([loss.detach() for loss in losses]).mean() if has_last else None
+
+    def _busy_s(self) -> float:
+        return sum(stage.busy_s for stage in self._stages)
 
     def _check_batch(self, tensor: torch.Tensor) -> None:
         count = self.plan.num_micro_batches
