@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ from shardwell_wire.errors import UsageError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+_NUMBER = re.compile(r"\b\d+\b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,17 +119,24 @@ class TensorParallelPlan:
         return totals
 
     def describe(self, shape: ActivationShape | None = None) -> str:
-        """Returns the plan as text: one line per module, and the bytes of its collectives.
+        """Returns the plan as text: one line for the same module of all blocks, and the bytes of its collectives.
 
         Args:
             shape: Size of the micro-batch, to compute bytes; None: names of the collectives only.
         """
-        lines = [f"tensor parallelism over {self.tp} ranks"]
-        width = max((len(layer.name) for layer in self.layers), default=0)
+        if not self.layers:
+            return "no tensor parallelism"
+        rows: dict[tuple[str, ...], int] = {}
         for layer in self.layers:
             causes = ", ".join(collective.describe(shape) for collective in layer.collectives)
-            lines.append(f"  {layer.name:{width}}  {layer.style:10}  {layer.part:12}  {causes}".rstrip())
-        return "\n".join(lines)
+            row = (_NUMBER.sub("*", layer.name), layer.style, layer.part, causes)
+            rows[row] = rows.get(row, 0) + 1
+        width = max(len(name) for name, *_ in rows)
+        lines = [
+            f"  {name:{width}}  x{count:<3} {style:10}  {part:12}  {causes}".rstrip()
+            for (name, style, part, causes), count in rows.items()
+        ]
+        return "\n".join([f"tensor parallelism over {self.tp} ranks", *lines])
 
 
 def plan_tensor_parallel(
@@ -146,7 +156,7 @@ def plan_tensor_parallel(
 
     Args:
         model: The whole model, on any device, before ``fully_shard``.
-        tp: Number of tensor-parallel ranks.
+        tp: Number of tensor-parallel ranks. With 1 the plan is empty.
         vocabulary: Whether to split the token embedding and the head.
         sequence_parallel: Whether norms, dropout and residual paths compute a part of the sequence each. The model
             must be pre-norm: each norm in a block feeds the attention or the MLP only.
@@ -162,6 +172,8 @@ def plan_tensor_parallel(
         raise UsageError(f"plan_tensor_parallel(tp={tp}): expected at least 1")
     if any(isinstance(module, ShardedModule) for module in model.modules()):
         raise UsageError("the model is sharded already: plan and apply tensor parallelism before fully_shard")
+    if tp == 1:
+        return TensorParallelPlan(1, False, False)
     parts = analyse(model)
     if loss_parallel and (not vocabulary or parts.head is None):
         raise UsageError("loss_parallel=True needs a head that is split along the vocabulary, but there is none")

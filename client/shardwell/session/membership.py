@@ -123,6 +123,11 @@ class Membership:
         )
 
     @property
+    def coordinator_address(self) -> str:
+        """The coordinator's host:port."""
+        return self._coordinator.address
+
+    @property
     def credentials(self) -> Credentials:
         """Credentials that every rpc to the cluster carries."""
         return self._coordinator.credentials

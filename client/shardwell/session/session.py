@@ -31,6 +31,7 @@ from shardwell.session.measurements import SessionCounters, describe_setup
 from shardwell.session.membership import Membership
 from shardwell.session.preemption import preemption
 from shardwell.session.private_cluster import open_private_cluster
+from shardwell.session.replica import ReplicaGroup
 from shardwell.session.run_buffers import RunBuffers
 from shardwell.session.run_store import RunStore
 from shardwell.session.step import Step
@@ -75,6 +76,7 @@ class Session:
             self._close_connections()
             raise
         joined = self._membership.joined
+        self._replica = ReplicaGroup(self._membership, wait_limit_s=config.waits.wait_limit_s)
         self.world, self.seed = self._membership.world, self._membership.seed
         state = StepState(joined.committed_step, joined.work.items, spare_hint=self._spare_hint())
         self.store = RunStore(self._membership, config, state)
@@ -333,6 +335,22 @@ class Session:
         return process_groups.device_mesh(
             self.world, rank, host=self.config.host, exchange=self.exchange_address, device_type=device_type
         )
+
+    def replica_mesh(self, device_type: str = "cpu") -> DeviceMesh:
+        """Returns a mesh of this trainer's replica, with the axes ``tp`` and ``pp`` of tensor and pipeline parallelism.
+
+        Creates the default process group of ``torch.distributed``, which spans the trainers of one replica: no group
+        spans the world, so a lost trainer breaks its own replica only. All trainers of the replica call it. If they
+        have changed since the last call, the group is formed again, and modules that use the old mesh are unusable.
+
+        Args:
+            device_type: Device type of the mesh. ``cpu`` uses gloo, ``cuda`` NCCL.
+
+        Raises:
+            UsageError: This trainer plays no logical rank or several, or a default process group exists.
+            DeadlineError: The other trainers of the replica did not call in ``wait_limit_s``.
+        """
+        return self._replica.mesh(device_type)
 
     def exchange_address(self, name: str, address: str | None = None) -> str:
         """Publishes an address under a name; without an address, waits until another trainer publishes one."""

@@ -1,0 +1,72 @@
+"""``session.replica_mesh()``: one process group per replica, formed again when its trainers change."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwell
+from tests.support import gloo
+from tests.support.cluster import wait_until
+from tests.support.processes import run_ranks
+
+WORLD = shardwell.World(dp=2, tp=1, pp=2)
+
+
+def join(address: str, run: str, rank: int) -> shardwell.Session:
+    return shardwell.join(
+        address,
+        run=run,
+        world=WORLD,
+        global_rank=rank,
+        host="no address",
+        waits=shardwell.WaitOptions(wait_limit_s=60),
+    )
+
+
+def check(session: shardwell.Session) -> None:
+    mesh = session.replica_mesh()
+    assert mesh.mesh_dim_names == ("tp", "pp") and tuple(mesh.shape) == (1, 2)
+    assert dist.get_world_size() == 2
+    assert session.replica_mesh() is mesh
+    assert session.global_rank is not None
+    total = torch.tensor(float(session.global_rank))
+    dist.all_reduce(total, group=mesh["pp"].get_group())
+    assert total.item() == sum(WORLD.group(session.global_rank, "pp")), "only the own replica adds"
+    assert mesh.get_local_rank("pp") == session.pp_rank
+
+
+def worker(rank: int, address: str, run: str, folder: str) -> None:
+    session = join(address, run, rank)
+    check(session)
+    left = Path(folder, "left")
+    if rank == 3:
+        dist.destroy_process_group()
+        session.close()
+        left.touch()
+        session = join(address, run, rank)
+        session.replica_mesh()
+    elif rank == 2:
+        before = session.replica_mesh()
+        wait_until(left.exists, "the other trainer leaves", timeout_s=60)
+        assert session.replica_mesh() is not before
+    check(session)
+    dist.barrier()
+    session.close()
+    gloo.leave()
+
+
+def test_replicas_meet_by_themselves_and_again(cluster: shardwell.LocalCluster, tmp_path: Path) -> None:
+    run_ranks(worker, cluster.address, uuid.uuid4().hex, str(tmp_path), count=WORLD.size)
+
+
+def test_trainer_of_several_ranks_has_no_replica(cluster: shardwell.LocalCluster) -> None:
+    with (
+        shardwell.join(cluster.address, run=uuid.uuid4().hex, world=shardwell.World(dp=2), min_trainers=1) as session,
+        pytest.raises(shardwell.UsageError, match="plays 2 logical ranks of World"),
+    ):
+        session.replica_mesh()
