@@ -96,8 +96,8 @@ def check_fit(
         cuts: Bounds of the shards, in bytes of the flat vector.
 
     Raises:
-        InvalidRequestError: A parameter that must be whole is cut over servers, or has another number of dims than its
-            optimizer supports.
+        InvalidRequestError: A parameter that must be whole is cut over servers or split by tensor parallelism, or has
+            another number of dims than its optimizer supports.
     """
     if runs_on_trainers(optimizer.algorithm):
         return
@@ -116,6 +116,12 @@ def check_fit(
             raise InvalidRequestError(
                 f"{spec.name} takes parameters of {spec.num_dims} dimensions; {what} has shape {parameter.shape}: put "
                 "it into another optimizer, shardwell.optim.Combined([...])",
+                parameter=parameter.name,
+            )
+        if parameter.is_part:
+            raise InvalidRequestError(
+                f"{spec.name} needs whole tensors, but {what} is a part of {parameter.whole_shape}, which tensor "
+                "parallelism splits: put it into another optimizer, shardwell.optim.Combined([...])",
                 parameter=parameter.name,
             )
         if index in cut:

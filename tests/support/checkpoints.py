@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -65,6 +66,7 @@ def write_checkpoint(
     run_id: str = "id1",
     files: Sequence[Tensors] | None = None,
     units: Sequence[UnitLayout] = UNITS,
+    optimizer: Mapping[str, Any] | None = None,
     publish: bool = True,
     created: float | None = None,
 ) -> str:
@@ -93,7 +95,7 @@ def write_checkpoint(
                 seed=3,
                 units=tuple(units),
                 files=tuple(records),
-                commits=({"step": step - 1, "grad_norm": float("inf")},),
+                commits=({"step": step - 1, "grad_norm": float("inf"), "optimizer": dict(optimizer or {})},),
                 run_state=coordinator_pb2.RunState(step=step - 1, tracked_json={"schedule": '{"last": 3}'}),
             ),
         )

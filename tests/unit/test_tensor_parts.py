@@ -10,14 +10,17 @@ import pytest
 import torch
 
 import shardwell
+from shardwell.weights.checkpoint_conversion import checkpoint_to_dcp, dcp_to_checkpoint
 from shardwell.weights.pinned_version import PinnedVersion, PlacedUnit, StoredParameter
 from shardwell_server.coordinator.runs.units import DeclaredUnits, Unit, require_same_layout
+from shardwell_server.optimizer_checks import check_fit
 from shardwell_wire.boxes import Box
 from shardwell_wire.checkpoints.format import Piece
+from shardwell_wire.checkpoints.manifest import message_to_dict
 from shardwell_wire.errors import ConflictError, InvalidRequestError, StepStateError, UnitMismatchError
 from shardwell_wire.layout import Parameter, UnitLayout
 from shardwell_wire.run_identity import RunIdentity
-from shardwell_wire.v1 import coordinator_pb2
+from shardwell_wire.v1 import common_pb2, coordinator_pb2
 from tests.support.checkpoints import write_checkpoint
 
 WHOLE = torch.arange(6 * 5, dtype=torch.float32).view(6, 5)
@@ -195,7 +198,14 @@ def checkpoint_of(folder: Path, layouts: Sequence[UnitLayout]) -> shardwell.Chec
             if each.numel
             else {}
         )
-    return shardwell.open_checkpoint(write_checkpoint(folder, 3, files=files, units=layouts))
+    optimizer = common_pb2.OptimizerStep(
+        algorithm="adamw",
+        groups=[common_pb2.ParameterGroup(hyperparameters={"lr": 0.1})],
+        units=[common_pb2.UnitGroups(unit_index=index, group_indices=[0]) for index in range(len(layouts))],
+    )
+    return shardwell.open_checkpoint(
+        write_checkpoint(folder, 3, files=files, units=layouts, optimizer=message_to_dict(optimizer))
+    )
 
 
 @pytest.mark.parametrize("layouts", [ROWS, COLUMNS])
@@ -214,3 +224,26 @@ def test_a_checkpoint_has_whole_tensors(tmp_path: Path, layouts: list[UnitLayout
     assert torch.equal(checkpoint.state_dict()["w"], WHOLE)
     (first, *_) = (layout.parameters[0] for layout in layouts)
     assert torch.equal(checkpoint.read(first.key), WHOLE[first.box.slices])
+
+
+@pytest.mark.parametrize(("before", "after"), [(ROWS, COLUMNS), (COLUMNS, ROWS)])
+def test_a_checkpoint_is_converted_to_another_grid(
+    tmp_path: Path, before: list[UnitLayout], after: list[UnitLayout]
+) -> None:
+    """With the optimizer's state, by way of a torch checkpoint."""
+    checkpoint_to_dcp(checkpoint_of(tmp_path / "before", before), tmp_path / "dcp")
+    like = checkpoint_of(tmp_path / "like", after)
+    got = shardwell.open_checkpoint(dcp_to_checkpoint(tmp_path / "dcp", tmp_path / "after", like=like))
+    assert got.manifest.units == tuple(after) and got.optimizer("w") == ("adamw", 3)
+    assert torch.equal(got.read("w"), WHOLE)
+    state = got.optimizer_state("w")
+    assert torch.equal(state["exp_avg"], WHOLE * 2) and state["step"] == 3
+
+
+def test_optimizers_that_need_whole_tensors_refuse_parts() -> None:
+    muon = common_pb2.OptimizerStep(algorithm="muon", groups=[common_pb2.ParameterGroup()])
+    check_fit(muon, [-1], ROWS[0], [0])
+    with pytest.raises(
+        InvalidRequestError, match=r"muon needs whole tensors, but parameter 'w' of unit 'u@tp0' is a part"
+    ):
+        check_fit(muon, [0], ROWS[0], [0])
