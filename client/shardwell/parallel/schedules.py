@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed import pipelining
 
+from shardwell.parallel.bubble import report_bubble
 from shardwell.parallel.pipeline import PipelineStage
 from shardwell_wire.errors import UsageError
 
@@ -169,8 +170,11 @@ class PipelineSchedule:
         self.plan = plan
         self._stages, self._context = list(stages), context
         self.idle_share = 0.0
+        self._loss, self._loss_s = loss, 0.0
         self._schedule = kind.make(
-            self._stages[0] if kind.is_single else self._stages, n_microbatches=plan.num_micro_batches, loss_fn=loss
+            self._stages[0] if kind.is_single else self._stages,
+            n_microbatches=plan.num_micro_batches,
+            loss_fn=self._measured_loss,
         )
 
     def step(self, *inputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor | None:
@@ -193,7 +197,9 @@ class PipelineSchedule:
             return self._run(inputs, target)
         finally:
             seconds = time.perf_counter() - started
-            self.idle_share = 1 - (self._busy_s() - busy_s) / seconds
+            idle_s = seconds - (self._busy_s() - busy_s)
+            self.idle_share = idle_s / seconds
+            report_bubble(self._stages[0].submod, idle_s)
 
     def _run(self, inputs: tuple[torch.Tensor, ...], target: torch.Tensor) -> torch.Tensor | None:
         has_first = any(stage.is_first for stage in self._stages)
@@ -209,7 +215,13 @@ class PipelineSchedule:
         return torch.stack([loss.detach() for loss in losses]).mean() if has_last else None
 
     def _busy_s(self) -> float:
-        return sum(stage.busy_s for stage in self._stages)
+        return self._loss_s + sum(stage.busy_s for stage in self._stages)
+
+    def _measured_loss(self, output: Any, target: Any) -> torch.Tensor:
+        started = time.perf_counter()
+        loss = self._loss(output, target)
+        self._loss_s += time.perf_counter() - started
+        return loss
 
     def _check_batch(self, tensor: torch.Tensor) -> None:
         count = self.plan.num_micro_batches
