@@ -19,9 +19,10 @@ import shardwell
 from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell_wire import fault_points
 from shardwell_wire.checkpoints.folder import RunFolder
+from shardwell_wire.errors import ConflictError
 from shardwell_wire.server_folders import DEFAULT_DIRECTORY, FolderOwner
 from shardwell_wire.v1 import coordinator_pb2
-from tests.support.cluster import wait_until
+from tests.support.cluster import events, wait_until
 from tests.support.processes import TrainerProcess
 
 STEPS, PAUSE = 8, 5
@@ -137,6 +138,26 @@ def test_a_model_that_follows_the_run_gets_the_values_of_the_repeated_steps(tmp_
                     losses.append(2.0)
                     lose(cluster, 1)
     assert len(values) == 2 and not torch.equal(*values)
+
+
+def test_a_trainer_ends_with_an_error_if_all_checkpoints_have_vanished(tmp_path: Path) -> None:
+    run = uuid.uuid4().hex
+    with (
+        shardwell.LocalCluster(num_shards=2, min_shard_bytes=64, lease_s=2.0) as cluster,
+        shardwell.join(cluster.address, run=run, checkpoint_dir=str(tmp_path)) as session,
+    ):
+        model = nn.Linear(300, 7)
+        shardwell.auto_wrap(model, session)
+        optimizer = shardwell.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ConflictError, match=r"cannot be loaded: .* contains no complete checkpoint"):
+            for step in session.steps(3):
+                for x in step.batches(lambda number, rank: torch.ones(4, 300)):
+                    model(x).square().mean().backward()
+                optimizer.step()
+                if step.number == 1:
+                    shutil.rmtree(session.save_checkpoint(wait=True))
+                    lose(cluster, 1)
+        assert [event.kind for event in events(cluster.address, run)].count("checkpoint_damaged") == 1
 
 
 def test_a_checkpoint_in_a_former_folder_is_used_if_the_newest_is_damaged(tmp_path: Path) -> None:

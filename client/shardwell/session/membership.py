@@ -217,12 +217,21 @@ class Membership:
                 last_report = now
 
     def list_units(self) -> coordinator_pb2.ListUnitsResponse:
-        """Returns the run's units and the present owners of their shards. Works without a valid membership, too."""
+        """Returns the run's units and the present owners of their shards. Works without a valid membership, too.
+
+        Raises:
+            ConflictError: The run cannot be loaded from any checkpoint. This ends the membership.
+            UnavailableError: The run is being loaded, or the coordinator does not answer.
+        """
         self.check()
         request = coordinator_pb2.ListUnitsRequest(run=self.run)
-        response: coordinator_pb2.ListUnitsResponse = self._coordinator.call(
-            "ListUnits", request, timeout_s=self._config.waits.rpc_timeout_s
-        )
+        try:
+            response: coordinator_pb2.ListUnitsResponse = self._coordinator.call(
+                "ListUnits", request, timeout_s=self._config.waits.rpc_timeout_s
+            )
+        except ConflictError as error:
+            self._end(error)
+            raise
         return response
 
     def start_item(self, step: int, global_rank: int) -> None:

@@ -412,6 +412,8 @@ class CoordinatorServiceServicer(object):
 
     def ListUnits(self, request, context):
         """Inspection: lists the units of a run and the owners of their shards.
+
+        UNAVAILABLE: the run is being loaded from a checkpoint. FAILED_PRECONDITION: it cannot be loaded from any.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

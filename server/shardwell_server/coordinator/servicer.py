@@ -352,6 +352,7 @@ class CoordinatorServicer:
         self, request: coordinator_pb2.ListUnitsRequest, call: Call
     ) -> coordinator_pb2.ListUnitsResponse:
         run = self._state.require_run(request.run)
+        run.checkpoints.check_loadable(run.name)
         run.checkpoints.check_loaded(run.name)
         await self._state.save(run)  # the shards may have moved, and the response names their servers
         return describe.list_units(run, self._state.cluster)

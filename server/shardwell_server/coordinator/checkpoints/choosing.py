@@ -113,7 +113,8 @@ class CheckpointChooser:
             None if there is no other checkpoint, or the user named this one. ``restore`` itself if the folder of
             checkpoints cannot be listed now.
         """
-        self.report_damaged(run.name, restore.url, str(error))
+        if run.checkpoints.restoring.fatal != str(error):  # else it was reported, and nothing has changed
+            self.report_damaged(run.name, restore.url, str(error))
         if not restore.may_fall_back:
             return None
         damaged = (*restore.damaged, restore.checkpoint_id)
