@@ -9,7 +9,7 @@ import pytest
 from shardwell.weights import run_connections
 from shardwell.weights.run_connections import RunConnections
 from shardwell_wire.credentials import NO_CREDENTIALS
-from shardwell_wire.errors import UnavailableError, VersionGoneError
+from shardwell_wire.errors import NotFoundError, UnavailableError, VersionGoneError
 from shardwell_wire.layout import Parameter, UnitLayout
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.v1.common_pb2 import ShardRange
@@ -81,3 +81,7 @@ def test_connection_is_opened_again_after_an_error(connections: RunConnections) 
     with pytest.raises(UnavailableError, match="s at host:1 cannot be reached"), connections.reaching(shard("1")):
         raise UnavailableError("refused")
     assert used_connection(connections, shard("1")) == 1
+    # ``Reader`` asks the coordinator again after an UnavailableError only.
+    with pytest.raises(UnavailableError, match="s at host:1 was restarted"), connections.reaching(shard("1")):
+        raise NotFoundError("this server does not hold the run")
+    assert used_connection(connections, shard("1")) == 2

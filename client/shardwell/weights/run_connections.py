@@ -12,7 +12,7 @@ from shardwell.transport.server_connection import ServerConnection
 from shardwell.transport.shared_vector import CAN_MAP
 from shardwell_wire.chunk_streams import DEFAULT_CHUNK_BYTES
 from shardwell_wire.credentials import Credentials
-from shardwell_wire.errors import UnavailableError, VersionGoneError
+from shardwell_wire.errors import NotFoundError, UnavailableError, VersionGoneError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.v1 import common_pb2
@@ -92,9 +92,21 @@ class RunConnections:
 
     @contextmanager
     def reaching(self, shard: common_pb2.ShardRange) -> Iterator[None]:
-        """Closes the connection to the shard's server if the block cannot reach the server. The error names it."""
+        """Closes the connection to the shard's server if the server cannot be reached, or has lost the shard.
+
+        Raises:
+            UnavailableError: In both cases. The coordinator may be about to name another owner, or knows that the run
+                was deleted.
+        """
         try:
             yield
+        except NotFoundError as error:
+            self._forget(_server_key(shard))
+            raise UnavailableError(
+                f"{shard.server_id} at {shard.address} was restarted, or has given its shards to another server: "
+                f"{error}",
+                server=shard.server_id,
+            ) from error
         except UnavailableError as error:
             self._forget(_server_key(shard))
             raise UnavailableError(
