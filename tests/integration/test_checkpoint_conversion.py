@@ -189,4 +189,16 @@ def test_damaged_torch_checkpoints_are_refused(like: str, tmp_path: Path) -> Non
     data.unlink()
     with pytest.raises(NotFoundError, match="is missing, which contains"):
         convert()
-    assert not list(tmp_path.glob("out/*/*/*.json"))
+    assert not list(tmp_path.glob("out/*/*")), "nothing is left"
+
+
+def test_interrupted_conversion_leaves_nothing(like: str, tmp_path: Path) -> None:
+    def interrupt(size_bytes: int) -> None:
+        raise KeyboardInterrupt
+
+    save_torch(tmp_path / "dcp", transformer.build())
+    with pytest.raises(KeyboardInterrupt):
+        shardwell.dcp_to_checkpoint(
+            tmp_path / "dcp", tmp_path / "out", like=shardwell.open_checkpoint(like), step=0, note=interrupt
+        )
+    assert not list(tmp_path.glob("out/*/*"))

@@ -21,7 +21,13 @@ from shardwell.weights.dcp_reading import DcpReader, EntryPath
 from shardwell.weights.torch_optimizers import find_algorithm, hyperparameters, torch_group
 from shardwell_wire.checkpoints.folder import RunFolder
 from shardwell_wire.checkpoints.format import VALUES, FilePlan, Part, Piece, PieceKind
-from shardwell_wire.checkpoints.manifest import FileRecord, Manifest, message_from_dict, message_to_dict
+from shardwell_wire.checkpoints.manifest import (
+    RESIDUAL_RANKS,
+    FileRecord,
+    Manifest,
+    message_from_dict,
+    message_to_dict,
+)
 from shardwell_wire.checkpoints.opening import open_storage
 from shardwell_wire.checkpoints.writing import CheckpointFileWriter
 from shardwell_wire.errors import UsageError
@@ -175,26 +181,30 @@ def dcp_to_checkpoint(
     run_id, runs = uuid.uuid4().hex, RunFolder.of(folder, like.run if run is None else run)
     tensors = dict(_tensors(reader, found, like, algorithm))
     parts = [_part(parameter, found, algorithm, reader, step) for parameter in _all_parameters(like)]
+    plan = FilePlan(tensors, parts, run_id=run_id, step=step)
+    commits = () if step == 0 or algorithm is None else (_commit(found, like, algorithm, step),)
+    kept = {key: value for key, value in like.manifest.extra.items() if key != RESIDUAL_RANKS}
     name = runs.begin(step, uuid.uuid4().hex[:8])
     url = runs.url_of(name)
-    plan = FilePlan(tensors, parts, run_id=run_id, step=step)
-    record = _write(url, plan, tensors, note)
-    commits = () if step == 0 or algorithm is None else (_commit(found, like, algorithm, step),)
-    manifest = Manifest(
-        run=runs.run,
-        run_id=run_id,
-        checkpoint_id=name.rpartition("-")[2],
-        step=step,
-        created=time.time(),
-        world=like.manifest.world,
-        seed=like.manifest.seed,
-        units=like.manifest.units,
-        files=(record,),
-        commits=commits,
-        run_state=_run_state(like, step),
-        extra={**like.manifest.extra, "converted_from": "torch.distributed.checkpoint"},
-    )
-    runs.publish(name, manifest)
+    try:
+        manifest = Manifest(
+            run=runs.run,
+            run_id=run_id,
+            checkpoint_id=name.rpartition("-")[2],
+            step=step,
+            created=time.time(),
+            world=like.manifest.world,
+            seed=like.manifest.seed,
+            units=like.manifest.units,
+            files=(_write(url, plan, tensors, note),),
+            commits=commits,
+            run_state=_run_state(like, step),
+            extra={**kept, "converted_from": "torch.distributed.checkpoint"},
+        )
+        runs.publish(name, manifest)
+    except BaseException:  # also Ctrl-C
+        runs.delete(name)
+        raise
     return url
 
 
