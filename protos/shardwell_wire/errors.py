@@ -26,6 +26,7 @@
     +-- AccessError                    PERMISSION_DENIED    caller is not allowed to do this
     |   +-- UnauthenticatedError       UNAUTHENTICATED      the cluster's token is missing or wrong
     +-- InternalError                  INTERNAL             a defect; the server's log has details
+    +-- ReplicaLostError               (client only)        another trainer of this trainer's replica was lost
     +-- UsageError                     (client only)        a mistake in training code
         +-- FreedParameterError        (client only)        a freed parameter was used
         +-- TiedParameterError         (client only)        one parameter in two units
@@ -191,6 +192,15 @@ class InternalError(ShardwellError):
     """A defect in Shardwell. The log of the peer has details."""
 
     status = grpc.StatusCode.INTERNAL
+
+
+class ReplicaLostError(ShardwellError, RuntimeError):
+    """Another trainer of this trainer's replica was lost while they computed together. Never sent.
+
+    The work item is computed by another replica, or again by this one when its place is taken.
+    """
+
+    status = None
 
 
 class UsageError(ShardwellError, RuntimeError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch.nn import functional
 from examples.gpt import GPT, GPTConfig
 from shardwell import MixedPrecisionPolicy, auto_wrap
 from shardwell.parallel import SCHEDULES, PipelineSchedule, PipelineStage, SchedulePlan, split_model
-from shardwell_wire.errors import UsageError
+from shardwell_wire.errors import ReplicaLostError, UsageError
 from tests.support import gloo
 from tests.support.in_memory_store import InMemoryStore
 from tests.support.module_parity import Sharded
@@ -207,3 +208,22 @@ def noisy_worker(rank: int, path: str) -> None:
 
 def test_random_numbers_and_statistics_do_not_depend_on_the_schedule(tmp_path: Path) -> None:
     run_ranks(noisy_worker, str(tmp_path / "store"))
+
+
+def lost_worker(rank: int, path: str) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
+    trainer = Trainer(rank, "1F1B", gpt())
+    trainer.schedule.step(batch(0)[0], target=batch(0)[1])
+    if rank == 1:
+        os._exit(0)
+    with pytest.raises(ReplicaLostError, match="a trainer of this replica was lost"):
+        for step in range(1, 3):
+            trainer.schedule.step(batch(step)[0], target=batch(step)[1])
+    assert trainer.sharded.units.live_bytes == 0, "all units are freed"
+    trainer.sharded.units.zero_grad()
+    assert not trainer.sharded.units.have_gradients
+    os._exit(0)
+
+
+def test_lost_trainer_is_reported_as_such(tmp_path: Path) -> None:
+    run_ranks(lost_worker, str(tmp_path / "store"))

@@ -65,6 +65,13 @@ class Accumulation:
             units.passes.is_last_backward = True
             units.push_mean(unit, num_backwards)
 
+    def abandon(self) -> None:
+        """Frees the units after an error in the schedule. Their gradients stay until ``zero_grad``."""
+        for unit in self._units:
+            unit.settings = self._before.pop(unit, unit.settings)
+            unit.usage.clear()
+            unit.free()
+
     def _by_last_use(self) -> list[Unit]:
         order = {index: number for units in self._units.values() for number, index in enumerate(units.forward_order())}
         return sorted(self._units, key=lambda unit: order.get(unit.index, -1), reverse=True)

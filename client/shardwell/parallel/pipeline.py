@@ -123,6 +123,11 @@ class PipelineStage(pipelining.PipelineStage):
             else:
                 super().perform_reduce_grad(grad_scale_factor)
 
+    def abandon(self) -> None:
+        """Frees the stage's units after an error in the schedule."""
+        self._accumulation.abandon()
+        self._has_begun = False
+
     @contextmanager
     def _busy(self) -> Iterator[None]:
         started = time.perf_counter()

@@ -13,8 +13,9 @@ from torch import nn
 from torch.distributed import pipelining
 
 from shardwell.parallel.bubble import report_bubble
+from shardwell.parallel.lost_peers import first_line, is_lost_peer
 from shardwell.parallel.pipeline import PipelineStage
-from shardwell_wire.errors import UsageError
+from shardwell_wire.errors import ReplicaLostError, UsageError
 
 Loss = Callable[[Any, Any], torch.Tensor]
 """``(output of the last stage, target) -> mean loss`` of one micro-batch."""
@@ -189,12 +190,23 @@ class PipelineSchedule:
 
         Raises:
             UsageError: The number of samples is not a multiple of the number of micro-batches.
+            ReplicaLostError: Another trainer of the replica was lost meanwhile.
         """
         for tensor in (*inputs, target):
             self._check_batch(tensor)
         started, busy_s = time.perf_counter(), self._busy_s()
         try:
             return self._run(inputs, target)
+        except Exception as error:
+            for stage in self._stages:
+                stage.abandon()
+            if is_lost_peer(error):
+                raise ReplicaLostError(
+                    "a trainer of this replica was lost, or did not answer in time: leave the run and start this "
+                    "trainer again (shardwell launch --restart does), or build the stages again on a new "
+                    f"session.replica_mesh(). {first_line(error)}"
+                ) from error
+            raise
         finally:
             seconds = time.perf_counter() - started
             idle_s = seconds - (self._busy_s() - busy_s)
