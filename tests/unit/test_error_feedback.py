@@ -230,6 +230,19 @@ def test_captured_residuals_stay_as_they_are_while_training_goes_on() -> None:
     assert feedback.capture(1) is None, "the step is over"
 
 
+def test_captured_residuals_of_a_part_have_the_key_of_the_part() -> None:
+    """Several tensor-parallel ranks write residuals of one parameter to a checkpoint."""
+    part = Parameter("weight", (37, 41), "float32", whole_shape=(74, 41), offsets=(37, 0))
+    feedback = feedback_of(WIRE_DTYPE_INT8)
+    encoded = feedback.encode(0, UnitLayout("block@tp1", (part,), tp_rank=1), 0, {0: gradient(0).view(-1)})
+    assert encoded is not None
+    encoded.release()
+    commit(feedback)
+    captured = feedback.capture(1)
+    assert captured is not None
+    assert [at.parameter for at in captured.residuals] == ["weight@37,0"]
+
+
 def test_restored_residuals_give_the_pushes_of_the_captured_run() -> None:
     feedback, resumed = feedback_of(WIRE_DTYPE_INT8), ErrorFeedback(WIRE_DTYPE_INT8, BufferPool(1 << 20), step=1)
     push(feedback, gradient(0))

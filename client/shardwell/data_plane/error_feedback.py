@@ -51,7 +51,7 @@ class CapturedResidual:
 
     dp_rank: int
     parameter: str
-    """Name of the parameter in the run."""
+    """``layout.Parameter.key``, the name of the parameter or of its part in checkpoints."""
     values: torch.Tensor
     """[numel]"""
 
@@ -129,7 +129,7 @@ class _Residual:
         """Returns the errors at the start of the step, without a copy: the next ``commit`` leaves their memory."""
         self._captured = True
         return [
-            CapturedResidual(dp_rank, self._layout.parameters[index].name, self._committed[self.range_of(index)])
+            CapturedResidual(dp_rank, self._layout.parameters[index].key, self._committed[self.range_of(index)])
             for index in sorted(self._touched)
         ]
 

@@ -62,7 +62,7 @@ class RestoredResiduals:
         found = {}
         for index, parameter in enumerate(layout.parameters):
             try:
-                for stored in self._checkpoint.pieces(parameter.name, f"{RESIDUAL}{dp_rank}"):
+                for stored in self._checkpoint.pieces(parameter.key, f"{RESIDUAL}{dp_rank}"):
                     values = torch.zeros(parameter.numel, dtype=torch.float32, device="cpu")
                     piece = values[stored.piece.start : stored.piece.stop]
                     self._checkpoint.read_into(stored, memory_at(piece.data_ptr(), piece.nbytes, piece))
