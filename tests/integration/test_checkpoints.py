@@ -25,6 +25,7 @@ from shardwell_wire.errors import (
     RunMismatchError,
     ShardwellError,
     StepStateError,
+    UnitMismatchError,
 )
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support.cluster import wait_until
@@ -190,6 +191,20 @@ def test_resume_latest(cluster: shardwell.LocalCluster, run_name: str, tmp_path:
             Training(other.address, f"{run_name}-x", seed=5, resume=entries(tmp_path, run_name)[0].url)(1)
         with pytest.raises(ShardwellError, match="was declared with shape"):
             Training(other.address, f"{run_name}-y", model_width=65, resume=entries(tmp_path, run_name)[0].url)(9)
+
+
+def test_a_model_that_lacks_units_of_the_checkpoint_is_refused(
+    cluster: shardwell.LocalCluster, run_name: str, tmp_path: Path
+) -> None:
+    Training(cluster.address, run_name, checkpoint_dir=str(tmp_path))(2)
+    url = save(cluster.address, run_name).url
+    with shardwell.join(cluster.address, run=f"{run_name}-part", resume=url) as session:
+        layer = shardwell.fully_shard(nn.Linear(17, 64), session, name="first")
+        optimizer = shardwell.optim.AdamW(layer.parameters(), lr=0.01)
+        layer(torch.ones(3, 17)).sum().backward()
+        with pytest.raises(UnitMismatchError, match="1 units that this trainer's model lacks, such as 'rest'"):
+            optimizer.step()
+        assert session.step == 2, "nothing was committed"
 
 
 @pytest.mark.parametrize("damage", ["manifest", "header", "tensor", "missing"])

@@ -75,6 +75,7 @@ class RunStore:
         """Saves the rounding errors of pushes with checkpoints."""
         self._start_error_feedback()
         self._declarations = UnitDeclarations(membership, config.waits.wait_limit_s)
+        self._must_check_model = state.number > 0
         self._mappings = ShardMappings(membership, config)
         self._buffer_wire = Wire(wait_limit_s=config.waits.wait_limit_s)
         self.buffers = RemoteBuffers(
@@ -191,6 +192,16 @@ class RunStore:
         self._units[unit.index] = self._mappings.map(unit, self._config.transfers.gather_dtype)
         self._note_declared(unit)
         return unit.index
+
+    def check_model(self) -> None:
+        """Checks once, if this trainer has joined after the first commit, that its model has all units of the run.
+
+        Raises:
+            UnitMismatchError: It lacks some.
+        """
+        if self._must_check_model:
+            self._declarations.require_all(self._units.keys() | self.buffers.units.keys())
+            self._must_check_model = False
 
     def _note_declared(self, unit: RemoteUnit) -> None:
         """Has the shards of a new unit moved if they have moved while the unit was declared."""

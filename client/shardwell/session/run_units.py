@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from shardwell.session.config import JoinConfig
 from shardwell.session.membership import Membership
 from shardwell.transport.shared_vector import CAN_MAP, SegmentLocation, SharedVector
 from shardwell_wire import wire_dtypes
-from shardwell_wire.errors import CapacityError, DeadlineError, ShardwellError, UnavailableError
+from shardwell_wire.errors import CapacityError, DeadlineError, ShardwellError, UnavailableError, UnitMismatchError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.retry import backoff
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2
@@ -91,6 +91,24 @@ class UnitDeclarations:
             time.sleep(next(pauses))
             declared = self._declare(layout, step)  # a unit without values may have moved to other servers
         return RemoteUnit(declared.unit_index, layout, connect(declared), declared.placement)
+
+    def require_all(self, declared: Collection[int]) -> None:
+        """Checks that this trainer has declared all units of a run that has committed steps.
+
+        Raises:
+            UnitMismatchError: The run has other units, too: it was created with another model.
+            UnavailableError: The coordinator does not answer.
+        """
+        world = self._membership.world
+        if world.tp * world.pp > 1:
+            return  # other ranks have other units
+        missing = [unit.unit for unit in self._membership.list_units().units if unit.unit_index not in declared]
+        if missing:
+            raise UnitMismatchError(
+                f"run {self._membership.run!r} has {len(missing)} units that this trainer's model lacks, such as "
+                f"{missing[0]!r}: every trainer must build the same model, also when it resumes from a checkpoint",
+                unit=missing[0],
+            )
 
     def _declare(self, layout: UnitLayout, step: int) -> coordinator_pb2.DeclareUnitResponse:
         request = coordinator_pb2.DeclareUnitRequest(

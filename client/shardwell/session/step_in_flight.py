@@ -222,6 +222,7 @@ class StepInFlight:
             return not response.skipped
         if state.phase is not StepPhase.COMMITTING:
             self._require_work(update.optimizer)
+        self._store.check_model()
         state.start_commit(update)
         try:
             if state.current is None:
