@@ -79,6 +79,19 @@ class World:
         """Number of logical ranks."""
         return self.dp * self.tp * self.pp
 
+    @property
+    def replica_size(self) -> int:
+        """Number of logical ranks that compute one work item together: ``tp * pp``."""
+        return self.tp * self.pp
+
+    def replica_ranks(self, dp_rank: int) -> tuple[int, ...]:
+        """Returns the logical ranks of one dp rank, ordered by tp rank and then by pp rank."""
+        return tuple(
+            self.global_rank(dp_rank=dp_rank, tp_rank=tp_rank, pp_rank=pp_rank)
+            for tp_rank in range(self.tp)
+            for pp_rank in range(self.pp)
+        )
+
     def coordinates(self, global_rank: int) -> Coordinates:
         """Returns the coordinates of a logical rank. Raises WorldError if the rank does not exist."""
         if not 0 <= global_rank < self.size:

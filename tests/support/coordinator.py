@@ -155,17 +155,23 @@ class Rpcs:
         )
 
     async def team(
-        self, *names: str, dp: int | None = None, processes: Mapping[str, str] | None = None, **options: Any
+        self,
+        *names: str,
+        dp: int | None = None,
+        world: World | None = None,
+        processes: Mapping[str, str] | None = None,
+        **options: Any,
     ) -> list[Trainer]:
         """Joins trainers to a new run and returns them. The run has started.
 
         Args:
             names: Names of the trainers.
             dp: Size of the data axis. None: one rank per trainer.
+            world: The grid, instead of ``dp``.
             processes: Process identities by name.
             options: Options of the run.
         """
-        world = World(dp=dp or len(names))
+        world = world or World(dp=dp or len(names))
         settings = config(world, min_trainers=len(names), **options)
         incarnations = [uuid.uuid4().hex for _ in names]
         for name, incarnation in zip(names, incarnations, strict=True):

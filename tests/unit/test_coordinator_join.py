@@ -141,9 +141,9 @@ def test_worlds_with_tp_and_pp_can_be_joined_but_not_trained(tmp_path: Path) -> 
         ({"config": coordinator_pb2.RunConfig()}, WorldError, r"World\(dp=0\)"),
         ({"config": config(World(dp=2), min_trainers=3)}, WorldError, "min_trainers=3: expected 1 to 2"),
         (
-            {"config": config(World(dp=2, tp=2), min_trainers=2)},
+            {"config": config(World(dp=2, tp=2), min_trainers=3)},
             WorldError,
-            "needs one trainer for each of its 4 ranks",
+            "needs a multiple of 2 trainers",
         ),
         ({"config": config(World(dp=1 << 16), min_trainers=1)}, WorldError, "raise min_trainers"),
         ({"config": config(World(dp=2), num_layers=(1 << 32) - 1)}, WorldError, "expected at most 65536"),

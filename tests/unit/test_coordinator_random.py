@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from shardwell_server.coordinator import settings
+from shardwell_server.coordinator.runs.work_items import WorkState
 from shardwell_wire.errors import (
     DuplicateError,
     StaleEpochError,
@@ -15,10 +18,10 @@ from shardwell_wire.errors import (
     UnavailableError,
     VersionGoneError,
 )
+from shardwell_wire.topology import World
 from tests.support.coordinator import Harness, Trainer, harness, run_async
 
-NAMES = ("a", "b", "c", "d")
-RANKS = 3
+ONE_EACH, GRID = World(dp=3), World(dp=2, tp=2)
 
 
 class TrainerProcess:
@@ -49,15 +52,16 @@ class TrainerProcess:
 
 
 class History:
-    """A random history of one run."""
+    """A random history of one run, with one trainer more than ranks."""
 
-    def __init__(self, cluster: Harness, seed: int) -> None:
-        self.cluster, self.chance = cluster, random.Random(seed)
+    def __init__(self, cluster: Harness, seed: int, world: World) -> None:
+        self.cluster, self.chance, self.world = cluster, random.Random(seed), world
+        self.names = "abcdefgh"[: world.size + 1]
         self.processes: dict[str, TrainerProcess] = {}
         self.epochs: dict[tuple[str, int], set[int]] = {}
 
     async def begin(self) -> None:
-        trainers = await self.cluster.team(*NAMES[:RANKS])
+        trainers = await self.cluster.team(*self.names[:-1], world=self.world)
         await self.cluster.publish_unit(trainers)
         self.processes = {trainer.name: TrainerProcess(self.cluster, trainer) for trainer in trainers}
 
@@ -71,13 +75,19 @@ class History:
         elif what < 0.12:
             await self.cluster.pass_time(12, *(process.trainer for process in self.processes.values()))
         elif what < 0.17:
-            await self.join_again(self.chance.choice(NAMES))
+            await self.join_again(self.chance.choice(self.names))
         elif what < 0.22:
             self.fail_for_a_while(self.chance.choice(sorted(self.cluster.shards)))
         elif self.processes:
-            await self.advance(self.chance.choice(sorted(self.processes)))
+            # The trainers of a replica get work only if all of them wait for it.
+            count = 1 if self.world.replica_size == 1 else self.chance.randint(1, len(self.processes))
+            await self.advance(*self.chance.sample(sorted(self.processes), count))
 
-    async def advance(self, name: str) -> None:
+    async def advance(self, *names: str) -> None:
+        """Lets trainers make their next rpc, all at once."""
+        await asyncio.gather(*map(self._advance, names))
+
+    async def _advance(self, name: str) -> None:
         process = self.processes[name]
         try:
             await process.act(self.chance)
@@ -88,6 +98,11 @@ class History:
             process.all_finished = True
         except StepStateError as error:
             assert "has not finished" in str(error)
+            process.all_finished = False
+        except StaleEpochError:
+            # The lease of a reset is over: another trainer of the replica was lost.
+            if process.trainer.epoch != self.cluster.state.runs["r"].members.by_name[name].epoch:
+                raise
             process.all_finished = False
 
     async def join_again(self, name: str) -> None:
@@ -121,26 +136,41 @@ class History:
             steps = [update.context.step for update in shard.runs["r"].updates]
             assert steps == list(range(len(steps)))
         run = self.cluster.state.runs["r"]
-        assert {*run.step.items} == set(range(RANKS))
+        assert {*run.step.items} == set(range(self.world.dp))
         for item in run.step.items.values():
             assert item.epoch <= run.last_epoch
+            assert len(set(item.trainers)) == self.world.replica_size
+            assert (item.state is WorkState.FINISHED) == (not item.unfinished)
+        places = {(name, place) for team in run.teams for place, name in enumerate(team)}
+        assert len(places) == len({name for name, _ in places}), "a trainer has one place in all its dp ranks"
 
 
+@pytest.mark.parametrize("world", [ONE_EACH, GRID], ids=str)
 @pytest.mark.parametrize("seed", range(8))
-def test_random_history_commits_every_step_once(tmp_path: Path, seed: int) -> None:
+def test_random_history_commits_every_step_once(
+    tmp_path: Path, seed: int, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settings, "GRID_TRAINS", True)
+
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
-            history = History(cluster, seed)
+            history = History(cluster, seed, world)
             await history.begin()
             for _ in range(120):
                 await history.execute_event()
                 history.check()
-            # Without further failures the run must make progress.
+            # Without further failures, and with all trainers back, the run must make progress.
             await cluster.pass_time(12, *(process.trainer for process in history.processes.values()))
+            if world.replica_size > 1:
+                for name in history.names:
+                    await history.join_again(name)
             target = cluster.state.runs["r"].committed_step + 3
             for _ in range(400):
                 if cluster.state.runs["r"].committed_step >= target:
                     break
+                if world.replica_size > 1:
+                    await history.advance(*history.processes)
+                    continue
                 for name in list(history.processes):
                     await history.advance(name)
             stall = await cluster.call("ExplainStall", run="r")
@@ -154,11 +184,11 @@ def test_random_history_commits_every_step_once(tmp_path: Path, seed: int) -> No
 def test_stale_trainer_stays_rejected(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
-            history = History(cluster, 0)
+            history = History(cluster, 0, ONE_EACH)
             await history.begin()
             stale, run = history.processes.pop("a"), cluster.state.runs["r"]
             await cluster.pass_time(12, *(process.trainer for process in history.processes.values()))
-            while run.step is not None and run.step.items[0].trainer == "a":
+            while run.step is not None and run.step.items[0].first_trainer == "a":
                 await history.advance("b")
             for _ in range(60):
                 await history.execute_event()

@@ -1,4 +1,4 @@
-"""Rank assignment at the start of a run, on a later join, and after a rank's trainer is gone."""
+"""Rank assignment at the start of a run and on a later join."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from shardwell_server.coordinator.runs.rank_assignment import (
     Applicant,
     assign_ranks,
     claim_ranks,
-    distribute_items,
     natural_key,
 )
 from shardwell_wire.errors import DuplicateError
@@ -118,31 +117,3 @@ def test_requested_rank_of_a_live_trainer_is_rejected(
 ) -> None:
     with pytest.raises(DuplicateError, match="rank 1 is played by"):
         claim_ranks(rank_assignments, {"a", "b"}, Applicant("new", "", 1), requested=requested)
-
-
-def test_unshared_ranks_are_claimed_one_at_a_time() -> None:
-    assert claimed(dict(enumerate("abcd")), {"a"}, Applicant("new"), shared=False) == [1]
-
-
-def test_items_of_vacant_ranks_go_to_the_least_loaded_trainer() -> None:
-    rank_assignments = {0: "gone", 1: "a", 2: "b", 3: "b", 4: "gone"}
-    assert distribute_items(rank_assignments, {"a", "b"}, lambda name: True) == {0: "a", 1: "a", 2: "b", 3: "b", 4: "a"}
-    assert distribute_items(rank_assignments, {"a", "b", "spare"}, lambda name: True)[0] == "spare"
-
-
-def test_trainer_that_rejects_reassigned_work_gets_none() -> None:
-    rank_assignments = {0: "gone", 1: "plain", 2: "able"}
-    assert distribute_items(rank_assignments, {"plain", "able"}, lambda name: name == "able") == {
-        0: "able",
-        1: "plain",
-        2: "able",
-    }
-    assert distribute_items(rank_assignments, {"plain"}, lambda name: False) == {0: None, 1: "plain", 2: None}
-
-
-def test_expired_owner_keeps_its_item_only_if_no_trainer_accepts_it() -> None:
-    rank_assignments = {0: "expired", 1: "gone", 2: "a"}
-    kept = distribute_items(rank_assignments, {"a"}, lambda name: False, {"expired"})
-    assert kept == {0: "expired", 1: None, 2: "a"}
-    reassigned = distribute_items(rank_assignments, {"a"}, lambda name: True, {"expired"})
-    assert reassigned == {0: "a", 1: "a", 2: "a"}

@@ -174,7 +174,22 @@ def world(response: coordinator_pb2.DescribeWorldResponse) -> RenderableType:
             summary.trainer or "-",
             summary.host or "-",
         )
-    return Group(f"{World.from_proto(response.world)}: {response.world_size} ranks", table)
+    return Group(f"{World.from_proto(response.world)}: {response.world_size} ranks", table, *_replicas(response))
+
+
+def _replicas(response: coordinator_pb2.DescribeWorldResponse) -> list[RenderableType]:
+    """Returns a table of the trainers that compute work items together, if there are replicas of several trainers."""
+    if not response.replicas:
+        return []
+    table = _table("DP RANKS", "EPOCH", "TRAINERS", "MISSING")
+    for replica in response.replicas:
+        table.add_row(
+            _ranks(replica.dp_ranks),
+            str(replica.replica_epoch),
+            ", ".join(replica.trainers),
+            ", ".join(replica.missing) or "-",
+        )
+    return [f"\n{len(response.replicas)} replicas", table]
 
 
 def _stages(rank_assignment: coordinator_pb2.RankAssignment) -> str:

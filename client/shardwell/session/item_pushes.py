@@ -140,6 +140,7 @@ class ItemPushes:
             context=self._membership.context(step, epoch=item.item.epoch),
             trainer=self._membership.trainer,
             global_rank=rank,
+            attempt=item.item.attempt,
         )
         response: coordinator_pb2.ResetWorkResponse = self._membership.poll(
             "ResetWork",

@@ -687,7 +687,9 @@ global___RankAssignment = RankAssignment
 
 @typing.final
 class WorkItem(google.protobuf.message.Message):
-    """What one dp rank computes in one step, leased to a trainer."""
+    """What one dp rank computes in one step, leased to the trainers of one replica. Each of them gets the item with the
+    logical rank that it plays.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -696,18 +698,23 @@ class WorkItem(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     ATTEMPT_FIELD_NUMBER: builtins.int
     COPY_FIELD_NUMBER: builtins.int
+    REPLICA_EPOCH_FIELD_NUMBER: builtins.int
     global_rank: builtins.int
-    """The logical rank."""
+    """The logical rank of the trainer that the message is sent to."""
     dp_rank: builtins.int
     """Rank along the data axis."""
     epoch: builtins.int
-    """Fencing number of the lease. Increases when the item is leased to another trainer."""
+    """Fencing number of the lease, the same for all trainers of the replica. Increases when the item is leased to another
+    replica.
+    """
     attempt: builtins.int
-    """Number of times the item was restarted."""
+    """Number of times the item was restarted, for all trainers of the replica together."""
     copy: builtins.bool
     """True: a copy of an item that another trainer computes, too, because it is late. The first contribution that is
     complete counts.
     """
+    replica_epoch: builtins.int
+    """JoinResponse.replica_epoch of the replica that computes the item."""
     def __init__(
         self,
         *,
@@ -716,8 +723,9 @@ class WorkItem(google.protobuf.message.Message):
         epoch: builtins.int = ...,
         attempt: builtins.int = ...,
         copy: builtins.bool = ...,
+        replica_epoch: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "copy", b"copy", "dp_rank", b"dp_rank", "epoch", b"epoch", "global_rank", b"global_rank"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "copy", b"copy", "dp_rank", b"dp_rank", "epoch", b"epoch", "global_rank", b"global_rank", "replica_epoch", b"replica_epoch"]) -> None: ...
 
 global___WorkItem = WorkItem
 
@@ -841,6 +849,7 @@ class JoinResponse(google.protobuf.message.Message):
     PROTOCOL_VERSION_FIELD_NUMBER: builtins.int
     ROLLBACK_COUNT_FIELD_NUMBER: builtins.int
     CHECKPOINT_URL_FIELD_NUMBER: builtins.int
+    REPLICA_EPOCH_FIELD_NUMBER: builtins.int
     started: builtins.bool
     """True: the run has started. False: repeat the request."""
     trainer: builtins.str
@@ -862,6 +871,10 @@ class JoinResponse(google.protobuf.message.Message):
     checkpoint_url: builtins.str
     """Path or URL of a complete checkpoint of version `committed_step`. Trainers with error feedback continue with its
     residuals in this step. Empty: there is none.
+    """
+    replica_epoch: builtins.int
+    """Rises whenever the trainers of the caller's replica change. What the trainers had set up together, such as a process
+    group, is then void. 0: the trainer is a spare, or the world has tp = pp = 1.
     """
     @property
     def waiting_for(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
@@ -901,9 +914,10 @@ class JoinResponse(google.protobuf.message.Message):
         protocol_version: builtins.int = ...,
         rollback_count: builtins.int = ...,
         checkpoint_url: builtins.str = ...,
+        replica_epoch: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_state", b"_state", "config", b"config", "state", b"state", "work", b"work"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_state", b"_state", "checkpoint_url", b"checkpoint_url", "committed_step", b"committed_step", "config", b"config", "epoch", b"epoch", "lease_s", b"lease_s", "placement", b"placement", "protocol_version", b"protocol_version", "rank_assignments", b"rank_assignments", "rollback_count", b"rollback_count", "run_id", b"run_id", "started", b"started", "state", b"state", "trainer", b"trainer", "waiting_for", b"waiting_for", "work", b"work"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_state", b"_state", "checkpoint_url", b"checkpoint_url", "committed_step", b"committed_step", "config", b"config", "epoch", b"epoch", "lease_s", b"lease_s", "placement", b"placement", "protocol_version", b"protocol_version", "rank_assignments", b"rank_assignments", "replica_epoch", b"replica_epoch", "rollback_count", b"rollback_count", "run_id", b"run_id", "started", b"started", "state", b"state", "trainer", b"trainer", "waiting_for", b"waiting_for", "work", b"work"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_state", b"_state"]) -> typing.Literal["state"] | None: ...
 
 global___JoinResponse = JoinResponse
@@ -1130,10 +1144,13 @@ class KeepMembershipResponse(google.protobuf.message.Message):
     COMMITTED_STEP_FIELD_NUMBER: builtins.int
     PLACEMENT_FIELD_NUMBER: builtins.int
     RESIDUALS_FIELD_NUMBER: builtins.int
+    REPLICA_EPOCH_FIELD_NUMBER: builtins.int
     committed_step: builtins.int
     """Number of committed steps."""
     placement: builtins.int
     """Placement of the run's shards. Rises when shards are served by other servers than before."""
+    replica_epoch: builtins.int
+    """See JoinResponse.replica_epoch."""
     @property
     def residuals(self) -> global___WantedResiduals:
         """The trainer's residuals are wanted for a checkpoint. Unset: they are not."""
@@ -1144,9 +1161,10 @@ class KeepMembershipResponse(google.protobuf.message.Message):
         committed_step: builtins.int = ...,
         placement: builtins.int = ...,
         residuals: global___WantedResiduals | None = ...,
+        replica_epoch: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["residuals", b"residuals"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["committed_step", b"committed_step", "placement", b"placement", "residuals", b"residuals"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["committed_step", b"committed_step", "placement", b"placement", "replica_epoch", b"replica_epoch", "residuals", b"residuals"]) -> None: ...
 
 global___KeepMembershipResponse = KeepMembershipResponse
 
@@ -1308,12 +1326,17 @@ class ResetWorkRequest(google.protobuf.message.Message):
     TRAINER_FIELD_NUMBER: builtins.int
     GLOBAL_RANK_FIELD_NUMBER: builtins.int
     WAIT_S_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
     trainer: builtins.str
     """Name of the trainer."""
     global_rank: builtins.int
     """The logical rank whose work item is restarted."""
     wait_s: builtins.float
     """Longest time to wait, in seconds. 0: do not wait."""
+    attempt: builtins.int
+    """Attempt that the caller gives up. If a newer attempt has begun, because another trainer of the replica restarted the
+    item, nothing is restarted, and the response contains the newer attempt. Unset: the current attempt.
+    """
     @property
     def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
         """context.epoch: the epoch of the lease on the logical rank."""
@@ -1325,9 +1348,11 @@ class ResetWorkRequest(google.protobuf.message.Message):
         trainer: builtins.str = ...,
         global_rank: builtins.int = ...,
         wait_s: builtins.float = ...,
+        attempt: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["context", b"context", "global_rank", b"global_rank", "trainer", b"trainer", "wait_s", b"wait_s"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_attempt", b"_attempt", "attempt", b"attempt", "context", b"context"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_attempt", b"_attempt", "attempt", b"attempt", "context", b"context", "global_rank", b"global_rank", "trainer", b"trainer", "wait_s", b"wait_s"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_attempt", b"_attempt"]) -> typing.Literal["attempt"] | None: ...
 
 global___ResetWorkRequest = ResetWorkRequest
 
@@ -1859,6 +1884,280 @@ class ExchangeAddressResponse(google.protobuf.message.Message):
 global___ExchangeAddressResponse = ExchangeAddressResponse
 
 @typing.final
+class StoreSetRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CONTEXT_FIELD_NUMBER: builtins.int
+    TRAINER_FIELD_NUMBER: builtins.int
+    REPLICA_EPOCH_FIELD_NUMBER: builtins.int
+    KEY_FIELD_NUMBER: builtins.int
+    VALUE_FIELD_NUMBER: builtins.int
+    EXPECTED_FIELD_NUMBER: builtins.int
+    trainer: builtins.str
+    """Name of the trainer."""
+    replica_epoch: builtins.int
+    """Epoch of the trainer's replica. See JoinResponse.replica_epoch."""
+    key: builtins.str
+    """The key, of at most 1024 bytes."""
+    value: builtins.bytes
+    """Its new value, of at most 8 MiB."""
+    expected: builtins.bytes
+    """If set: the value is only set if the key has this value, or has none and this is empty."""
+    @property
+    def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
+        """Run, epoch of the membership and request id. The step is ignored."""
+
+    def __init__(
+        self,
+        *,
+        context: shardwell_wire.v1.common_pb2.RequestContext | None = ...,
+        trainer: builtins.str = ...,
+        replica_epoch: builtins.int = ...,
+        key: builtins.str = ...,
+        value: builtins.bytes = ...,
+        expected: builtins.bytes | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_expected", b"_expected", "context", b"context", "expected", b"expected"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_expected", b"_expected", "context", b"context", "expected", b"expected", "key", b"key", "replica_epoch", b"replica_epoch", "trainer", b"trainer", "value", b"value"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_expected", b"_expected"]) -> typing.Literal["expected"] | None: ...
+
+global___StoreSetRequest = StoreSetRequest
+
+@typing.final
+class StoreSetResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VALUE_FIELD_NUMBER: builtins.int
+    value: builtins.bytes
+    """Value of the key after the request, if `expected` was set. If the key has none: `expected`."""
+    def __init__(
+        self,
+        *,
+        value: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["value", b"value"]) -> None: ...
+
+global___StoreSetResponse = StoreSetResponse
+
+@typing.final
+class StoreGetRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CONTEXT_FIELD_NUMBER: builtins.int
+    TRAINER_FIELD_NUMBER: builtins.int
+    REPLICA_EPOCH_FIELD_NUMBER: builtins.int
+    KEYS_FIELD_NUMBER: builtins.int
+    WAIT_S_FIELD_NUMBER: builtins.int
+    trainer: builtins.str
+    """Name of the trainer."""
+    replica_epoch: builtins.int
+    """Epoch of the trainer's replica. See JoinResponse.replica_epoch."""
+    wait_s: builtins.float
+    """Longest time to wait, in seconds. 0: do not wait."""
+    @property
+    def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
+        """Run, epoch of the membership and request id. The step is ignored."""
+
+    @property
+    def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """The keys."""
+
+    def __init__(
+        self,
+        *,
+        context: shardwell_wire.v1.common_pb2.RequestContext | None = ...,
+        trainer: builtins.str = ...,
+        replica_epoch: builtins.int = ...,
+        keys: collections.abc.Iterable[builtins.str] | None = ...,
+        wait_s: builtins.float = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["context", b"context", "keys", b"keys", "replica_epoch", b"replica_epoch", "trainer", b"trainer", "wait_s", b"wait_s"]) -> None: ...
+
+global___StoreGetRequest = StoreGetRequest
+
+@typing.final
+class StoreGetResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FOUND_FIELD_NUMBER: builtins.int
+    VALUES_FIELD_NUMBER: builtins.int
+    MISSING_FIELD_NUMBER: builtins.int
+    found: builtins.bool
+    """False: a key has no value yet; repeat the request."""
+    @property
+    def values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """The values, in the order of the keys. Empty unless found."""
+
+    @property
+    def missing(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """While waiting: keys that have no value, at most 64."""
+
+    def __init__(
+        self,
+        *,
+        found: builtins.bool = ...,
+        values: collections.abc.Iterable[builtins.bytes] | None = ...,
+        missing: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["found", b"found", "missing", b"missing", "values", b"values"]) -> None: ...
+
+global___StoreGetResponse = StoreGetResponse
+
+@typing.final
+class StoreAddRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CONTEXT_FIELD_NUMBER: builtins.int
+    TRAINER_FIELD_NUMBER: builtins.int
+    REPLICA_EPOCH_FIELD_NUMBER: builtins.int
+    KEY_FIELD_NUMBER: builtins.int
+    AMOUNT_FIELD_NUMBER: builtins.int
+    trainer: builtins.str
+    """Name of the trainer."""
+    replica_epoch: builtins.int
+    """Epoch of the trainer's replica. See JoinResponse.replica_epoch."""
+    key: builtins.str
+    """The key. Its value is decimal text; a missing key counts as 0."""
+    amount: builtins.int
+    """Amount to add."""
+    @property
+    def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
+        """Run, epoch of the membership and request id. The step is ignored."""
+
+    def __init__(
+        self,
+        *,
+        context: shardwell_wire.v1.common_pb2.RequestContext | None = ...,
+        trainer: builtins.str = ...,
+        replica_epoch: builtins.int = ...,
+        key: builtins.str = ...,
+        amount: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["amount", b"amount", "context", b"context", "key", b"key", "replica_epoch", b"replica_epoch", "trainer", b"trainer"]) -> None: ...
+
+global___StoreAddRequest = StoreAddRequest
+
+@typing.final
+class StoreAddResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VALUE_FIELD_NUMBER: builtins.int
+    value: builtins.int
+    """The sum."""
+    def __init__(
+        self,
+        *,
+        value: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["value", b"value"]) -> None: ...
+
+global___StoreAddResponse = StoreAddResponse
+
+@typing.final
+class StoreCheckRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CONTEXT_FIELD_NUMBER: builtins.int
+    TRAINER_FIELD_NUMBER: builtins.int
+    REPLICA_EPOCH_FIELD_NUMBER: builtins.int
+    KEYS_FIELD_NUMBER: builtins.int
+    trainer: builtins.str
+    """Name of the trainer."""
+    replica_epoch: builtins.int
+    """Epoch of the trainer's replica. See JoinResponse.replica_epoch."""
+    @property
+    def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
+        """Run, epoch of the membership and request id. The step is ignored."""
+
+    @property
+    def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """The keys."""
+
+    def __init__(
+        self,
+        *,
+        context: shardwell_wire.v1.common_pb2.RequestContext | None = ...,
+        trainer: builtins.str = ...,
+        replica_epoch: builtins.int = ...,
+        keys: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["context", b"context", "keys", b"keys", "replica_epoch", b"replica_epoch", "trainer", b"trainer"]) -> None: ...
+
+global___StoreCheckRequest = StoreCheckRequest
+
+@typing.final
+class StoreCheckResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MISSING_FIELD_NUMBER: builtins.int
+    KEY_COUNT_FIELD_NUMBER: builtins.int
+    key_count: builtins.int
+    """Number of keys in the store."""
+    @property
+    def missing(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Keys that have no value, at most 64."""
+
+    def __init__(
+        self,
+        *,
+        missing: collections.abc.Iterable[builtins.str] | None = ...,
+        key_count: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["key_count", b"key_count", "missing", b"missing"]) -> None: ...
+
+global___StoreCheckResponse = StoreCheckResponse
+
+@typing.final
+class StoreDeleteRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CONTEXT_FIELD_NUMBER: builtins.int
+    TRAINER_FIELD_NUMBER: builtins.int
+    REPLICA_EPOCH_FIELD_NUMBER: builtins.int
+    KEY_FIELD_NUMBER: builtins.int
+    trainer: builtins.str
+    """Name of the trainer."""
+    replica_epoch: builtins.int
+    """Epoch of the trainer's replica. See JoinResponse.replica_epoch."""
+    key: builtins.str
+    """The key."""
+    @property
+    def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
+        """Run, epoch of the membership and request id. The step is ignored."""
+
+    def __init__(
+        self,
+        *,
+        context: shardwell_wire.v1.common_pb2.RequestContext | None = ...,
+        trainer: builtins.str = ...,
+        replica_epoch: builtins.int = ...,
+        key: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["context", b"context", "key", b"key", "replica_epoch", b"replica_epoch", "trainer", b"trainer"]) -> None: ...
+
+global___StoreDeleteRequest = StoreDeleteRequest
+
+@typing.final
+class StoreDeleteResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DELETED_FIELD_NUMBER: builtins.int
+    deleted: builtins.bool
+    """Whether the key had a value."""
+    def __init__(
+        self,
+        *,
+        deleted: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["deleted", b"deleted"]) -> None: ...
+
+global___StoreDeleteResponse = StoreDeleteResponse
+
+@typing.final
 class DeleteRunRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -2380,12 +2679,49 @@ class RankAssignmentSummary(google.protobuf.message.Message):
 global___RankAssignmentSummary = RankAssignmentSummary
 
 @typing.final
+class ReplicaSummary(google.protobuf.message.Message):
+    """The trainers of a run that compute work items together."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DP_RANKS_FIELD_NUMBER: builtins.int
+    REPLICA_EPOCH_FIELD_NUMBER: builtins.int
+    TRAINERS_FIELD_NUMBER: builtins.int
+    MISSING_FIELD_NUMBER: builtins.int
+    replica_epoch: builtins.int
+    """See JoinResponse.replica_epoch."""
+    @property
+    def dp_ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """The dp ranks whose items the replica computes, unless it is incomplete."""
+
+    @property
+    def trainers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """The trainers, ordered by tp rank and then by pp rank. Also those that are gone."""
+
+    @property
+    def missing(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Those of the trainers that are gone. Empty: the replica is complete."""
+
+    def __init__(
+        self,
+        *,
+        dp_ranks: collections.abc.Iterable[builtins.int] | None = ...,
+        replica_epoch: builtins.int = ...,
+        trainers: collections.abc.Iterable[builtins.str] | None = ...,
+        missing: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dp_ranks", b"dp_ranks", "missing", b"missing", "replica_epoch", b"replica_epoch", "trainers", b"trainers"]) -> None: ...
+
+global___ReplicaSummary = ReplicaSummary
+
+@typing.final
 class DescribeWorldResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     WORLD_FIELD_NUMBER: builtins.int
     WORLD_SIZE_FIELD_NUMBER: builtins.int
     RANK_ASSIGNMENTS_FIELD_NUMBER: builtins.int
+    REPLICAS_FIELD_NUMBER: builtins.int
     world_size: builtins.int
     """Number of logical ranks."""
     @property
@@ -2396,15 +2732,22 @@ class DescribeWorldResponse(google.protobuf.message.Message):
     def rank_assignments(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RankAssignmentSummary]:
         """The logical ranks, in order."""
 
+    @property
+    def replicas(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ReplicaSummary]:
+        """The replicas, in the order of their first dp rank. Empty: no run that has started was described, or replicas have
+        one trainer (tp = pp = 1).
+        """
+
     def __init__(
         self,
         *,
         world: shardwell_wire.v1.common_pb2.World | None = ...,
         world_size: builtins.int = ...,
         rank_assignments: collections.abc.Iterable[global___RankAssignmentSummary] | None = ...,
+        replicas: collections.abc.Iterable[global___ReplicaSummary] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["world", b"world"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["rank_assignments", b"rank_assignments", "world", b"world", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["rank_assignments", b"rank_assignments", "replicas", b"replicas", "world", b"world", "world_size", b"world_size"]) -> None: ...
 
 global___DescribeWorldResponse = DescribeWorldResponse
 

@@ -122,6 +122,31 @@ class CoordinatorServiceStub(object):
                 request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ExchangeAddressRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ExchangeAddressResponse.FromString,
                 _registered_method=True)
+        self.StoreSet = channel.unary_unary(
+                '/shardwell_wire.v1.CoordinatorService/StoreSet',
+                request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.StoreSetRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.StoreSetResponse.FromString,
+                _registered_method=True)
+        self.StoreGet = channel.unary_unary(
+                '/shardwell_wire.v1.CoordinatorService/StoreGet',
+                request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.StoreGetRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.StoreGetResponse.FromString,
+                _registered_method=True)
+        self.StoreAdd = channel.unary_unary(
+                '/shardwell_wire.v1.CoordinatorService/StoreAdd',
+                request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.StoreAddRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.StoreAddResponse.FromString,
+                _registered_method=True)
+        self.StoreCheck = channel.unary_unary(
+                '/shardwell_wire.v1.CoordinatorService/StoreCheck',
+                request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.StoreCheckRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.StoreCheckResponse.FromString,
+                _registered_method=True)
+        self.StoreDelete = channel.unary_unary(
+                '/shardwell_wire.v1.CoordinatorService/StoreDelete',
+                request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.StoreDeleteRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.StoreDeleteResponse.FromString,
+                _registered_method=True)
         self.DeleteRun = channel.unary_unary(
                 '/shardwell_wire.v1.CoordinatorService/DeleteRun',
                 request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.DeleteRunRequest.SerializeToString,
@@ -316,6 +341,7 @@ class CoordinatorServiceServicer(object):
 
     def ResetWork(self, request, context):
         """Trainer: restarts the work item of a logical rank, for example after an exception. Its contributions are dropped.
+        The item is restarted for all trainers of its replica.
 
         ABORTED: stale epoch. OUT_OF_RANGE: the step is committed.
         """
@@ -356,6 +382,53 @@ class CoordinatorServiceServicer(object):
     def ExchangeAddress(self, request, context):
         """Trainer: publishes a named address for other trainers of the run, or waits for one. Used for the rendezvous of
         torch.distributed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StoreSet(self, request, context):
+        """Trainer: sets a value in the key-value store of its replica, in which the trainers of the replica meet to form a
+        process group. Only worlds with tp * pp above 1 have stores. A store ends when its replica's epoch rises, and is lost
+        when the coordinator restarts.
+
+        ABORTED: the replica has another epoch now. RESOURCE_EXHAUSTED: the store is full.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StoreGet(self, request, context):
+        """Trainer: waits until all of some keys of its replica's store have values, and returns these.
+
+        ABORTED: the replica has another epoch now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StoreAdd(self, request, context):
+        """Trainer: adds to a counter in its replica's store. A repeated request adds nothing.
+
+        ABORTED: the replica has another epoch now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StoreCheck(self, request, context):
+        """Trainer: returns which of some keys of its replica's store have no value, and the number of all keys.
+
+        ABORTED: the replica has another epoch now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StoreDelete(self, request, context):
+        """Trainer: deletes a key of its replica's store.
+
+        ABORTED: the replica has another epoch now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -571,6 +644,31 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.ExchangeAddress,
                     request_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ExchangeAddressRequest.FromString,
                     response_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ExchangeAddressResponse.SerializeToString,
+            ),
+            'StoreSet': grpc.unary_unary_rpc_method_handler(
+                    servicer.StoreSet,
+                    request_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.StoreSetRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.StoreSetResponse.SerializeToString,
+            ),
+            'StoreGet': grpc.unary_unary_rpc_method_handler(
+                    servicer.StoreGet,
+                    request_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.StoreGetRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.StoreGetResponse.SerializeToString,
+            ),
+            'StoreAdd': grpc.unary_unary_rpc_method_handler(
+                    servicer.StoreAdd,
+                    request_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.StoreAddRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.StoreAddResponse.SerializeToString,
+            ),
+            'StoreCheck': grpc.unary_unary_rpc_method_handler(
+                    servicer.StoreCheck,
+                    request_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.StoreCheckRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.StoreCheckResponse.SerializeToString,
+            ),
+            'StoreDelete': grpc.unary_unary_rpc_method_handler(
+                    servicer.StoreDelete,
+                    request_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.StoreDeleteRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.StoreDeleteResponse.SerializeToString,
             ),
             'DeleteRun': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteRun,
@@ -1066,6 +1164,141 @@ class CoordinatorService(object):
             '/shardwell_wire.v1.CoordinatorService/ExchangeAddress',
             shardwell__wire_dot_v1_dot_coordinator__pb2.ExchangeAddressRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_coordinator__pb2.ExchangeAddressResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StoreSet(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardwell_wire.v1.CoordinatorService/StoreSet',
+            shardwell__wire_dot_v1_dot_coordinator__pb2.StoreSetRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_coordinator__pb2.StoreSetResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StoreGet(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardwell_wire.v1.CoordinatorService/StoreGet',
+            shardwell__wire_dot_v1_dot_coordinator__pb2.StoreGetRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_coordinator__pb2.StoreGetResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StoreAdd(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardwell_wire.v1.CoordinatorService/StoreAdd',
+            shardwell__wire_dot_v1_dot_coordinator__pb2.StoreAddRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_coordinator__pb2.StoreAddResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StoreCheck(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardwell_wire.v1.CoordinatorService/StoreCheck',
+            shardwell__wire_dot_v1_dot_coordinator__pb2.StoreCheckRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_coordinator__pb2.StoreCheckResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StoreDelete(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardwell_wire.v1.CoordinatorService/StoreDelete',
+            shardwell__wire_dot_v1_dot_coordinator__pb2.StoreDeleteRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_coordinator__pb2.StoreDeleteResponse.FromString,
             options,
             channel_credentials,
             insecure,

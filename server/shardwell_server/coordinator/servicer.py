@@ -14,6 +14,7 @@ from shardwell_server.coordinator.checkpoints.residuals import add_report
 from shardwell_server.coordinator.coordinator import Coordinator
 from shardwell_server.coordinator.inspection import describe
 from shardwell_server.coordinator.inspection.stall import explain_stall
+from shardwell_server.coordinator.rendezvous import open_store, wait_for_keys
 from shardwell_server.coordinator.runs.members import ItemInProgress, Member, TransportReport
 from shardwell_server.coordinator.runs.proposals import StepProposal
 from shardwell_server.coordinator.runs.rank_assignment import Applicant
@@ -32,6 +33,8 @@ from shardwell_wire.v1 import coordinator_pb2
 
 _DECLARE_WAIT_S = 20.0
 """Longest time that a declaration waits for shard servers. Well below the deadline of trainers, which then retry."""
+
+_MAX_MISSING_KEYS = 64
 
 
 class CoordinatorServicer:
@@ -131,10 +134,13 @@ class CoordinatorServicer:
                 protocol_version=version,
             )
             if not started:
+                if run.step is not None and run.is_waiting_spare(member.name):
+                    response.waiting_for.append(f"all ranks have trainers: {member} is a spare until a rank is free")
                 response.waiting_for.extend(explain_stall(run, self._state.cluster, self._state.clock()).lines)
                 return response
             describer = describe.RankDescriber(run.settings.world)
             response.rank_assignments.extend(map(describer.describe, run.ranks_of(member.name)))
+            response.replica_epoch = run.replica_epoch_of(member.name)
             response.work.CopyFrom(run.work_of(member.name))
             if run.commits.state is not None:
                 response.state.CopyFrom(run.commits.state)
@@ -225,6 +231,48 @@ class CoordinatorServicer:
             address = await poll(run.changed, check, _wait_s(call, request.wait_s))
             await self._state.save(run)
         return coordinator_pb2.ExchangeAddressResponse(address=address)
+
+    # Replica stores
+
+    async def StoreSet(self, request: coordinator_pb2.StoreSetRequest, call: Call) -> coordinator_pb2.StoreSetResponse:
+        run, member = self._member(request)
+        store = open_store(run, member, request.replica_epoch)
+        if not request.HasField("expected"):
+            store.set(request.key, request.value)
+            return coordinator_pb2.StoreSetResponse()
+        value = store.compare_set(request.key, request.expected, request.value)
+        return coordinator_pb2.StoreSetResponse(value=value)
+
+    async def StoreGet(self, request: coordinator_pb2.StoreGetRequest, call: Call) -> coordinator_pb2.StoreGetResponse:
+        run, member = self._member(request)
+        with member.serving_rpc(self._state.clock):
+            wait_s = _wait_s(call, request.wait_s)
+            values = await wait_for_keys(run, member, request.replica_epoch, request.keys, wait_s)
+        if values is not None:
+            return coordinator_pb2.StoreGetResponse(found=True, values=values)
+        missing = open_store(run, member, request.replica_epoch).missing(request.keys)
+        return coordinator_pb2.StoreGetResponse(missing=missing[:_MAX_MISSING_KEYS])
+
+    async def StoreAdd(self, request: coordinator_pb2.StoreAddRequest, call: Call) -> coordinator_pb2.StoreAddResponse:
+        run, member = self._member(request)
+        store = open_store(run, member, request.replica_epoch)
+        total = store.add(request.key, request.amount, request.context.request_id)
+        return coordinator_pb2.StoreAddResponse(value=total)
+
+    async def StoreCheck(
+        self, request: coordinator_pb2.StoreCheckRequest, call: Call
+    ) -> coordinator_pb2.StoreCheckResponse:
+        run, member = self._member(request)
+        store = open_store(run, member, request.replica_epoch)
+        missing = store.missing(request.keys)[:_MAX_MISSING_KEYS]
+        return coordinator_pb2.StoreCheckResponse(missing=missing, key_count=len(store))
+
+    async def StoreDelete(
+        self, request: coordinator_pb2.StoreDeleteRequest, call: Call
+    ) -> coordinator_pb2.StoreDeleteResponse:
+        run, member = self._member(request)
+        deleted = open_store(run, member, request.replica_epoch).delete(request.key, request.context.request_id)
+        return coordinator_pb2.StoreDeleteResponse(deleted=deleted)
 
     # Steps
 

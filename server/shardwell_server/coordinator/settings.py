@@ -8,6 +8,9 @@ from shardwell_wire.errors import ConflictError, InvalidRequestError, RunMismatc
 from shardwell_wire.topology import World
 from shardwell_wire.v1 import coordinator_pb2
 
+GRID_TRAINS = False
+"""Whether runs with tp or pp above 1 can take steps. If not, they can only be joined and inspected."""
+
 MAX_LAYERS = 1 << 16
 
 MAX_BACKUPS = 4
@@ -50,14 +53,9 @@ class RunSettings:
     backups: int = 0
     """Copies of every shard that other servers keep. May change while the run exists."""
 
-    @property
-    def trains(self) -> bool:
-        """True if the run can take steps. Worlds with tp or pp above 1 can only be joined and inspected."""
-        return self.world.tp == self.world.pp == 1
-
     def require_trains(self, run: str) -> None:
         """Raises ConflictError if the run cannot take steps."""
-        if not self.trains:
+        if self.world.replica_size > 1 and not GRID_TRAINS:
             raise ConflictError(
                 f"run {run!r} has {self.world}, which can only be joined and inspected: units and steps need a world "
                 "with tp=1 and pp=1"
@@ -80,10 +78,10 @@ class RunSettings:
         min_trainers = config.min_trainers or world.size
         if min_trainers > world.size:
             raise WorldError(f"min_trainers={min_trainers}: expected 1 to {world.size}, the size of {world}")
-        if world.tp * world.pp > 1 and min_trainers < world.size:
+        if min_trainers % world.replica_size:
             raise WorldError(
-                f"min_trainers={min_trainers}: {world} needs one trainer for each of its {world.size} ranks, "
-                "because a trainer can play several ranks only along dp"
+                f"min_trainers={min_trainers}: {world} needs a multiple of {world.replica_size} trainers, because "
+                f"tp * pp = {world.replica_size} of them compute one dp rank together"
             )
         ranks_per_trainer = -(-world.size // min_trainers)
         group_members = ranks_per_trainer * (world.dp + world.tp + world.pp)

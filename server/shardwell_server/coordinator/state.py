@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass, field, replace
 
 from shardwell_server.coordinator.inspection.events import EventLog
 from shardwell_server.coordinator.runs.members import Member, MemberState
+from shardwell_server.coordinator.runs.replicas import ranks_of_items
 from shardwell_server.coordinator.runs.run import Run
 from shardwell_server.coordinator.runs.step import Step
 from shardwell_server.coordinator.runs.units import Initializer, Unit
-from shardwell_server.coordinator.runs.work_items import WorkItem, WorkState
+from shardwell_server.coordinator.runs.work_items import WorkItem, WorkState, new_members
 from shardwell_server.coordinator.servers.cluster import Cluster
 from shardwell_server.coordinator.settings import RunSettings, Settings
 from shardwell_server.coordinator.storage.records import (
@@ -31,6 +32,7 @@ from shardwell_wire.errors import NotFoundError, RunDeletedError, ShardwellError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.retry import retry_async
 from shardwell_wire.run_identity import RunIdentity, new_run_id
+from shardwell_wire.topology import World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
 logger = logging.getLogger(__name__)
@@ -261,15 +263,18 @@ def _rank_records(run: Run) -> tuple[RankRecord, ...]:
         return ()
     return tuple(
         RankRecord(
-            rank,
-            run.rank_assignments[rank],
-            item.trainer,
+            member.global_rank,
+            run.rank_assignments[member.global_rank],
+            member.trainer,
             item.epoch,
             run.step.number,
             item.attempt,
             item.last_attempt,
+            item.state is WorkState.VACANT,
+            run.rank_owners.replica_epochs.get(item.dp_rank, 0),
         )
-        for rank, item in sorted(run.step.items.items())
+        for item in run.step.items.values()
+        for member in item.members.values()
     )
 
 
@@ -282,8 +287,9 @@ def _unit_record(unit: Unit) -> UnitRecord:
 def _finished_records(step: Step) -> list[FinishedRecord]:
     """Returns the records of the items of a step whose items are all finished."""
     return [
-        FinishedRecord(item.global_rank, item.attempt, item.to_finished_proto().SerializeToString())
+        FinishedRecord(rank, item.attempt, item.to_finished_proto(rank).SerializeToString())
         for item in step.items.values()
+        for rank in item.members
     ]
 
 
@@ -325,30 +331,38 @@ def _restore_run(stored: StoredRun, clock: Callable[[], float]) -> Run:
 def _restore_step(run: Run, stored: StoredRun) -> None:
     ranks, now, number = stored.record.ranks, run.clock(), run.committed_step
     present = {member.name for member in run.members if member.state is not MemberState.GONE}
-    step = run.restore_step(
+    world = run.settings.world
+    run.rank_owners.restore(
         {rank.global_rank: rank.owner for rank in ranks},
-        {rank.global_rank: _restore_item(run, rank, present, now) for rank in ranks},
+        {world.coordinates(rank.global_rank).dp_rank: rank.replica_epoch for rank in ranks},
+    )
+    step = run.restore_step(
+        _restore_items(world, ranks, present, now),
         in_flight=all(rank.step == number for rank in ranks),
     )
     finished = {at.global_rank: at for at in stored.finished}
-    if all(rank in finished and finished[rank].attempt == item.attempt for rank, item in step.items.items()):
+    attempts = {rank: item.attempt for item in step.items.values() for rank in item.members}
+    if all(rank in finished and finished[rank].attempt == attempt for rank, attempt in attempts.items()):
         step.restore_finished({rank: _restore_parts(at) for rank, at in finished.items()}, present, now)
 
 
-def _restore_item(run: Run, rank: RankRecord, present: Collection[str], now: float) -> WorkItem:
-    dp_rank = run.settings.world.coordinates(rank.global_rank).dp_rank
-    leased = rank.trainer in present
-    return WorkItem(
-        rank.global_rank,
-        dp_rank,
-        rank.trainer,
-        rank.epoch,
-        rank.attempt,
-        state=WorkState.LEASED if leased else WorkState.VACANT,
-        since_s=now,
-        fenced=leased,
-        last_attempt=rank.last_attempt,
-    )
+def _restore_items(world: World, records: Collection[RankRecord], present: Set[str], now: float) -> dict[int, WorkItem]:
+    """Returns the work items by dp rank. An item is leased again if all its trainers are present."""
+    by_rank, items = {record.global_rank: record for record in records}, {}
+    for dp_rank, ranks in enumerate(ranks_of_items(world)):
+        record, trainers = by_rank[ranks[0]], [by_rank[rank].trainer for rank in ranks]
+        leased = not record.vacant and present >= set(trainers)
+        items[dp_rank] = WorkItem(
+            dp_rank,
+            new_members(ranks, trainers),
+            record.epoch,
+            record.attempt,
+            state=WorkState.LEASED if leased else WorkState.VACANT,
+            since_s=now,
+            fenced=leased,
+            last_attempt=record.last_attempt,
+        )
+    return items
 
 
 def _restore_parts(record: FinishedRecord) -> dict[int, int]:

@@ -6,7 +6,7 @@ restarted coordinator receives everything it needs.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence, Set
 
 from shardwell_server.coordinator.commit.committer import Committer
 from shardwell_server.coordinator.commit.preparation import StepPreparer
@@ -24,7 +24,7 @@ from shardwell_server.coordinator.servers.shard_servers import ShardServers
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.storage.records import CommitRecord
 from shardwell_server.coordinator.waiting import poll
-from shardwell_wire.errors import StepStateError, VersionGoneError
+from shardwell_wire.errors import InvalidRequestError, StepStateError, VersionGoneError
 from shardwell_wire.v1 import coordinator_pb2
 
 
@@ -74,7 +74,7 @@ class StepRequests:
         member.note_behind(False)
         reported = {report.global_rank for report in reports}
         finished = step.check_finished(member.name, reports, len(run.units))
-        written = check_written_buffers(step, [item for item, _ in finished], reports, run.units.layouts)
+        written = check_written_buffers(step, finished, reports, run.units.layouts)
         if run.finish_items(member, finished, written):
             run.changed.notify()
             self._preparer.start(run)
@@ -103,7 +103,7 @@ class StepRequests:
         run: Run,
         member: Member,
         step: Step,
-        reported: Collection[int],
+        reported: Set[int],
         *,
         accept_work: bool,
         accept_copies: bool,
@@ -129,7 +129,7 @@ class StepRequests:
         # A server that has not fenced the former attempt of a restarted item would mix its parts with those of the new
         # attempt.
         leased = step.leased_to(member.name)
-        restarted = any(item.global_rank in reported for item in leased)
+        restarted = any(not reported.isdisjoint(item.members) for item in leased)
         copied = step.copied_by(member.name) is not None
         if (copied or (leased and (accept_work or restarted))) and all(item.fenced for item in leased):
             return coordinator_pb2.FinishWorkResponse(work=run.work_of(member.name))
@@ -146,7 +146,7 @@ class StepRequests:
     async def reset_work(
         self, run: Run, member: Member, request: coordinator_pb2.ResetWorkRequest, wait_s: float
     ) -> coordinator_pb2.ResetWorkResponse:
-        """Starts a new attempt of a rank's work. Every server drops the contributions of former attempts.
+        """Starts a new attempt of the item that a rank belongs to. Servers drop the contributions of former attempts.
 
         Raises:
             VersionGoneError: The step is committed.
@@ -162,7 +162,7 @@ class StepRequests:
             servers = ", ".join(map(repr, run.units.servers))
             lines = [*self._explain(run), f"servers {servers}: they drop the contributions of the former attempt"]
             return coordinator_pb2.ResetWorkResponse(waiting_for=lines)
-        return coordinator_pb2.ResetWorkResponse(item=item.to_proto())
+        return coordinator_pb2.ResetWorkResponse(item=item.to_proto(request.global_rank))
 
     async def _reset_item(self, run: Run, member: Member, request: coordinator_pb2.ResetWorkRequest) -> WorkItem:
         number = request.context.step
@@ -173,11 +173,12 @@ class StepRequests:
         step = _step_in_flight(run, number)
         assert step is not None
         item = step.require_leased(member.name, request.global_rank, request.context.epoch)
-        if not item.reset_id or item.reset_id != request.context.request_id:
+        repeated = item.reset_id != "" and item.reset_id == request.context.request_id
+        if not repeated and (not request.HasField("attempt") or request.attempt == item.attempt):
             # Expired trainers cannot reset their finished items, which the reset of this item invalidates too.
             self._trainers.revoke(run, run.members.expired)
             run.reset_item(item, request.context.request_id)
-            message = f"rank {item.global_rank} of step {number}: trainer {member.name!r} starts attempt {item.attempt}"
+            message = f"{item} of step {number}: trainer {member.name!r} starts attempt {item.attempt}"
             self._state.events.add(EventKind.WORK_RESET, message, run=run.name)
         # Store the attempt before any server sees it: a restarted coordinator must not reuse its number.
         await self._state.save(run)
@@ -258,6 +259,11 @@ class StepRequests:
         step = _step_in_flight(run, number)
         if step is None or not step.proposals.prove_valid(proposal):
             validate_proposal(proposal, run.units.layouts, run.units.cuts)
+            if proposal.updates_on_trainers and run.settings.world.replica_size > 1:
+                raise InvalidRequestError(
+                    f"the optimizer runs on the trainers, which needs a world with tp=1 and pp=1: run {run.name!r} has "
+                    f"{run.settings.world}. Use an optimizer that runs on the servers"
+                )
         if step is not None:
             run.check_algorithms(proposal.optimizer)
             step.check_ready(proposal)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from shardwell_server.coordinator.inspection.events import timestamp
 from shardwell_server.coordinator.runs.checkpoints import CheckpointInFlight
+from shardwell_server.coordinator.runs.replicas import Team
 from shardwell_server.coordinator.runs.run import Run
 from shardwell_server.coordinator.runs.units import Unit
 from shardwell_server.coordinator.runs.work_items import WorkItem, WorkState
@@ -78,8 +79,29 @@ def describe_world(world: World, run: Run | None) -> coordinator_pb2.DescribeWor
             )
         )
     return coordinator_pb2.DescribeWorldResponse(
-        world=world.to_proto(), world_size=world.size, rank_assignments=rank_assignments
+        world=world.to_proto(),
+        world_size=world.size,
+        rank_assignments=rank_assignments,
+        replicas=_summarize_replicas(run) if run is not None and run.step is not None else (),
     )
+
+
+def _summarize_replicas(run: Run) -> list[coordinator_pb2.ReplicaSummary]:
+    if run.settings.world.replica_size == 1:
+        return []
+    dp_ranks: dict[Team, list[int]] = {}
+    for dp_rank, team in enumerate(run.teams):
+        dp_ranks.setdefault(team, []).append(dp_rank)
+    live = run.members.live
+    return [
+        coordinator_pb2.ReplicaSummary(
+            dp_ranks=played,
+            replica_epoch=run.rank_owners.replica_epochs[played[0]],
+            trainers=team,
+            missing=[name for name in team if name not in live],
+        )
+        for team, played in dp_ranks.items()
+    ]
 
 
 def summarize_run(run: Run) -> coordinator_pb2.RunSummary:
@@ -189,11 +211,12 @@ def _progress(checkpoint: CheckpointInFlight | CheckpointRecord) -> coordinator_
 def _summarize_work(items: Iterable[WorkItem]) -> list[coordinator_pb2.WorkSummary]:
     return [
         coordinator_pb2.WorkSummary(
-            item=item.to_proto(),
-            state=item.state.value,
-            trainer="" if item.state is WorkState.VACANT else item.trainer,
+            item=item.to_proto(member.global_rank),
+            state=(WorkState.FINISHED if member.finished else item.state).value,
+            trainer="" if item.state is WorkState.VACANT else member.trainer,
         )
         for item in items
+        for member in item.members.values()
     ]
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from shardwell_server.coordinator.runs.run import Run
 from shardwell_server.coordinator.runs.step import Step
-from shardwell_server.coordinator.runs.work_items import WorkItem, WorkState
+from shardwell_server.coordinator.runs.work_items import MemberWork, WorkItem, WorkState
 from shardwell_server.coordinator.servers.cluster import Cluster, ServerState
 from shardwell_server.coordinator.servers.shard_servers import availability_errors
 
@@ -54,7 +54,7 @@ def explain_stall(run: Run, cluster: Cluster, now: float) -> Stall:
         lines.append(f"servers {servers}: reducing the gradients of step {run.step.number}")
     elif phase == "awaiting commit":
         lines += _proposals(run, run.step)
-    lines += [_work_item(run, item, now) for item in run.step.unfinished]
+    lines += [line for item in run.step.unfinished for line in _work_item(run, item, now)]
     return Stall(phase, now - since, _shorten(lines))
 
 
@@ -137,25 +137,42 @@ def _proposals(run: Run, step: Step) -> list[str]:
     return [f"step proposal of rank 0 has arrived: the next CommitStep request commits step {step.number}"]
 
 
-def _work_item(run: Run, item: WorkItem, now: float) -> str:
-    rank, duration = f"rank {item.global_rank}", f"{now - item.since_s:.1f} s"
-    member = run.members.by_name.get(item.trainer)
-    if item.state is WorkState.LEASED and member is not None:
-        status = f"last request {member.silent_s(now):.1f} s ago"
-        if member.expired:
-            status += (
-                "; its lease expired: the step continues when the trainer sends a request, or its work is reassigned "
-                "to the first trainer that waits in step.batches or joins"
-            )
-        return f"{rank}: {member} has been computing step {run.committed_step} for {duration} ({status})"
-    if not item.fenced:
-        error = f": {run.fence_error}" if run.fence_error else ""
-        return (
-            f"{rank}: vacant for {duration}: trainer {item.trainer!r} is gone and is being fenced on the servers{error}"
+def _work_item(run: Run, item: WorkItem, now: float) -> list[str]:
+    """Returns a line per unfinished rank of an item, or one line if the item is vacant."""
+    if item.state is WorkState.VACANT:
+        return [_vacant_item(run, item, now)]
+    return [_leased_rank(run, item, member, now) for member in item.unfinished]
+
+
+def _leased_rank(run: Run, item: WorkItem, work: MemberWork, now: float) -> str:
+    duration, member = f"{now - item.since_s:.1f} s", run.members.by_name[work.trainer]
+    status = f"last request {member.silent_s(now):.1f} s ago"
+    if member.expired:
+        status += (
+            "; its lease expired: the step continues when the trainer sends a request, or its work is reassigned "
+            "to the first trainer that waits in step.batches or joins"
         )
+    return f"rank {work.global_rank}: {member} has been computing step {run.committed_step} for {duration} ({status})"
+
+
+def _vacant_item(run: Run, item: WorkItem, now: float) -> str:
+    vacant, error = f"{item}: vacant for {now - item.since_s:.1f} s", f": {run.fence_error}" if run.fence_error else ""
+    if len(item.members) == 1:
+        gone = f"{vacant}: trainer {item.first_trainer!r} is gone"
+        if not item.fenced:
+            return f"{gone} and is being fenced on the servers{error}"
+        return (
+            f"{gone}; its work is leased to the first trainer that waits in step.batches, or to the same trainer if it "
+            "joins again"
+        )
+    owners = zip(item.members, run.teams[item.dp_rank], strict=True)
+    missing = [f"trainer {name!r} (rank {rank})" for rank, name in owners if name not in run.members.live]
+    lacks = f"its replica lacks {', '.join(missing)}" if missing else "its replica was broken and is complete again"
+    if not item.fenced:
+        return f"{vacant}: {lacks}; the former trainers are being fenced on the servers{error}"
     return (
-        f"{rank}: vacant for {duration}: trainer {item.trainer!r} is gone; its work is leased to the first trainer "
-        "that waits in step.batches, or to the same trainer if it joins again"
+        f"{vacant}: {lacks}; the work is leased to the first complete replica whose trainers all wait in step.batches, "
+        "or to its own replica when the missing trainers join"
     )
 
 

@@ -3,8 +3,8 @@
 Note: [Expired and revoked leases]
     A trainer whose lease expires keeps its work items until another trainer wants them: it may only be suspended or
     disconnected, and its next request makes it live again. When another trainer waits for work, joins, or needs
-    something that only the expired trainer can provide, the lease is revoked. The trainer's items then get new epochs,
-    and every server fences the former epochs. Unfinished items are leased again only after that.
+    something that only the expired trainer can provide, the lease is revoked. The items of the trainer's replica then
+    get new epochs, and every server fences the former epochs. Unfinished items are leased again only after that.
 
     The lease of a trainer that is disconnected expires early. If its process has ended for certain, the lease is
     revoked at once, so that fencing is done before another trainer waits. See Note: [Broken streams].
@@ -119,6 +119,8 @@ class TrainerLeases:
     async def wait_for_start(self, run: Run, member: Member, wait_s: float) -> bool:
         """Waits until the run has started and the member has the vacant items of its own ranks.
 
+        With tp * pp > 1, a spare also waits until a rank is free: it must know its coordinates to build its model.
+
         A member that other trainers need not wait for gets items only when it asks for work. See ``Member.behind``.
 
         Returns:
@@ -133,7 +135,7 @@ class TrainerLeases:
             if run.checkpoints.restore is not None:
                 run.checkpoints.check_loadable(run.name)
                 return None
-            if run.step is None:
+            if run.step is None or run.is_waiting_spare(member.name):
                 return None
             return True if member.behind or run.lease_own_items(member.name) else None
 
@@ -156,15 +158,17 @@ class TrainerLeases:
             RunDeletedError: The run was deleted.
         """
         with self._connected(run, member):
-            told: tuple[int, int, coordinator_pb2.WantedResiduals | None] | None = None
+            told: tuple[int, int, int, coordinator_pb2.WantedResiduals | None] | None = None
             while not self._state.stopping:
                 news = member.connection.news.next_change()
                 if run.deleted or not run.members.is_current(member):
                     run.require_member(member.name, member.epoch)
-                wanted = run.wanted_residuals(member)
-                if told != (told := (run.committed_step, run.relocations.announced, wanted)):
+                replica_epoch, wanted = run.replica_epoch_of(member.name), run.wanted_residuals(member)
+                if replica_epoch and (told is None or told[2] != replica_epoch):
+                    await self._state.save_or_retry(run)  # a restarted coordinator must not issue the epoch again
+                if told != (told := (run.committed_step, run.relocations.announced, replica_epoch, wanted)):
                     yield coordinator_pb2.KeepMembershipResponse(
-                        committed_step=told[0], placement=told[1], residuals=wanted
+                        committed_step=told[0], placement=told[1], replica_epoch=replica_epoch, residuals=wanted
                     )
                 await news.wait()
 
@@ -258,9 +262,13 @@ class TrainerLeases:
         self.start_fencing(run)
 
     def revoke_unfinished(self, run: Run) -> None:
-        """Revokes expired leases on unfinished items if a trainer waits for work."""
-        if run.step is not None and run.members.waiting_for_work:
+        """Revokes expired leases on unfinished items if a team waits for work, or a spare for a rank."""
+        if run.step is None:
+            return
+        if run.has_waiting_team:
             self.revoke(run, [member for member in run.members.expired if run.step.leased_to(member.name)])
+        if run.has_waiting_spare:
+            self.revoke(run, run.members.expired)
 
     def revoke_initializer(self, run: Run, layout: UnitLayout, *, wanted_by: Member) -> None:
         """Revokes the expired lease of the trainer that sends a unit's values, for a trainer that needs them."""
@@ -279,13 +287,13 @@ class TrainerLeases:
             step: The step in flight.
             updates_on_trainers: True if the optimizer runs on the trainers.
         """
-        leader = step.items[0].trainer
+        leaders = step.items[0].trainers
         self.revoke(
             run,
             [
                 member
                 for member in run.members.expired
-                if updates_on_trainers or (member.name == leader and leader not in step.proposals)
+                if updates_on_trainers or (member.name in leaders and member.name not in step.proposals)
             ],
         )
 
@@ -341,7 +349,7 @@ class TrainerLeases:
             run.changed.notify()
 
     async def fence(self, run: Run, items: list[WorkItem]) -> None:
-        """Makes every server reject pushes under older epochs and attempts of the items' ranks."""
+        """Makes every server reject pushes under older epochs and attempts of the items' dp ranks."""
         step = run.step
         # A server applies a fence to the step it is at. A server that has not updated yet would apply the fence of the
         # step in flight to the step before.
@@ -349,7 +357,7 @@ class TrainerLeases:
         if step is None or step is not run.step:
             return
         # Attempts start again in every step, and the step may have been committed while the items were stored.
-        items = [item for item in items if step.items.get(item.global_rank) is item]
+        items = [item for item in items if step.items.get(item.dp_rank) is item]
         if not items:
             return
         fences = [(item, item.epoch, item.attempt) for item in items]
@@ -385,7 +393,7 @@ class TrainerLeases:
             return
         run.start_copy(item, member.name)
         message = (
-            f"rank {item.global_rank} of step {run.committed_step} is late at trainer {item.trainer!r}: trainer "
+            f"{item} of step {run.committed_step} is late at trainer {item.first_trainer!r}: trainer "
             f"{member.name!r} computes a copy"
         )
         self._state.events.add(EventKind.WORK_COPIED, message, run=run.name)
@@ -401,7 +409,8 @@ class TrainerLeases:
     def lease_vacant_items(self, run: Run) -> None:
         """Leases vacant items to trainers that wait for work."""
         for item in run.lease_vacant_items():
-            message = f"rank {item.global_rank} of step {run.committed_step} is leased to trainer {item.trainer!r}"
+            trainers = ", ".join(f"trainer {name!r}" for name in item.trainers)
+            message = f"{item} of step {run.committed_step} is leased to {trainers}"
             self._state.events.add(EventKind.WORK_LEASED, message, run=run.name)
 
 

@@ -13,6 +13,8 @@ Note: [Copies of late items]
     The loser computes its item to the end, in vain. Meanwhile the run does not wait for it: another trainer's proposal
     is committed, and its ranks are leased to others.
 
+    Only items with one member are copied: a replica of several trainers computes no copies.
+
     At most one item of a run is copied at a time: servers have memory for few contributions beyond those of all ranks.
 """
 
@@ -64,17 +66,18 @@ def next_late_item(
     Returns:
         None if no item can be copied.
     """
-    if late_after_s is None or step.copied is not None:
+    if late_after_s is None or step.copied is not None or len(step.items[0].members) > 1:
         return None
     found: list[tuple[float, int]] = []
     for item in step.unfinished:
-        member = members.get(item.trainer)
-        if member is None or item.state is not WorkState.LEASED or not item.fenced or item.trainer in excluding:
+        trainer = item.first_trainer
+        member = members.get(trainer)
+        if member is None or item.state is not WorkState.LEASED or not item.fenced or trainer in excluding:
             continue
         progress = member.in_progress
-        if progress is not None and member.accepts_reassigned_work and progress.is_item(step.number, item.global_rank):
-            found.append((progress.since_s + late_after_s, item.global_rank))
+        if progress is not None and member.accepts_reassigned_work and progress.is_item(step.number, item.first_rank):
+            found.append((progress.since_s + late_after_s, item.dp_rank))
     if not found:
         return None
-    late_s, rank = min(found)
-    return step.items[rank], late_s
+    late_s, dp_rank = min(found)
+    return step.items[dp_rank], late_s

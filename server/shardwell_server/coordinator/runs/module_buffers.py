@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from shardwell_server.coordinator.runs.step import Step
-from shardwell_server.coordinator.runs.work_items import WorkItem, WorkState
+from shardwell_server.coordinator.runs.work_items import FinishedWork
 from shardwell_wire.errors import ConflictError, InvalidRequestError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2
@@ -61,36 +61,39 @@ def next_run_state(
 
 def check_written_buffers(
     step: Step,
-    items: Sequence[WorkItem],
+    newly_finished: Sequence[FinishedWork],
     reports: Iterable[coordinator_pb2.FinishedItem],
     layouts: Sequence[UnitLayout],
 ) -> dict[int, dict[tuple[int, int], int]]:
-    """Compares the buffers that the training script changed before the newly finished items started.
+    """Compares the buffers that the training script changed before the newly finished work started.
+
+    Only ranks with the same tp rank and pp rank are compared: others have other buffers.
 
     Args:
         step: The step in flight.
-        items: The newly finished items.
-        reports: Reports of these items, and possibly of others.
+        newly_finished: What is newly finished.
+        reports: Reports of this work, and possibly of other work.
         layouts: Layouts of the run's units.
 
     Returns:
-        Checksums by unit and layout index, by rank of the newly finished items.
+        Checksums by unit and layout index, by newly finished rank.
 
     Raises:
         InvalidRequestError: A report names a tensor that is not a buffer.
-        ConflictError: The item of another rank started with other values.
+        ConflictError: Another rank started with other values.
     """
     by_rank = {report.global_rank: report for report in reports}
-    new = {item.global_rank: _written_buffers(by_rank[item.global_rank], layouts) for item in items}
-    finished = {
-        rank: item.written_buffers
-        for rank, item in step.items.items()
-        if item.state is WorkState.FINISHED and rank not in new
-    }
-    for rank, written in new.items():
-        for other, theirs in finished.items():
-            _require_same(step.number, (rank, written), (other, theirs), layouts)
-        finished[rank] = written
+    ranks = [work.member.global_rank for work in newly_finished]
+    new = {rank: _written_buffers(by_rank[rank], layouts) for rank in ranks}
+    for peers in zip(*(item.members.values() for item in step.items.values()), strict=True):
+        written = {
+            at.global_rank: new.get(at.global_rank, at.written_buffers)
+            for at in peers
+            if at.finished or at.global_rank in new
+        }
+        for rank in (each for each in written if each in new):
+            for other in (each for each in written if each != rank):
+                _require_same(step.number, (rank, new[rank]), (other, written[other]), layouts)
     return new
 
 

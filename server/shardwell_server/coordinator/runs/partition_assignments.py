@@ -13,11 +13,10 @@ class PartitionAssignments:
 
     Each trainer updates the partitions of the ranks whose work it finished. The partitions of a trainer that is gone
     go to the next trainer that asks to commit, once the former trainer is fenced. Any trainer can update any
-    partition, because all inputs are on the servers. Worlds that train have one rank per data rank, so an item's
-    global rank is also its dp rank.
+    partition, because all inputs are on the servers. Only runs with one rank per dp rank have optimizer partitions.
 
     Args:
-        items: All work items of the step, by global rank.
+        items: All work items of the step, by dp rank.
     """
 
     def __init__(self, items: Mapping[int, WorkItem]) -> None:
@@ -66,7 +65,8 @@ class PartitionAssignments:
         lines = []
         for item in self._unstaged():
             trainer = self._trainer(item, live)
-            status = f"trainer {item.trainer!r} is gone" if trainer is None else f"trainer {trainer!r} is updating them"
+            gone = f"trainer {item.first_trainer!r} is gone"
+            status = gone if trainer is None else f"trainer {trainer!r} is updating them"
             lines.append(f"optimizer partitions of rank {item.dp_rank}: {status}")
         return lines
 
@@ -79,4 +79,4 @@ class PartitionAssignments:
         substitute = self._substitutes.get(item.dp_rank)
         if substitute is not None:
             return substitute if substitute in live else None
-        return None if item.trainer_lost or item.trainer not in live else item.trainer
+        return None if item.trainer_lost or item.first_trainer not in live else item.first_trainer

@@ -1,7 +1,7 @@
 """Assigns logical ranks to trainers. Pure functions of names, hosts and requested ranks.
 
 ``assign_ranks`` assigns all ranks when a run starts. ``claim_ranks`` assigns ranks to a trainer that joins later.
-``distribute_items`` chooses the trainer of each work item of a step when some owners are gone.
+``replicas.py`` chooses the trainers of the work items when some owners are gone.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -41,16 +41,17 @@ def assign_ranks(world: World, applicants: Iterable[Applicant]) -> RankAssignmen
     """Assigns all ranks of a run that starts. The order of the applicants does not matter.
 
     Requested ranks are granted. Other trainers are placed by host and name, and trainers of one host share a tensor
-    group where possible. With fewer trainers than ranks, each trainer plays a block of data ranks of nearly equal
-    size. With more, the last trainers get no rank.
+    group where possible. With fewer trainers than ranks, each trainer, or each replica of ``tp * pp`` trainers, plays a
+    block of data ranks of nearly equal size. With more, the last trainers get no rank.
 
     Args:
-        world: The grid. Fewer trainers than ranks are allowed only with ``tp == pp == 1``.
-        applicants: Trainers with distinct names and distinct requested ranks.
+        world: The grid.
+        applicants: Trainers with distinct names and distinct requested ranks. If there are fewer than ranks, their
+            number is a multiple of ``tp * pp``, and ``requested_place`` of their requests is distinct.
     """
     ordered = sorted(applicants, key=_applicant_key)
     if len(ordered) < world.size:
-        return _assign_blocks(world, ordered)
+        return _assign_blocks(world, ordered) if world.replica_size == 1 else _assign_replicas(world, ordered)
     return _assign_one_each(world, ordered)
 
 
@@ -119,6 +120,39 @@ def _assign_blocks(world: World, ordered: Sequence[Applicant]) -> RankAssignment
     return assigned
 
 
+def requested_place(world: World, trainer_count: int, rank: int) -> int:
+    """Returns a number that is equal for requested ranks that one trainer plays, if replicas play several dp ranks.
+
+    Args:
+        world: The grid.
+        trainer_count: Number of trainers with which the run starts.
+        rank: A requested rank.
+    """
+    if world.replica_size == 1 or trainer_count >= world.size:
+        return rank
+    small, at = replace(world, dp=trainer_count // world.replica_size), world.coordinates(rank)
+    replica = next(index for index, block in enumerate(_even_blocks(world.dp, small.dp)) if at.dp_rank in block)
+    return small.global_rank(dp_rank=replica, tp_rank=at.tp_rank, pp_rank=at.pp_rank)
+
+
+def _assign_replicas(world: World, ordered: Sequence[Applicant]) -> RankAssignments:
+    """Assigns one rank of a smaller world to each trainer. Each of its dp ranks stands for a block of dp ranks."""
+    small = replace(world, dp=len(ordered) // world.replica_size)
+    placed = [
+        at
+        if at.requested_rank is None
+        else replace(at, requested_rank=requested_place(world, len(ordered), at.requested_rank))
+        for at in ordered
+    ]
+    assigned = _assign_one_each(small, sorted(placed, key=_applicant_key))
+    return {
+        rank: assigned[place]
+        for replica, block in enumerate(_even_blocks(world.dp, small.dp))
+        for dp_rank in block
+        for rank, place in zip(world.replica_ranks(dp_rank), small.replica_ranks(replica), strict=True)
+    }
+
+
 def _even_blocks(size: int, count: int) -> list[range]:
     small, larger = divmod(size, count)
     starts = [index * small + min(index, larger) for index in range(count + 1)]
@@ -132,9 +166,8 @@ def claim_ranks(
     *,
     requested: Collection[int],
     expected: int = 1,
-    shared: bool = True,
 ) -> RankAssignments:
-    """Assigns ranks to a trainer that joins a run that has started.
+    """Assigns ranks to a trainer that joins a run that has started. Only for worlds with ``tp = pp = 1``.
 
     A trainer that owned ranks before gets them back. Otherwise it takes ranks of gone trainers, at most its fair share.
     If there are none, it takes its fair share from trainers that play several ranks. Otherwise it gets no rank and is
@@ -146,7 +179,6 @@ def claim_ranks(
         applicant: The trainer that joins.
         requested: Ranks that live trainers requested.
         expected: Number of trainers that the run expects. The fair share never assumes fewer.
-        shared: True if one trainer may play several ranks.
 
     Returns:
         The changed entries of ``assigned`` and the entries that the applicant already owns.
@@ -173,7 +205,7 @@ def claim_ranks(
         take(wanted)
     elif own:
         return own
-    fair_share = -(-len(assigned) // max(len(players), expected)) if shared else 1
+    fair_share = -(-len(assigned) // max(len(players), expected))
     # First, ranks of gone trainers.
     for rank in sorted(rank for rank, owner in assigned.items() if owner not in players and rank not in own):
         if counts[name] < fair_share:
@@ -194,43 +226,3 @@ def _surplus_rank(
     """Returns the highest rank, not requested, of the trainer that plays the most ranks."""
     ranks = [rank for rank in assigned if rank not in own and rank not in requested]
     return max(ranks, key=lambda rank: (counts[assigned[rank]], rank), default=None)
-
-
-def distribute_items(
-    assigned: Mapping[int, str], live: Collection[str], accepts: Callable[[str], bool], expired: Collection[str] = ()
-) -> dict[int, str | None]:
-    """Chooses the trainer that computes each rank's work item when a step starts.
-
-    Items that become vacant within the step go to waiting trainers, see ``Run.lease_vacant_items``.
-
-    Args:
-        assigned: Owner of every rank.
-        live: Names of the live trainers.
-        accepts: Returns True if a live trainer computes work items of other trainers' ranks.
-        expired: Names of the trainers whose leases expired and were not revoked.
-
-    Returns:
-        The owner of each rank if the owner is live. Otherwise the accepting trainer with the fewest items; among
-        equals, the owner of the lowest rank. If no trainer accepts: the owner if its lease expired, None if the owner
-        is gone.
-    """
-    trainers: dict[int, str | None] = {
-        rank: owner if owner in live else None for rank, owner in sorted(assigned.items())
-    }
-    load = Counter({name: 0 for name in live if accepts(name)})
-    lowest_rank: dict[str, int] = {}
-    for rank, owner in sorted(assigned.items()):
-        if owner in live:
-            lowest_rank.setdefault(owner, rank)
-            if owner in load:
-                load[owner] += 1
-    for rank, trainer in trainers.items():
-        if trainer is None and load:
-            substitute = min(
-                load, key=lambda name: (load[name], lowest_rank.get(name, len(assigned)), natural_key(name))
-            )
-            trainers[rank] = substitute
-            load[substitute] += 1
-        elif trainer is None and assigned[rank] in expired:
-            trainers[rank] = assigned[rank]
-    return trainers

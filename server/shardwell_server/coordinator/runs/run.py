@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
 
 from shardwell_server.coordinator.runs.background_calls import StepCalls, UnsavedChanges
 from shardwell_server.coordinator.runs.checkpoints import RunCheckpoints
@@ -18,23 +17,19 @@ from shardwell_server.coordinator.runs.committed_steps import CommittedSteps
 from shardwell_server.coordinator.runs.copies import WorkTimes, next_late_item
 from shardwell_server.coordinator.runs.members import Member, Members, MemberState
 from shardwell_server.coordinator.runs.proposals import committed_optimizer, require_same_algorithms
-from shardwell_server.coordinator.runs.rank_assignment import (
-    Applicant,
-    RankAssignments,
-    assign_ranks,
-    claim_ranks,
-    distribute_items,
-    natural_key,
-)
+from shardwell_server.coordinator.runs.rank_assignment import Applicant, RankAssignments, natural_key
+from shardwell_server.coordinator.runs.rank_owners import RankOwners
 from shardwell_server.coordinator.runs.relocations import Relocations
+from shardwell_server.coordinator.runs.replica_stores import ReplicaStores
+from shardwell_server.coordinator.runs.replicas import Team, candidates, distribute_items, ranks_of_items, waiting_teams
 from shardwell_server.coordinator.runs.step import Step
 from shardwell_server.coordinator.runs.units import DeclaredUnits, Initializer, Unit
-from shardwell_server.coordinator.runs.work_items import WorkItem, WorkState
+from shardwell_server.coordinator.runs.work_items import FinishedWork, WorkItem, WorkState, new_members
 from shardwell_server.coordinator.settings import RunSettings
 from shardwell_server.coordinator.storage.records import CommitRecord
 from shardwell_server.coordinator.waiting import Signal
 from shardwell_server.optimizer_checks import units_that_count
-from shardwell_wire.errors import DuplicateError, InvalidRequestError, RunDeletedError
+from shardwell_wire.errors import InvalidRequestError, RunDeletedError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
@@ -69,8 +64,8 @@ class Run:
         self.unsaved = UnsavedChanges()
         self.last_epoch = last_epoch
         self.members = Members(identity.name)
-        self.rank_assignments: RankAssignments = {}
-        """Owner of each logical rank, live or gone. Empty until the run starts."""
+        self.rank_owners = RankOwners(self.next_epoch)
+        self.replica_stores = ReplicaStores()
         self.addresses: dict[str, str] = {}
         """Addresses that trainers exchange, by name."""
         self.units = DeclaredUnits(identity.name)
@@ -92,6 +87,11 @@ class Run:
     def committed_step(self) -> int:
         """Number of committed steps, which is also the number of the step in flight."""
         return self.commits.count
+
+    @property
+    def rank_assignments(self) -> RankAssignments:
+        """Owner of each logical rank, live or gone. Empty until the run starts."""
+        return self.rank_owners.by_rank
 
     def touch(self) -> None:
         """Marks the run as changed, so that the next ``save`` stores it."""
@@ -167,21 +167,9 @@ class Run:
         self.members.check_name(applicant.name)
         requested_ranks = self.members.requested_ranks
         if self.step is not None:
-            claimed = claim_ranks(
-                self.rank_assignments,
-                self.members.live,
-                applicant,
-                requested=requested_ranks,
-                expected=self.settings.min_trainers,
-                shared=self.settings.trains,
-            )
-            self.rank_assignments.update(claimed)
-        elif applicant.requested_rank is not None and applicant.requested_rank in requested_ranks:
-            raise DuplicateError(
-                f"another trainer of run {self.name!r} already requested rank {applicant.requested_rank}: "
-                "request a different rank for every trainer, or none",
-                global_rank=applicant.requested_rank,
-            )
+            self.rank_owners.claim(self.settings, self.members.live, applicant, requested_ranks)
+        else:
+            self.rank_owners.check_request(self.name, self.settings, applicant, requested_ranks)
         member = Member(
             applicant.name,
             applicant.host,
@@ -196,9 +184,41 @@ class Run:
         self.members.add(member)
         self.members.prune(keep=self._trainers_with_ranks())
         if self.step is None and len(self.members.live) >= self.settings.min_trainers:
-            self._start()
+            self.rank_owners.start(self.settings, self.members.live.values())
+            self.begin_step(self.committed_step, {})
+        elif self.step is not None:
+            self._change_replicas(member)
         self.changed.notify()
         return member
+
+    def _change_replicas(self, member: Member) -> None:
+        """Renews the replica of a trainer that came or went, and gives spares the places that are free."""
+        former = self.rank_owners.renew_replicas(self.settings, {member.name})
+        placed = self.rank_owners.place_spares(self.settings, self.members.live)
+        for name in placed - {member.name}:
+            self.members.by_name[name].note_behind(self._is_dispensable(name))
+        self.replica_stores.keep(self.rank_owners.replica_epochs.values())
+        told = {*former, *placed}
+        self.tell(each for each in self.members if each.name in told)
+
+    def is_waiting_spare(self, name: str) -> bool:
+        """True if a trainer owns no rank and cannot compute anything until it does, because tp * pp > 1."""
+        return self.settings.world.replica_size > 1 and name not in self.rank_assignments.values()
+
+    @property
+    def has_waiting_team(self) -> bool:
+        """True if a team waits for work, and can compute any item at once."""
+        waiting = self.members.waiting_for_work
+        return bool(waiting) and bool(waiting_teams(self.teams, waiting))
+
+    @property
+    def has_waiting_spare(self) -> bool:
+        """True if a live trainer waits for a rank."""
+        return self.step is not None and any(map(self.is_waiting_spare, self.members.live))
+
+    def replica_epoch_of(self, name: str) -> int:
+        """Returns the epoch of a trainer's replica. See Note: [Replica epochs] in ``rank_owners.py``."""
+        return self.rank_owners.replica_epoch_of(name, self.settings)
 
     def _is_dispensable(self, name: str) -> bool:
         """True if the run need not wait for a trainer that joins now: others compute its items until it asks for work.
@@ -207,19 +227,15 @@ class Run:
         """
         former = self.members.by_name.get(name)
         asks = former is None or former.accepts_reassigned_work is not False
-        others = (member for member in self.members.live.values() if not member.behind)
-        return self.step is not None and asks and any(member.accepts_reassigned_work for member in others)
+        if self.step is None or not asks:
+            return False
+        accepting = {at.name for at in self.members.live.values() if not at.behind and at.accepts_reassigned_work}
+        return bool(candidates(self.teams, accepting - {name}))
 
     def _trainers_with_ranks(self) -> set[str]:
-        """Returns the trainers that own a rank or had its work item last."""
+        """Returns the trainers that own a rank or computed it last."""
         items = self.step.items.values() if self.step is not None else ()
-        return {*self.rank_assignments.values(), *(item.trainer for item in items)}
-
-    def _start(self) -> None:
-        live = self.members.live.values()
-        applicants = [Applicant(at.name, at.host, at.requested_rank) for at in live]
-        self.rank_assignments = assign_ranks(self.settings.world, applicants)
-        self.begin_step(self.committed_step, {})
+        return {*self.rank_assignments.values(), *(trainer for item in items for trainer in item.trainers)}
 
     def expire_lease(self, member: Member) -> None:
         """Marks a lease as expired. The trainer keeps its work items until another trainer wants them."""
@@ -230,18 +246,21 @@ class Run:
         self._set_state(member, MemberState.LIVE)
 
     def revoke_lease(self, member: Member) -> None:
-        """Revokes a trainer's lease and work items. A trainer that joins under its name gets its ranks back.
+        """Revokes a trainer's lease, and the work items that its replica computes.
 
-        The items get new epochs. They must be fenced on the servers before they can be leased again.
+        A trainer that joins under its name gets its ranks back. The items get new epochs. They must be fenced on the
+        servers before they can be leased again.
         """
         if self.step is None:
             self.members.remove(member)
         else:
             self.step.drop_copies(member.name)
-            for item in self.step.items.values():
-                if item.trainer == member.name and item.state is not WorkState.VACANT:
+            for item in self.step.items_of(member.name):
+                if item.state is not WorkState.VACANT:
                     self.step.revoke(item, self.next_epoch(), self.clock())
         self._set_state(member, MemberState.GONE)
+        if self.step is not None:
+            self._change_replicas(member)
 
     def _set_state(self, member: Member, state: MemberState) -> None:
         self.members.set_state(member, state)
@@ -266,12 +285,13 @@ class Run:
 
     def ranks_of(self, name: str) -> list[int]:
         """Returns the logical ranks that a trainer owns."""
-        return sorted(rank for rank, owner in self.rank_assignments.items() if owner == name)
+        return self.rank_owners.ranks_of(name)
 
     def describe_trainer(self, name: str) -> str:
         """Returns a trainer and the ranks it plays in this step, for messages."""
-        ranks = [item.global_rank for item in self.step.items_of(name)] if self.step is not None else []
-        return f"rank {', '.join(map(str, sorted(ranks))) or 'none'} (trainer {name!r})"
+        items = self.step.items_of(name) if self.step is not None else []
+        ranks = sorted(member.global_rank for item in items if (member := item.member_of(name)) is not None)
+        return f"rank {', '.join(map(str, ranks)) or 'none'} (trainer {name!r})"
 
     def note_fence_error(self, error: str) -> None:
         """Records why the last attempt to fence former trainers failed. Empty: it succeeded."""
@@ -300,10 +320,8 @@ class Run:
 
     def _first_trainers(self) -> dict[int, str]:
         """Returns the trainers that compute dp rank 0's work item, by global rank in the order of tp and pp ranks."""
-        step, world = self._require_step(), self.settings.world
-        places = product(range(world.tp), range(world.pp))
-        ranks = [world.global_rank(tp_rank=tp_rank, pp_rank=pp_rank) for tp_rank, pp_rank in places]
-        return {rank: step.items[rank].trainer for rank in ranks}
+        members = self._require_step().items[0].members
+        return {rank: member.trainer for rank, member in members.items()}
 
     def _lowest_live_trainer(self, rank: int) -> str | None:
         """Returns the live trainer that owns the lowest rank with the tp rank and pp rank of a rank.
@@ -340,47 +358,51 @@ class Run:
 
     # The step in flight
 
+    @property
+    def teams(self) -> list[Team]:
+        """The team that owns each dp rank, live or gone. See Note: [Replicas] in ``replicas.py``."""
+        return self.rank_owners.teams(self.settings)
+
     def _require_step(self) -> Step:
         assert self.step is not None, "the run has not started"
         return self.step
 
     def begin_step(self, number: int, previous: dict[int, WorkItem]) -> Step:
         """Starts a step and leases its items. ``previous`` contains the items of the previous step."""
-        now, live = self.clock(), self.members.live
-        expired = {member.name for member in self.members.expired}
-        present = [name for name, member in live.items() if not member.behind]
-        if not any(live[name].accepts_reassigned_work is not False for name in present):
-            present = list(live)
-        trainers = distribute_items(
-            self.rank_assignments, present, lambda name: live[name].accepts_reassigned_work is not False, expired
+        live, teams = self.members.live, self.teams
+        chosen = distribute_items(
+            teams,
+            live.keys(),
+            lambda name: live[name].accepts_reassigned_work is not False,
+            expired={member.name for member in self.members.expired},
+            behind={name for name, member in live.items() if member.behind},
         )
-        items = {}
-        for rank, trainer in trainers.items():
-            before, dp_rank = previous.get(rank), self.settings.world.coordinates(rank).dp_rank
-            # A lease that continues keeps its epoch: only its trainer has ever seen that epoch.
-            epoch = before.epoch if before is not None and before.trainer == trainer else self.next_epoch()
-            vacant, fenced = trainer is None, before is None or before.fenced
-            items[rank] = WorkItem(
-                rank,
-                dp_rank,
-                trainer or self.rank_assignments[rank],
-                epoch,
-                state=WorkState.VACANT if vacant else WorkState.LEASED,
-                since_s=now,
-                fenced=fenced and not vacant,
-            )
-        self.step = Step(number, items, now)
+        items = {
+            dp_rank: self._new_item(dp_rank, team, teams[dp_rank], previous.get(dp_rank))
+            for dp_rank, team in enumerate(chosen)
+        }
+        self.step = Step(number, items, self.clock())
         return self.step
 
-    def restore_step(self, owners: RankAssignments, items: dict[int, WorkItem], *, in_flight: bool) -> Step:
-        """Restores the step in flight after a coordinator restart.
+    def _new_item(self, dp_rank: int, team: Team | None, owners: Team, before: WorkItem | None) -> WorkItem:
+        # A lease that continues keeps its epoch: only its trainers have ever seen that epoch.
+        epoch = before.epoch if before is not None and before.trainers == team else self.next_epoch()
+        return WorkItem(
+            dp_rank,
+            new_members(ranks_of_items(self.settings.world)[dp_rank], team or owners),
+            epoch,
+            state=WorkState.LEASED if team else WorkState.VACANT,
+            since_s=self.clock(),
+            fenced=team is not None and (before is None or before.fenced),
+        )
+
+    def restore_step(self, items: dict[int, WorkItem], *, in_flight: bool) -> Step:
+        """Restores the step in flight after a coordinator restart. ``rank_owners`` must be restored.
 
         Args:
-            owners: Owner of each rank.
-            items: Work items as stored, by rank.
+            items: Work items as stored, by dp rank.
             in_flight: True if the items belong to the step in flight, False if to the step before.
         """
-        self.rank_assignments = owners
         if not in_flight:
             # The run was not stored after the last commit, because nothing else changed: lease the items as before.
             return self.begin_step(self.committed_step, items)
@@ -388,46 +410,46 @@ class Run:
         return self.step
 
     def lease_vacant_items(self) -> list[WorkItem]:
-        """Leases vacant items to trainers that wait for work: one item each, spares first. Returns the items.
+        """Leases vacant items to teams that wait for work: one item each, spares first. Returns the items.
 
-        Unlike ``distribute_items``, this compares no loads: a waiting trainer has no unfinished item.
+        Unlike ``distribute_items``, this compares no loads: a waiting team has no unfinished item.
         """
         leasable = self._require_step().leasable
         if not leasable or not self.members.waiting_for_work:
             return []
-        owners = set(self.rank_assignments.values())
-        waiting = sorted(self.members.waiting_for_work, key=lambda name: name in owners)
-        pairs = list(zip(waiting, leasable, strict=False))
-        for name, item in pairs:
-            self._lease(item, name)
-        self.changed.notify()
+        pairs = list(zip(waiting_teams(self.teams, self.members.waiting_for_work), leasable, strict=False))
+        for team, item in pairs:
+            self._lease(item, team)
+        if pairs:  # otherwise waiting trainers would wake each other without end
+            self.changed.notify()
         return [item for _, item in pairs]
 
-    def _lease(self, item: WorkItem, name: str) -> None:
-        self._require_step().lease(item, name, self.next_epoch(), self.clock())
-        self.members.stop_waiting_for_work(name)
+    def _lease(self, item: WorkItem, team: Team) -> None:
+        self._require_step().lease(item, team, self.next_epoch(), self.clock())
+        for name in team:
+            self.members.stop_waiting_for_work(name)
 
     # Copies of late items
 
     def finish_items(
         self,
         member: Member,
-        items: Sequence[tuple[WorkItem, dict[int, int]]],
+        finished: Sequence[FinishedWork],
         written_buffers: Mapping[int, dict[tuple[int, int], int]],
     ) -> bool:
-        """Marks items of the step in flight as finished by a trainer. Returns True if they were the last ones."""
+        """Marks what a trainer has finished in the step in flight. Returns True if these were the last ones."""
         step, now = self._require_step(), self.clock()
-        for item, _ in items:
+        for item in (work.item for work in finished):
             if item.copy is None:
-                self.work_times.add((now - item.since_s) / len(items))
+                self.work_times.add((now - item.since_s) / len(finished))
                 continue
             copy_wins = item.copy.trainer == member.name
             self.work_times.add(now - (item.copy.since_s if copy_wins else item.since_s))
-            loser = self.members.by_name.get(item.trainer if copy_wins else item.copy.trainer)
+            loser = self.members.by_name.get(item.first_trainer if copy_wins else item.copy.trainer)
             if loser is not None:
                 loser.note_behind(True)
             self.touch()
-        return step.finish(items, now, written_buffers, trainer=member.name)
+        return step.finish(finished, now, written_buffers, trainer=member.name)
 
     def next_late_item(self, *, excluding: str) -> tuple[WorkItem, float] | None:
         """Returns the item that a trainer may copy next, and the clock time from which it is late."""
@@ -440,23 +462,26 @@ class Run:
         self.members.stop_waiting_for_work(name)
 
     def lease_own_items(self, name: str) -> bool:
-        """Leases the vacant items of a trainer's own ranks to it. Returns False if they are not fenced yet."""
-        step = self._require_step()
-        own = [
-            item
-            for item in step.items.values()
-            if item.state is WorkState.VACANT and self.rank_assignments[item.global_rank] == name
-        ]
-        if not all(item.fenced for item in own):
+        """Leases the vacant items of a trainer's own ranks to its replica, if the replica is complete.
+
+        Returns:
+            False if the items are not fenced yet.
+        """
+        step, teams, live = self._require_step(), self.teams, self.members.live
+        vacant = ((item, teams[item.dp_rank]) for item in step.items.values() if item.state is WorkState.VACANT)
+        own = [(item, team) for item, team in vacant if name in team and live.keys() >= set(team)]
+        if not all(item.fenced for item, _ in own):
             return False
-        for item in own:
-            self._lease(item, name)
+        for item, team in own:
+            self._lease(item, team)
         return True
 
     def work_of(self, name: str) -> coordinator_pb2.StepWork:
         """Returns the items that a trainer has to compute now."""
         step = self._require_step()
-        items = [item.to_proto() for item in step.leased_to(name)]
+        played = ((item, item.member_of(name)) for item in step.leased_to(name))
+        replica_epoch = self.replica_epoch_of(name)
+        items = [item.to_proto(member.global_rank, replica_epoch) for item, member in played if member is not None]
         if (copied := step.copied_by(name)) is not None:
             items.append(copied.copy_to_proto())
         return coordinator_pb2.StepWork(step=step.number, items=items)
@@ -488,7 +513,7 @@ class Run:
         self.step.restart(self.clock())
         present = {member.name for member in self.members if member.state is not MemberState.GONE}
         for item in self.step.items.values():
-            if item.trainer not in present:
+            if not present >= set(item.trainers):
                 item.epoch = self.next_epoch()
         self.touch()
         self.changed.notify()

@@ -1,18 +1,19 @@
 """The step in flight: the state of its work items, its step proposals and what was prepared.
 
-A work item is vacant, leased or finished. A vacant item is leased only after every server has fenced its former
-trainer. All changes of a step and its items are methods of ``Step``. They run on the event loop, without locks.
+A work item is vacant, leased or finished. It is leased to the trainers of one replica, and finished when all of them
+have reported. A vacant item is leased only after every server has fenced its former trainers. All changes of a step and
+its items are methods of ``Step``. They run on the event loop, without locks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from shardwell_server.coordinator.runs.gradient_norms import PreparedGradients
 from shardwell_server.coordinator.runs.partition_assignments import PartitionAssignments
 from shardwell_server.coordinator.runs.proposals import Proposals, StepProposal
-from shardwell_server.coordinator.runs.work_items import WorkCopy, WorkItem, WorkState, sum_of_attempts
+from shardwell_server.coordinator.runs.work_items import FinishedWork, WorkCopy, WorkItem, WorkState, sum_of_attempts
 from shardwell_wire.errors import (
     InvalidRequestError,
     ShardwellError,
@@ -29,7 +30,7 @@ class Step:
 
     Args:
         number: Number of the step, which is also the version of every unit that it reads.
-        items: All work items, by global rank.
+        items: All work items, by dp rank.
         started_s: Clock time at which the step started.
     """
 
@@ -51,9 +52,15 @@ class Step:
 
     def __post_init__(self) -> None:
         self._items_by_trainer: dict[str, dict[int, WorkItem]] = {}
+        self._item_by_rank: dict[int, WorkItem] = {}
         for item in self.items.values():
-            self._items_by_trainer.setdefault(item.trainer, {})[item.global_rank] = item
+            self._item_by_rank.update(dict.fromkeys(item.members, item))
+            self._note_trainers(item)
         self.partitions = PartitionAssignments(self.items)
+
+    def _note_trainers(self, item: WorkItem) -> None:
+        for trainer in item.trainers:
+            self._items_by_trainer.setdefault(trainer, {})[item.dp_rank] = item
 
     @property
     def all_finished(self) -> bool:
@@ -71,7 +78,7 @@ class Step:
 
     @property
     def unfenced(self) -> list[WorkItem]:
-        """Items whose former trainer may still push to a server."""
+        """Items whose former trainers may still push to a server."""
         return [item for item in self.items.values() if not item.fenced]
 
     @property
@@ -80,12 +87,13 @@ class Step:
         return [item for item in self.items.values() if item.state is WorkState.VACANT and item.fenced]
 
     def leased_to(self, trainer: str) -> list[WorkItem]:
-        """Returns the items that a trainer still has to compute."""
-        return [item for item in self.items_of(trainer) if item.state is WorkState.LEASED]
+        """Returns the items of which a trainer still has to compute its part."""
+        found = ((item, item.member_of(trainer)) for item in self.items_of(trainer) if item.state is WorkState.LEASED)
+        return [item for item, member in found if member is not None and not member.finished]
 
     def items_of(self, trainer: str) -> list[WorkItem]:
-        """Returns the items whose current or last trainer is this trainer."""
-        return [item for item in self._items_by_trainer.get(trainer, {}).values() if item.trainer == trainer]
+        """Returns the items of which this trainer is or was the last one to compute a part."""
+        return [item for item in self._items_by_trainer.get(trainer, {}).values() if item.member_of(trainer)]
 
     @property
     def copied(self) -> WorkItem | None:
@@ -98,127 +106,133 @@ class Step:
         return item if item is not None and item.copy is not None and item.copy.trainer == trainer else None
 
     def waiting_for(self) -> list[str]:
-        """Returns one line per unfinished item, for trainers that wait."""
-        lines = {
-            WorkState.LEASED: "trainer {!r} is computing it",
-            WorkState.VACANT: "vacant, because trainer {!r} is gone",
-        }
-        return [
-            f"rank {item.global_rank}: {lines[item.state].format(item.trainer)}"
-            + (f", and trainer {item.copy.trainer!r} a copy" if item.copy is not None else "")
-            for item in self.unfinished
-        ]
+        """Returns one line per unfinished rank or vacant item, for trainers that wait."""
+        lines = []
+        for item in self.unfinished:
+            if item.state is WorkState.VACANT:
+                gone = f"trainer {item.first_trainer!r}" if len(item.members) == 1 else "a trainer of its replica"
+                lines.append(f"{item}: vacant, because {gone} is gone")
+                continue
+            copy = f", and trainer {item.copy.trainer!r} a copy" if item.copy is not None else ""
+            lines += [f"rank {at.global_rank}: trainer {at.trainer!r} is computing it{copy}" for at in item.unfinished]
+        return lines
 
     def last_finished(self) -> coordinator_pb2.LastFinishedItem | None:
-        """Returns the item that was finished last. None: one trainer finished all, or the coordinator has restarted."""
+        """Returns the item that was finished last. None: one replica finished all, or the coordinator has restarted."""
         if not self.items or not self.all_finished:
             return None
         last = max(self.items.values(), key=lambda item: item.since_s)
-        others = [item.since_s for item in self.items.values() if item.trainer != last.trainer]
+        others = [item.since_s for item in self.items.values() if item.trainers != last.trainers]
         if not others or max(others) == last.since_s:
             return None
         return coordinator_pb2.LastFinishedItem(
-            global_rank=last.global_rank, trainer=last.trainer, late_s=last.since_s - max(others)
+            global_rank=last.first_rank, trainer=last.first_trainer, late_s=last.since_s - max(others)
         )
 
     # Work items
 
     def check_finished(
         self, trainer: str, reports: Sequence[coordinator_pb2.FinishedItem], unit_count: int
-    ) -> list[tuple[WorkItem, dict[int, int]]]:
-        """Returns the newly finished items among the reported ones, with their parts. Changes nothing.
+    ) -> list[FinishedWork]:
+        """Returns what is newly finished among the reported items, with its parts. Changes nothing.
 
-        Reports of former epochs and attempts are skipped: the item was restarted, or leased to another trainer. Reports
+        Reports of former epochs and attempts are skipped: the item was restarted, or leased to other trainers. Reports
         of copies that have lost are skipped, too.
 
         Raises:
             InvalidRequestError: A report is malformed.
-            StepStateError: An item was never leased to the trainer, or was finished with other parts.
+            StepStateError: A rank was never leased to the trainer, or was finished with other parts.
         """
-        newly_finished = []
         if len({report.global_rank for report in reports}) != len(reports):
             raise InvalidRequestError(f"a rank is reported twice: {[report.global_rank for report in reports]}")
-        for report in reports:
-            item, parts = self.item_of(report.global_rank), _parts(report, unit_count)
-            where = f"rank {item.global_rank} of step {self.number}"
-            key = trainer, report.epoch, report.attempt
-            if item.copy is not None and key == item.copy.key:
-                newly_finished.append((item, parts))
-                continue
-            if report.copy and key != item.key:
-                continue  # the copy has lost
-            if report.epoch < item.epoch or (report.epoch == item.epoch and report.attempt < item.attempt):
-                continue
-            if key != item.key:
-                raise StepStateError(
-                    f"trainer {trainer!r} reports {where} as finished under epoch {report.epoch}, attempt "
-                    f"{report.attempt}, but the item was leased to {item.trainer!r} under epoch {item.epoch}, "
-                    f"attempt {item.attempt}",
-                    global_rank=item.global_rank,
-                )
-            if item.state is WorkState.FINISHED and item.parts != parts:
-                raise StepStateError(f"{where} was finished before with parts {item.parts}, now with {parts}")
-            if item.state is not WorkState.FINISHED:
-                newly_finished.append((item, parts))
-        return newly_finished
+        checked = (self._check_report(trainer, report, _parts(report, unit_count)) for report in reports)
+        return [work for work in checked if work is not None]
+
+    def _check_report(
+        self, trainer: str, report: coordinator_pb2.FinishedItem, parts: dict[int, int]
+    ) -> FinishedWork | None:
+        rank = report.global_rank
+        item = self.item_of(rank)
+        member, where = item.members[rank], f"rank {rank} of step {self.number}"
+        key, current = (trainer, report.epoch, report.attempt), (member.trainer, item.epoch, item.attempt)
+        if item.copy is not None and key == item.copy.key:
+            return FinishedWork(item, member, parts)
+        if report.copy and key != current:
+            return None  # the copy has lost
+        if (report.epoch, report.attempt) < (item.epoch, item.attempt):
+            return None
+        if key != current:
+            raise StepStateError(
+                f"trainer {trainer!r} reports {where} as finished under epoch {report.epoch}, attempt "
+                f"{report.attempt}, but the item was leased to {member.trainer!r} under epoch {item.epoch}, "
+                f"attempt {item.attempt}",
+                global_rank=rank,
+            )
+        if member.finished and member.parts != parts:
+            raise StepStateError(f"{where} was finished before with parts {member.parts}, now with {parts}")
+        return None if member.finished else FinishedWork(item, member, parts)
 
     def finish(
         self,
-        items: Sequence[tuple[WorkItem, dict[int, int]]],
+        finished: Sequence[FinishedWork],
         now: float,
         written_buffers: Mapping[int, dict[tuple[int, int], int]] | None = None,
         *,
         trainer: str = "",
     ) -> bool:
-        """Marks items as finished. Returns True if they were the last unfinished items.
+        """Marks ranks, and items all of whose ranks are finished. Returns True if these were the last unfinished ones.
 
         The copy of an item wins if its trainer finished the item. Otherwise it has lost.
 
         Args:
-            items: Result of ``check_finished``.
+            finished: Result of ``check_finished``.
             now: Clock time.
             written_buffers: Checksums of buffers that the training script changed, by rank.
             trainer: Trainer that finished the items.
         """
-        for item, parts in items:
+        for work in finished:
+            item, member = work.item, work.member
             if item.copy is not None and item.copy.trainer == trainer:
                 self._adopt_copy(item)
             item.copy = None
-            item.state, item.parts, item.since_s = WorkState.FINISHED, parts, now
-            item.written_buffers = (written_buffers or {}).get(item.global_rank, {})
+            member.finish(work.parts, (written_buffers or {}).get(member.global_rank, {}))
+            if not item.unfinished:
+                item.state, item.since_s = WorkState.FINISHED, now
         if self.finished_s is not None or any(item.state is not WorkState.FINISHED for item in self.items.values()):
             return False
         self.finished_s = now
         return True
 
-    def restore_finished(self, parts: Mapping[int, dict[int, int]], present: Collection[str], now: float) -> None:
+    def restore_finished(self, parts: Mapping[int, dict[int, int]], present: Set[str], now: float) -> None:
         """Restores the finished items after a coordinator restart.
 
         Args:
-            parts: Parts by unit index of every rank.
+            parts: Parts by unit index of every global rank.
             present: Trainers that are not gone.
             now: Clock time.
         """
-        self.finish([(self.items[rank], found) for rank, found in parts.items()], now)
+        items = ((self.item_of(rank), rank, found) for rank, found in parts.items())
+        self.finish([FinishedWork(item, item.members[rank], found) for item, rank, found in items], now)
         for item in self.items.values():
-            item.trainer_lost = item.trainer not in present
+            item.trainer_lost = not present >= set(item.trainers)
         self.recorded = True
 
     def mark_recorded(self, generation: int) -> None:
         """Records that the finished items of a generation are durable."""
         self.recorded = generation == self.generation
 
-    def lease(self, item: WorkItem, trainer: str, epoch: int, now: float) -> None:
-        """Leases a vacant item to a trainer."""
-        item.trainer, item.epoch, item.state, item.since_s = trainer, epoch, WorkState.LEASED, now
-        self._items_by_trainer.setdefault(trainer, {})[item.global_rank] = item
+    def lease(self, item: WorkItem, trainers: Sequence[str], epoch: int, now: float) -> None:
+        """Leases a vacant item to the trainers of a replica, given in the order of the item's members."""
+        item.assign(trainers)
+        item.epoch, item.state, item.since_s = epoch, WorkState.LEASED, now
+        self._note_trainers(item)
 
     def revoke(self, item: WorkItem, epoch: int, now: float) -> None:
-        """Revokes an item from a trainer that is gone. The former trainer must then be fenced.
+        """Revokes an item from the trainers of a replica of which one is gone. They must then be fenced.
 
-        A finished item stays finished. An unfinished item becomes vacant and starts a new attempt: the next trainer may
-        compute it from other batches, so the servers must drop the parts that the former trainer pushed. All parts of
-        one attempt come from one trainer. If another trainer computes a copy, that trainer gets the item.
+        A finished item stays finished. An unfinished item becomes vacant and starts a new attempt: the next trainers
+        may compute it from other batches, so the servers must drop the parts that the former ones pushed. All parts of
+        one attempt come from one replica. If another trainer computes a copy, that trainer gets the item.
         """
         item.fenced = False
         if item.copy is not None:
@@ -228,14 +242,20 @@ class Step:
         if item.state is WorkState.LEASED:
             item.state, item.since_s, item.attempt = WorkState.VACANT, now, item.next_attempt()
             item.is_copy = False
+            for member in item.members.values():
+                member.restart()
         item.trainer_lost = item.state is WorkState.FINISHED
 
     def reset(self, item: WorkItem, request_id: str, now: float) -> None:
-        """Starts a new attempt of an item. Invalidates what was prepared, proposed or staged in the step."""
+        """Starts a new attempt of an item, for all its members.
+
+        Invalidates what was prepared, proposed or staged in the step.
+        """
         item.attempt = item.next_attempt()
         item.copy, item.is_copy = None, False
         item.state, item.since_s, item.reset_id = WorkState.LEASED, now, request_id
-        item.parts, item.written_buffers = {}, {}
+        for member in item.members.values():
+            member.restart()
         self.generation += 1
         self.finished_s, self.recorded = None, False
         self.prepared = self.failure = None
@@ -256,9 +276,10 @@ class Step:
         """Gives an item to the trainer of its copy."""
         copy = item.copy
         assert copy is not None
-        item.trainer, item.epoch, item.attempt, item.since_s = copy.trainer, copy.epoch, copy.attempt, copy.since_s
+        item.assign([copy.trainer])
+        item.epoch, item.attempt, item.since_s = copy.epoch, copy.attempt, copy.since_s
         item.copy, item.is_copy = None, True
-        self._items_by_trainer.setdefault(copy.trainer, {})[item.global_rank] = item
+        self._note_trainers(item)
 
     def restart(self, now: float) -> None:
         """Starts a new attempt of every item, because a shard server was lost with contributions.
@@ -280,19 +301,20 @@ class Step:
                 item.fenced = True
 
     def item_of(self, global_rank: int) -> WorkItem:
-        """Returns a rank's item. Raises InvalidRequestError if the run has no such rank."""
-        if global_rank not in self.items:
-            raise InvalidRequestError(f"rank {global_rank} does not exist: the run has {len(self.items)} ranks")
-        return self.items[global_rank]
+        """Returns the item that a rank belongs to. Raises InvalidRequestError if the run has no such rank."""
+        if global_rank not in self._item_by_rank:
+            raise InvalidRequestError(f"rank {global_rank} does not exist: the run has {len(self._item_by_rank)} ranks")
+        return self._item_by_rank[global_rank]
 
     def require_leased(self, trainer: str, global_rank: int, epoch: int) -> WorkItem:
-        """Returns the item that a trainer computes or has finished. Raises StaleEpochError if the trainer lost the
-        item."""
+        """Returns the item of a rank that a trainer computes or has finished. Raises StaleEpochError if the trainer
+        lost the item."""
         item = self.item_of(global_rank)
-        if epoch != item.epoch or item.trainer != trainer or item.state is WorkState.VACANT:
+        owner = item.members[global_rank].trainer
+        if epoch != item.epoch or owner != trainer or item.state is WorkState.VACANT:
             raise StaleEpochError(
                 f"trainer {trainer!r} no longer has rank {global_rank} of step {self.number} under epoch {epoch}: "
-                f"{item.trainer!r} has epoch {item.epoch}",
+                f"{owner!r} has epoch {item.epoch}",
                 global_rank=global_rank,
                 epoch=item.epoch,
             )
@@ -325,7 +347,8 @@ class Step:
     def require_finished(self, trainer: str) -> None:
         """Raises StepRestartedError if a trainer must still compute an item, such as one that was restarted."""
         if items := self.leased_to(trainer):
-            ranks = ", ".join(str(item.global_rank) for item in items)
+            played = (item.member_of(trainer) for item in items)
+            ranks = ", ".join(str(member.global_rank) for member in played if member is not None)
             raise StepRestartedError(
                 f"trainer {trainer!r} proposes step {self.number}, but has not finished the work of rank {ranks}: "
                 "finish it first",

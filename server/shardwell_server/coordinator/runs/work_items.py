@@ -1,8 +1,8 @@
-"""Work items of a step: one per logical rank."""
+"""Work items of a step: one per dp rank, computed by the trainers of one replica together."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -36,71 +36,154 @@ class WorkCopy:
 
 
 @dataclass(slots=True)
-class WorkItem:
-    """The part of a step that belongs to one logical rank."""
+class MemberWork:
+    """What one member of a replica computes of a work item: the part of one logical rank."""
 
     global_rank: int
-    dp_rank: int
     trainer: str
-    """Trainer that the item is leased to. If the item is vacant or finished: the trainer that had it last."""
+    """Trainer that computes it. If the item is vacant or finished: the trainer that had it last."""
+    finished: bool = False
+    """True if the trainer reported that every server has acknowledged its contributions."""
+    parts: dict[int, int] = field(default_factory=dict)
+    """Number of pushed parts by unit index. Empty until the trainer has finished."""
+    written_buffers: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Checksums, by unit and layout index, of buffers that the training script changed before the item started."""
+
+    def finish(self, parts: dict[int, int], written_buffers: dict[tuple[int, int], int]) -> None:
+        """Records what the trainer reported."""
+        self.finished, self.parts, self.written_buffers = True, parts, written_buffers
+
+    def restart(self) -> None:
+        """Drops what the trainer reported: the item is computed again."""
+        self.finished, self.parts, self.written_buffers = False, {}, {}
+
+
+@dataclass(slots=True)
+class WorkItem:
+    """The part of a step that belongs to one dp rank.
+
+    The item has one epoch and one attempt. They are leased, fenced and begun anew for all members together.
+    """
+
+    dp_rank: int
+    members: dict[int, MemberWork]
+    """The members by global rank, ordered by tp rank and pp rank. There is one for each (tp, pp) coordinate."""
     epoch: int
     attempt: int = 0
     state: WorkState = WorkState.LEASED
     since_s: float = 0.0
     """Clock time of the last change of state."""
     trainer_lost: bool = False
-    """True if the trainer was lost after it finished the item."""
+    """True if a trainer was lost after the item was finished."""
     fenced: bool = True
-    """True if every server rejects pushes under older epochs and attempts of this rank."""
-    parts: dict[int, int] = field(default_factory=dict)
-    """Number of pushed parts by unit index. Empty until the item is finished."""
-    written_buffers: dict[tuple[int, int], int] = field(default_factory=dict)
-    """Checksums, by unit and layout index, of buffers that the training script changed before the item started."""
+    """True if every server rejects pushes under older epochs and attempts of this dp rank."""
     reset_id: str = ""
     """Id of the request that started the current attempt."""
     last_attempt: int = 0
     """Highest attempt of the item and its copies. No number is given twice."""
     copy: WorkCopy | None = None
-    """The copy that another trainer computes. None: there is none."""
+    """The copy that another trainer computes. None: there is none. Only items with one member are copied."""
     is_copy: bool = False
-    """True if ``trainer`` computed a copy, which has won or has become the only one."""
+    """True if the trainer computed a copy, which has won or has become the only one."""
 
-    def to_proto(self) -> coordinator_pb2.WorkItem:
+    @property
+    def trainers(self) -> tuple[str, ...]:
+        """The trainers of the members, in their order."""
+        return tuple(member.trainer for member in self.members.values())
+
+    @property
+    def first_rank(self) -> int:
+        """Global rank of the member with tp rank 0 and pp rank 0."""
+        return next(iter(self.members))
+
+    @property
+    def first_trainer(self) -> str:
+        """The trainer of the member with tp rank 0 and pp rank 0."""
+        return self.members[self.first_rank].trainer
+
+    def member_of(self, trainer: str) -> MemberWork | None:
+        """Returns the member that a trainer plays. No trainer plays two members of one item."""
+        return next((member for member in self.members.values() if member.trainer == trainer), None)
+
+    @property
+    def parts(self) -> dict[int, int]:
+        """Number of pushed parts by unit index, of all members. A unit that several members push counts once."""
+        found: dict[int, int] = {}
+        for member in self.members.values():
+            for unit, count in member.parts.items():
+                found[unit] = max(count, found.get(unit, 0))
+        return found
+
+    @property
+    def unfinished(self) -> list[MemberWork]:
+        """The members that have not finished."""
+        return [member for member in self.members.values() if not member.finished]
+
+    def assign(self, trainers: Sequence[str]) -> None:
+        """Replaces the trainers, given in the order of the members. Drops what former trainers reported."""
+        for member, trainer in zip(self.members.values(), trainers, strict=True):
+            member.trainer = trainer
+            member.restart()
+
+    def to_proto(self, global_rank: int | None = None, replica_epoch: int = 0) -> coordinator_pb2.WorkItem:
+        """Returns the item for the trainer of one member. None: the first member."""
         return coordinator_pb2.WorkItem(
-            global_rank=self.global_rank,
+            global_rank=self.first_rank if global_rank is None else global_rank,
             dp_rank=self.dp_rank,
             epoch=self.epoch,
             attempt=self.attempt,
             copy=self.is_copy,
+            replica_epoch=replica_epoch,
         )
 
     def copy_to_proto(self) -> coordinator_pb2.WorkItem:
         """Returns the copy, for the trainer that computes it."""
         assert self.copy is not None
         return coordinator_pb2.WorkItem(
-            global_rank=self.global_rank,
+            global_rank=self.first_rank,
             dp_rank=self.dp_rank,
             epoch=self.copy.epoch,
             attempt=self.copy.attempt,
             copy=True,
         )
 
-    @property
-    def key(self) -> tuple[str, int, int]:
-        """Trainer, epoch and attempt, which identify the computation of the item."""
-        return self.trainer, self.epoch, self.attempt
-
     def next_attempt(self) -> int:
         """Returns a new attempt number."""
         self.last_attempt = max(self.last_attempt, self.attempt) + 1
         return self.last_attempt
 
-    def to_finished_proto(self) -> coordinator_pb2.FinishedItem:
-        """Returns the item as its trainer reported it finished."""
-        units = [common_pb2.UnitParts(unit_index=unit, part_count=count) for unit, count in sorted(self.parts.items())]
+    def to_finished_proto(self, global_rank: int) -> coordinator_pb2.FinishedItem:
+        """Returns the item as the trainer of one member reported it finished."""
+        parts = self.members[global_rank].parts
+        units = [common_pb2.UnitParts(unit_index=unit, part_count=count) for unit, count in sorted(parts.items())]
         return coordinator_pb2.FinishedItem(
-            global_rank=self.global_rank, epoch=self.epoch, attempt=self.attempt, units=units
+            global_rank=global_rank, epoch=self.epoch, attempt=self.attempt, units=units
         )
+
+    def __str__(self) -> str:
+        if len(self.members) == 1:
+            return f"rank {self.first_rank}"
+        return f"dp rank {self.dp_rank} (ranks {', '.join(map(str, self.members))})"
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedWork:
+    """A report that one member has finished a work item."""
+
+    item: WorkItem
+    member: MemberWork
+    parts: dict[int, int]
+    """Number of pushed parts by unit index."""
+
+
+def new_members(global_ranks: Iterable[int], trainers: Iterable[str]) -> dict[int, MemberWork]:
+    """Returns the members of an item.
+
+    Args:
+        global_ranks: Their global ranks, ordered by tp rank and pp rank.
+        trainers: Their trainers, in the same order.
+    """
+    return {rank: MemberWork(rank, trainer) for rank, trainer in zip(global_ranks, trainers, strict=True)}
 
 
 def sum_of_attempts(items: Mapping[int, WorkItem]) -> int:

@@ -76,18 +76,27 @@ class MemberRecord(Row):
 
 @dataclass(frozen=True, slots=True)
 class RankRecord(Row):
-    """A stored logical rank: its owner and the lease of its work item."""
+    """A stored logical rank: its owner, and the lease of its dp rank's work item."""
 
     global_rank: int
     owner: str
     trainer: str
-    """Trainer that the work item is or was leased to."""
+    """Trainer that computes or computed the rank's part of the work item."""
     epoch: int
     step: int
     """Step that ``attempt`` belongs to."""
     attempt: int
     last_attempt: int = 0
     """Highest attempt of the work item and its copies."""
+    vacant: bool = False
+    """True if the work item is vacant, although its former trainers may be present."""
+    replica_epoch: int = 0
+    """Epoch of the replica that owns the dp rank."""
+
+    @classmethod
+    def from_row(cls, row: Sequence[Any]) -> Self:
+        record = cls(*row)
+        return replace(record, vacant=bool(record.vacant))
 
 
 @dataclass(frozen=True, slots=True)

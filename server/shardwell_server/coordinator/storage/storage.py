@@ -33,7 +33,7 @@ from shardwell_server.coordinator.storage.records import (
 )
 from shardwell_wire.errors import UnavailableError
 
-SCHEMA_VERSION = 10
+SCHEMA_VERSION = 11
 
 FILE_NAME = "coordinator.sqlite"
 
@@ -55,7 +55,8 @@ CREATE TABLE members (
 ) WITHOUT ROWID;
 CREATE TABLE ranks (
     run TEXT NOT NULL, global_rank INTEGER NOT NULL, owner TEXT NOT NULL, trainer TEXT NOT NULL, epoch INTEGER NOT NULL,
-    step INTEGER NOT NULL, attempt INTEGER NOT NULL, last_attempt INTEGER NOT NULL, PRIMARY KEY (run, global_rank)
+    step INTEGER NOT NULL, attempt INTEGER NOT NULL, last_attempt INTEGER NOT NULL, vacant INTEGER NOT NULL,
+    replica_epoch INTEGER NOT NULL, PRIMARY KEY (run, global_rank)
 ) WITHOUT ROWID;
 CREATE TABLE addresses (
     run TEXT NOT NULL, name TEXT NOT NULL, address TEXT NOT NULL, PRIMARY KEY (run, name)

@@ -1,0 +1,146 @@
+"""The owners of a run's logical ranks, and the epochs of its replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from shardwell_server.coordinator.runs.members import Member
+from shardwell_server.coordinator.runs.rank_assignment import (
+    Applicant,
+    RankAssignments,
+    assign_ranks,
+    claim_ranks,
+    requested_place,
+)
+from shardwell_server.coordinator.runs.replica_assignment import claim_place, form_team
+from shardwell_server.coordinator.runs.replicas import Team, teams_of
+from shardwell_server.coordinator.settings import RunSettings
+from shardwell_wire.errors import DuplicateError
+
+
+class RankOwners:
+    """Which trainer owns each logical rank, live or gone. Empty until the run starts.
+
+    Note: [Replica epochs]
+        The trainers of a replica set up things together, such as a process group. These are void when a trainer is
+        lost, and when another one takes its place. The replica gets a new epoch each time. All dp ranks that one team
+        owns have the same replica epoch. With ``tp = pp = 1`` there is nothing to set up, and all epochs are 0.
+
+    Args:
+        next_epoch: Returns a new epoch of the run, higher than all former ones.
+    """
+
+    def __init__(self, next_epoch: Callable[[], int]) -> None:
+        self._next_epoch = next_epoch
+        self.by_rank: RankAssignments = {}
+        """Owner of each global rank."""
+        self.replica_epochs: dict[int, int] = {}
+        """Epoch of the replica that owns each dp rank."""
+
+    def ranks_of(self, name: str) -> list[int]:
+        """Returns the logical ranks that a trainer owns."""
+        return sorted(rank for rank, owner in self.by_rank.items() if owner == name)
+
+    def replica_epoch_of(self, name: str, settings: RunSettings) -> int:
+        """Returns the epoch of a trainer's replica. 0: the trainer owns no rank, or replicas have one trainer."""
+        if settings.world.replica_size == 1:
+            return 0
+        return next((self.replica_epochs[at] for at, team in enumerate(self.teams(settings)) if name in team), 0)
+
+    def teams(self, settings: RunSettings) -> list[Team]:
+        """Returns the team that owns each dp rank. See Note: [Replicas] in ``replicas.py``."""
+        return teams_of(settings.world, self.by_rank)
+
+    def check_request(self, run: str, settings: RunSettings, applicant: Applicant, requested: Collection[int]) -> None:
+        """Checks the requested rank of a trainer that joins before the run starts.
+
+        Args:
+            run: Name of the run.
+            settings: Settings of the run.
+            applicant: The trainer that joins.
+            requested: Ranks that other trainers requested.
+
+        Raises:
+            DuplicateError: Another trainer requested the rank, or a rank that the same trainer would play.
+        """
+        if applicant.requested_rank is None:
+            return
+        world, count = settings.world, settings.min_trainers
+        taken = {requested_place(world, count, rank) for rank in requested}
+        if requested_place(world, count, applicant.requested_rank) in taken:
+            raise DuplicateError(
+                f"another trainer of run {run!r} already requested rank {applicant.requested_rank}: "
+                "request a different rank for every trainer, or none",
+                global_rank=applicant.requested_rank,
+            )
+
+    def start(self, settings: RunSettings, live: Collection[Member]) -> None:
+        """Assigns all ranks, because the run starts."""
+        self.by_rank = assign_ranks(settings.world, map(_applicant, live))
+        self.renew_replicas(settings, {member.name for member in live})
+
+    def restore(self, by_rank: RankAssignments, replica_epochs: Mapping[int, int]) -> None:
+        """Restores everything after a coordinator restart."""
+        self.by_rank, self.replica_epochs = by_rank, dict(replica_epochs)
+
+    def claim(
+        self, settings: RunSettings, live: Mapping[str, Member], applicant: Applicant, requested: Collection[int]
+    ) -> None:
+        """Assigns ranks to a trainer that joins a run that has started.
+
+        Args:
+            settings: Settings of the run.
+            live: Live trainers by name.
+            applicant: The trainer that joins.
+            requested: Ranks that live trainers requested.
+
+        Raises:
+            DuplicateError: A live trainer plays the requested rank.
+        """
+        if settings.world.replica_size == 1:
+            claimed = claim_ranks(self.by_rank, live, applicant, requested=requested, expected=settings.min_trainers)
+        else:
+            hosts = {name: member.host for name, member in live.items()}
+            claimed = claim_place(settings.world, self.by_rank, hosts, applicant)
+        self.by_rank.update(claimed)
+
+    def place_spares(self, settings: RunSettings, live: Mapping[str, Member]) -> set[str]:
+        """Gives spares the places of gone trainers. Spares that are left form teams, if others own several dp ranks.
+
+        Returns:
+            Names of the trainers that now own ranks. Always empty if replicas have one trainer: spares stay spares.
+        """
+        if settings.world.replica_size == 1:
+            return set()
+        spares = self._spares(live)
+        for spare in spares:
+            self.claim(settings, live, spare, ())
+        while formed := form_team(settings.world, self.by_rank, self._spares(live)):
+            self.by_rank.update(formed)
+        placed = {spare.name for spare in spares} - {spare.name for spare in self._spares(live)}
+        self.renew_replicas(settings, placed)
+        return placed
+
+    def _spares(self, live: Mapping[str, Member]) -> Sequence[Applicant]:
+        owners = set(self.by_rank.values())
+        return [Applicant(member.name, member.host) for name, member in live.items() if name not in owners]
+
+    def renew_replicas(self, settings: RunSettings, trainers: Collection[str]) -> set[str]:
+        """Gives new epochs to the replicas of trainers that came or went. See Note: [Replica epochs].
+
+        Returns:
+            All trainers of these replicas.
+        """
+        if settings.world.replica_size == 1:
+            return set()
+        epochs: dict[Team, int] = {}
+        for dp_rank, team in enumerate(self.teams(settings)):
+            if not set(team).isdisjoint(trainers):
+                if team not in epochs:
+                    epochs[team] = self._next_epoch()
+                self.replica_epochs[dp_rank] = epochs[team]
+        return {name for team in epochs for name in team}
+
+
+def _applicant(member: Member) -> Applicant:
+    return Applicant(member.name, member.host, member.requested_rank)

@@ -1,0 +1,132 @@
+"""Key-value stores of replicas: their semantics, limits, and their end with the replica's epoch."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwell_server.coordinator.runs import replica_stores
+from shardwell_server.coordinator.runs.replica_stores import ReplicaStore, ReplicaStores
+from shardwell_wire.errors import CapacityError, InvalidRequestError, StaleEpochError
+from shardwell_wire.topology import World
+from tests.support.coordinator import Harness, Trainer, harness, run_async
+
+
+async def store_call(trainer: Trainer, rpc_name: str, request_id: str = "", **fields: Any) -> Any:
+    fields = {"replica_epoch": trainer.joined.replica_epoch} | fields
+    return await trainer.rpcs.call(
+        f"Store{rpc_name}", context=trainer.context(0, request_id=request_id), trainer=trainer.name, **fields
+    )
+
+
+async def replicas(cluster: Harness) -> list[Trainer]:
+    return await cluster.team("a", "b", "c", "d", world=World(dp=2, pp=2))
+
+
+def test_members_of_a_replica_share_a_store_and_other_replicas_have_their_own(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b, c, _ = await replicas(cluster)
+            waiting = asyncio.create_task(store_call(b, "Get", keys=["x", "y"], wait_s=5))
+            await store_call(a, "Set", key="x", value=b"1")
+            await store_call(c, "Set", key="y", value=b"other")
+            await asyncio.sleep(0.01)
+            assert not waiting.done(), "the replica of c has another store"
+            await store_call(a, "Set", key="y", value=b"")
+            assert list((await waiting).values) == [b"1", b""]
+            answer = await store_call(b, "Get", keys=["x", "z"])
+            assert (answer.found, list(answer.values), list(answer.missing)) == (False, [], ["z"])
+            checked = await store_call(b, "Check", keys=["x", "z"])
+            assert (list(checked.missing), checked.key_count) == (["z"], 2)
+
+    run_async(scenario())
+
+
+def test_counter_is_added_to_once_per_request(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b, *_ = await replicas(cluster)
+            assert (await store_call(a, "Add", "first", key="n", amount=2)).value == 2
+            assert (await store_call(a, "Add", "first", key="n", amount=2)).value == 2
+            assert (await store_call(b, "Add", "second", key="n", amount=-5)).value == -3
+            assert list((await store_call(a, "Get", keys=["n"])).values) == [b"-3"]
+            await store_call(a, "Set", key="text", value=b"word")
+            with pytest.raises(InvalidRequestError, match="its value is not a number"):
+                await store_call(a, "Add", key="text", amount=1)
+            assert (await store_call(a, "Delete", "gone", key="n")).deleted
+            assert (await store_call(a, "Delete", "gone", key="n")).deleted, "a repeated request gets the same answer"
+            assert not (await store_call(a, "Delete", key="n")).deleted
+
+    run_async(scenario())
+
+
+def test_value_is_set_if_it_has_the_expected_value(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, *_ = await replicas(cluster)
+            assert (await store_call(a, "Set", key="k", value=b"v", expected=b"other")).value == b"other"
+            assert (await store_call(a, "Set", key="k", value=b"v", expected=b"")).value == b"v"
+            assert (await store_call(a, "Set", key="k", value=b"w", expected=b"")).value == b"v"
+            assert (await store_call(a, "Set", key="k", value=b"w", expected=b"v")).value == b"w"
+
+    run_async(scenario())
+
+
+def test_store_ends_with_the_replicas_epoch_also_for_requests_that_wait(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b, c, _ = await replicas(cluster)
+            await store_call(a, "Set", key="x", value=b"1")
+            await store_call(c, "Set", key="x", value=b"1")
+            waiting = asyncio.create_task(store_call(a, "Get", keys=["never"], wait_s=5))
+            await asyncio.sleep(0.01)
+            await b.leave()
+            with pytest.raises(StaleEpochError, match="a trainer of it was lost or replaced"):
+                await waiting
+            with pytest.raises(StaleEpochError):
+                await store_call(a, "Set", key="x", value=b"1")
+            now = cluster.state.runs["r"].replica_epoch_of("a")
+            assert not (await store_call(a, "Get", keys=["x"], replica_epoch=now)).found, "the next store is empty"
+            assert (await store_call(c, "Get", keys=["x"])).found, "another replica's store goes on"
+
+    run_async(scenario())
+
+
+def test_world_without_replicas_of_several_trainers_has_no_store(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, _ = await cluster.team("a", "b")
+            with pytest.raises(InvalidRequestError, match="has no replica store"):
+                await store_call(a, "Set", key="x", value=b"1")
+
+    run_async(scenario())
+
+
+def test_full_store_rejects_values_and_has_room_after_a_delete(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_stores, "MAX_STORE_BYTES", 10)
+    monkeypatch.setattr(replica_stores, "MAX_KEYS", 2)
+    store = ReplicaStore()
+    store.set("a", b"12345678")
+    with pytest.raises(CapacityError):
+        store.set("b", b"1")
+    store.set("a", b"1")
+    store.set("b", b"1234567")
+    with pytest.raises(CapacityError):
+        store.set("a", b"12")
+    store.delete("b", "")
+    store.set("b", b"")
+    with pytest.raises(CapacityError, match="2 keys"):
+        store.set("c", b"")
+    with pytest.raises(InvalidRequestError, match="expected at most"):
+        store.set("k" * 2000, b"")
+    assert store.get(["a", "b"]) == [b"1", b""]
+
+
+def test_only_current_stores_are_kept() -> None:
+    stores = ReplicaStores()
+    stores.open(3).set("x", b"1")
+    stores.keep([4])
+    assert stores.open(3).get(["x"]) is None
