@@ -75,8 +75,8 @@ async def next_work(trainers: Sequence[Trainer], step: int) -> list[list[int]]:
 async def commit(cluster: Harness, trainers: Sequence[Trainer], step: int) -> None:
     finished = await asyncio.gather(*(trainer.finish(step, wait_s=5) for trainer in trainers))
     assert all(answer.all_finished for answer in finished), finished
-    for trainer in trainers:
-        assert (await trainer.commit(step, wait_s=5)).committed
+    committed = await asyncio.gather(*(trainer.commit(step, wait_s=5) for trainer in trainers))
+    assert all(answer.committed for answer in committed), committed
     await cluster.settle()
 
 
@@ -131,9 +131,8 @@ def test_unit_that_several_members_push_is_in_the_manifest_once(tmp_path: Path) 
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             trainers = await grid(cluster)
-            for trainer in trainers:
-                await trainer.finish(0, parts={0: 1})
-            assert (await trainers[0].commit(0, wait_s=5)).committed
+            await asyncio.gather(*(trainer.finish(0, parts={0: 1}) for trainer in trainers))
+            await commit(cluster, trainers, 0)
             (manifest,) = cluster.shards["s0"].manifests
             assert [[(unit.unit_index, unit.part_count) for unit in rank.units] for rank in manifest.ranks] == [
                 [(0, 1)],
@@ -440,7 +439,9 @@ def test_restarted_coordinator_commits_a_finished_step(tmp_path: Path) -> None:
                 await trainer.finish(0, parts={place: 1 + place})
             assert (await trainers[0].finish(0, parts={0: 1}, wait_s=5)).all_finished
             await cluster.restart()
-            assert (await trainers[0].commit(0, wait_s=5)).committed
+            assert all(
+                answer.committed for answer in await asyncio.gather(*(each.commit(0, wait_s=5) for each in trainers))
+            )
             units = cluster.shards["s0"].manifests[-1].ranks[0].units
             assert [(unit.unit_index, unit.part_count) for unit in units] == [(0, 1), (1, 2)]
 
