@@ -54,8 +54,12 @@ def test_grpcurl_describes_the_services(coordinator: grpcurl.Grpcurl, shard: grp
     [
         ("ListRuns", {}, {"runs"}),
         ("DescribeRun", {"run": RUN}, {"summary", "trainers", "work", "grad_norm", "optimizer", "checkpoints"}),
-        ("DescribeWorld", {"run": RUN}, {"world", "world_size", "rank_assignments"}),
-        ("DescribeWorld", {"world": {"dp": 2, "tp": 2, "pp": 2}}, {"world", "world_size", "rank_assignments"}),
+        ("DescribeWorld", {"run": RUN}, {"world", "world_size", "rank_assignments", "replicas"}),
+        (
+            "DescribeWorld",
+            {"world": {"dp": 2, "tp": 2, "pp": 2}},
+            {"world", "world_size", "rank_assignments", "replicas"},
+        ),
         ("ListUnits", {"run": RUN}, {"units", "version", "placement"}),
         ("ListServers", {}, {"servers"}),
         ("ExplainStall", {"run": RUN}, {"step", "phase", "phase_s", "waiting_for"}),
