@@ -163,7 +163,9 @@ class ChaosRun:
             if (found := self._timeline.read()) > committed:
                 moved_s, committed = now, found
             elif now - moved_s > limit_s:
-                raise Stalled(f"no step was committed for {limit_s:.0f} s after step {committed}")
+                raise Stalled(
+                    f"no step was committed for {limit_s:.0f} s after step {committed}: {self._cluster.waits_for()}"
+                )
             time.sleep(max(0.0, min(0.02, self._faults.next_end_s - now)))
 
     def _finish(self) -> bool:

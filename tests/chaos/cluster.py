@@ -16,6 +16,9 @@ import psutil
 
 from shardwell.processes import local_cluster
 from shardwell.processes.local_cluster import LocalCluster, ServerProcess
+from shardwell.session.coordinator_client import CoordinatorClient
+from shardwell_wire.errors import ShardwellError
+from shardwell_wire.v1 import coordinator_pb2
 from tests.support.long_trainer import Plan
 from tests.support.processes import TrainerProcess
 
@@ -178,6 +181,17 @@ class ChaosCluster:
         """Starts the coordinator if it has ended. ``LocalCluster`` starts shard servers again by itself."""
         if self.servers.coordinator.exit_code is not None:
             self.servers.restart_coordinator()
+
+    def waits_for(self) -> str:
+        """Returns what the run waits for, or why the coordinator does not say it."""
+        client = CoordinatorClient(self.servers.address)
+        try:
+            response = client.call("ExplainStall", coordinator_pb2.ExplainStallRequest(run=RUN), timeout_s=10.0)
+            return f"{response.phase}: {'; '.join(response.waiting_for)}"
+        except ShardwellError as error:
+            return f"the coordinator does not answer: {error}"
+        finally:
+            client.close()
 
     def pids(self) -> list[int]:
         """Returns the process ids of everything that runs."""

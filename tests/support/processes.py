@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import torch
 
+from shardwell_wire import fault_points
 from tests.support.cluster import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,5 +115,6 @@ def _run_module(command: list[str], environment: Mapping[str, str], output: Path
     os.chdir(ROOT)
     os.environ.clear()
     os.environ.update(environment)
+    fault_points.arm_from_environment()
     sys.argv = command
     importlib.import_module(command[0]).main()

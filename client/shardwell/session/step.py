@@ -134,14 +134,15 @@ class Step:
         torch.manual_seed(derive_seed(self._seed, step, dp_rank))
         try:
             yield self._make(make_batch, dp_rank, num_samples)
-        finally:
+            if work.state.number != step:
+                raise UsageError(
+                    f"optimizer.step() was called inside the loop over step.batches of step {self.number}: "
+                    "call it after the loop"
+                )
+            work.items.end_item()
+        except BaseException:
             work.items.stop_item()
-        if work.state.number != step:
-            raise UsageError(
-                f"optimizer.step() was called inside the loop over step.batches of step {self.number}: "
-                "call it after the loop"
-            )
-        work.items.end_item()
+            raise
 
     def _make(self, make_batch: BatchFunction, dp_rank: int, num_samples: int) -> Any:
         """Returns a batch. Measures how long it takes to make."""

@@ -86,7 +86,7 @@ class WorkItems:
         return True
 
     def stop_item(self) -> None:
-        """Called when ``step.batches`` gets back the control, also if the loop ends early or raises."""
+        """Called when the loop over ``step.batches`` ends early or raises: this trainer computes no item."""
         self._membership.end_item()
 
     def end_item(self) -> None:
@@ -152,6 +152,7 @@ class WorkItems:
                 return todo  # this trainer has joined again, or it has restarted items itself
             try:
                 self._store.pushes.drain()
+                self._membership.end_item()  # not before: an item is late too if its pushes take long
                 # The pushes of an abandoned item were dropped. A plain loop reports it to learn the next attempt.
                 reported = [
                     item.to_proto()

@@ -23,6 +23,7 @@ from shardwell_wire.low_water_mark import LowWaterMark
 from shardwell_wire.retry import retry
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.socket_frames import Kind
+from shardwell_wire.tcp_options import set_options
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
 Result = TypeVar("Result")
@@ -236,7 +237,7 @@ class SocketConnection:
         """Whether no request is in flight: the next bytes in either direction start a frame of a new request."""
         with self._request("connect", timeout_s):
             self._socket = endpoint.connect(port, timeout_s)
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            set_options(self._socket)
             # Blocking, so that one call sends a whole frame. `_limit_send` sets the timeout of a call.
             self._socket.settimeout(None)
             self._readable = select.poll()

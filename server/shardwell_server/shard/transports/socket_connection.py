@@ -17,6 +17,7 @@ from shardwell_wire.chunk_streams import Buffer
 from shardwell_wire.errors import DeadlineError, ShardwellError, to_status_details
 from shardwell_wire.low_water_mark import LowWaterMark
 from shardwell_wire.socket_frames import Kind, StreamReceiver
+from shardwell_wire.tcp_options import set_options
 
 _SCRATCH_BYTES = 256 << 10
 
@@ -142,7 +143,7 @@ class Connection:
 
     def __init__(self, peer: socket.socket) -> None:
         peer.setblocking(False)
-        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        set_options(peer)
         # The loop watches the descriptor's number: for a socket object, asyncio would format its repr at every call.
         self._socket, self._number, self._loop = peer, peer.fileno(), asyncio.get_running_loop()
         self._mark = LowWaterMark(peer)
