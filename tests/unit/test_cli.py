@@ -217,6 +217,20 @@ def test_units_table_names_units_without_initial_values() -> None:
     assert "s7 (in sync)" in output
 
 
+def test_tables_name_the_parts_of_tensor_parallel_ranks() -> None:
+    shard = common_pb2.ShardRange(server_id="s0", stop_bytes=64)
+    whole = coordinator_pb2.UnitSummary(unit="blocks.9", pp_rank=3, shards=[shard])
+    part = coordinator_pb2.UnitSummary(unit="blocks.9@tp5", pp_rank=3, tp_rank=5, shards=[shard])
+    rows = [
+        line.split() for line in text(tables.units(coordinator_pb2.ListUnitsResponse(units=[whole, part]))).splitlines()
+    ]
+    assert ["blocks.9", "3", "all"] in [row[1:4] for row in rows]
+    assert ["blocks.9@tp5", "3", "5"] in [row[1:4] for row in rows]
+    assert "STAGE" not in text(tables.units(coordinator_pb2.ListUnitsResponse(units=[coordinator_pb2.UnitSummary()])))
+    piece = ParameterPiece("s0", shard_pb2.PeekResponse(stop_element=2, offsets=[4, 0]))
+    assert "[0, 2) of the part at (4, 0)" in text(tables.peek("w", [piece]))
+
+
 def test_lists_of_numbers_take_one_line_of_json() -> None:
     rank_assignment = coordinator_pb2.RankAssignment(groups=[coordinator_pb2.RankGroup(axis=1, global_ranks=range(64))])
     stall = coordinator_pb2.ExplainStallResponse(waiting_for=["rank [1]", "rank 2"])

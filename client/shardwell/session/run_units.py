@@ -20,7 +20,7 @@ from shardwell_wire import wire_dtypes
 from shardwell_wire.errors import CapacityError, DeadlineError, ShardwellError, UnavailableError, UnitMismatchError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.retry import backoff
-from shardwell_wire.v1 import coordinator_pb2, shard_pb2
+from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -99,16 +99,19 @@ class UnitDeclarations:
             UnitMismatchError: The run has other units, too: it was created with another model.
             UnavailableError: The coordinator does not answer.
         """
-        world = self._membership.world
-        if world.tp * world.pp > 1:
-            return  # other ranks have other units
-        missing = [unit.unit for unit in self._membership.list_units().units if unit.unit_index not in declared]
+        units = self._membership.list_units().units
+        missing = [unit.unit for unit in units if unit.unit_index not in declared and self._is_own(unit)]
         if missing:
             raise UnitMismatchError(
                 f"run {self._membership.run!r} has {len(missing)} units that this trainer's model lacks, such as "
                 f"{missing[0]!r}: every trainer must build the same model, also when it resumes from a checkpoint",
                 unit=missing[0],
             )
+
+    def _is_own(self, unit: coordinator_pb2.UnitSummary) -> bool:
+        """True if trainers of this trainer's tp rank and pp rank hold a unit."""
+        at = next((each.coordinates for each in self._membership.rank_assignments), common_pb2.Coordinates())
+        return unit.pp_rank == at.pp_rank and (not unit.HasField("tp_rank") or unit.tp_rank == at.tp_rank)
 
     def _declare(self, layout: UnitLayout, step: int) -> coordinator_pb2.DeclareUnitResponse:
         request = coordinator_pb2.DeclareUnitRequest(

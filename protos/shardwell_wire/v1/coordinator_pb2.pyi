@@ -2804,6 +2804,8 @@ class UnitSummary(google.protobuf.message.Message):
     SHARDS_FIELD_NUMBER: builtins.int
     PUBLISHED_FIELD_NUMBER: builtins.int
     BACKUPS_FIELD_NUMBER: builtins.int
+    PP_RANK_FIELD_NUMBER: builtins.int
+    TP_RANK_FIELD_NUMBER: builtins.int
     unit_index: builtins.int
     """Index of the unit in the run."""
     unit: builtins.str
@@ -2816,6 +2818,10 @@ class UnitSummary(google.protobuf.message.Message):
     """Size of the flat vector."""
     published: builtins.bool
     """Whether version 0 has been published."""
+    pp_rank: builtins.int
+    """Pipeline rank of the trainers that hold the unit."""
+    tp_rank: builtins.int
+    """Tensor-parallel rank of the trainers that hold the unit, if it has parts of parameters. Unset: all ranks hold it."""
     @property
     def shards(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[shardwell_wire.v1.common_pb2.ShardRange]:
         """The shards, in order and without gap."""
@@ -2835,8 +2841,12 @@ class UnitSummary(google.protobuf.message.Message):
         shards: collections.abc.Iterable[shardwell_wire.v1.common_pb2.ShardRange] | None = ...,
         published: builtins.bool = ...,
         backups: collections.abc.Iterable[global___BackupSummary] | None = ...,
+        pp_rank: builtins.int = ...,
+        tp_rank: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["backups", b"backups", "element_count", b"element_count", "parameter_count", b"parameter_count", "published", b"published", "shards", b"shards", "size_bytes", b"size_bytes", "unit", b"unit", "unit_index", b"unit_index"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_tp_rank", b"_tp_rank", "tp_rank", b"tp_rank"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_tp_rank", b"_tp_rank", "backups", b"backups", "element_count", b"element_count", "parameter_count", b"parameter_count", "pp_rank", b"pp_rank", "published", b"published", "shards", b"shards", "size_bytes", b"size_bytes", "tp_rank", b"tp_rank", "unit", b"unit", "unit_index", b"unit_index"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_tp_rank", b"_tp_rank"]) -> typing.Literal["tp_rank"] | None: ...
 
 global___UnitSummary = UnitSummary
 
