@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 import shardwell
+from shardwell.command import cli
 from shardwell.command import inspect_tables as tables
 from shardwell.command.cli import build_parser, main
 from shardwell.command.inspect_commands import to_json
@@ -92,6 +93,14 @@ def test_ctrl_c_prints_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setattr("shardwell.session.coordinator_client.CoordinatorClient.call", interrupted)
     assert main(["runs", "--address", "127.0.0.1:1"]) == 130
     assert capsys.readouterr().err == ""
+
+
+def test_ctrl_c_while_torch_is_imported_prints_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(module: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "import_module", interrupt)
+    assert main(["convert-checkpoint", "a", "b"]) == cli.INTERRUPTED
 
 
 def test_exit_code_reports_an_unhealthy_server(capsys: pytest.CaptureFixture[str]) -> None:

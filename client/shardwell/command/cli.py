@@ -72,11 +72,11 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code: 0, 1 after an error message, or 130 after Ctrl-C."""
     given = sys.argv[1:] if argv is None else list(argv)
-    arguments = build_parser(given[0] if given else "").parse_args(given)
     try:
+        arguments = build_parser(given[0] if given else "").parse_args(given)  # may import torch, for seconds
         code: int = arguments.handler(arguments)
     except ShardwellError as error:
-        print(f"shardwell {arguments.command}: {error}", file=sys.stderr)
+        print(f"shardwell {given[0]}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED
