@@ -21,7 +21,7 @@ GENERATE := -m grpc_tools.protoc -I. --python_out=$$out --grpc_python_out=$$out 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo larger-than-trainer test lint lint-protos format protos check-protos test-protobuf bench bench-full bench-network bench-growth compose-test chaos simulate clean
+.PHONY: help install demo demo-grid larger-than-trainer test lint lint-protos format protos check-protos test-protobuf bench bench-full bench-network bench-growth compose-test chaos simulate clean
 
 help:  ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +38,9 @@ demo: install  ## Train a small GPT with 2 trainers and 2 shard servers (under 2
 	@$(if $(filter --kill,$(DEMO_OPTIONS)), \
 	    $(BIN)/python examples/kill_demo.py $(filter-out --kill,$(DEMO_OPTIONS)), \
 	    $(BIN)/shardwell launch --num-trainers 2 --num-shards 2 examples/train_gpt.py $(DEMO_OPTIONS))
+
+demo-grid: install  ## Train the small GPT in a grid of 2 x 2 x 2: data, tensor and pipeline (8 processes, 2 minutes)
+	@$(BIN)/shardwell launch --num-trainers 8 --dp 2 --tp 2 --pp 2 examples/grid.py $(DEMO_OPTIONS)
 
 larger-than-trainer: install  ## Train a model of 8 times a trainer's memory, also with FSDP2 (8 GB free, 2 minutes)
 	@$(BIN)/python examples/larger_than_trainer.py

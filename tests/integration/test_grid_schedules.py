@@ -1,0 +1,129 @@
+"""Planned grids with torch's schedules train as one process does: weights, losses, norms and clipping."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import shardwell
+from examples.gpt import GPT, GPTConfig
+from shardwell.parallel import PipelineSchedule, PipelineStage, SchedulePlan, plan_tensor_parallel, split_model
+from shardwell_server.coordinator import settings
+from tests.support import gloo
+from tests.support.processes import run_ranks
+
+MICRO_BATCHES, BATCH, LENGTH, VOCABULARY, STEPS, MAX_NORM = 4, 8, 5, 32, 3, 0.5
+
+pytestmark = pytest.mark.skipif(
+    not getattr(settings, "GRID_TRAINS", True), reason="the coordinator refuses steps of worlds with tp or pp above 1"
+)
+
+
+def gpt() -> Any:
+    torch.manual_seed(0)
+    return GPT(GPTConfig(vocab_size=VOCABULARY, context=LENGTH, num_layers=4, num_heads=2, width=12, tied=False))
+
+
+def batch(step: int, dp_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + dp_rank)
+    tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def reference(dp: int) -> tuple[nn.Module, list[list[torch.Tensor]], list[torch.Tensor]]:
+    """Returns a plain model after training, the losses of each step by dp rank, and the norms of the gradients."""
+    model = gpt()
+    losses: list[list[torch.Tensor]] = []
+    norms: list[torch.Tensor] = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    for step in range(STEPS):
+        means, found = [], []
+        for dp_rank in range(dp):
+            parts = []
+            for tokens, targets in zip(*(whole.chunk(MICRO_BATCHES) for whole in batch(step, dp_rank)), strict=True):
+                loss = loss_of(model(tokens), targets)
+                loss.backward()
+                parts.append(loss.detach())
+            means.append([parameter.grad / MICRO_BATCHES for parameter in model.parameters()])
+            found.append(torch.stack(parts).mean())
+            optimizer.zero_grad()
+        for parameter, *gradients in zip(model.parameters(), *means, strict=True):
+            parameter.grad = torch.stack(gradients).sum(0) / dp
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM, foreach=False))
+        losses.append(found)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, losses, norms
+
+
+def worker(rank: int, address: str, run: str, sizes: tuple[int, int, int], schedule_name: str) -> None:
+    world = shardwell.World(*sizes)
+    plan = SchedulePlan(schedule=schedule_name, pp=world.pp, num_micro_batches=MICRO_BATCHES)
+    with shardwell.join(address, run=run, world=world, global_rank=rank, host="here") as session:
+        mesh, model = session.replica_mesh(), gpt()
+        tensor_plan, split = (
+            plan_tensor_parallel(model, world.tp, fused_by_head=True),
+            split_model(model, plan.num_stages),
+        )
+        examples = split.examples(torch.zeros(BATCH // MICRO_BATCHES, LENGTH, dtype=torch.int64))
+        stages = []
+        for index in plan.stages_of(session.pp_rank or 0):
+            module = tensor_plan.apply(split.module(index), mesh["tp"])
+            shardwell.auto_wrap(module, session)
+            group = mesh["pp"].get_group()
+            stages.append(PipelineStage(module, index, plan.num_stages, "cpu", example=examples[index], group=group))
+        schedule = PipelineSchedule(plan, stages, loss_of)
+        optimizer = shardwell.optim.SGD([p for stage in stages for p in stage.submod.parameters()], lr=0.1)
+        losses, norms = [], []
+        for step in session.steps(STEPS):
+            for tokens, targets in step.batches(batch):
+                losses.append(schedule.step(tokens, target=targets))
+            norms.append(optimizer.clip_grad_norm_(MAX_NORM))
+            optimizer.step()
+            optimizer.zero_grad()
+        expected, expected_losses, expected_norms = reference(world.dp)
+        for step in range(STEPS):
+            if (loss := losses[step]) is not None:
+                torch.testing.assert_close(loss, expected_losses[step][session.dp_rank or 0], rtol=1e-5, atol=1e-6)
+            got = torch.as_tensor(norms[step], dtype=torch.float32)
+            torch.testing.assert_close(got, expected_norms[step], rtol=1e-4, atol=0)
+        if rank == 0:
+            compare_weights(session, expected, exact=world.tp == 1)
+    gloo.leave()
+
+
+def compare_weights(session: shardwell.Session, expected: nn.Module, *, exact: bool) -> None:
+    """Compares what a reader of the run sees with the plain model."""
+    plain = gpt()
+    with shardwell.attach(session.config.address, run=session.run) as reader:
+        reader.follow(plain)
+    tolerance = 1e-6 if exact else 1e-5  # the norm is summed in another order
+    for (name, value), other in zip(plain.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(value, other, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "schedule"),
+    [
+        ((1, 2, 1), "1F1B"),
+        ((2, 1, 2), "1F1B"),
+        ((2, 2, 1), "GPipe"),
+        ((1, 2, 2), "Interleaved1F1B"),
+        ((1, 1, 2), "ZBVZeroBubble"),
+        ((2, 2, 2), "1F1B"),
+    ],
+    ids=str,
+)
+def test_grid_trains_as_one_process(
+    cluster: shardwell.LocalCluster, sizes: tuple[int, int, int], schedule: str
+) -> None:
+    run_ranks(worker, cluster.address, uuid.uuid4().hex, sizes, schedule, count=sizes[0] * sizes[1] * sizes[2])
