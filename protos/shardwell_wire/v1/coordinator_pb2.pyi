@@ -1548,11 +1548,11 @@ class LastFinishedItem(google.protobuf.message.Message):
     TRAINER_FIELD_NUMBER: builtins.int
     LATE_S_FIELD_NUMBER: builtins.int
     global_rank: builtins.int
-    """Logical rank of the item."""
+    """Logical rank of the item: of the replica that computed it, the member with tp rank 0 and pp rank 0."""
     trainer: builtins.str
-    """Name of the trainer that computed it."""
+    """Name of the trainer that plays this rank."""
     late_s: builtins.float
-    """Seconds from the last item that another trainer finished to this one."""
+    """Seconds from the last item that another replica finished to this one."""
     def __init__(
         self,
         *,
