@@ -1739,9 +1739,9 @@ class CommitStepResponse(google.protobuf.message.Message):
     SKIPPED_FIELD_NUMBER: builtins.int
     PARTITIONS_FIELD_NUMBER: builtins.int
     PLACEMENT_FIELD_NUMBER: builtins.int
+    RESIDUALS_FIELD_NUMBER: builtins.int
     PREVIOUS_UPDATE_FIELD_NUMBER: builtins.int
     RECORD_S_FIELD_NUMBER: builtins.int
-    RESIDUALS_FIELD_NUMBER: builtins.int
     committed: builtins.bool
     """False: repeat the request."""
     grad_norm: builtins.float
@@ -1773,14 +1773,14 @@ class CommitStepResponse(google.protobuf.message.Message):
         """
 
     @property
-    def previous_update(self) -> global___UpdateDuration:
-        """The slowest update of the step before this one. Unset: not known."""
-
-    @property
     def residuals(self) -> global___WantedResiduals:
         """The trainer's residuals at the start of the committed step are wanted for a checkpoint. Unset: they are not. A
         checkpoint of a version begins before the next commit, so this field comes in time.
         """
+
+    @property
+    def previous_update(self) -> global___UpdateDuration:
+        """The slowest update of the step before this one. Unset: not known."""
 
     def __init__(
         self,
@@ -1794,9 +1794,9 @@ class CommitStepResponse(google.protobuf.message.Message):
         skipped: builtins.bool = ...,
         partitions: collections.abc.Iterable[global___PartitionWork] | None = ...,
         placement: builtins.int = ...,
+        residuals: global___WantedResiduals | None = ...,
         previous_update: global___UpdateDuration | None = ...,
         record_s: builtins.float = ...,
-        residuals: global___WantedResiduals | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_previous_update", b"_previous_update", "_state", b"_state", "next_work", b"next_work", "previous_update", b"previous_update", "residuals", b"residuals", "state", b"state"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["_previous_update", b"_previous_update", "_state", b"_state", "committed", b"committed", "grad_norm", b"grad_norm", "next_work", b"next_work", "partitions", b"partitions", "placement", b"placement", "previous_update", b"previous_update", "record_s", b"record_s", "residuals", b"residuals", "skipped", b"skipped", "state", b"state", "version", b"version", "waiting_for", b"waiting_for"]) -> None: ...
