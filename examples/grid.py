@@ -59,7 +59,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--schedule", choices=SCHEDULES, default="1F1B")
     parser.add_argument("--context", type=int, default=32, help="tokens per window")
     parser.add_argument("--vocab-size", type=int, default=512)
-    parser.add_argument("--lr", type=float, default=4e-3)
+    parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
