@@ -64,9 +64,19 @@ def test_replicas_meet_by_themselves_and_again(cluster: shardwell.LocalCluster, 
     run_ranks(worker, cluster.address, uuid.uuid4().hex, str(tmp_path), count=WORLD.size)
 
 
-def test_trainer_of_several_ranks_has_no_replica(cluster: shardwell.LocalCluster) -> None:
+def alone_worker(_: int, address: str, run: str) -> None:
+    with shardwell.join(address, run=run, world=shardwell.World(dp=2), min_trainers=1, host="here") as session:
+        assert tuple(session.replica_mesh().shape) == (1, 1) and dist.get_world_size() == 1
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        session.close()
     with (
-        shardwell.join(cluster.address, run=uuid.uuid4().hex, world=shardwell.World(dp=2), min_trainers=1) as session,
-        pytest.raises(shardwell.UsageError, match="plays 2 logical ranks of World"),
+        shardwell.join(address, run=f"{run}-other", host="here") as session,
+        pytest.raises(shardwell.UsageError, match=r"torch.distributed is initialised already"),
     ):
         session.replica_mesh()
+    gloo.leave()
+
+
+def test_replica_of_one_trainer_has_a_mesh_and_no_other_default_group(cluster: shardwell.LocalCluster) -> None:
+    run_ranks(alone_worker, cluster.address, uuid.uuid4().hex, count=1)

@@ -123,11 +123,6 @@ class Membership:
         )
 
     @property
-    def coordinator_address(self) -> str:
-        """The coordinator's host:port."""
-        return self._coordinator.address
-
-    @property
     def credentials(self) -> Credentials:
         """Credentials that every rpc to the cluster carries."""
         return self._coordinator.credentials
