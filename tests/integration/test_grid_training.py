@@ -19,26 +19,12 @@ import shardwell
 from shardwell.command.inspect_commands import peek
 from shardwell.credentials import find_credentials
 from shardwell.session.coordinator_client import CoordinatorClient
-from shardwell_server.coordinator.settings import RunSettings
 from shardwell_wire.v1 import shard_pb2
 from tests.support import grid_trainer
 from tests.support.grid_trainer import MAX_NORM, OPTIMIZER, build, compute
 from tests.support.processes import ROOT
 
 STEPS = 3
-
-
-def grid_trains() -> bool:
-    try:
-        RunSettings(world=shardwell.World(1, 2, 1), seed=0, min_trainers=2, num_layers=0).require_trains("r")
-    except shardwell.ConflictError:
-        return False
-    return True
-
-
-pytestmark = pytest.mark.skipif(
-    not grid_trains(), reason="the coordinator refuses steps of worlds with tp or pp above 1"
-)
 
 
 def train(

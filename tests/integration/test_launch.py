@@ -277,10 +277,3 @@ def test_launch_prints_its_plan_before_it_starts(script: Path) -> None:
         line = process.stdout.readline()
         assert line.startswith("[launch] run 'r' on 127.0.0.1:")
         assert line.endswith(": starting 2 trainers for World(dp=2, tp=1, pp=1)\n")
-
-
-def test_world_that_cannot_train_is_reported(launch: Launch, script: Path) -> None:
-    done = launch(*NO_CLUSTER, "--num-trainers", "2", "--tp", "2", write(script, "pass"))
-    assert done.returncode == 0
-    assert "World(dp=1, tp=2, pp=1): the trainers can join" in done.stderr
-    assert "only worlds with tp=1 and pp=1 train" in done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 
 import torch.distributed as dist
 
@@ -16,7 +17,8 @@ def leave() -> None:
     exception"). A plain tensor-parallel program without Shardwell aborted in 1 of 75 runs of two processes. The test
     has made all its assertions before this call.
     """
-    dist.barrier()
+    with suppress(RuntimeError):  # a peer that has passed the barrier may have closed its connections already
+        dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from shardwell_server.coordinator import settings
 from shardwell_wire.errors import InvalidRequestError, StaleEpochError, StepRestartedError
 from shardwell_wire.partitions import TRAINER_PREFIX
 from shardwell_wire.topology import World
@@ -22,11 +21,6 @@ WORLD = World(dp=2, tp=2)
 NAMES = "abcdefgh"
 
 Items = dict[int, tuple[int, int, int]]
-
-
-@pytest.fixture(autouse=True)
-def grid_trains(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "GRID_TRAINS", True)
 
 
 async def grid(cluster: Harness, world: World = WORLD, names: Sequence[str] = "") -> list[Trainer]:

@@ -10,7 +10,6 @@ import pytest
 
 from shardwell_server.coordinator.runs.members import MAX_GONE_MEMBERS
 from shardwell_wire.errors import (
-    ConflictError,
     DuplicateError,
     InvalidRequestError,
     NotFoundError,
@@ -106,7 +105,7 @@ def test_trainers_beyond_the_world_are_spares(tmp_path: Path) -> None:
     run_async(scenario())
 
 
-def test_worlds_with_tp_and_pp_can_be_joined_but_not_trained(tmp_path: Path) -> None:
+def test_trainers_of_one_host_get_a_tensor_group_of_the_grid(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             world, hosts = World(dp=2, tp=2, pp=2), ("m", "n") * 4
@@ -125,12 +124,6 @@ def test_worlds_with_tp_and_pp_can_be_joined_but_not_trained(tmp_path: Path) -> 
                 assert len({rank_assignments[rank].host for rank in tensor_group.global_ranks}) == 1
             last = await cluster.call("DescribeRun", run="r")
             assert len(last.work) == 8
-            context = common_pb2.RequestContext(run="r", run_id=joined.run_id, epoch=joined.epoch)
-            request = {"context": context, "trainer": joined.trainer}
-            with pytest.raises(ConflictError, match="units and steps need a world with tp=1 and pp=1"):
-                await cluster.call("DeclareUnit", unit=common_pb2.UnitSpec(name="u"), **request)
-            with pytest.raises(ConflictError, match="tp=1 and pp=1"):
-                await cluster.call("FinishWork", **request)
 
     run_async(scenario())
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from shardwell_server.coordinator import settings
 from shardwell_server.coordinator.runs.work_items import WorkState
 from shardwell_wire.errors import (
     DuplicateError,
@@ -147,11 +146,7 @@ class History:
 
 @pytest.mark.parametrize("world", [ONE_EACH, GRID], ids=str)
 @pytest.mark.parametrize("seed", range(8))
-def test_random_history_commits_every_step_once(
-    tmp_path: Path, seed: int, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(settings, "GRID_TRAINS", True)
-
+def test_random_history_commits_every_step_once(tmp_path: Path, seed: int, world: World) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             history = History(cluster, seed, world)

@@ -89,13 +89,6 @@ def test_adafactor_keeps_a_row_and_a_column_of_a_matrix() -> None:
     assert plan.replica_bytes == 2 * layout.size_bytes + 4 * (30 + 20 + 20)
 
 
-def test_plan_reports_that_its_world_cannot_train(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", f"{HERE}:make_gpt", "--tp", "2"]) == 0
-    assert "only worlds with tp=1 and pp=1 train" in capsys.readouterr().out
-    assert main(["plan", f"{HERE}:make_gpt", "--dp", "2"]) == 0
-    assert "only worlds with" not in capsys.readouterr().out
-
-
 def test_busiest_link_determines_the_transfer_time() -> None:
     units = plan_units(gpt())
     plan = make_plan(units, PlanOptions(world=World(dp=4), bandwidth=1e6))

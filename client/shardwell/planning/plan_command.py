@@ -235,8 +235,6 @@ def assumptions(plan: Plan) -> Iterator[str]:
     options, world = plan.options, plan.options.world
     yield "a step is one forward and one backward of each rank, and uses units in the model's order"
     yield "trainers compute on the CPU; the interpreter and libraries are not included"
-    if world.tp * world.pp > 1:
-        yield f"{world} can be planned and joined, but only worlds with tp=1 and pp=1 train today"
     if world.tp > 1:
         yield f"tp: every matrix is cut along its first dim into {world.tp} parts, vectors are whole on each rank"
     if world.pp > 1:

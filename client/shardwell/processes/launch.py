@@ -106,11 +106,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def main(arguments: argparse.Namespace) -> int:
     """Runs ``shardwell launch``; returns the highest exit code of the trainers."""
     plan = make_plan(arguments)
-    if plan.world.tp * plan.world.pp > 1:
-        _print(
-            f"{plan.world}: the trainers can join and use session.device_mesh(), but fully_shard raises an error: only "
-            "worlds with tp=1 and pp=1 train"
-        )
     try:
         with _stop_signals() as signals, _cluster(arguments) as cluster:
             return _Launch(plan, cluster, signals).run()

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwell_wire.errors import ConflictError, InvalidRequestError, RunMismatchError, WorldError
+from shardwell_wire.errors import InvalidRequestError, RunMismatchError, WorldError
 from shardwell_wire.topology import World
 from shardwell_wire.v1 import coordinator_pb2
-
-GRID_TRAINS = False
-"""Whether runs with tp or pp above 1 can take steps. If not, they can only be joined and inspected."""
 
 MAX_LAYERS = 1 << 16
 
@@ -52,14 +49,6 @@ class RunSettings:
     """Number of layers of the model. 0: unknown."""
     backups: int = 0
     """Copies of every shard that other servers keep. May change while the run exists."""
-
-    def require_trains(self, run: str) -> None:
-        """Raises ConflictError if the run cannot take steps."""
-        if self.world.replica_size > 1 and not GRID_TRAINS:
-            raise ConflictError(
-                f"run {run!r} has {self.world}, which can only be joined and inspected: units and steps need a world "
-                "with tp=1 and pp=1"
-            )
 
     @classmethod
     def from_proto(cls, config: coordinator_pb2.RunConfig, *, world_size: int) -> RunSettings:

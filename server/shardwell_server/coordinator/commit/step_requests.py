@@ -67,7 +67,6 @@ class StepRequests:
 
         Reports of former attempts have no effect. If the caller's items were restarted, the response contains them.
         """
-        run.settings.require_trains(run.name)
         step = _step_in_flight(run, number)
         if step is None:
             return coordinator_pb2.FinishWorkResponse(all_finished=True, placement=run.relocations.announced)

@@ -308,7 +308,6 @@ class UnitPlacer:
 
 def _check_new(run: Run, layout: UnitLayout) -> None:
     """Raises if the run cannot accept a new unit."""
-    run.settings.require_trains(run.name)
     if run.committed_step and layout.holds_buffers:
         raise StepStateError(
             f"buffer {layout.parameters[0].name!r} is new, but run {run.name!r} has committed {run.committed_step} "

@@ -479,7 +479,9 @@ class Run:
     def work_of(self, name: str) -> coordinator_pb2.StepWork:
         """Returns the items that a trainer has to compute now."""
         step = self._require_step()
-        played = ((item, item.member_of(name)) for item in step.leased_to(name))
+        # All trainers of a replica must compute their items in the same order.
+        leased = sorted(step.leased_to(name), key=lambda item: item.dp_rank)
+        played = ((item, item.member_of(name)) for item in leased)
         replica_epoch = self.replica_epoch_of(name)
         items = [item.to_proto(member.global_rank, replica_epoch) for item, member in played if member is not None]
         if (copied := step.copied_by(name)) is not None:
