@@ -13,15 +13,10 @@ from torch.nn import functional
 import shardwell
 from examples.gpt import GPT, GPTConfig
 from shardwell.parallel import PipelineSchedule, PipelineStage, SchedulePlan, plan_tensor_parallel, split_model
-from shardwell_server.coordinator import settings
 from tests.support import gloo
 from tests.support.processes import run_ranks
 
 MICRO_BATCHES, BATCH, LENGTH, VOCABULARY, STEPS, MAX_NORM = 4, 8, 5, 32, 3, 0.5
-
-pytestmark = pytest.mark.skipif(
-    not getattr(settings, "GRID_TRAINS", True), reason="the coordinator refuses steps of worlds with tp or pp above 1"
-)
 
 
 def gpt() -> Any:
