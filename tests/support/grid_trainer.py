@@ -135,7 +135,7 @@ def main() -> None:
             norms.append(float(optimizer.clip_grad_norm_(MAX_NORM)))
             optimizer.step()
             optimizer.zero_grad()
-        if session.global_rank == 0:
+        if session.global_rank == 0 and norms:  # before a commit, units of other ranks may lack values
             session.save_checkpoint(wait=True)
         stats = session.stats()
         print(json.dumps({"rank": session.global_rank, "norms": norms, "pushed_bytes": stats["pushed_bytes"]}))
