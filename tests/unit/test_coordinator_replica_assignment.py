@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shardwell_server.coordinator.runs.rank_assignment import Applicant, assign_ranks, requested_place
-from shardwell_server.coordinator.runs.replica_assignment import claim_place, form_team
-from shardwell_server.coordinator.runs.replicas import teams_of
+from shardwell_server.coordinator.runs.replica_assignment import claim_place, form_replica
+from shardwell_server.coordinator.runs.replicas import replicas_of
 from shardwell_wire.errors import DuplicateError
 from shardwell_wire.topology import World
 
@@ -26,8 +26,8 @@ def claim(owners: dict[int, str], live: dict[str, str], applicant: Applicant, wo
 def test_fewer_replicas_than_dp_ranks_play_blocks_of_dp_ranks() -> None:
     world = World(dp=5, tp=2)
     trainers = [Applicant(name, host) for name, host in zip("abcd", "mnmn", strict=True)]
-    teams = teams_of(world, assign_ranks(world, trainers))
-    assert teams == [("a", "c")] * 3 + [("b", "d")] * 2, "trainers of one host share a tensor group"
+    replicas = replicas_of(world, assign_ranks(world, trainers))
+    assert replicas == [("a", "c")] * 3 + [("b", "d")] * 2, "trainers of one host share a tensor group"
 
 
 @pytest.mark.parametrize("order", [("dp", "tp", "pp"), ("pp", "tp", "dp")])
@@ -37,7 +37,7 @@ def test_requested_rank_is_granted_although_replicas_play_several_dp_ranks(order
     trainers = [Applicant("w", "z", rank), *(Applicant(name) for name in "abc")]
     owners = assign_ranks(world, trainers)
     assert owners[rank] == "w"
-    assert [len(set(team)) for team in teams_of(world, owners)] == [2] * 4
+    assert [len(set(replica)) for replica in replicas_of(world, owners)] == [2] * 4
     assert requested_place(world, 4, rank) == requested_place(world, 4, world.global_rank(dp_rank=2, tp_rank=1))
     assert requested_place(world, 4, rank) != requested_place(world, 4, world.global_rank(dp_rank=1, tp_rank=1))
     assert requested_place(world, 8, rank) == rank
@@ -50,7 +50,7 @@ def test_returning_trainer_gets_its_place_back_and_no_other() -> None:
         claim(owners, {"a": "h"}, Applicant("d", "", 1))
 
 
-def test_new_trainer_takes_the_place_of_a_gone_one_in_all_dp_ranks_of_its_team() -> None:
+def test_new_trainer_takes_the_place_of_a_gone_one_in_all_dp_ranks_of_its_replica() -> None:
     owners = assigned("a", "b", "a", "b", "c", "d", "c", "d")
     assert claim(owners, {"a": "h", "c": "h", "d": "h"}, Applicant("n"), World(dp=4, tp=2)) == [1, 3]
 
@@ -78,16 +78,16 @@ def test_requested_rank_is_granted_if_its_owner_is_gone() -> None:
         claim(owners, dict.fromkeys("ab", "h"), Applicant("n", "", 0))
 
 
-def test_spares_form_a_team_that_takes_dp_ranks_from_the_busiest() -> None:
+def test_spares_form_a_replica_that_takes_dp_ranks_from_the_busiest() -> None:
     world = World(dp=5, tp=2)
     owners = {rank: "ab"[rank % 2] for rank in range(6)} | {6: "c", 7: "d", 8: "c", 9: "d"}
     spares = [Applicant("t", "n"), Applicant("s", "m"), Applicant("u", "m")]
-    formed = form_team(world, owners, spares)
-    assert teams_of(world, owners | formed) == [("a", "b"), ("a", "b"), ("s", "u"), ("c", "d"), ("c", "d")]
+    formed = form_replica(world, owners, spares)
+    assert replicas_of(world, owners | formed) == [("a", "b"), ("a", "b"), ("s", "u"), ("c", "d"), ("c", "d")]
 
 
-def test_too_few_spares_or_equal_teams_form_none() -> None:
+def test_too_few_spares_or_equal_replicas_form_none() -> None:
     owners = assigned("a", "b", "a", "b")
-    assert form_team(WORLD, owners, [Applicant("s")]) == {}
-    assert form_team(WORLD, assigned("a", "b", "c", "d"), [Applicant("s"), Applicant("t")]) == {}
-    assert sorted(form_team(WORLD, owners, [Applicant("s"), Applicant("t")])) == [2, 3]
+    assert form_replica(WORLD, owners, [Applicant("s")]) == {}
+    assert form_replica(WORLD, assigned("a", "b", "c", "d"), [Applicant("s"), Applicant("t")]) == {}
+    assert sorted(form_replica(WORLD, owners, [Applicant("s"), Applicant("t")])) == [2, 3]

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from shardwell_server.coordinator.inspection.events import timestamp
 from shardwell_server.coordinator.runs.checkpoints import CheckpointInFlight
-from shardwell_server.coordinator.runs.replicas import Team
+from shardwell_server.coordinator.runs.replicas import Replica
 from shardwell_server.coordinator.runs.run import Run
 from shardwell_server.coordinator.runs.units import Unit
 from shardwell_server.coordinator.runs.work_items import WorkItem, WorkState
@@ -89,18 +89,18 @@ def describe_world(world: World, run: Run | None) -> coordinator_pb2.DescribeWor
 def _summarize_replicas(run: Run) -> list[coordinator_pb2.ReplicaSummary]:
     if run.settings.world.replica_size == 1:
         return []
-    dp_ranks: dict[Team, list[int]] = {}
-    for dp_rank, team in enumerate(run.teams):
-        dp_ranks.setdefault(team, []).append(dp_rank)
+    dp_ranks: dict[Replica, list[int]] = {}
+    for dp_rank, replica in enumerate(run.replicas):
+        dp_ranks.setdefault(replica, []).append(dp_rank)
     live = run.members.live
     return [
         coordinator_pb2.ReplicaSummary(
             dp_ranks=played,
             replica_epoch=run.rank_owners.replica_epochs[played[0]],
-            trainers=team,
-            missing=[name for name in team if name not in live],
+            trainers=replica,
+            missing=[name for name in replica if name not in live],
         )
-        for team, played in dp_ranks.items()
+        for replica, played in dp_ranks.items()
     ]
 
 

@@ -165,7 +165,7 @@ def _vacant_item(run: Run, item: WorkItem, now: float) -> str:
             f"{gone}; its work is leased to the first trainer that waits in step.batches, or to the same trainer if it "
             "joins again"
         )
-    owners = zip(item.members, run.teams[item.dp_rank], strict=True)
+    owners = zip(item.members, run.replicas[item.dp_rank], strict=True)
     missing = [f"trainer {name!r} (rank {rank})" for rank, name in owners if name not in run.members.live]
     lacks = f"its replica lacks {', '.join(missing)}" if missing else "its replica was broken and is complete again"
     if not item.fenced:

@@ -262,10 +262,10 @@ class TrainerLeases:
         self.start_fencing(run)
 
     def revoke_unfinished(self, run: Run) -> None:
-        """Revokes expired leases on unfinished items if a team waits for work, or a spare for a rank."""
+        """Revokes expired leases on unfinished items if a replica waits for work, or a spare for a rank."""
         if run.step is None:
             return
-        if run.has_waiting_team:
+        if run.has_waiting_replica:
             self.revoke(run, [member for member in run.members.expired if run.step.leased_to(member.name)])
         if run.has_waiting_spare:
             self.revoke(run, run.members.expired)

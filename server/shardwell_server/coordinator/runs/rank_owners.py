@@ -12,8 +12,8 @@ from shardwell_server.coordinator.runs.rank_assignment import (
     claim_ranks,
     requested_place,
 )
-from shardwell_server.coordinator.runs.replica_assignment import claim_place, form_team
-from shardwell_server.coordinator.runs.replicas import Team, teams_of
+from shardwell_server.coordinator.runs.replica_assignment import claim_place, form_replica
+from shardwell_server.coordinator.runs.replicas import Replica, replicas_of
 from shardwell_server.coordinator.settings import RunSettings
 from shardwell_wire.errors import DuplicateError
 
@@ -23,8 +23,8 @@ class RankOwners:
 
     Note: [Replica epochs]
         The trainers of a replica set up things together, such as a process group. These are void when a trainer is
-        lost, and when another one takes its place. The replica gets a new epoch each time. All dp ranks that one team
-        owns have the same replica epoch. With ``tp = pp = 1`` there is nothing to set up, and all epochs are 0.
+        lost, and when another one takes its place. The replica gets a new epoch each time. All dp ranks that one
+        replica owns have the same replica epoch. With ``tp = pp = 1`` there is nothing to set up, and all epochs are 0.
 
     Args:
         next_epoch: Returns a new epoch of the run, higher than all former ones.
@@ -45,11 +45,13 @@ class RankOwners:
         """Returns the epoch of a trainer's replica. 0: the trainer owns no rank, or replicas have one trainer."""
         if settings.world.replica_size == 1:
             return 0
-        return next((self.replica_epochs[at] for at, team in enumerate(self.teams(settings)) if name in team), 0)
+        return next(
+            (self.replica_epochs[at] for at, replica in enumerate(self.replicas(settings)) if name in replica), 0
+        )
 
-    def teams(self, settings: RunSettings) -> list[Team]:
-        """Returns the team that owns each dp rank. See Note: [Replicas] in ``replicas.py``."""
-        return teams_of(settings.world, self.by_rank)
+    def replicas(self, settings: RunSettings) -> list[Replica]:
+        """Returns the replica that owns each dp rank. See Note: [Replicas] in ``replicas.py``."""
+        return replicas_of(settings.world, self.by_rank)
 
     def check_request(self, run: str, settings: RunSettings, applicant: Applicant, requested: Collection[int]) -> None:
         """Checks the requested rank of a trainer that joins before the run starts.
@@ -105,7 +107,7 @@ class RankOwners:
         self.by_rank.update(claimed)
 
     def place_spares(self, settings: RunSettings, live: Mapping[str, Member]) -> set[str]:
-        """Gives spares the places of gone trainers. Spares that are left form teams, if others own several dp ranks.
+        """Gives spares the places of gone trainers. Spares that are left form replicas, if others own several dp ranks.
 
         Returns:
             Names of the trainers that now own ranks. Always empty if replicas have one trainer: spares stay spares.
@@ -115,7 +117,7 @@ class RankOwners:
         spares = self._spares(live)
         for spare in spares:
             self.claim(settings, live, spare, ())
-        while formed := form_team(settings.world, self.by_rank, self._spares(live)):
+        while formed := form_replica(settings.world, self.by_rank, self._spares(live)):
             self.by_rank.update(formed)
         placed = {spare.name for spare in spares} - {spare.name for spare in self._spares(live)}
         self.renew_replicas(settings, placed)
@@ -133,13 +135,13 @@ class RankOwners:
         """
         if settings.world.replica_size == 1:
             return set()
-        epochs: dict[Team, int] = {}
-        for dp_rank, team in enumerate(self.teams(settings)):
-            if not set(team).isdisjoint(trainers):
-                if team not in epochs:
-                    epochs[team] = self._next_epoch()
-                self.replica_epochs[dp_rank] = epochs[team]
-        return {name for team in epochs for name in team}
+        epochs: dict[Replica, int] = {}
+        for dp_rank, replica in enumerate(self.replicas(settings)):
+            if not set(replica).isdisjoint(trainers):
+                if replica not in epochs:
+                    epochs[replica] = self._next_epoch()
+                self.replica_epochs[dp_rank] = epochs[replica]
+        return {name for replica in epochs for name in replica}
 
 
 def _applicant(member: Member) -> Applicant:

@@ -1,7 +1,7 @@
 """Places in replicas for trainers that join a started run with ``tp * pp > 1``. Pure functions of names and hosts.
 
-A trainer's place is its (tp, pp) coordinate in a team. A trainer that takes a place takes its ranks of all dp ranks
-that the team owns, so a team stays together. See Note: [Replicas] in ``replicas.py``.
+A trainer's place is its (tp, pp) coordinate in a replica. A trainer that takes a place takes its ranks of all dp ranks
+that the replica owns, so a replica stays together. See Note: [Replicas] in ``replicas.py``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from shardwell_server.coordinator.runs.rank_assignment import Applicant, RankAssignments, assign_ranks, natural_key
-from shardwell_server.coordinator.runs.replicas import Team, ranks_of_items, teams_of
+from shardwell_server.coordinator.runs.replicas import Replica, ranks_of_items, replicas_of
 from shardwell_wire.errors import DuplicateError
 from shardwell_wire.topology import World
 
@@ -60,8 +60,8 @@ def claim_place(
     return {rank: name for rank, owner in free.items() if owner == former}
 
 
-def form_team(world: World, assigned: Mapping[int, str], spares: Sequence[Applicant]) -> RankAssignments:
-    """Forms a new team of spares, which takes dp ranks from teams that own several.
+def form_replica(world: World, assigned: Mapping[int, str], spares: Sequence[Applicant]) -> RankAssignments:
+    """Forms a new replica of spares, which takes dp ranks from replicas that own several.
 
     Args:
         world: The grid.
@@ -69,26 +69,27 @@ def form_team(world: World, assigned: Mapping[int, str], spares: Sequence[Applic
         spares: Live trainers without ranks.
 
     Returns:
-        The changed entries of ``assigned``. Empty: there are too few spares, or every team owns about as many dp ranks.
+        The changed entries of ``assigned``. Empty: there are too few spares, or all replicas own about as many dp
+        ranks.
     """
     if len(spares) < world.replica_size:
         return {}
-    teams, new = teams_of(world, assigned), ("",) * world.replica_size
-    counts = Counter(teams)
+    replicas, new = replicas_of(world, assigned), ("",) * world.replica_size
+    counts = Counter(replicas)
     while True:
-        busiest = max(range(world.dp), key=lambda dp_rank: (counts[teams[dp_rank]], dp_rank))
-        if counts[teams[busiest]] <= counts[new] + 1:
+        busiest = max(range(world.dp), key=lambda dp_rank: (counts[replicas[dp_rank]], dp_rank))
+        if counts[replicas[busiest]] <= counts[new] + 1:
             break
-        counts[teams[busiest]] -= 1
+        counts[replicas[busiest]] -= 1
         counts[new] += 1
-        teams[busiest] = new
-    taken = [ranks for ranks, team in zip(ranks_of_items(world), teams, strict=True) if team == new]
-    members = _team_of(world, spares) if taken else new
+        replicas[busiest] = new
+    taken = [ranks for ranks, replica in zip(ranks_of_items(world), replicas, strict=True) if replica == new]
+    members = _replica_of(world, spares) if taken else new
     return {rank: name for ranks in taken for rank, name in zip(ranks, members, strict=True)}
 
 
-def _team_of(world: World, spares: Sequence[Applicant]) -> Team:
+def _replica_of(world: World, spares: Sequence[Applicant]) -> Replica:
     chosen = sorted(spares, key=lambda at: (natural_key(at.host), natural_key(at.name)))[: world.replica_size]
     one = replace(world, dp=1)
     assigned = assign_ranks(one, [Applicant(at.name, at.host) for at in chosen])
-    return teams_of(one, assigned)[0]
+    return replicas_of(one, assigned)[0]

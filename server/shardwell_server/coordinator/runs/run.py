@@ -21,7 +21,13 @@ from shardwell_server.coordinator.runs.rank_assignment import Applicant, RankAss
 from shardwell_server.coordinator.runs.rank_owners import RankOwners
 from shardwell_server.coordinator.runs.relocations import Relocations
 from shardwell_server.coordinator.runs.replica_stores import ReplicaStores
-from shardwell_server.coordinator.runs.replicas import Team, candidates, distribute_items, ranks_of_items, waiting_teams
+from shardwell_server.coordinator.runs.replicas import (
+    Replica,
+    candidates,
+    distribute_items,
+    ranks_of_items,
+    waiting_replicas,
+)
 from shardwell_server.coordinator.runs.step import Step
 from shardwell_server.coordinator.runs.units import DeclaredUnits, Initializer, Unit
 from shardwell_server.coordinator.runs.work_items import FinishedWork, WorkItem, WorkState, new_members
@@ -206,10 +212,10 @@ class Run:
         return self.settings.world.replica_size > 1 and name not in self.rank_assignments.values()
 
     @property
-    def has_waiting_team(self) -> bool:
-        """True if a team waits for work, and can compute any item at once."""
+    def has_waiting_replica(self) -> bool:
+        """True if a replica waits for work, and can compute any item at once."""
         waiting = self.members.waiting_for_work
-        return bool(waiting) and bool(waiting_teams(self.teams, waiting))
+        return bool(waiting) and bool(waiting_replicas(self.replicas, waiting))
 
     @property
     def has_waiting_spare(self) -> bool:
@@ -230,7 +236,7 @@ class Run:
         if self.step is None or not asks:
             return False
         accepting = {at.name for at in self.members.live.values() if not at.behind and at.accepts_reassigned_work}
-        return bool(candidates(self.teams, accepting - {name}))
+        return bool(candidates(self.replicas, accepting - {name}))
 
     def _trainers_with_ranks(self) -> set[str]:
         """Returns the trainers that own a rank or computed it last."""
@@ -359,9 +365,9 @@ class Run:
     # The step in flight
 
     @property
-    def teams(self) -> list[Team]:
-        """The team that owns each dp rank, live or gone. See Note: [Replicas] in ``replicas.py``."""
-        return self.rank_owners.teams(self.settings)
+    def replicas(self) -> list[Replica]:
+        """The replica that owns each dp rank, live or gone. See Note: [Replicas] in ``replicas.py``."""
+        return self.rank_owners.replicas(self.settings)
 
     def _require_step(self) -> Step:
         assert self.step is not None, "the run has not started"
@@ -369,31 +375,31 @@ class Run:
 
     def begin_step(self, number: int, previous: dict[int, WorkItem]) -> Step:
         """Starts a step and leases its items. ``previous`` contains the items of the previous step."""
-        live, teams = self.members.live, self.teams
+        live, replicas = self.members.live, self.replicas
         chosen = distribute_items(
-            teams,
+            replicas,
             live.keys(),
             lambda name: live[name].accepts_reassigned_work is not False,
             expired={member.name for member in self.members.expired},
             behind={name for name, member in live.items() if member.behind},
         )
         items = {
-            dp_rank: self._new_item(dp_rank, team, teams[dp_rank], previous.get(dp_rank))
-            for dp_rank, team in enumerate(chosen)
+            dp_rank: self._new_item(dp_rank, replica, replicas[dp_rank], previous.get(dp_rank))
+            for dp_rank, replica in enumerate(chosen)
         }
         self.step = Step(number, items, self.clock())
         return self.step
 
-    def _new_item(self, dp_rank: int, team: Team | None, owners: Team, before: WorkItem | None) -> WorkItem:
+    def _new_item(self, dp_rank: int, replica: Replica | None, owners: Replica, before: WorkItem | None) -> WorkItem:
         # A lease that continues keeps its epoch: only its trainers have ever seen that epoch.
-        epoch = before.epoch if before is not None and before.trainers == team else self.next_epoch()
+        epoch = before.epoch if before is not None and before.trainers == replica else self.next_epoch()
         return WorkItem(
             dp_rank,
-            new_members(ranks_of_items(self.settings.world)[dp_rank], team or owners),
+            new_members(ranks_of_items(self.settings.world)[dp_rank], replica or owners),
             epoch,
-            state=WorkState.LEASED if team else WorkState.VACANT,
+            state=WorkState.LEASED if replica else WorkState.VACANT,
             since_s=self.clock(),
-            fenced=team is not None and (before is None or before.fenced),
+            fenced=replica is not None and (before is None or before.fenced),
         )
 
     def restore_step(self, items: dict[int, WorkItem], *, in_flight: bool) -> Step:
@@ -410,23 +416,23 @@ class Run:
         return self.step
 
     def lease_vacant_items(self) -> list[WorkItem]:
-        """Leases vacant items to teams that wait for work: one item each, spares first. Returns the items.
+        """Leases vacant items to replicas that wait for work: one item each, spares first. Returns the items.
 
-        Unlike ``distribute_items``, this compares no loads: a waiting team has no unfinished item.
+        Unlike ``distribute_items``, this compares no loads: a waiting replica has no unfinished item.
         """
         leasable = self._require_step().leasable
         if not leasable or not self.members.waiting_for_work:
             return []
-        pairs = list(zip(waiting_teams(self.teams, self.members.waiting_for_work), leasable, strict=False))
-        for team, item in pairs:
-            self._lease(item, team)
+        pairs = list(zip(waiting_replicas(self.replicas, self.members.waiting_for_work), leasable, strict=False))
+        for replica, item in pairs:
+            self._lease(item, replica)
         if pairs:  # otherwise waiting trainers would wake each other without end
             self.changed.notify()
         return [item for _, item in pairs]
 
-    def _lease(self, item: WorkItem, team: Team) -> None:
-        self._require_step().lease(item, team, self.next_epoch(), self.clock())
-        for name in team:
+    def _lease(self, item: WorkItem, replica: Replica) -> None:
+        self._require_step().lease(item, replica, self.next_epoch(), self.clock())
+        for name in replica:
             self.members.stop_waiting_for_work(name)
 
     # Copies of late items
@@ -467,13 +473,13 @@ class Run:
         Returns:
             False if the items are not fenced yet.
         """
-        step, teams, live = self._require_step(), self.teams, self.members.live
-        vacant = ((item, teams[item.dp_rank]) for item in step.items.values() if item.state is WorkState.VACANT)
-        own = [(item, team) for item, team in vacant if name in team and live.keys() >= set(team)]
+        step, replicas, live = self._require_step(), self.replicas, self.members.live
+        vacant = ((item, replicas[item.dp_rank]) for item in step.items.values() if item.state is WorkState.VACANT)
+        own = [(item, replica) for item, replica in vacant if name in replica and live.keys() >= set(replica)]
         if not all(item.fenced for item, _ in own):
             return False
-        for item, team in own:
-            self._lease(item, team)
+        for item, replica in own:
+            self._lease(item, replica)
         return True
 
     def work_of(self, name: str) -> coordinator_pb2.StepWork:
