@@ -67,8 +67,9 @@ class Accumulation:
 
     def abandon(self) -> None:
         """Frees the units after an error in the schedule. Their gradients stay until ``zero_grad``."""
-        for unit in self._units:
+        for unit, units in self._units.items():
             unit.settings = self._before.pop(unit, unit.settings)
+            units.passes.is_last_backward = True
             unit.usage.clear()
             unit.free()
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed import pipelining
 
 from shardwell.parallel.bubble import report_bubble
-from shardwell.parallel.lost_peers import first_line, is_lost_peer
 from shardwell.parallel.pipeline import PipelineStage
+from shardwell.session.lost_peers import first_line, is_lost_peer
 from shardwell_wire.errors import ReplicaLostError, UsageError
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -197,7 +197,7 @@ class PipelineSchedule:
         started, busy_s = time.perf_counter(), self._busy_s()
         try:
             return self._run(inputs, target)
-        except Exception as error:
+        except BaseException as error:
             for stage in self._stages:
                 stage.abandon()
             if is_lost_peer(error):

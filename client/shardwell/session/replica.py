@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwell.session.lost_peers import first_line, is_lost_peer
 from shardwell.session.membership import Membership
 from shardwell.session.replica_store import ReplicaStore
-from shardwell_wire.errors import DeadlineError, StaleEpochError, UsageError
+from shardwell_wire.errors import DeadlineError, ReplicaLostError, StaleEpochError, UsageError
 from shardwell_wire.v1 import coordinator_pb2
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class ReplicaGroup:
 
     def __init__(self, membership: Membership, *, wait_limit_s: float) -> None:
         self._membership, self._wait_limit_s = membership, wait_limit_s
+        self._group: dist.ProcessGroup | None = None
         self._mesh: DeviceMesh | None = None
         self._epoch = 0
         """Epoch of the replica whose group exists."""
@@ -83,9 +85,40 @@ class ReplicaGroup:
         store = ReplicaStore(self._membership, members.epoch) if size > 1 else HashStore()
         backend = "nccl" if device_type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=members.rank, world_size=size, timeout=timeout)
-        self._mesh = DeviceMesh(device_type, torch.arange(size).view(world.tp, world.pp), mesh_dim_names=_AXES)
+        self._group = dist.group.WORLD
+        try:
+            self._mesh = DeviceMesh(device_type, torch.arange(size).view(world.tp, world.pp), mesh_dim_names=_AXES)
+        except BaseException:  # such as a trainer of the replica that is lost meanwhile
+            self.close()
+            raise
         self._epoch = members.epoch
         logger.info("replica %d: %d trainers formed a process group over %s", members.dp_rank, size, backend)
+
+    def require_same_item(self, item: coordinator_pb2.WorkItem) -> None:
+        """Checks that all trainers of the replica start the same attempt of the same item.
+
+        Collectives carry no names. Trainers that compute different items would mix their activations silently.
+
+        Raises:
+            ReplicaLostError: They start different ones, or one of them was lost.
+        """
+        if self._mesh is None or self._mesh.size() == 1:
+            return
+        own = torch.tensor([item.dp_rank, item.attempt], device=self._mesh.device_type)
+        most = torch.cat([own, -own])
+        try:
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+        except Exception as error:
+            if not is_lost_peer(error):
+                raise
+            raise ReplicaLostError(
+                f"a trainer of this replica was lost: start this trainer again. {first_line(error)}"
+            ) from error
+        if not torch.equal(most, torch.cat([own, -own])):
+            raise ReplicaLostError(
+                f"the trainers of this replica do not start the same work item: dp rank {item.dp_rank}, attempt "
+                f"{item.attempt} is this trainer's. Start this trainer again (shardwell launch --restart does)"
+            )
 
     def _wait_for_members(self) -> ReplicaMembers:
         deadline = time.monotonic() + self._wait_limit_s
@@ -121,6 +154,6 @@ class ReplicaGroup:
 
     def close(self) -> None:
         """Ends the process group, if there is one. Its meshes and the modules that use them are unusable afterwards."""
-        if self._mesh is not None:
-            self._mesh, self._epoch = None, 0
+        group, self._group, self._mesh, self._epoch = self._group, None, None, 0
+        if group is not None and dist.is_initialized() and dist.group.WORLD is group:
             dist.destroy_process_group()

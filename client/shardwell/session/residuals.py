@@ -177,9 +177,9 @@ class CheckpointResiduals:
         except ShardwellError as error:
             logger.info("checkpoint %s does not contain this trainer's residuals: %s", wanted.url, error)
             with self._lock:
-                self._answered = ""  # the coordinator may ask again, such as after this trainer has joined again
-            if request.file_json:
-                self._remove(wanted.url, name)
+                if self._answered == wanted.checkpoint_id:
+                    self._answered = ""  # the coordinator may ask again, such as after this trainer has joined again
+            # The file stays: the coordinator may have received the report, and then the manifest names it.
 
     def _write(self, wanted: coordinator_pb2.WantedResiduals, captured: CapturedResiduals, name: str) -> str:
         """Writes the file. Returns its entry in the manifest."""
@@ -196,9 +196,3 @@ class CheckpointResiduals:
         except BaseException:
             writer.abort()
             raise
-
-    def _remove(self, url: str, name: str) -> None:
-        try:
-            open_storage(url).delete(name)
-        except ShardwellError as error:
-            logger.info("%s of checkpoint %s was not removed: %s", name, url, error)

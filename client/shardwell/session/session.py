@@ -105,6 +105,7 @@ class Session:
             self._tracked,
             iteration,
             self.monitor,
+            self._replica,
         )
         self.loop = TrainingLoop(self.in_flight, iteration, self._tracked, self._membership)
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -363,6 +364,7 @@ class Session:
         if self._closed:
             return
         self._mark_closed()
+        self._replica.close()
         self.store.residuals.finish()
         self._membership.leave()
         self.store.close()

@@ -11,6 +11,7 @@ from shardwell.monitor.step_times import StepMonitor
 from shardwell.session.iteration import Iteration
 from shardwell.session.membership import Membership
 from shardwell.session.rejoining import Rejoining
+from shardwell.session.replica import ReplicaGroup
 from shardwell.session.run_buffers import RunBuffers
 from shardwell.session.run_store import RunStore
 from shardwell.session.step_commit import GradNorm, StepCommitter, StepUpdate
@@ -53,6 +54,7 @@ class StepInFlight:
         tracked: The run's tracked objects.
         iteration: The iteration of the training loop.
         monitor: Measures the steps.
+        replica: The replica's process group.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class StepInFlight:
         tracked: TrackedObjects,
         iteration: Iteration,
         monitor: StepMonitor,
+        replica: ReplicaGroup,
     ) -> None:
         self.state, self.monitor = state, monitor
         self._iteration = iteration
@@ -73,7 +76,7 @@ class StepInFlight:
         self._store, self._units = store, units
         self._buffers, self._tracked = buffers, tracked
         self.rejoining = Rejoining(state, membership, store, units, buffers, iteration)
-        self.items = WorkItems(state, membership, committer, store, units, buffers, self.rejoining, monitor)
+        self.items = WorkItems(state, membership, committer, store, units, buffers, self.rejoining, monitor, replica)
         self._several_optimizers = False
         units.passes.before_use = self.settle
 
@@ -145,8 +148,9 @@ class StepInFlight:
         self._units.drop_gradients(parameters)
         if self.voided or self._membership.lapsed:
             return
-        for unit_index, indices in parameters.items():
-            self._store.drop(unit_index, indices)
+        pushed = {unit.index for unit in self._units if unit.pushes}
+        for unit_index in pushed & parameters.keys():
+            self._store.drop(unit_index, parameters[unit_index])
         if self.state.current is None and self.state.dropped_late and self.state.all_dropped:
             self._reopen_items()
 

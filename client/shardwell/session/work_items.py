@@ -10,6 +10,7 @@ from shardwell.module.units import Units
 from shardwell.monitor.step_times import StepMonitor
 from shardwell.session.membership import Membership
 from shardwell.session.rejoining import Rejoining
+from shardwell.session.replica import ReplicaGroup
 from shardwell.session.run_buffers import RunBuffers
 from shardwell.session.run_store import RunStore
 from shardwell.session.step_commit import StepCommitter
@@ -32,6 +33,7 @@ class WorkItems:
         buffers: The run's buffers.
         rejoining: Joins the run again if the membership has lapsed.
         monitor: Measures the steps.
+        replica: The replica's process group.
     """
 
     def __init__(
@@ -44,9 +46,11 @@ class WorkItems:
         buffers: RunBuffers,
         rejoining: Rejoining,
         monitor: StepMonitor,
+        replica: ReplicaGroup,
     ) -> None:
         self._state, self._membership, self._committer, self._store = state, membership, committer, store
         self._units, self._buffers, self._rejoining, self._monitor = units, buffers, rejoining, monitor
+        self._replica = replica
         self.keeps_graphs = False
         """Whether graphs stay usable after an item of a plain loop, because several optimizers use them in turn."""
         self._item_started_s: float | None = None
@@ -83,6 +87,7 @@ class WorkItems:
             return False
         item.record_written(self._buffers.written())
         self._membership.start_item(self._state.number, item.item.global_rank)
+        self._replica.require_same_item(item.item)
         return True
 
     def stop_item(self) -> None:
@@ -179,7 +184,10 @@ class WorkItems:
         return self._state.in_batches and self._store.pushes.can_copy_items and not failed
 
     def _take(self, items: Iterable[coordinator_pb2.WorkItem]) -> list[WorkItemState]:
-        """Adds work items that the coordinator has leased to this trainer; returns those to compute."""
+        """Adds work items that the coordinator has leased to this trainer; returns those to compute.
+
+        They have the coordinator's order, in which all trainers of a replica compute them.
+        """
         known = self._state.items
         work = self._state.add_items([item for item in items if item.global_rank not in known])
         added = {state.item.global_rank for state in work}
@@ -188,7 +196,7 @@ class WorkItems:
             self._repeat(known[item.global_rank], item)
         if repeated and not self._state.in_batches:
             raise self._rejoining.plain_loop_error()
-        return [*(known[item.global_rank] for item in repeated), *work]
+        return [known[item.global_rank] for item in items]
 
     def _repeat(self, state: WorkItemState, item: coordinator_pb2.WorkItem) -> None:
         """Makes an item unfinished, because its attempt is over and it is leased to this trainer again."""

@@ -7,6 +7,7 @@ in a run that is loaded from the checkpoint, and an event names the ranks.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from shardwell_server.coordinator.inspection.events import EventKind
@@ -54,14 +55,20 @@ async def wait_for_reports(run: Run, checkpoint: CheckpointInFlight) -> Sequence
 
 
 def usable_files(
-    url: str, manifest: Manifest, reports: Iterable[tuple[str, ResidualReport]]
+    url: str, manifest: Manifest, reports: Iterable[tuple[str, ResidualReport]], replica_size: int
 ) -> tuple[list[FileRecord], set[int], list[str]]:
     """Checks the files of trainers, because a checkpoint with an invalid file cannot be loaded. Blocks.
+
+    Args:
+        url: The checkpoint.
+        manifest: Its manifest, without these files.
+        reports: The reports with their trainers.
+        replica_size: Number of trainers that have residuals of one data rank.
 
     Returns:
         The files that are part of the checkpoint, the data ranks whose residuals they have, and why others are not.
     """
-    storage, files, ranks, names = open_storage(url), list[FileRecord](), set[int](), set[str]()
+    storage, files, reported, names = open_storage(url), list[FileRecord](), Counter[int](), set[str]()
     problems = []
     for trainer, report in reports:
         problem = report.error
@@ -83,8 +90,8 @@ def usable_files(
         if problem:
             problems.append(f"trainer {trainer!r}: {problem}")
         else:
-            ranks |= report.dp_ranks
-    return files, ranks, problems
+            reported.update(report.dp_ranks)
+    return files, {rank for rank, count in reported.items() if count >= replica_size}, problems
 
 
 def report_missing(state: CoordinatorState, run: Run, step: int, ranks: Iterable[int], problems: Sequence[str]) -> None:

@@ -189,8 +189,8 @@ class CheckpointSaver:
     ) -> Manifest:
         """Returns the complete manifest, once the trainers have written their residuals."""
         reports = await wait_for_reports(run, checkpoint)
-        url = checkpoint.url
-        written, ranks, problems = await self._files(lambda: usable_files(url, manifest, reports))
+        url, replica_size = checkpoint.url, run.settings.world.replica_size
+        written, ranks, problems = await self._files(lambda: usable_files(url, manifest, reports, replica_size))
         report_missing(self._state, run, manifest.step, ranks, problems)
         return with_files(manifest, [*(FileRecord.from_dict(json.loads(file)) for file in files), *written], ranks)
 

@@ -174,8 +174,10 @@ class StepRequests:
         item = step.require_leased(member.name, request.global_rank, request.context.epoch)
         repeated = item.reset_id != "" and item.reset_id == request.context.request_id
         if not repeated and (not request.HasField("attempt") or request.attempt == item.attempt):
-            # Expired trainers cannot reset their finished items, which the reset of this item invalidates too.
-            self._trainers.revoke(run, run.members.expired)
+            # Expired trainers cannot reset their finished items, which the reset of this item invalidates too. Those of
+            # this item's replica get the new attempt.
+            expired = [each for each in run.members.expired if each.name not in item.trainers]
+            self._trainers.revoke(run, expired)
             run.reset_item(item, request.context.request_id)
             message = f"{item} of step {number}: trainer {member.name!r} starts attempt {item.attempt}"
             self._state.events.add(EventKind.WORK_RESET, message, run=run.name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from shardwell_server.coordinator.runs.members import Member
+from shardwell_server.coordinator.runs.members import Member, Members
 from shardwell_server.coordinator.runs.rank_assignment import (
     Applicant,
     RankAssignments,
@@ -106,17 +106,21 @@ class RankOwners:
             claimed = claim_place(settings.world, self.by_rank, hosts, applicant)
         self.by_rank.update(claimed)
 
-    def place_spares(self, settings: RunSettings, live: Mapping[str, Member]) -> set[str]:
+    def place_spares(self, settings: RunSettings, members: Members) -> set[str]:
         """Gives spares the places of gone trainers. Spares that are left form replicas, if others own several dp ranks.
+
+        A trainer whose lease has only expired keeps its place: it may come back with its model.
 
         Returns:
             Names of the trainers that now own ranks. Always empty if replicas have one trainer: spares stay spares.
         """
         if settings.world.replica_size == 1:
             return set()
+        live = members.live
+        present = {**live, **{member.name: member for member in members.expired}}
         spares = self._spares(live)
         for spare in spares:
-            self.claim(settings, live, spare, ())
+            self.claim(settings, present, spare, ())
         while formed := form_replica(settings.world, self.by_rank, self._spares(live)):
             self.by_rank.update(formed)
         placed = {spare.name for spare in spares} - {spare.name for spare in self._spares(live)}

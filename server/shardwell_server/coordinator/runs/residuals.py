@@ -55,7 +55,14 @@ class ResidualReports:
     """True once the coordinator waits for no more reports."""
 
     def add(self, trainer: str, report: ResidualReport) -> None:
-        """Adds a report. Raises StepStateError if it is too late."""
+        """Adds a report. A report that was added before, or that has no file although a former one had, is ignored.
+
+        Raises:
+            StepStateError: It is too late.
+        """
+        former = self.by_trainer.get(trainer)
+        if former is not None and (former == report or (former.file is not None and report.file is None)):
+            return
         if self.complete:
             raise StepStateError("the checkpoint is being completed without these residuals")
         self.by_trainer[trainer] = report

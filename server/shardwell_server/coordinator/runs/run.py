@@ -200,7 +200,7 @@ class Run:
     def _change_replicas(self, member: Member) -> None:
         """Renews the replica of a trainer that came or went, and gives spares the places that are free."""
         former = self.rank_owners.renew_replicas(self.settings, {member.name})
-        placed = self.rank_owners.place_spares(self.settings, self.members.live)
+        placed = self.rank_owners.place_spares(self.settings, self.members)
         for name in placed - {member.name}:
             self.members.by_name[name].note_behind(self._is_dispensable(name))
         self.replica_stores.keep(self.rank_owners.replica_epochs.values())
