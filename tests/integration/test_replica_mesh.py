@@ -45,8 +45,8 @@ def worker(rank: int, address: str, run: str, folder: str) -> None:
     check(session)
     left = Path(folder, "left")
     if rank == 3:
-        dist.destroy_process_group()
         session.close()
+        assert not dist.is_initialized()
         left.touch()
         session = join(address, run, rank)
         session.replica_mesh()
@@ -57,6 +57,7 @@ def worker(rank: int, address: str, run: str, folder: str) -> None:
     check(session)
     dist.barrier()
     session.close()
+    assert not dist.is_initialized()
     gloo.leave()
 
 
@@ -70,6 +71,7 @@ def alone_worker(_: int, address: str, run: str) -> None:
         dist.destroy_process_group()
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         session.close()
+        assert dist.is_initialized(), "a group that the session has not made stays"
     with (
         shardwell.join(address, run=f"{run}-other", host="here") as session,
         pytest.raises(shardwell.UsageError, match=r"torch.distributed is initialised already"),
