@@ -362,6 +362,19 @@ def test_expired_lease_is_revoked_only_if_a_complete_replica_or_a_spare_can_take
     run_async(scenario())
 
 
+def test_reset_item_stays_with_a_member_whose_lease_has_only_expired(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b, c, d = trainers = await grid(cluster)
+            await cluster.pass_time(11, a, c, d)
+            item = await a.reset(0, a.ranks[0])
+            assert states(cluster) == ["LEASED", "LEASED"]
+            assert work(await b.finish(0)) == {b.ranks[0]: (0, item.epoch, item.attempt)}, "b was only suspended"
+            await commit(cluster, trainers, 0)
+
+    run_async(scenario())
+
+
 def test_fewer_replicas_than_dp_ranks_play_several_items(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
