@@ -140,7 +140,7 @@ class History:
             assert item.epoch <= run.last_epoch
             assert len(set(item.trainers)) == self.world.replica_size
             assert (item.state is WorkState.FINISHED) == (not item.unfinished)
-        places = {(name, place) for team in run.teams for place, name in enumerate(team)}
+        places = {(name, place) for replica in run.replicas for place, name in enumerate(replica)}
         assert len(places) == len({name for name, _ in places}), "a trainer has one place in all its dp ranks"
 
 
