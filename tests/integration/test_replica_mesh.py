@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import shardwell
+from shardwell_wire.v1 import coordinator_pb2
 from tests.support import gloo
 from tests.support.cluster import wait_until
 from tests.support.processes import run_ranks
@@ -38,6 +39,10 @@ def check(session: shardwell.Session) -> None:
     dist.all_reduce(total, group=mesh["pp"].get_group())
     assert total.item() == sum(WORLD.group(session.global_rank, "pp")), "only the own replica adds"
     assert mesh.get_local_rank("pp") == session.pp_rank
+    replica = session._replica
+    replica.require_same_item(coordinator_pb2.WorkItem(dp_rank=1, attempt=2))
+    with pytest.raises(shardwell.ReplicaLostError, match=r"do not start the same work item: dp rank 1, attempt \d"):
+        replica.require_same_item(coordinator_pb2.WorkItem(dp_rank=1, attempt=session.pp_rank))
 
 
 def worker(rank: int, address: str, run: str, folder: str) -> None:

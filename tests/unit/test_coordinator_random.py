@@ -99,7 +99,7 @@ class History:
             assert "has not finished" in str(error)
             process.all_finished = False
         except StaleEpochError:
-            # The lease of a reset is over: another trainer of the replica was lost.
+            # Another trainer of the replica was lost, so the item was revoked before it was reset.
             if process.trainer.epoch != self.cluster.state.runs["r"].members.by_name[name].epoch:
                 raise
             process.all_finished = False

@@ -2700,7 +2700,7 @@ class ReplicaSummary(google.protobuf.message.Message):
 
     @property
     def missing(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Those of the trainers that are gone. Empty: the replica is complete."""
+        """The trainers that are gone. Empty: the replica is complete."""
 
     def __init__(
         self,
