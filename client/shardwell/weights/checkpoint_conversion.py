@@ -344,7 +344,9 @@ def _part(parameter: Parameter, found: _Source, algorithm: str | None, reader: D
 def _write(
     url: str, plan: FilePlan, tensors: Mapping[Piece, Callable[[], torch.Tensor]], note: NoteBytes
 ) -> FileRecord:
-    writer = CheckpointFileWriter(open_storage(url), _SERVER_ID, plan)
+    storage = open_storage(url)
+    storage.make_folder("")
+    writer = CheckpointFileWriter(storage, _SERVER_ID, plan)
     try:
         for piece, read in tensors.items():
             writer.write(piece, memory_of(read()))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwell_wire.checkpoints.storage import OutputFile, Storage, explained
+from shardwell_wire.errors import NotFoundError
 
 _TEMPORARY = ".writing-"
 
@@ -88,11 +89,12 @@ class LocalStorage(Storage):
 
     def delete_folder(self, folder: str) -> None:
         with explained("delete", self.where(folder)):
-            try:
-                shutil.rmtree(self._at(folder))
-            except FileNotFoundError:
-                return
-            _sync_folder(self._at(folder).parent)
+            while self._at(folder).is_dir():
+                # Another process may remove a file at the same time.
+                with contextlib.suppress(FileNotFoundError):
+                    shutil.rmtree(self._at(folder))
+            if self._at(folder).parent.is_dir():
+                _sync_folder(self._at(folder).parent)
 
     def modified(self, path: str) -> float | None:
         with explained("read", self.where(path)):
@@ -103,14 +105,19 @@ class _LocalFile(OutputFile):
     """A file that is written in place: without the checkpoint's manifest nobody reads it.
 
     Args:
-        path: The file. It must not exist.
+        path: The file. It must not exist, and its folder must: nobody may write to a checkpoint that was removed.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._closing = threading.Lock()
+        if not path.parent.is_dir():
+            raise NotFoundError(
+                f"cannot write {path}: the folder {path.parent} does not exist on this host. Either the checkpoint was "
+                "aborted, or the hosts do not share the folder",
+                path=str(path),
+            )
         with explained("write", str(path)):
-            path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
     def write(self, data: Any, position: int) -> None:

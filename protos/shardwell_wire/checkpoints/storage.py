@@ -77,7 +77,11 @@ class Storage(ABC):
 
     @abstractmethod
     def create(self, path: str, size_bytes: int) -> OutputFile:
-        """Starts a file of known size. An unfinished file may be visible, and is never complete."""
+        """Starts a file of known size. An unfinished file may be visible, and is never complete.
+
+        Raises:
+            NotFoundError: The storage has folders, and that of the file does not exist.
+        """
 
     @abstractmethod
     def make_folder(self, folder: str) -> None:

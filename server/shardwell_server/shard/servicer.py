@@ -37,6 +37,9 @@ from shardwell_wire.errors import InvalidRequestError, NotFoundError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
+_ABORT_WAIT_S = 5.0
+"""Longest time in which storage may answer when a checkpoint is aborted, in seconds."""
+
 
 class ShardServicer:
     """Serves ``shardwell_wire.v1.ShardService``. Used on the event loop.
@@ -203,7 +206,7 @@ class ShardServicer:
     ) -> shard_pb2.AbortCheckpointResponse:
         await self._term.check(request.context.epoch)
         self._check_request_id(call, request.context, request)
-        self._checkpoints.abort(request)
+        await self._checkpoints.abort(request, call.remaining_s(_ABORT_WAIT_S))
         return shard_pb2.AbortCheckpointResponse()
 
     async def BeginRestore(self, request: shard_pb2.BeginRestoreRequest, call: Call) -> shard_pb2.BeginRestoreResponse:

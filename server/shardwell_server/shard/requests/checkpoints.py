@@ -102,11 +102,12 @@ class CheckpointRequests:
             error=progress.error,
         )
 
-    def abort(self, request: shard_pb2.AbortCheckpointRequest) -> None:
-        """Stops writing a checkpoint."""
+    async def abort(self, request: shard_pb2.AbortCheckpointRequest, wait_s: float) -> None:
+        """Stops writing a checkpoint. Returns when the file is removed, or after ``wait_s``."""
         writing = self._writing.get(request.context.run_id)
         if writing is not None and writing.checkpoint_id == request.checkpoint_id:
             writing.abort()
+            await _wait(writing.progress.ended, wait_s)
 
     # ---- loading ----
 
