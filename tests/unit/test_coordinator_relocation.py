@@ -25,7 +25,7 @@ from shardwell_wire.errors import (
     UnavailableError,
 )
 from shardwell_wire.topology import World
-from shardwell_wire.v1 import coordinator_pb2
+from shardwell_wire.v1 import coordinator_pb2, shard_pb2
 from tests.support.coordinator import Harness, Trainer, config, harness, run_async
 from tests.support.fake_shards import fail_times
 
@@ -474,6 +474,27 @@ def test_primaries_and_backups_are_compared_by_hash(tmp_path: Path) -> None:
             (difference,) = report.differences
             assert difference.startswith("unit 'u")
             assert "backup on server 's1' differs from the primary on 's0' in p values" in difference
+
+    run_async(scenario())
+
+
+def test_the_comparison_is_repeated_if_shards_move_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=2) as cluster:
+            await take_step(await started(cluster), 0)
+            server, calls = cluster.shards["s0"], []
+            hash_shards = server.HashShards
+
+            def move_meanwhile(request: shard_pb2.HashShardsRequest) -> shard_pb2.HashShardsResponse:
+                calls.append(request)
+                if len(calls) == 1:
+                    run_of(cluster).relocations.raise_count()
+                    raise StepStateError("unit 'u' is at version 0, expected 1")
+                return hash_shards(request)
+
+            monkeypatch.setattr(server, "HashShards", move_meanwhile)
+            report: Any = await cluster.call("VerifyRun", run="r")
+            assert (report.compared_shards, list(report.differences), len(calls)) == (4, [], 2)
 
     run_async(scenario())
 

@@ -9,14 +9,15 @@ from shardwell_server.coordinator.runs.units import Unit
 from shardwell_server.coordinator.servers.shard_servers import ShardServers
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.storage.records import BackupRecord, ShardRecord
-from shardwell_wire.errors import UnavailableError
+from shardwell_wire.errors import StepStateError, UnavailableError
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2
 
 _Hashes = Mapping[tuple[str, str, int], shard_pb2.ShardHash]
 """Hashes by server, unit and first byte."""
 
 _WAIT_S = 20.0
-"""Longest wait for the servers to reach the committed version, in seconds."""
+"""Longest wait for the servers to reach the committed version, and for shards that move, in seconds."""
+_AGAIN_S = 0.05
 
 
 class RunVerifier:
@@ -33,9 +34,23 @@ class RunVerifier:
     async def verify(self, run: Run) -> coordinator_pb2.VerifyRunResponse:
         """Compares all backups that are in sync with their primaries, at one version. No step is committed meanwhile.
 
+        Compares again if shards move during the comparison.
+
         Raises:
-            UnavailableError: The servers did not reach the committed version, or shards moved during the comparison.
+            UnavailableError: The servers did not reach the committed version, or shards kept moving.
         """
+        give_up_s = self._state.clock() + _WAIT_S
+        while (response := await self._compare(run)) is None:
+            if self._state.clock() >= give_up_s:
+                raise UnavailableError(
+                    f"run {run.name!r}: its shards moved during every comparison for {_WAIT_S:g} s: try again later",
+                    run=run.name,
+                )
+            await run.changed.wait(_AGAIN_S)
+        return response
+
+    async def _compare(self, run: Run) -> coordinator_pb2.VerifyRunResponse | None:
+        """Compares once. Returns None if shards moved meanwhile."""
         async with run.checkpoints.boundary:  # no commit record is written while this is held
             try:
                 await run.wait_until_updated_for(_WAIT_S)
@@ -54,9 +69,13 @@ class RunVerifier:
                 if backup.in_sync and unit.published
             ]
             servers = {shard.server_id for _, primary, backup in pairs for shard in (primary, backup)}
-            answers = await self._servers.call_all(sorted(servers), "HashShards", lambda _: request)
+            try:
+                answers = await self._servers.call_all(sorted(servers), "HashShards", lambda _: request)
+            except StepStateError:
+                if run.relocations.count == placement:
+                    raise
         if run.relocations.count != placement:
-            raise UnavailableError(f"run {run.name!r}: its shards moved during the comparison: try again", run=run.name)
+            return None
         hashes = {
             (server_id, each.unit, each.start_bytes): each
             for server_id, answer in answers.items()

@@ -86,7 +86,7 @@ async def hash_shards(
 ) -> shard_pb2.HashShardsResponse:
     """Returns the hashes of all published shards: of values, averages and optimizer state.
 
-    Backups that are being built are left out.
+    Backups that are being built, and shards that are released meanwhile, are left out.
 
     Raises:
         StepStateError: A primary is not at the expected version, or its update is being repeated.
@@ -99,7 +99,7 @@ async def hash_shards(
                 f"{shard.what} is at version {shard.version}, expected {request.version}: try again", unit=shard.unit
             )
         async with shard.unchanging:
-            if shard.role is Role.BACKUP and shard.version is None:
+            if run.shards.get((shard.unit, shard.start_bytes)) is not shard or shard.version is None:
                 continue
             found = response.shards.add(
                 unit=shard.unit,
