@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from shardwell_server.coordinator.checkpoints import saving
+from shardwell_server.coordinator.checkpoints import restoring, saving
+from shardwell_server.coordinator.leases import trainers
 from shardwell_server.coordinator.runs.checkpoints import RunCheckpoints
 from shardwell_server.coordinator.storage.records import CheckpointRecord
 from shardwell_wire.checkpoints import opening
@@ -212,5 +213,60 @@ def test_checkpoint_of_steps_that_were_rolled_back_is_removed(tmp_path: Path) ->
             failed = checkpoints.failed[wanted.checkpoint_id]
             assert failed.error == "the run was rolled back while step 2 was being saved"
             await running.until(lambda: not Path(wanted.url).exists(), "the folder is removed")
+
+    run_async(test())
+
+
+async def roll_back(running: Harness, a: Trainer, b: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saves a checkpoint, commits a step, and rolls the run back."""
+    # The fake servers write no tensors.
+    monkeypatch.setattr(restoring, "open_manifest", lambda url: read_manifest(opening.open_storage(url)))
+    run = running.state.runs["r"]
+    await running.call("SaveCheckpoint", run="r", wait_s=5.0)
+    await take_step([a, b], 1)
+    await running.settle()
+    assert await running.coordinator.restorer.roll_back(run, "a test")
+    await running.until(lambda: run.checkpoints.restore is None, "the end of the rollback")
+
+
+def test_a_rolled_back_run_continues_when_its_trainers_are_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        async with run_with_checkpoints(tmp_path) as (running, *former):
+            await roll_back(running, *former, monkeypatch)
+            settings = config(World(dp=2), min_trainers=2)
+            early = await running.try_join("a", incarnation="a2", config=settings)
+            assert not early.started
+            assert "trainer 'b': has not joined again since the rollback" in early.waiting_for
+            b = await running.join("b", config=settings, wait_s=5.0)
+            a = await running.join("a", incarnation="a2", config=settings, wait_s=5.0)
+            assert a.joined.started and b.joined.started
+            assert [item.dp_rank for item in a.joined.work.items] == [0]
+            assert [item.dp_rank for item in b.joined.work.items] == [1]
+            assert not (await a.finish(1)).work.items, "the item of the other trainer is not taken over"
+
+    run_async(test())
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_rolled_back_run_does_not_wait_for_a_lost_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: bool
+) -> None:
+    async def test() -> None:
+        async with run_with_checkpoints(tmp_path) as (running, *former):
+            await roll_back(running, *former, monkeypatch)
+            if ended:
+                monkeypatch.setattr(trainers, "has_ended", lambda process: process == former[1].name)
+                running.state.runs["r"].members.by_name["b"].process = former[1].name
+            settings = config(World(dp=2), min_trainers=2)
+            early = await running.join("a", incarnation="a2", config=settings)
+            assert not early.joined.started
+            if not ended:
+                await running.pass_time(running.settings.lease_s, early)
+            a = await running.join("a", incarnation="a2", config=settings, wait_s=5.0)
+            assert a.joined.started
+            await running.settle()
+            assert [item.dp_rank for item in (await a.finish(1)).work.items] == [1]
 
     run_async(test())

@@ -144,6 +144,7 @@ class RunRestorer:
         return True
 
     def _end_memberships(self, run: Run, restore: Restore) -> None:
+        run.members.expect_back(run.members.live.values())
         for member in [*run.members.live.values(), *run.members.expired]:
             member.note_revoked(restore.why_members_ended)
             run.revoke_lease(member)
@@ -268,6 +269,7 @@ class RunRestorer:
         self._state.events.add(kind, f"{steps} from {restore.url}{why}", run=run.name)
         run.changed.notify()
         self._trainers.start_fencing(run)
+        self._state.tasks.start(self._trainers.wait_for_return(run))
 
     async def _add_loaded_checkpoint(self, run: Run, restore: Restore, manifest: Manifest) -> None:
         """Remembers the checkpoint of a new run, so that it can be rolled back to."""

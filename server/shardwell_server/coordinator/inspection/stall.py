@@ -37,6 +37,7 @@ def explain_stall(run: Run, cluster: Cluster, now: float) -> Stall:
         *_cut_off_trainers(run, cluster, now),
         *_updates(run, now),
         *_promotions(run),
+        *(f"trainer {name!r}: has not joined again since the rollback" for name in run.members.returning),
     ]
     if phase == "idle":
         lines.append(

@@ -8,6 +8,11 @@ Note: [Expired and revoked leases]
 
     The lease of a trainer that is disconnected expires early. If its process has ended for certain, the lease is
     revoked at once, so that fencing is done before another trainer waits. See Note: [Broken streams].
+
+Note: [Trainers that come back after a rollback]
+    A rollback ends all memberships, and the trainers join again. The run continues when all of them are back, or one
+    lease after it is loaded. Otherwise the first one to join would compute the first item of the others, too. With
+    error feedback their residuals would then be on the wrong trainer.
 """
 
 from __future__ import annotations
@@ -39,6 +44,7 @@ from shardwell_wire.v1 import coordinator_pb2, shard_pb2
 logger = logging.getLogger(__name__)
 
 _FENCE_RETRY_S = 0.5
+_RETURN_POLL_S = 0.1
 
 _RESTART_GRACE_S = RECONNECT_S + 1.0
 """Time in which trainers can open their streams after a coordinator restart, in seconds."""
@@ -135,7 +141,7 @@ class TrainerLeases:
             if run.checkpoints.restore is not None:
                 run.checkpoints.check_loadable(run.name)
                 return None
-            if run.step is None or run.is_waiting_spare(member.name):
+            if run.step is None or run.members.returning or run.is_waiting_spare(member.name):
                 return None
             return True if member.behind or run.lease_own_items(member.name) else None
 
@@ -145,6 +151,20 @@ class TrainerLeases:
         """Removes a trainer from the run. Its ranks become vacant."""
         self._add_event(run, member, EventKind.TRAINER_LEFT, f"{member} left")
         self.revoke(run, [member])
+
+    async def wait_for_return(self, run: Run) -> None:
+        """Waits until all trainers have joined again after a rollback, at most for one lease.
+
+        See Note: [Trainers that come back after a rollback].
+        """
+        give_up_s = self._state.clock() + self._state.settings.lease_s
+        while run.members.returning and not run.deleted:
+            late = self._state.clock() >= give_up_s
+            gone = [name for name, former in run.members.returning.items() if late or has_ended(former.process)]
+            if gone:
+                run.members.give_up(gone)
+                run.changed.notify()
+            await run.changed.wait(_RETURN_POLL_S)
 
     # Connections
 

@@ -225,6 +225,8 @@ class Members:
     by_name: dict[str, Member] = field(default_factory=dict)
     waiting_for_work: dict[str, None] = field(default_factory=dict)
     """Names of trainers that wait for any work item, in order of arrival."""
+    returning: dict[str, Member] = field(default_factory=dict)
+    """Former memberships of trainers that a rollback ended and that have not joined again, by name."""
 
     def __iter__(self) -> Iterator[Member]:
         return iter(self.by_name.values())
@@ -297,6 +299,15 @@ class Members:
         self.by_name[member.name] = member
         if former is not None:
             former.connection.news.notify()
+
+    def expect_back(self, members: Iterable[Member]) -> None:
+        """Records trainers that are expected to join again, because the coordinator itself ends their memberships."""
+        self.returning.update((member.name, member) for member in members)
+
+    def give_up(self, names: Iterable[str]) -> None:
+        """Expects trainers no longer."""
+        for name in names:
+            self.returning.pop(name, None)
 
     def remove(self, member: Member) -> None:
         """Removes a member."""

@@ -188,6 +188,7 @@ class Run:
         )
         member.note_behind(self._is_dispensable(applicant.name))
         self.members.add(member)
+        self.members.give_up([applicant.name])
         self.members.prune(keep=self._trainers_with_ranks())
         if self.step is None and len(self.members.live) >= self.settings.min_trainers:
             self.rank_owners.start(self.settings, self.members.live.values())
@@ -229,11 +230,12 @@ class Run:
     def _is_dispensable(self, name: str) -> bool:
         """True if the run need not wait for a trainer that joins now: others compute its items until it asks for work.
 
-        A trainer that never asked for work before, in a plain loop, gets its items when it joins.
+        A trainer that never asked for work before, in a plain loop, gets its items when it joins. So does a trainer
+        that comes back after a rollback: it has built its model.
         """
         former = self.members.by_name.get(name)
         asks = former is None or former.accepts_reassigned_work is not False
-        if self.step is None or not asks:
+        if self.step is None or not asks or name in self.members.returning:
             return False
         accepting = {at.name for at in self.members.live.values() if not at.behind and at.accepts_reassigned_work}
         return bool(candidates(self.replicas, accepting - {name}))
