@@ -164,7 +164,8 @@ class TrainStepBenchmark:
     def _record_losses(self, mode: str, answers: Sequence[Mapping[str, Any]]) -> None:
         for dp_rank, answer in enumerate(answers):
             by_step = self.measured[mode].losses.setdefault(dp_rank, {})
-            by_step.update(enumerate(answer["losses"], start=answer["first_step"]))
+            losses = enumerate(answer["losses"], start=answer["first_step"])
+            by_step.update((step, loss) for step, loss in losses if loss is not None)
 
 
 def _record_details(measured: Measured, totals: Sequence[Mapping[str, float]]) -> None:
@@ -187,7 +188,7 @@ def check_losses(measured: Mapping[str, Measured]) -> list[str]:
         if known:
             lines.append(_agreement(known, 0, dp_rank))
         if averaging:
-            lines.append(_agreement(averaging, min(max(losses) for losses in averaging.values()), dp_rank))
+            lines.append(_agreement(averaging, max(set.intersection(*map(set, averaging.values()))), dp_rank))
     return lines
 
 

@@ -71,7 +71,8 @@ class TrainerSpec:
 class StepResult:
     """Result of one step."""
 
-    loss: float
+    loss: float | None
+    """Loss of the trainer's own work item. None: another trainer computed it."""
     totals: dict[str, float] = field(default_factory=dict)
     """Running totals of Shardwell: the wait times of ``session.stats()`` and the bytes of ``session.transports()``,
     under the same names."""
@@ -140,13 +141,15 @@ def shardwell_steps(spec: TrainerSpec) -> Generator[StepResult, None, None]:
         shardwell.fully_shard(model, session)
         optimizer = shardwell.optim.AdamW(model.parameters(), **_ADAMW)
         for step in session.steps(sys.maxsize):
-            losses = [compute(model, tokens) for tokens in step.batches(spec.tokens)]
+            batches = step.batches(lambda number, rank: (rank, spec.tokens(number, rank)))
+            losses = {rank: compute(model, tokens) for rank, tokens in batches}
             optimizer.step()
             optimizer.zero_grad()
             stats, transports = session.stats(), session.transports()
             totals = {name: stats[name] for name in _WAITS}
             yield StepResult(
-                losses[0], totals | {name: sum(transport[name] for transport in transports) for name in _CARRIED}
+                losses.get(spec.dp_rank),
+                totals | {name: sum(transport[name] for transport in transports) for name in _CARRIED},
             )
 
 
