@@ -16,27 +16,29 @@ import torch
 
 from shardwell_wire.chunk_streams import Buffer, memory_at
 from shardwell_wire.v1 import common_pb2
-from shardwell_wire.wire_dtypes import AS_STORED, INT8_BLOCK_NUMEL, SCALE_BYTES, WireDtype
+from shardwell_wire.wire_dtypes import AS_STORED, SCALE_BYTES, SCALED_BLOCK_NUMEL, WireDtype, has_windows
 
 _SLICE_NUMEL = 1 << 17
 """Elements per slice. With the scratch memory, a slice takes 1 MiB, which fits most cores' own cache. Measured for
 int8: 5.1, 6.4 and 7.7 GB/s with half, one and two times this size."""
 
-_SLICE_BLOCKS = _SLICE_NUMEL // INT8_BLOCK_NUMEL
-"""Largest number of int8 blocks per slice, for blocks of any size."""
+_SLICE_BLOCKS = _SLICE_NUMEL // SCALED_BLOCK_NUMEL
+"""Largest number of quantization blocks per slice, for blocks of any size."""
 
 _KEPT_VIEWS = 64
 """Cached views of a thread's scratch memory, one per shape. The shards of a unit need few shapes."""
 
-_LARGEST_INT8 = 127.0
+_LARGEST = {common_pb2.WIRE_DTYPE_INT8: 127.0, common_pb2.WIRE_DTYPE_FLOAT8: 448.0}
+"""The largest 8-bit values."""
+
 _SMALLEST_SCALE = 2.0**-126
-"""The smallest normal float32. With a subnormal scale, a quotient could exceed 127."""
+"""The smallest normal float32. With a subnormal scale, a quotient could exceed the largest 8-bit value."""
 
 _HALF_DTYPES = {common_pb2.WIRE_DTYPE_BFLOAT16: torch.bfloat16, common_pb2.WIRE_DTYPE_FLOAT16: torch.float16}
 
 
 class _Blocks(NamedTuple):
-    """Scratch memory for int8 blocks of one size."""
+    """Scratch memory for blocks of 8-bit values of one size."""
 
     quotients: torch.Tensor
     """[num_blocks, numel]"""
@@ -59,6 +61,8 @@ class _Scratch(threading.local):
             self.encoded = torch.empty(_SLICE_NUMEL * 2, dtype=torch.uint8, device="cpu")
             self._quotients = torch.empty(_SLICE_NUMEL, dtype=torch.float32, device="cpu")
             self._scales = torch.empty(_SLICE_BLOCKS, dtype=torch.float32, device="cpu")
+            every_byte = torch.arange(256, dtype=torch.uint8, device="cpu")
+            self.float8_values = every_byte.view(torch.float8_e4m3fn).to(torch.float32)
         # Cached: creating the views takes as long as a pass over a small slice.
         self.blocks = lru_cache(_KEPT_VIEWS)(self._make_blocks)
 
@@ -78,7 +82,7 @@ _scratch = _Scratch()
 
 def at_once(kind: WireDtype, block_numel: int) -> int:
     """Returns how many blocks of a lossy wire dtype ``encode`` and ``decode`` take per call."""
-    return min(_SLICE_NUMEL // block_numel, _SLICE_BLOCKS if kind == common_pb2.WIRE_DTYPE_INT8 else _SLICE_NUMEL)
+    return min(_SLICE_NUMEL // block_numel, _SLICE_BLOCKS if has_windows(kind) else _SLICE_NUMEL)
 
 
 def scratch_values(numel: int) -> torch.Tensor:
@@ -102,8 +106,8 @@ def encode(kind: WireDtype, block_numel: int, values: torch.Tensor, encoded: tor
     """
     if kind == AS_STORED:
         encoded.copy_(values)
-    elif kind == common_pb2.WIRE_DTYPE_INT8:
-        _quantize(values.view(-1, block_numel), encoded.view(-1, SCALE_BYTES + block_numel))
+    elif kind in _LARGEST:
+        _quantize(kind, values.view(-1, block_numel), encoded.view(-1, SCALE_BYTES + block_numel))
     else:
         _encode_halves(values, encoded, _HALF_DTYPES[kind])
 
@@ -112,34 +116,43 @@ def decode(kind: WireDtype, block_numel: int, encoded: torch.Tensor, values: tor
     """Decodes blocks of one size; the inverse of ``encode``."""
     if kind == AS_STORED:
         values.copy_(encoded)
-    elif kind == common_pb2.WIRE_DTYPE_INT8:
-        _dequantize(encoded.view(-1, SCALE_BYTES + block_numel), values.view(-1, block_numel))
+    elif kind in _LARGEST:
+        _dequantize(kind, encoded.view(-1, SCALE_BYTES + block_numel), values.view(-1, block_numel))
     else:
         _decode_halves(encoded, values, _HALF_DTYPES[kind])
 
 
-def _quantize(values: torch.Tensor, encoded: torch.Tensor) -> None:
-    """Encodes int8 blocks. [num_blocks, numel] -> [num_blocks, 4 + numel]"""
+def _quantize(kind: WireDtype, values: torch.Tensor, encoded: torch.Tensor) -> None:
+    """Encodes blocks of 8-bit values. [num_blocks, numel] -> [num_blocks, 4 + numel]"""
     quotients, scales, column, scale_bytes = _scratch.blocks(*values.shape)
     torch.amax(torch.abs(values, out=quotients), 1, out=scales)
-    scales.div_(_LARGEST_INT8).clamp_(min=_SMALLEST_SCALE)
-    torch.div(values, column, out=quotients).round_()
+    scales.div_(_LARGEST[kind]).clamp_(min=_SMALLEST_SCALE)
+    torch.div(values, column, out=quotients)
     # The sum is finite only if all scales are finite. If it overflows, the branch below changes nothing.
     if not math.isfinite(scales.sum().item()):
-        # A NaN scale decodes to NaN with any integers. 0 gives the same bytes on every machine.
+        # A NaN scale decodes to NaN with any values. 0 gives the same bytes on every machine.
         scales.masked_fill_(~scales.isfinite(), math.nan)
         quotients.masked_fill_(scales.isnan()[:, None], 0.0)
-    scale_slots, integers = encoded.split_with_sizes((SCALE_BYTES, values.size(1)), 1)
+    scale_slots, rounded = encoded.split_with_sizes((SCALE_BYTES, values.size(1)), 1)
     scale_slots.copy_(scale_bytes)
-    integers.view(torch.int8).copy_(quotients)
+    if kind == common_pb2.WIRE_DTYPE_INT8:
+        rounded.view(torch.int8).copy_(quotients.round_())
+    else:
+        rounded.view(torch.float8_e4m3fn).copy_(quotients)
 
 
-def _dequantize(encoded: torch.Tensor, values: torch.Tensor) -> None:
-    """Decodes int8 blocks. [num_blocks, 4 + numel] -> [num_blocks, numel]"""
-    _, _, column, scale_bytes = _scratch.blocks(*values.shape)
-    scales, integers = encoded.split_with_sizes((SCALE_BYTES, values.size(1)), 1)
+def _dequantize(kind: WireDtype, encoded: torch.Tensor, values: torch.Tensor) -> None:
+    """Decodes blocks of 8-bit values. [num_blocks, 4 + numel] -> [num_blocks, numel]"""
+    quotients, _, column, scale_bytes = _scratch.blocks(*values.shape)
+    scales, rounded = encoded.split_with_sizes((SCALE_BYTES, values.size(1)), 1)
     scale_bytes.copy_(scales)
-    values.copy_(integers.view(torch.int8)).mul_(column)
+    if kind == common_pb2.WIRE_DTYPE_INT8:
+        values.copy_(rounded.view(torch.int8))
+    else:
+        # Three times as fast as torch's conversion: 2.3 instead of 0.7 GB/s.
+        indices = quotients.view(torch.int32).copy_(rounded)
+        torch.index_select(_scratch.float8_values, 0, indices.view(-1), out=values.view(-1))
+    values.mul_(column)
 
 
 def _encode_halves(values: torch.Tensor, encoded: torch.Tensor, dtype: torch.dtype) -> None:

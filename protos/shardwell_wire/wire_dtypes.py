@@ -1,6 +1,6 @@
-"""Wire dtypes of float32 values: as stored, two 16-bit formats, and int8 with a scale per quantization block.
+"""Wire dtypes of float32 values: as stored, two 16-bit formats, and two 8-bit formats with a scale per block.
 
-A block is the smallest part of a stream that can be decoded alone: a 16-bit number, an int8 quantization block with its
+A block is the smallest part of a stream that can be decoded alone: a 16-bit number, a quantization block with its
 scale, or one byte of values that are sent as stored. Quantization blocks are fixed windows of the unit's flat vector
 that no cut between shards splits. The encoded bytes of a shard are therefore a part of those of the unit, and decoded
 values depend neither on the cuts nor on the transport. docs/wire-format.md specifies the format, ``stream_plan`` finds
@@ -21,22 +21,26 @@ WireDtype: TypeAlias = "common_pb2.WireDtype.ValueType"
 AS_STORED: WireDtype = common_pb2.WIRE_DTYPE_UNSPECIFIED
 """Values are sent as the servers store them."""
 
-INT8_BLOCK_NUMEL = 256
-"""Maximum number of elements per int8 block. The blocks at both ends of a parameter may have fewer."""
-
-INT8_BLOCK_BYTES = 1024
-"""Int8 blocks start at multiples of this in the flat vector, and at the start of a parameter."""
+SCALED_BLOCK_NUMEL = 256
+"""Maximum number of elements that share a scale. The blocks at both ends of a parameter may have fewer."""
 
 SCALE_BYTES = 4
-"""Size of the scale of an int8 block, which precedes the integers."""
+"""Size of the scale of a block of 8-bit values, which precedes the values."""
 
 _FLOAT_BYTES = 4
+
+_WINDOW_BYTES: dict[WireDtype, int] = {
+    common_pb2.WIRE_DTYPE_INT8: SCALED_BLOCK_NUMEL * _FLOAT_BYTES,
+    common_pb2.WIRE_DTYPE_FLOAT8: SCALED_BLOCK_NUMEL * _FLOAT_BYTES,
+}
+"""Quantization blocks start at multiples of this in the flat vector, and at the start of a parameter. Divides 4096."""
 
 NAMES: dict[str, WireDtype] = {
     "float32": common_pb2.WIRE_DTYPE_UNSPECIFIED,
     "bfloat16": common_pb2.WIRE_DTYPE_BFLOAT16,
     "float16": common_pb2.WIRE_DTYPE_FLOAT16,
     "int8": common_pb2.WIRE_DTYPE_INT8,
+    "float8": common_pb2.WIRE_DTYPE_FLOAT8,
 }
 """Wire dtypes by the names in user options."""
 
@@ -75,12 +79,10 @@ def encoded_size(segment: Segment, dtype: str, wire_dtype: WireDtype) -> int:
         wire_dtype: Encoding of float32 values.
     """
     kind = applied(wire_dtype, dtype)
-    if kind == AS_STORED:
-        return segment.size_bytes
-    if kind == common_pb2.WIRE_DTYPE_INT8 and segment.size_bytes:
-        num_blocks = -(-segment.stop_bytes // INT8_BLOCK_BYTES) - segment.start_bytes // INT8_BLOCK_BYTES
-        return segment.size_bytes // _FLOAT_BYTES + num_blocks * SCALE_BYTES
-    return segment.size_bytes // 2
+    return sum(
+        (stop - start) // block_bytes * encoded_block_bytes(kind, block_bytes)
+        for start, stop, block_bytes in uniform_blocks(segment, kind)
+    )
 
 
 def encoded_block_bytes(kind: WireDtype, stored_bytes: int) -> int:
@@ -92,7 +94,12 @@ def encoded_block_bytes(kind: WireDtype, stored_bytes: int) -> int:
     """
     if kind == AS_STORED:
         return stored_bytes
-    return SCALE_BYTES + stored_bytes // _FLOAT_BYTES if kind == common_pb2.WIRE_DTYPE_INT8 else stored_bytes // 2
+    return SCALE_BYTES + stored_bytes // _FLOAT_BYTES if kind in _WINDOW_BYTES else stored_bytes // 2
+
+
+def has_windows(kind: WireDtype) -> bool:
+    """Returns whether the blocks of an encoding are windows of the flat vector, instead of single values."""
+    return kind in _WINDOW_BYTES
 
 
 def stream_size(layout: UnitLayout, segments: Sequence[Segment], wire_dtype: WireDtype) -> int:
@@ -115,14 +122,15 @@ def uniform_blocks(segment: Segment, kind: WireDtype) -> Iterator[tuple[int, int
     start, stop = segment.start_bytes, segment.stop_bytes
     if kind == AS_STORED:
         yield start, stop, 1
-    elif kind != common_pb2.WIRE_DTYPE_INT8:
+    elif not has_windows(kind):
         yield start, stop, _FLOAT_BYTES
     else:
-        head = min(stop, -(-start // INT8_BLOCK_BYTES) * INT8_BLOCK_BYTES)
-        tail = max(head, stop // INT8_BLOCK_BYTES * INT8_BLOCK_BYTES)
+        window = _WINDOW_BYTES[kind]
+        head = min(stop, -(-start // window) * window)
+        tail = max(head, stop // window * window)
         for low, high, block_bytes in (
             (start, head, head - start),
-            (head, tail, INT8_BLOCK_BYTES),
+            (head, tail, window),
             (tail, stop, stop - tail),
         ):
             if low < high:

@@ -382,7 +382,10 @@ def test_all_transports_round_values_equally(
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("push_dtype", [0, common_pb2.WIRE_DTYPE_BFLOAT16, common_pb2.WIRE_DTYPE_INT8])
+@pytest.mark.parametrize(
+    "push_dtype",
+    [0, common_pb2.WIRE_DTYPE_BFLOAT16, common_pb2.WIRE_DTYPE_INT8, common_pb2.WIRE_DTYPE_FLOAT8],
+)
 def test_all_transports_round_gradients_equally(
     server: ShardServer, connection: ServerConnection, push_dtype: Any
 ) -> None:

@@ -230,5 +230,5 @@ def test_wire_dtypes_cannot_change_after_the_first_unit(cluster: shardwell.Local
         auto_wrap(gpt(), session, POLICY, memory=MemoryStrategy.STANDARD)
         with pytest.raises(UsageError, match="can not be set once a session has units"):
             auto_wrap(gpt(), session, POLICY, memory=MemoryStrategy.AGGRESSIVE)
-        with pytest.raises(UsageError, match="gather_dtype='float8'"):
-            session.store.set_wire_dtypes("float8", None)
+        with pytest.raises(UsageError, match="gather_dtype='float4'"):
+            session.store.set_wire_dtypes("float4", None)

@@ -157,9 +157,10 @@ def test_lossy_dtypes_give_the_same_bits_on_every_transport_and_server_count(
     assert hashes != {plain_hash(2, steps=2)}, "nothing was rounded"
 
 
-def test_error_feedback_gives_the_same_bits_on_every_transport(triple: str, mixed: str) -> None:
+@pytest.mark.parametrize("push_dtype", ["int8", "float8"])
+def test_error_feedback_gives_the_same_bits_on_every_transport(triple: str, mixed: str, push_dtype: str) -> None:
     hashes = {
-        trained(address, steps=3, transports=transports, push_dtype="int8", push_error_feedback=True)
+        trained(address, steps=3, transports=transports, push_dtype=push_dtype, push_error_feedback=True)
         for address in (triple, mixed)
         for transports in TRANSPORTS
     }

@@ -14,6 +14,7 @@ from shardwell_wire.layout import Parameter, UnitLayout
 from shardwell_wire.stream_plan import InParameters, InVector, StreamPlan
 from shardwell_wire.v1.common_pb2 import (
     WIRE_DTYPE_BFLOAT16,
+    WIRE_DTYPE_FLOAT8,
     WIRE_DTYPE_FLOAT16,
     WIRE_DTYPE_INT8,
     WIRE_DTYPE_UNSPECIFIED,
@@ -28,7 +29,7 @@ LAYOUT = UnitLayout(
         Parameter("weight", (37, 41), "float32"),
     ),
 )
-LOSSY = [WIRE_DTYPE_BFLOAT16, WIRE_DTYPE_FLOAT16, WIRE_DTYPE_INT8]
+LOSSY = [WIRE_DTYPE_BFLOAT16, WIRE_DTYPE_FLOAT16, WIRE_DTYPE_INT8, WIRE_DTYPE_FLOAT8]
 BIAS, DOUBLE, WEIGHT = range(3)
 
 

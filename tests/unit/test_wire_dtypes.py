@@ -16,14 +16,16 @@ from shardwell_wire.stream_plan import InParameters, InVector, StreamPlan
 from shardwell_wire.v1 import common_pb2
 from shardwell_wire.v1.common_pb2 import (
     WIRE_DTYPE_BFLOAT16,
+    WIRE_DTYPE_FLOAT8,
     WIRE_DTYPE_FLOAT16,
     WIRE_DTYPE_INT8,
     WIRE_DTYPE_UNSPECIFIED,
 )
-from shardwell_wire.wire_dtypes import INT8_BLOCK_NUMEL, WireDtype, stream_size
+from shardwell_wire.wire_dtypes import SCALED_BLOCK_NUMEL, WireDtype, stream_size
 
 EVERY = sorted(common_pb2.WireDtype.values())
-LOSSY = [WIRE_DTYPE_BFLOAT16, WIRE_DTYPE_FLOAT16, WIRE_DTYPE_INT8]
+SCALED = [WIRE_DTYPE_INT8, WIRE_DTYPE_FLOAT8]
+LOSSY = [WIRE_DTYPE_BFLOAT16, WIRE_DTYPE_FLOAT16, *SCALED]
 
 LAYOUT = UnitLayout(
     "block",
@@ -55,20 +57,45 @@ def slow_float16(x: np.ndarray) -> tuple[bytes, np.ndarray]:
     return half.tobytes(), half.astype(np.float32)
 
 
-def slow_int8(x: np.ndarray, first_byte: int) -> tuple[bytes, np.ndarray]:
+def float8_value(byte: int) -> float:
+    """Returns the value of an 8-bit float with 4 exponent and 3 mantissa bits."""
+    sign, exponent, mantissa = byte >> 7, byte >> 3 & 15, byte & 7
+    magnitude = mantissa * 2.0**-9 if exponent == 0 else (8 + mantissa) * 2.0 ** (exponent - 10)
+    return -magnitude if sign else magnitude
+
+
+FLOAT8_VALUES = np.array([float8_value(byte) for byte in range(0x7F)], np.float32)
+"""The values without a sign, from 0 to 448, at the index of their byte."""
+
+
+def nearest_float8(value: np.float32) -> int:
+    """Returns the byte of the nearest 8-bit float, of two equally near ones the byte with an even mantissa."""
+    errors = np.abs(FLOAT8_VALUES - np.abs(value))
+    byte = min(np.flatnonzero(errors == errors.min()).tolist(), key=lambda found: found & 1)
+    return byte | (0x80 if np.signbit(value) else 0)
+
+
+def slow_scaled(x: np.ndarray, first_byte: int, wire_dtype: WireDtype) -> tuple[bytes, np.ndarray]:
     """Encodes block by block and element by element, as docs/wire-format.md specifies."""
+    largest = np.float32(127 if wire_dtype == WIRE_DTYPE_INT8 else 448)
     stream, decoded, start = b"", [], 0
     while start < len(x):
         stop = start + (1024 - (first_byte + 4 * start) % 1024) // 4
         block = x[start:stop]
         # 2**-126 is the smallest normal float32. Below it, the scale would be subnormal.
         if np.isfinite(block).all():
-            scale = max(np.float32(max(abs(v) for v in block)) / np.float32(127), np.float32(2.0**-126))
-            integers = [int(np.rint(v / scale)) for v in block]
+            scale = max(np.float32(max(abs(v) for v in block)) / largest, np.float32(2.0**-126))
+            quotients = [v / scale for v in block]
         else:
-            scale, integers = np.float32("nan"), [0] * len(block)
-        stream += struct.pack("<f", scale) + bytes(i & 0xFF for i in integers)
-        decoded += [np.float32(i) * scale for i in integers]
+            scale, quotients = np.float32("nan"), [np.float32(0)] * len(block)
+        if wire_dtype == WIRE_DTYPE_INT8:
+            rounded = [int(np.rint(v)) for v in quotients]
+            values = [np.float32(v) for v in rounded]
+        else:
+            rounded = [nearest_float8(v) for v in quotients]
+            values = [np.float32(float8_value(v)) for v in rounded]
+        stream += struct.pack("<f", scale) + bytes(v & 0xFF for v in rounded)
+        decoded += [v * scale for v in values]
         start = stop
     return stream, np.array(decoded, np.float32)
 
@@ -76,8 +103,8 @@ def slow_int8(x: np.ndarray, first_byte: int) -> tuple[bytes, np.ndarray]:
 def slow(x: torch.Tensor, first_byte: int, wire_dtype: WireDtype) -> tuple[bytes, torch.Tensor]:
     if wire_dtype == WIRE_DTYPE_UNSPECIFIED or x.dtype != torch.float32:
         return bytes(x.view(torch.uint8).tolist()), x
-    if wire_dtype == WIRE_DTYPE_INT8:
-        stream, decoded = slow_int8(x.numpy(), first_byte)
+    if wire_dtype in SCALED:
+        stream, decoded = slow_scaled(x.numpy(), first_byte, wire_dtype)
     else:
         stream, decoded = (slow_bfloat16 if wire_dtype == WIRE_DTYPE_BFLOAT16 else slow_float16)(x.numpy())
     return stream, torch.from_numpy(decoded)
@@ -150,8 +177,8 @@ def test_encoding_matches_slow_reference_bit_for_bit(wire_dtype: WireDtype, firs
 def test_input_larger_than_a_slice_equals_its_blocks(wire_dtype: WireDtype) -> None:
     x, first_byte = values_of(300_001), 64
     whole = encoded(x, first_byte, wire_dtype)
-    head = INT8_BLOCK_NUMEL - first_byte // 4
-    bounds = [0, *range(head, x.numel(), 1000 * INT8_BLOCK_NUMEL), x.numel()]
+    head = SCALED_BLOCK_NUMEL - first_byte // 4
+    bounds = [0, *range(head, x.numel(), 1000 * SCALED_BLOCK_NUMEL), x.numel()]
     parts = [encoded(x[a:b], first_byte + 4 * a, wire_dtype) for a, b in pairwise(bounds)]
     assert b"".join(parts) == whole
     arrived, rounded = torch.empty_like(x), torch.empty_like(x)
@@ -184,10 +211,10 @@ def test_non_finite_values_stay_non_finite_and_affect_only_their_block(
     arrived = torch.empty_like(x)
     decode_into(encoded(x, 0, wire_dtype), 0, wire_dtype, arrived)
     assert not arrived[where].isfinite()
-    # int8 values share a scale, so one bad value spoils its whole block.
+    # 8-bit values share a scale, so one bad value spoils its whole block.
     block = slice(where // 256 * 256, where // 256 * 256 + 256)
     expected = torch.ones(1000)
-    if wire_dtype == WIRE_DTYPE_INT8:
+    if wire_dtype in SCALED:
         expected[block] = torch.nan
     else:
         expected[where] = bad
@@ -214,6 +241,11 @@ def test_non_finite_values_stay_non_finite_and_affect_only_their_block(
         (WIRE_DTYPE_INT8, 2.0**-149, 0.0),
         (WIRE_DTYPE_INT8, 2.0**-126, 2.0**-126),
         (WIRE_DTYPE_INT8, 200 * 2.0**-130, 12 * 2.0**-126),
+        (WIRE_DTYPE_FLOAT8, 448 * 2.0**119, 448 * 2.0**119),
+        (WIRE_DTYPE_FLOAT8, 3.4028234e38, 3.4028234e38),
+        (WIRE_DTYPE_FLOAT8, -0.0, -0.0),
+        (WIRE_DTYPE_FLOAT8, 2.0**-137, 0.0),
+        (WIRE_DTYPE_FLOAT8, 2.0**-135, 2.0**-135),
     ],
 )
 def test_extreme_values_are_encoded(wire_dtype: WireDtype, value: float, expected: float) -> None:
@@ -228,6 +260,16 @@ def test_int8_error_is_at_most_half_a_scale() -> None:
     rounded_into(x, 0, WIRE_DTYPE_INT8, arrived)
     steps = x.view(-1, 256).abs().amax(1, keepdim=True) / 127
     assert bool(((arrived - x).view(-1, 256).abs() <= 0.5001 * steps).all())
+
+
+def test_float8_error_is_at_most_a_sixteenth_of_a_value() -> None:
+    x = torch.randn(256 * 50, generator=torch.Generator().manual_seed(1))
+    arrived = torch.empty_like(x)
+    rounded_into(x, 0, WIRE_DTYPE_FLOAT8, arrived)
+    scales = x.view(-1, 256).abs().amax(1, keepdim=True) / 448
+    # Below 2**-6 times the scale, values are multiples of 2**-9 times the scale.
+    bound = torch.maximum(x.view(-1, 256).abs() / 16, scales * 2.0**-10)
+    assert bool(((arrived - x).view(-1, 256).abs() <= 1.0001 * bound).all())
 
 
 def dtype_of(index: int) -> torch.dtype:
@@ -341,7 +383,7 @@ def test_encoding_works_with_autograd_and_inference_mode(wire_dtype: WireDtype) 
     assert same_bits(arrived, slow(x.detach(), 0, wire_dtype)[1])
 
 
-@pytest.mark.parametrize("wire_dtype", [WIRE_DTYPE_BFLOAT16, WIRE_DTYPE_INT8])
+@pytest.mark.parametrize("wire_dtype", [WIRE_DTYPE_BFLOAT16, *SCALED])
 @pytest.mark.parametrize("sizes", [(512, 256, 1024), (512, 16, 1024), (5, 300, 7, 4096), (16,) * 700, (1,) * 700])
 def test_adjacent_parameters_have_the_bits_of_separate_ones(wire_dtype: WireDtype, sizes: tuple[int, ...]) -> None:
     layout = UnitLayout("block", tuple(Parameter(f"p{i}", (size,), "float32") for i, size in enumerate(sizes)))

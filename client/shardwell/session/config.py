@@ -75,8 +75,8 @@ class TransferOptions(_Options):
     chunk_bytes: int = chunk_streams.DEFAULT_CHUNK_BYTES
     """Bytes of payload per message, at most 4 MiB. The default is the fastest of the measured sizes."""
     gather_dtype: str = "float32"
-    """Dtype in which 32-bit weights travel: ``float32``, ``bfloat16``, ``float16``, or ``int8`` with one scale per
-    256 values. The servers store and update unrounded values. The default loses nothing."""
+    """Dtype in which 32-bit weights travel: ``float32``, ``bfloat16``, ``float16``, or ``int8`` or ``float8`` (E4M3)
+    with one scale per 256 values. The servers store and update unrounded values. The default loses nothing."""
     push_dtype: str = "float32"
     """Dtype in which 32-bit gradients travel, with the same choices. The servers add gradients in float32."""
     push_error_feedback: bool = False
@@ -248,7 +248,7 @@ class JoinConfig:
         if self.transfers.push_error_feedback and self.transfers.push_dtype == "float32":
             raise UsageError(
                 "push_error_feedback=True with push_dtype='float32': float32 gradients are not rounded. Set push_dtype "
-                "to bfloat16, float16 or int8, or leave push_error_feedback out"
+                "to bfloat16, float16, int8 or float8, or leave push_error_feedback out"
             )
         self._check_durability()
         if self.min_trainers is not None and not 1 <= self.min_trainers <= self.world.size:

@@ -101,6 +101,10 @@ class _WireDtypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     """Rounded to the nearest FLOAT16, ties to even. 2 bytes. Values out of range become infinite."""
     WIRE_DTYPE_INT8: _WireDtype.ValueType  # 3
     """One signed byte per value and a FLOAT32 scale per quantization block; see docs/wire-format.md."""
+    WIRE_DTYPE_FLOAT8: _WireDtype.ValueType  # 4
+    """One 8-bit float (1 sign, 4 exponent, 3 mantissa bits) per value and a FLOAT32 scale per quantization block; see
+    docs/wire-format.md.
+    """
 
 class WireDtype(_WireDtype, metaclass=_WireDtypeEnumTypeWrapper):
     """Encoding of FLOAT32 values between a trainer and a shard server. Other types always travel as they are stored. The
@@ -115,6 +119,10 @@ WIRE_DTYPE_FLOAT16: WireDtype.ValueType  # 2
 """Rounded to the nearest FLOAT16, ties to even. 2 bytes. Values out of range become infinite."""
 WIRE_DTYPE_INT8: WireDtype.ValueType  # 3
 """One signed byte per value and a FLOAT32 scale per quantization block; see docs/wire-format.md."""
+WIRE_DTYPE_FLOAT8: WireDtype.ValueType  # 4
+"""One 8-bit float (1 sign, 4 exponent, 3 mantissa bits) per value and a FLOAT32 scale per quantization block; see
+docs/wire-format.md.
+"""
 global___WireDtype = WireDtype
 
 class _TransportKind:
