@@ -12,7 +12,10 @@ from shardwell_server.coordinator.runs import replica_stores
 from shardwell_server.coordinator.runs.replica_stores import ReplicaStore, ReplicaStores
 from shardwell_wire.errors import CapacityError, InvalidRequestError, StaleEpochError
 from shardwell_wire.topology import World
-from tests.support.coordinator import Harness, Trainer, harness, run_async
+from tests.support.coordinator import Harness, Trainer, config, harness, run_async
+from tests.unit.test_coordinator_connections import keep
+
+WORLD = World(dp=2, pp=2)
 
 
 async def store_call(trainer: Trainer, rpc_name: str, request_id: str = "", **fields: Any) -> Any:
@@ -23,7 +26,7 @@ async def store_call(trainer: Trainer, rpc_name: str, request_id: str = "", **fi
 
 
 async def replicas(cluster: Harness) -> list[Trainer]:
-    return await cluster.team("a", "b", "c", "d", world=World(dp=2, pp=2))
+    return await cluster.team("a", "b", "c", "d", world=WORLD)
 
 
 def test_members_of_a_replica_share_a_store_and_other_replicas_have_their_own(tmp_path: Path) -> None:
@@ -95,6 +98,73 @@ def test_store_ends_with_the_replicas_epoch_also_for_requests_that_wait(tmp_path
     run_async(scenario())
 
 
+def test_lost_store_gets_a_new_epoch_when_a_trainer_uses_it(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b, c, _ = await replicas(cluster)
+            await store_call(a, "Set", key="x", value=b"1")
+            await store_call(c, "Set", key="x", value=b"1")
+            await cluster.restart()
+            run = cluster.state.runs["r"]
+            assert run.replica_epoch_of("a") == a.joined.replica_epoch, "a complete group is not disturbed"
+            assert list((await store_call(c, "Check", keys=["x"])).missing) == ["x"]
+            stream = await keep(cluster, a)
+            leases = {rank: item.epoch for trainer in (a, b) for rank, item in trainer.items.items()}
+            with pytest.raises(StaleEpochError, match="Form its process group again"):
+                await store_call(b, "Get", keys=["x"], wait_s=5)
+            with pytest.raises(StaleEpochError):
+                await store_call(a, "Add", key="n", amount=1)
+            now = run.replica_epoch_of("a")
+            assert now == run.replica_epoch_of("b") > a.joined.replica_epoch
+            await cluster.until(lambda: stream.received[-1].replica_epoch == now, "the new epoch")
+            waiting = asyncio.create_task(store_call(b, "Get", keys=["x"], wait_s=5, replica_epoch=now))
+            await store_call(a, "Set", key="x", value=b"2", replica_epoch=now)
+            assert list((await waiting).values) == [b"2"]
+            assert {rank: item.epoch for item in run.step.items.values() for rank in item.members} | leases == {
+                rank: item.epoch for item in run.step.items.values() for rank in item.members
+            }, "nothing is computed again"
+            assert run.replica_epoch_of("c") == run.replica_epoch_of("d") == c.joined.replica_epoch
+            await stream.break_()
+
+    run_async(scenario())
+
+
+def test_described_replica_epoch_is_not_issued_again_after_a_restart(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, *_ = await replicas(cluster)
+            run = cluster.state.runs["r"]
+            run.revoke_lease(run.members.by_name["b"])  # not stored yet
+            described = await cluster.call("DescribeWorld", run="r")
+            seen = max(replica.replica_epoch for replica in described.replicas)
+            assert seen > a.joined.replica_epoch
+            await cluster.restart()
+            assert cluster.state.runs["r"].last_epoch >= seen
+
+    run_async(scenario())
+
+
+def test_join_reveals_only_epochs_that_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            _, b, *_ = await replicas(cluster)
+            await b.leave()
+            storage, stored = cluster.state.storage, []
+            save_run = storage.save_run
+
+            async def save(record: Any, units: Any = ()) -> None:
+                await save_run(record, units)
+                stored.append(record.last_epoch)
+                run = cluster.state.runs["r"]
+                run.rank_owners.renew_replicas(run.settings, {"a"})  # while the record is written
+
+            monkeypatch.setattr(storage, "save_run", save)
+            again = await cluster.join("b", config=config(WORLD), wait_s=5)
+            assert again.ranks and again.joined.replica_epoch <= stored[-1]
+
+    run_async(scenario())
+
+
 def test_world_without_replicas_of_several_trainers_has_no_store(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
@@ -128,5 +198,7 @@ def test_full_store_rejects_values_and_has_room_after_a_delete(monkeypatch: pyte
 def test_only_current_stores_are_kept() -> None:
     stores = ReplicaStores()
     stores.open(3).set("x", b"1")
-    stores.keep([4])
+    stores.note_lost([1, 2])
+    stores.keep([2, 4])
     assert stores.open(3).get(["x"]) is None
+    assert [stores.is_lost(epoch) for epoch in (1, 2, 4)] == [False, True, False]

@@ -873,8 +873,8 @@ class JoinResponse(google.protobuf.message.Message):
     residuals in this step. Empty: there is none.
     """
     replica_epoch: builtins.int
-    """Rises whenever the trainers of the caller's replica change. What the trainers had set up together, such as a process
-    group, is then void. 0: the trainer is a spare, or the world has tp = pp = 1.
+    """Rises whenever the trainers of the caller's replica change, or their store is lost. What the trainers had set up
+    together, such as a process group, is then void. 0: the trainer is a spare, or the world has tp = pp = 1.
     """
     @property
     def waiting_for(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:

@@ -389,8 +389,8 @@ class CoordinatorServiceServicer(object):
 
     def StoreSet(self, request, context):
         """Trainer: sets a value in the key-value store of its replica, in which the trainers of the replica meet to form a
-        process group. Only worlds with tp * pp above 1 have stores. A store ends when its replica's epoch rises, and is lost
-        when the coordinator restarts.
+        process group. Only worlds with tp * pp above 1 have stores. A store ends when its replica's epoch rises. It is lost
+        when the coordinator restarts. The replica then gets a new epoch when a trainer sets, gets, adds or deletes a key.
 
         ABORTED: the replica has another epoch now. RESOURCE_EXHAUSTED: the store is full.
         """

@@ -14,7 +14,7 @@ from shardwell_server.coordinator.checkpoints.residuals import add_report
 from shardwell_server.coordinator.coordinator import Coordinator
 from shardwell_server.coordinator.inspection import describe
 from shardwell_server.coordinator.inspection.stall import explain_stall
-from shardwell_server.coordinator.rendezvous import open_store, wait_for_keys
+from shardwell_server.coordinator.rendezvous import find_store, open_store, wait_for_keys
 from shardwell_server.coordinator.runs.members import ItemInProgress, Member, TransportReport
 from shardwell_server.coordinator.runs.proposals import StepProposal
 from shardwell_server.coordinator.runs.rank_assignment import Applicant
@@ -120,33 +120,38 @@ class CoordinatorServicer:
         with member.serving_rpc(self._state.clock):
             remaining = max(0.0, deadline - self._state.clock())
             started = await self._coordinator.trainers.wait_for_start(run, member, remaining)
+            response = self._describe_membership(run, member, started=started)
+            response.protocol_version = version
+            # The response may contain new epochs. A restarted coordinator must not issue them again.
             await self._state.save(run)
-            response = coordinator_pb2.JoinResponse(
-                started=started,
-                trainer=member.name,
-                epoch=member.epoch,
-                lease_s=self._state.settings.lease_s,
-                config=run.settings.to_proto(),
-                committed_step=run.committed_step,
-                run_id=run.identity.run_id,
-                placement=run.relocations.announced,
-                rollback_count=run.checkpoints.rollback_count,
-                protocol_version=version,
-            )
-            if not started:
-                if run.step is not None and run.is_waiting_spare(member.name):
-                    response.waiting_for.append(f"all ranks have trainers: {member} is a spare until a rank is free")
-                response.waiting_for.extend(explain_stall(run, self._state.cluster, self._state.clock()).lines)
-                return response
-            describer = describe.RankDescriber(run.settings.world)
-            response.rank_assignments.extend(map(describer.describe, run.ranks_of(member.name)))
-            response.replica_epoch = run.replica_epoch_of(member.name)
-            response.work.CopyFrom(run.work_of(member.name))
-            if run.commits.state is not None:
-                response.state.CopyFrom(run.commits.state)
-            if (checkpoint := run.checkpoints.saved_at(run.committed_step)) is not None:
-                response.checkpoint_url = checkpoint.url
+            response.placement = run.relocations.announced
             return response
+
+    def _describe_membership(self, run: Run, member: Member, *, started: bool) -> coordinator_pb2.JoinResponse:
+        response = coordinator_pb2.JoinResponse(
+            started=started,
+            trainer=member.name,
+            epoch=member.epoch,
+            lease_s=self._state.settings.lease_s,
+            config=run.settings.to_proto(),
+            committed_step=run.committed_step,
+            run_id=run.identity.run_id,
+            rollback_count=run.checkpoints.rollback_count,
+        )
+        if not started:
+            if run.step is not None and run.is_waiting_spare(member.name):
+                response.waiting_for.append(f"all ranks have trainers: {member} is a spare until a rank is free")
+            response.waiting_for.extend(explain_stall(run, self._state.cluster, self._state.clock()).lines)
+            return response
+        describer = describe.RankDescriber(run.settings.world)
+        response.rank_assignments.extend(map(describer.describe, run.ranks_of(member.name)))
+        response.replica_epoch = run.replica_epoch_of(member.name)
+        response.work.CopyFrom(run.work_of(member.name))
+        if run.commits.state is not None:
+            response.state.CopyFrom(run.commits.state)
+        if (checkpoint := run.checkpoints.saved_at(run.committed_step)) is not None:
+            response.checkpoint_url = checkpoint.url
+        return response
 
     async def Heartbeat(
         self, request: coordinator_pb2.HeartbeatRequest, call: Call
@@ -250,7 +255,7 @@ class CoordinatorServicer:
             values = await wait_for_keys(run, member, request.replica_epoch, request.keys, wait_s)
         if values is not None:
             return coordinator_pb2.StoreGetResponse(found=True, values=values)
-        missing = open_store(run, member, request.replica_epoch).missing(request.keys)
+        missing = find_store(run, member, request.replica_epoch).missing(request.keys)
         return coordinator_pb2.StoreGetResponse(missing=missing[:_MAX_MISSING_KEYS])
 
     async def StoreAdd(self, request: coordinator_pb2.StoreAddRequest, call: Call) -> coordinator_pb2.StoreAddResponse:
@@ -263,7 +268,7 @@ class CoordinatorServicer:
         self, request: coordinator_pb2.StoreCheckRequest, call: Call
     ) -> coordinator_pb2.StoreCheckResponse:
         run, member = self._member(request)
-        store = open_store(run, member, request.replica_epoch)
+        store = find_store(run, member, request.replica_epoch)
         missing = store.missing(request.keys)[:_MAX_MISSING_KEYS]
         return coordinator_pb2.StoreCheckResponse(missing=missing, key_count=len(store))
 
@@ -391,7 +396,9 @@ class CoordinatorServicer:
             raise InvalidRequestError("a DescribeWorld request must name either a run or a world, and not both")
         if request.run:
             run = self._state.require_run(request.run)
-            return describe.describe_world(run.settings.world, run)
+            described = describe.describe_world(run.settings.world, run)
+            await self._state.save(run)  # a restarted coordinator must not issue the epochs of replicas again
+            return described
         world = World.from_proto(request.world)
         check_layers(world, request.num_layers)
         return describe.describe_world(world, None)

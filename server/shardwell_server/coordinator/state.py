@@ -336,6 +336,7 @@ def _restore_step(run: Run, stored: StoredRun) -> None:
         {rank.global_rank: rank.owner for rank in ranks},
         {world.coordinates(rank.global_rank).dp_rank: rank.replica_epoch for rank in ranks},
     )
+    run.replica_stores.note_lost(run.rank_owners.replica_epochs.values())
     step = run.restore_step(
         _restore_items(world, ranks, present, now),
         in_flight=all(rank.step == number for rank in ranks),

@@ -1,12 +1,12 @@
 """Key-value stores in which the trainers of a replica meet, for example to form a process group.
 
 There is one store per replica epoch. It is kept in memory only, and ends with the epoch: what the trainers agreed on is
-void when one of them is lost.
+void when one of them is lost. See Note: [Lost replica stores] in ``rendezvous.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from shardwell_server.coordinator.waiting import Signal
 from shardwell_wire.errors import CapacityError, InvalidRequestError
@@ -119,6 +119,15 @@ class ReplicaStores:
 
     def __init__(self) -> None:
         self._stores: dict[int, ReplicaStore] = {}
+        self._lost: set[int] = set()
+
+    def note_lost(self, replica_epochs: Iterable[int]) -> None:
+        """Records the epochs of a former coordinator, whose stores are lost."""
+        self._lost.update(replica_epochs)
+
+    def is_lost(self, replica_epoch: int) -> bool:
+        """True if the store of an epoch may have had values that a coordinator restart has lost."""
+        return replica_epoch in self._lost
 
     def open(self, replica_epoch: int) -> ReplicaStore:
         """Returns the store of a replica epoch, which must be current."""
@@ -126,5 +135,6 @@ class ReplicaStores:
 
     def keep(self, replica_epochs: Collection[int]) -> None:
         """Removes the stores of all other epochs, and wakes the requests that wait on them."""
+        self._lost.intersection_update(replica_epochs)
         for epoch in self._stores.keys() - set(replica_epochs):
             self._stores.pop(epoch).changed.notify()

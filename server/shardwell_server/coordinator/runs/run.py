@@ -8,7 +8,7 @@ stores the run.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 
 from shardwell_server.coordinator.runs.background_calls import StepCalls, UnsavedChanges
@@ -204,9 +204,16 @@ class Run:
         placed = self.rank_owners.place_spares(self.settings, self.members)
         for name in placed - {member.name}:
             self.members.by_name[name].note_behind(self._is_dispensable(name))
+        self._announce_replicas({*former, *placed})
+
+    def renew_replica(self, name: str) -> None:
+        """Gives a trainer's replica a new epoch: its trainers have to set up again what they share."""
+        self._announce_replicas(self.rank_owners.renew_replicas(self.settings, {name}))
+
+    def _announce_replicas(self, trainers: Set[str]) -> None:
+        """Ends the stores of former replica epochs, and tells trainers their new epochs."""
         self.replica_stores.keep(self.rank_owners.replica_epochs.values())
-        told = {*former, *placed}
-        self.tell(each for each in self.members if each.name in told)
+        self.tell(self.members.by_name[name] for name in trainers if name in self.members.by_name)
 
     def is_waiting_spare(self, name: str) -> bool:
         """True if a trainer owns no rank and cannot compute anything until it does, because tp * pp > 1."""
