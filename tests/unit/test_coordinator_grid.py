@@ -362,6 +362,85 @@ def test_expired_lease_is_revoked_only_if_a_complete_replica_or_a_spare_can_take
     run_async(scenario())
 
 
+@pytest.mark.parametrize("phase", ["computing", "one finished", "all finished", "proposed", "peer proposed"])
+def test_suspended_trainer_of_the_only_replica_goes_on_where_it_was(tmp_path: Path, phase: str) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await grid(cluster, World(tp=2))
+            epochs = (a.items[0].epoch, a.joined.replica_epoch)
+            phases = ["computing", "one finished", "all finished", "proposed", "peer proposed"]
+            for current in phases[: phases.index(phase) + 1]:
+                if current == "one finished":
+                    await a.finish(0)
+                elif current == "all finished":
+                    await b.finish(0)
+                elif current.endswith("proposed"):
+                    assert not (await (b if phase == "proposed" else a).commit(0)).committed
+            await cluster.pass_time(11, a)
+            asked = asyncio.create_task(a.finish(0, wait_s=5))
+            if phases.index(phase) >= 2:
+                assert (await asked).all_finished
+                assert (await a.commit(0, wait_s=5 if phase == "proposed" else 0)).committed == (phase == "proposed")
+            if phase == "peer proposed":
+                (line,) = (await cluster.call("ExplainStall", run="r")).waiting_for
+                assert line.endswith(": trainer 'b' (its lease expired) has not called optimizer.step()")
+            await cluster.pass_time(60, a)
+            await b.finish(0)
+            assert (await asked).all_finished
+            await commit(cluster, [a, b], 0)
+            assert all(shard.calls["Fence"] == 0 for shard in cluster.shards.values()), "nobody was fenced"
+            run = cluster.state.runs["r"]
+            assert (a.items[0].epoch, run.replica_epoch_of("b")) == epochs
+
+    run_async(scenario())
+
+
+def test_expired_leader_is_revoked_when_another_one_has_proposed_in_its_place(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b, c, d = trainers = await grid(cluster)
+            await asyncio.gather(*(trainer.finish(0) for trainer in trainers))
+            await cluster.pass_time(11, a, c, d)
+            assert not (await a.commit(0)).committed
+            assert cluster.state.runs["r"].members.by_name["b"].expired
+            assert (await d.commit(0, wait_s=5)).committed
+            with pytest.raises(StaleEpochError):
+                await b.commit(0)
+            await cluster.settle()
+            await asyncio.gather(a.commit(0), c.commit(0))
+
+    run_async(scenario())
+
+
+@pytest.mark.parametrize("proposed", ["all others", "the other replica"])
+@pytest.mark.parametrize("joins", ["spare", "b"])
+def test_step_is_committed_without_a_leader_that_joined_after_its_item_was_finished(
+    tmp_path: Path, joins: str, proposed: str
+) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b, c, d = trainers = await grid(cluster)
+            await asyncio.gather(*(trainer.finish(0, accept_work=False) for trainer in trainers))
+            if proposed == "all others":
+                assert not (await a.commit(0)).committed
+            assert not (await c.commit(0)).committed
+            await b.leave()
+            new = await cluster.join(joins, config=config(WORLD), wait_s=5)
+            assert new.ranks == [1] and not new.items
+            assert (await d.commit(0, wait_s=1)).committed, (
+                "the new trainer waits for its replica, and proposes nothing"
+            )
+            await cluster.settle()
+            for trainer in (a, c, new):
+                await trainer.commit(0)
+            assert [sorted(trainer.items) for trainer in (a, new, c, d)] == [[0], [1], [2], [3]]
+            await asyncio.gather(*(trainer.finish(1, accept_work=False) for trainer in (a, new, c, d)))
+            await asyncio.gather(c.commit(1), d.commit(1))
+            assert cluster.state.runs["r"].leaders() == ["a", new.name], "at the next step, it leads again"
+
+    run_async(scenario())
+
+
 def test_reset_item_stays_with_a_member_whose_lease_has_only_expired(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:

@@ -128,7 +128,8 @@ def _proposals(run: Run, step: Step) -> list[str]:
     if not leaders:
         return ["step proposal: every trainer of the run is gone; the step continues when a trainer joins"]
     if missing := [leader for leader in leaders if leader not in step.proposals]:
-        trainers = ", ".join(f"trainer {leader!r}" for leader in missing)
+        expired = {member.name for member in run.members.expired}
+        trainers = ", ".join(f"trainer {at!r}" + " (its lease expired)" * (at in expired) for at in missing)
         return [f"step proposal of rank 0: {trainers} has not called optimizer.step()"]
     proposal = step.proposals.leading(leaders, run.units.layouts)
     if proposal is None:

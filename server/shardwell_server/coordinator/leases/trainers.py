@@ -299,23 +299,19 @@ class TrainerLeases:
     def revoke_for_commit(self, run: Run, step: Step, *, updates_on_trainers: bool) -> None:
         """Revokes expired leases that block the commit of a finished step.
 
-        An expired leader without a proposal blocks the commit. If the optimizer runs on the trainers, every expired
-        trainer does, because its optimizer partitions are not staged.
+        A trainer that should lead and has not proposed keeps its lease until another one leads in its place. If the
+        optimizer runs on the trainers, each expired trainer blocks the commit: its optimizer partitions are not staged.
 
         Args:
             run: The run.
             step: The step in flight.
             updates_on_trainers: True if the optimizer runs on the trainers.
         """
-        leaders = step.items[0].trainers
-        self.revoke(
-            run,
-            [
-                member
-                for member in run.members.expired
-                if updates_on_trainers or (member.name in leaders and member.name not in step.proposals)
-            ],
-        )
+        if not (expired := run.members.expired):
+            return
+        pairs = zip(step.items[0].trainers, run.leaders(), strict=False)
+        replaced = {trainer for trainer, leader in pairs if leader != trainer and leader in step.proposals}
+        self.revoke(run, [member for member in expired if updates_on_trainers or member.name in replaced])
 
     def _revoke_cut_off(self, run: Run) -> None:
         """Revokes leases of trainers that cannot reach a live server, if a waiting trainer can reach that server."""

@@ -65,7 +65,7 @@ class Proposals:
         """Iterates over the names of the trainers that have proposed."""
         return iter(self._by_trainer)
 
-    def __contains__(self, trainer: str) -> bool:
+    def __contains__(self, trainer: object) -> bool:
         return trainer in self._by_trainer
 
     def add(self, proposal: StepProposal) -> None:

@@ -8,8 +8,9 @@ stores the run.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
+from typing import Any
 
 from shardwell_server.coordinator.runs.background_calls import StepCalls, UnsavedChanges
 from shardwell_server.coordinator.runs.checkpoints import RunCheckpoints
@@ -338,18 +339,21 @@ class Run:
         members = self._require_step().items[0].members
         return {rank: member.trainer for rank, member in members.items()}
 
-    def _lowest_live_trainer(self, rank: int) -> str | None:
+    def _lowest_live_trainer(self, rank: int, preferred: Container[str] = ()) -> str | None:
         """Returns the live trainer that owns the lowest rank with the tp rank and pp rank of a rank.
 
-        Prefers trainers that are not behind. In a world with tp = pp = 1, a spare is the last choice.
+        Prefers the given trainers, then those that are not behind. With tp = pp = 1, a spare is the last choice.
         """
         live, world = self.members.live, self.settings.world
         lowest: dict[str, int] = {} if world.tp * world.pp > 1 else dict.fromkeys(live, world.size)
         for peer in reversed(world.group(rank, "dp")):
             if (owner := self.rank_assignments.get(peer)) in live:
                 lowest[owner] = peer
-        names = [name for name in lowest if not live[name].behind] or list(lowest)
-        return min(names, key=lambda name: (lowest[name], natural_key(name)), default=None)
+
+        def preference(name: str) -> tuple[Any, ...]:
+            return name not in preferred, live[name].behind, lowest[name], natural_key(name)
+
+        return min(lowest, key=preference, default=None)
 
     # Checkpoints
 
@@ -548,17 +552,28 @@ class Run:
     def leaders(self) -> list[str]:
         """Returns the trainers whose proposals are committed together: one for each tp rank and pp rank.
 
-        A leader is the trainer that computes its rank in dp rank 0's work item, if it is present or has proposed.
-        Otherwise it is the live trainer that owns the lowest rank with the same tp rank and pp rank.
+        A leader is the trainer that computes its rank in dp rank 0's work item, if it has proposed, or if all trainers
+        of the item are present. Otherwise these trainers may wait for the one that was lost. The leader is then a live
+        trainer that owns a rank with the same tp rank and pp rank: if possible one that has proposed, and among those
+        the owner of the lowest rank.
 
         Returns:
             The leaders in the order of tp ranks and pp ranks. Empty: all trainers that can lead for a rank are gone.
         """
-        step, live, found = self._require_step(), self.members.live, []
+        step, found = self._require_step(), []
+        is_whole = all(self._computes(step.items[0], name) for name in step.items[0].trainers)
         for rank, trainer in self._first_trainers().items():
-            present = trainer in live and not live[trainer].behind
-            found.append(trainer if present or trainer in step.proposals else self._lowest_live_trainer(rank))
+            leads = is_whole or trainer in step.proposals
+            other = None if leads else self._lowest_live_trainer(rank, preferred=step.proposals)
+            found.append(other or (trainer if leads or self.members.by_name[trainer].expired else None))
         return [leader for leader in found if leader is not None] if all(found) else []
+
+    def _computes(self, item: WorkItem, name: str) -> bool:
+        """True if a trainer is present, and was already when one of its ranks was leased to it in this step."""
+        member = self.members.live.get(name)
+        if member is None or member.behind:
+            return False
+        return member.joined_step < self._require_step().number or member.epoch < item.epoch
 
     def advance(self, record: CommitRecord, state: coordinator_pb2.RunState | None) -> None:
         """Starts the next step. The commit record of the step in flight must be durable."""
