@@ -7,7 +7,8 @@ Note: [When a backup has a step]
     They answer with the backups that failed, which the coordinator stores as out of sync before the commit record. The
     receiver of a step takes no lock of its run, so two servers can prepare each other's backups.
 
-    A backup whose server falls silent does not delay the step until its lease ends: see ``silence.py``.
+    A backup whose server falls silent does not delay the step until its lease ends: see ``silence.py``. A server that
+    refuses connections is given up after ``_RETRY_S``, with all its backups at once.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ from shardwell_wire.v1 import common_pb2, shard_pb2
 
 logger = logging.getLogger(__name__)
 
-_RETRY_S = 1.0
-"""How long to retry while a backup's server is unavailable."""
+_RETRY_S = 0.2
+"""How long to retry while a backup's server is unavailable. A connection that was cut can be opened again within this
+time. The step waits meanwhile, so a server that has ended must be given up soon."""
 
 _TIMEOUT_S, _SLOWEST_BYTES_PER_S = 10.0, 20e6
 """Deadline of one transfer: a fixed time, and a time per byte."""
@@ -196,7 +198,8 @@ class Replicator:
 
         async def send(shard: UnitShard, backup: Backup) -> None:
             async with limit:
-                await self._guarded(shard, backup, partial(self._send_missing, run, step, shard, backup, optimizer))
+                send_missing = partial(self._send_missing, run, step, shard, backup, optimizer)
+                await self._guarded(run, shard, backup, send_missing)
 
         await asyncio.gather(*(send(shard, backup) for shard, backup in entries))
         entries = [(shard, backup) for shard, backup in entries if not backup.failure]
@@ -227,7 +230,9 @@ class Replicator:
             if (reason := reasons.get((shard.index, shard.start_bytes))) is not None:
                 self._fail(shard, backup, StepStateError(reason))
 
-    async def _guarded(self, shard: UnitShard, backup: Backup, send: Callable[[], Awaitable[None]]) -> None:
+    async def _guarded(
+        self, run: HostedRun, shard: UnitShard, backup: Backup, send: Callable[[], Awaitable[None]]
+    ) -> None:
         """Sends something to a backup, and records a failure. Raises nothing but CancelledError."""
         async with backup.lock:
             if backup.failure:
@@ -236,11 +241,21 @@ class Replicator:
                 await send()
             except _GradientChanged:
                 pass  # the new gradient is sent when it has been computed
+            except UnavailableError as error:
+                self._fail(shard, backup, error)
+                self._give_up(run, backup.address, error)
             except ShardwellError as error:
                 self._fail(shard, backup, error)
             except Exception as error:
                 logger.exception("cannot replicate %s", shard.what)
                 self._fail(shard, backup, InternalError(f"{type(error).__name__} on the primary's server"))
+
+    def _give_up(self, run: HostedRun, address: str, error: UnavailableError) -> None:
+        """Records that all backups on an unavailable server fail. Otherwise each of them would retry in its turn."""
+        for shard in run.published:
+            for backup in shard.backups.in_sync:
+                if backup.address == address:
+                    self._fail(shard, backup, error)
 
     def _fail(self, shard: UnitShard, backup: Backup, error: Exception) -> None:
         logger.warning(
@@ -266,9 +281,8 @@ class Replicator:
 
     async def _send_early(self, run: HostedRun, shard: UnitShard, backup: Backup) -> None:
         if shard.version is not None and shard.reduced is not None and not shard.reduced.skipped:
-            await self._guarded(
-                shard, backup, partial(self._send_missing, run, shard.version, shard, backup, run.expected_optimizer)
-            )
+            send_missing = partial(self._send_missing, run, shard.version, shard, backup, run.expected_optimizer)
+            await self._guarded(run, shard, backup, send_missing)
 
     # ---- content ----
 
