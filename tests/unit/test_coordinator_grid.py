@@ -302,6 +302,31 @@ def test_lost_trainer_that_returns_makes_its_replica_complete(tmp_path: Path) ->
     run_async(scenario())
 
 
+@pytest.mark.parametrize("other", ["d", "spare"])
+def test_trainer_of_a_plain_loop_waits_in_join_until_its_replica_is_complete(tmp_path: Path, other: str) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b, c, d = trainers = await grid(cluster)
+            for trainer in trainers:
+                await trainer.finish(0, [], accept_work=False)
+            await asyncio.gather(c.leave(), d.leave())
+            await cluster.settle()
+            again = await cluster.try_join("c", config=config(WORLD), incarnation="c2")
+            assert not again.started
+            assert again.waiting_for[0] == (
+                "trainer 'c' on host h starts with its replica, which lacks trainer 'd': wait until it joins"
+            )
+            joins = [asyncio.create_task(cluster.join("c", config=config(WORLD), incarnation="c2", wait_s=5))]
+            joins.append(asyncio.create_task(cluster.join(other, config=config(WORLD), wait_s=5)))
+            replica = await asyncio.gather(*joins)
+            assert [(at.name, list(at.items)) for at in replica] == [("c", [2]), (other, [3])]
+            assert len({at.joined.replica_epoch for at in replica}) == 1
+            await asyncio.gather(*(at.finish(0, accept_work=False) for at in (a, b, *replica)))
+            await commit(cluster, [a, b, *replica], 0)
+
+    run_async(scenario())
+
+
 def test_spare_waits_in_join_until_a_coordinate_is_free(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:

@@ -141,6 +141,11 @@ class CoordinatorServicer:
         if not started:
             if run.step is not None and run.is_waiting_spare(member.name):
                 response.waiting_for.append(f"all ranks have trainers: {member} is a spare until a rank is free")
+            elif run.step is not None and (missing := run.missing_peers(member.name)):
+                names = ", ".join(f"trainer {name!r}" for name in missing)
+                response.waiting_for.append(
+                    f"{member} starts with its replica, which lacks {names}: wait until it joins"
+                )
             response.waiting_for.extend(explain_stall(run, self._state.cluster, self._state.clock()).lines)
             return response
         describer = describe.RankDescriber(run.settings.world)

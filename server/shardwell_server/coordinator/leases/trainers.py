@@ -125,7 +125,8 @@ class TrainerLeases:
     async def wait_for_start(self, run: Run, member: Member, wait_s: float) -> bool:
         """Waits until the run has started and the member has the vacant items of its own ranks.
 
-        With tp * pp > 1, a spare also waits until a rank is free: it must know its coordinates to build its model.
+        With tp * pp > 1, a spare also waits until a rank is free: it must know its coordinates to build its model. The
+        owner of a rank waits until its replica is complete: without the others it can compute nothing.
 
         A member that other trainers need not wait for gets items only when it asks for work. See ``Member.behind``.
 
@@ -143,7 +144,9 @@ class TrainerLeases:
                 return None
             if run.step is None or run.members.returning or run.is_waiting_spare(member.name):
                 return None
-            return True if member.behind or run.lease_own_items(member.name) else None
+            if member.behind:
+                return True
+            return True if not run.missing_peers(member.name) and run.lease_own_items(member.name) else None
 
         return await poll(run.changed, check, wait_s) or False
 

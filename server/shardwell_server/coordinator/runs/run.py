@@ -220,6 +220,14 @@ class Run:
         """True if a trainer owns no rank and cannot compute anything until it does, because tp * pp > 1."""
         return self.settings.world.replica_size > 1 and name not in self.rank_assignments.values()
 
+    def missing_peers(self, name: str) -> list[str]:
+        """Returns the trainers of a trainer's replica that are gone, or whose leases have expired."""
+        if self.settings.world.replica_size == 1:
+            return []
+        replica = next((replica for replica in self.replicas if name in replica), ())
+        live = self.members.live
+        return [peer for peer in replica if peer not in live]
+
     @property
     def has_waiting_replica(self) -> bool:
         """True if a replica waits for work, and can compute any item at once."""
