@@ -466,6 +466,38 @@ def test_step_is_committed_without_a_leader_that_joined_after_its_item_was_finis
     run_async(scenario())
 
 
+def test_trainer_that_lost_its_item_learns_which_peer_was_lost(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b, c, d = trainers = await grid(cluster)
+            await all_accept(trainers, 0)
+            await b.leave()
+            await cluster.settle()
+            with pytest.raises(StaleEpochError) as vacant:
+                await a.reset(0, 0)
+            item = step_of(cluster).items[0]
+            assert vacant.value.data == {
+                "step": "0",
+                "global_rank": "0",
+                "dp_rank": "0",
+                "epoch": str(item.epoch),
+                "attempt": "1",
+                "lost_trainer": "b",
+                "lost_rank": "1",
+            }
+            assert str(vacant.value) == (
+                f"trainer 'a' no longer has rank 0 of step 0 under epoch {a.items[0].epoch}: trainer 'b' (rank 1) of "
+                f"its replica was lost, so dp rank 0 (ranks 0, 1) waits for a complete replica, under epoch "
+                f"{item.epoch}, attempt 1"
+            )
+            assert await next_work([c, d], 0) == [[0], [1]]
+            with pytest.raises(StaleEpochError, match="was leased anew, to 'c', 'd', under epoch") as leased:
+                await a.reset(0, 0)
+            assert (leased.value.data["lost_trainer"], leased.value.data["epoch"]) == ("b", str(item.epoch))
+
+    run_async(scenario())
+
+
 def test_reset_item_stays_with_a_member_whose_lease_has_only_expired(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
@@ -592,7 +624,7 @@ def test_replicas_and_missing_trainers_are_described(tmp_path: Path) -> None:
             waiting = (await a.finish(0)).waiting_for
             assert list(waiting) == [
                 "rank 1: trainer 'b' is computing it",
-                "dp rank 1 (ranks 2, 3): vacant, because a trainer of its replica is gone",
+                "dp rank 1 (ranks 2, 3): vacant, because trainer 'd' (rank 3) of its replica is gone",
             ]
             listed = (await cluster.call("DescribeRun", run="r")).work
             assert {(at.item.global_rank, at.trainer, at.state) for at in listed} == {

@@ -343,7 +343,8 @@ class CoordinatorServiceServicer(object):
         """Trainer: restarts the work item of a logical rank, for example after an exception. Its contributions are dropped.
         The item is restarted for all trainers of its replica.
 
-        ABORTED: stale epoch. OUT_OF_RANGE: the step is committed.
+        ABORTED: stale epoch. If another trainer of the caller's replica was lost, the error's data names it (lost_trainer,
+        lost_rank). OUT_OF_RANGE: the step is committed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -280,6 +280,7 @@ class Run:
         else:
             self.step.drop_copies(member.name)
             for item in self.step.items_of(member.name):
+                item.note_lost(member.name)
                 if item.state is not WorkState.VACANT:
                     self.step.revoke(item, self.next_epoch(), self.clock())
         self._set_state(member, MemberState.GONE)

@@ -111,6 +111,8 @@ class Step:
         for item in self.unfinished:
             if item.state is WorkState.VACANT:
                 gone = f"trainer {item.first_trainer!r}" if len(item.members) == 1 else "a trainer of its replica"
+                if len(item.members) > 1 and item.lost_rank is not None:
+                    gone = f"trainer {item.lost_trainer!r} (rank {item.lost_rank}) of its replica"
                 lines.append(f"{item}: vacant, because {gone} is gone")
                 continue
             copy = f", and trainer {item.copy.trainer!r} a copy" if item.copy is not None else ""
@@ -312,13 +314,31 @@ class Step:
         item = self.item_of(global_rank)
         owner = item.members[global_rank].trainer
         if epoch != item.epoch or owner != trainer or item.state is WorkState.VACANT:
-            raise StaleEpochError(
-                f"trainer {trainer!r} no longer has rank {global_rank} of step {self.number} under epoch {epoch}: "
-                f"{owner!r} has epoch {item.epoch}",
-                global_rank=global_rank,
-                epoch=item.epoch,
-            )
+            raise self._lost_item(trainer, global_rank, epoch)
         return item
+
+    def _lost_item(self, trainer: str, global_rank: int, epoch: int) -> StaleEpochError:
+        """Returns the error of a trainer that lost an item, possibly because another one of its replica was lost."""
+        item = self.item_of(global_rank)
+        now = f"{item.members[global_rank].trainer!r} has epoch {item.epoch}"
+        facts: dict[str, object] = {"step": self.number, "global_rank": global_rank, "epoch": item.epoch}
+        if item.lost_rank is not None and item.lost_trainer != trainer:
+            new = ", ".join(map(repr, item.trainers))
+            now = (
+                f"trainer {item.lost_trainer!r} (rank {item.lost_rank}) of its replica was lost, so {item} "
+                + ("waits for a complete replica" if item.state is WorkState.VACANT else f"was leased anew, to {new}")
+                + f", under epoch {item.epoch}, attempt {item.attempt}"
+            )
+            facts |= {
+                "dp_rank": item.dp_rank,
+                "attempt": item.attempt,
+                "lost_trainer": item.lost_trainer,
+                "lost_rank": item.lost_rank,
+            }
+        return StaleEpochError(
+            f"trainer {trainer!r} no longer has rank {global_rank} of step {self.number} under epoch {epoch}: {now}",
+            **facts,
+        )
 
     # Preparation
 

@@ -83,6 +83,10 @@ class WorkItem:
     """Highest attempt of the item and its copies. No number is given twice."""
     copy: WorkCopy | None = None
     """The copy that another trainer computes. None: there is none. Only items with one member are copied."""
+    lost_rank: int | None = None
+    """Global rank of the member whose trainer was lost last in this step. None: none was lost."""
+    lost_trainer: str = ""
+    """That trainer."""
     is_copy: bool = False
     """True if the trainer computed a copy, which has won or has become the only one."""
 
@@ -104,6 +108,11 @@ class WorkItem:
     def member_of(self, trainer: str) -> MemberWork | None:
         """Returns the member that a trainer plays. No trainer plays two members of one item."""
         return next((member for member in self.members.values() if member.trainer == trainer), None)
+
+    def note_lost(self, trainer: str) -> None:
+        """Records that the trainer of a member was lost."""
+        if (member := self.member_of(trainer)) is not None:
+            self.lost_rank, self.lost_trainer = member.global_rank, trainer
 
     @property
     def parts(self) -> dict[int, int]:
