@@ -147,6 +147,7 @@ class ItemPushes:
             request,
             lambda answer: answer.HasField("item"),
             what=f"the servers to drop the gradient of rank {rank} in step {step}",
+            with_replica=True,
         )
         self._state.restart_item(item, response.item)
         self._servers.release_gradient_buffers(item.item.dp_rank)

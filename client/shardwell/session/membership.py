@@ -14,6 +14,7 @@ from shardwell.session.config import JoinConfig
 from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell.session.heartbeats import Heartbeats, ItemInWork, TrainerReports
 from shardwell.session.membership_stream import MembershipStream
+from shardwell.session.replica_epoch import ReplicaEpoch
 from shardwell_wire.credentials import Credentials
 from shardwell_wire.errors import (
     ConflictError,
@@ -35,6 +36,9 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 10.0
 """Longest server-side wait of one poll. A restarted coordinator is noticed within this time."""
+
+_REPLICA_POLL_S = 1.0
+"""The same for polls that a void process group ends."""
 
 _ASK_TIMEOUT_S = 5.0
 _LEAVE_TIMEOUT_S = 2.0
@@ -71,6 +75,7 @@ class Membership:
         self._when_news: Callable[[], None] = lambda: None
         self._when_residuals_wanted: Callable[[coordinator_pb2.WantedResiduals], None] = lambda wanted: None
         self._news_lock = threading.Lock()
+        self.replica_epoch = ReplicaEpoch()
         self.committed_step = 0
         """Number of committed steps, as far as the coordinator has told outside of the training thread's rpcs."""
         self.placement = 0
@@ -93,6 +98,7 @@ class Membership:
         self._stop = threading.Event()
         self._lapse = None
         self.committed_step = joined.committed_step
+        self.replica_epoch.announce(joined.replica_epoch)
         self._note_news(joined.committed_step, joined.placement)
         self._start_keeping()
 
@@ -169,7 +175,9 @@ class Membership:
         self.require_valid()
         return self._call(rpc_name, request, timeout_s=self._config.waits.rpc_timeout_s)
 
-    def poll(self, rpc_name: str, request: Any, done: Callable[[Any], bool], *, what: str) -> Any:
+    def poll(
+        self, rpc_name: str, request: Any, done: Callable[[Any], bool], *, what: str, with_replica: bool = False
+    ) -> Any:
         """Repeats an rpc with ``wait_s`` and ``waiting_for`` until ``done(response)`` is true.
 
         Args:
@@ -177,12 +185,24 @@ class Membership:
             request: Its request; ``wait_s`` is set here.
             done: Returns whether the response is final.
             what: What the rpc waits for, for messages.
+            with_replica: True if the trainer cannot go on without its replica. A response that is not final then raises
+                an error if the replica's process group is void. A final one counts: a trainer of the replica may have
+                left because the run has ended. See Note: [Void process groups] in ``replica_epoch.py``.
 
         Raises:
             DeadlineError: Not done within ``wait_limit_s``. The message says what the coordinator waits for.
             StaleEpochError: The membership has lapsed.
+            ReplicaLostError: The replica's process group is void.
         """
-        return self._poll(rpc_name, request, done, what=what, log_level=logging.INFO, check=self.require_valid)
+        return self._poll(
+            rpc_name,
+            request,
+            done,
+            what=what,
+            log_level=logging.INFO,
+            check=self.require_valid,
+            with_replica=with_replica,
+        )
 
     def _poll(
         self,
@@ -193,23 +213,30 @@ class Membership:
         what: str,
         log_level: int,
         check: Callable[[], None],
+        with_replica: bool = False,
     ) -> Any:
         """See ``poll``. ``check`` is called before each rpc; ``log_level`` is that of messages about the wait."""
         waits = self._config.waits
         started = last_report = time.monotonic()
         while True:
             check()
-            request.wait_s = min(_POLL_S, waits.wait_limit_s)
+            is_void = with_replica and self.replica_epoch.is_void  # before the rpc, whose response may be final
+            request.wait_s = 0.0 if is_void else min(self._poll_s(with_replica), waits.wait_limit_s)
             response = self._call(rpc_name, request, timeout_s=request.wait_s + waits.rpc_timeout_s)
             self._note_news(0, getattr(response, "placement", 0))
             if done(response):
                 return response
+            if is_void:
+                raise self.replica_epoch.lost_error()
             now, reasons = time.monotonic(), "; ".join(getattr(response, "waiting_for", ()))
             if now - started > waits.wait_limit_s:
                 raise DeadlineError(f"waited {now - started:.0f} s for {what}: {reasons}", waiting_for=reasons)
             if now - last_report > _POLL_S / 2:
                 logger.log(log_level, "waiting for %s (%.0f s): %s", what, now - started, reasons)
                 last_report = now
+
+    def _poll_s(self, with_replica: bool) -> float:
+        return _REPLICA_POLL_S if with_replica and self.replica_epoch.has_group else _POLL_S
 
     def list_units(self) -> coordinator_pb2.ListUnitsResponse:
         """Returns the run's units and the present owners of their shards. Works without a valid membership, too.
@@ -236,6 +263,11 @@ class Membership:
     def end_item(self) -> None:
         """Records that this trainer computes no work item."""
         self._reports.item = None
+
+    @property
+    def computes_item(self) -> bool:
+        """True between ``start_item`` and ``end_item``."""
+        return self._reports.item is not None
 
     def exchange_address(self, step: int, name: str, address: str | None) -> str:
         """Publishes an address under a name; without an address, waits until another trainer publishes one."""
@@ -420,6 +452,8 @@ class Membership:
 
     def _note_message(self, news: coordinator_pb2.HeartbeatResponse | coordinator_pb2.KeepMembershipResponse) -> None:
         self._note_news(news.committed_step, news.placement)
+        if isinstance(news, coordinator_pb2.KeepMembershipResponse):
+            self.replica_epoch.announce(news.replica_epoch)
         if news.HasField("residuals"):
             self._when_residuals_wanted(news.residuals)
 

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwell.session.lost_peers import first_line, is_lost_peer
 from shardwell.session.membership import Membership
+from shardwell.session.peer_connections import Connection, end_connections, open_connections
 from shardwell.session.replica_store import ReplicaStore
 from shardwell_wire.errors import DeadlineError, ReplicaLostError, StaleEpochError, UsageError
 from shardwell_wire.v1 import coordinator_pb2
@@ -52,6 +53,9 @@ class ReplicaGroup:
         self._mesh: DeviceMesh | None = None
         self._epoch = 0
         """Epoch of the replica whose group exists."""
+        self._connections: frozenset[Connection] = frozenset()
+        """TCP connections to the other trainers of the replica."""
+        membership.replica_epoch.when_void = self._end_collectives
 
     def mesh(self, device_type: str) -> DeviceMesh:
         """Returns the mesh of the replica, with the axes ``tp`` and ``pp``.
@@ -84,6 +88,7 @@ class ReplicaGroup:
         timeout = timedelta(seconds=self._wait_limit_s)
         store = ReplicaStore(self._membership, members.epoch) if size > 1 else HashStore()
         backend = "nccl" if device_type == "cuda" else "gloo"
+        before = open_connections()
         dist.init_process_group(backend, store=store, rank=members.rank, world_size=size, timeout=timeout)
         self._group = dist.group.WORLD
         try:
@@ -91,8 +96,13 @@ class ReplicaGroup:
         except BaseException:  # such as a trainer of the replica that is lost meanwhile
             self.close()
             raise
-        self._epoch = members.epoch
+        self._epoch, self._connections = members.epoch, open_connections() - before
+        self._membership.replica_epoch.form(members.epoch, members.dp_rank)
         logger.info("replica %d: %d trainers formed a process group over %s", members.dp_rank, size, backend)
+
+    def require_valid(self) -> None:
+        """Raises ReplicaLostError if the trainers of the replica have changed since the process group was formed."""
+        self._membership.replica_epoch.require_valid()
 
     def require_same_item(self, item: coordinator_pb2.WorkItem) -> None:
         """Checks that all trainers of the replica start the same attempt of the same item.
@@ -104,6 +114,8 @@ class ReplicaGroup:
         """
         if self._mesh is None or self._mesh.size() == 1:
             return
+        self._membership.replica_epoch.announce(item.replica_epoch)
+        self.require_valid()
         own = torch.tensor([item.dp_rank, item.attempt], device=self._mesh.device_type)
         most = torch.cat([own, -own])
         try:
@@ -152,8 +164,20 @@ class ReplicaGroup:
                 return ReplicaMembers(own.dp_rank, replica.replica_epoch, rank, tuple(replica.missing))
         return ReplicaMembers(own.dp_rank, 0, rank, missing=(f"the replica of {membership.trainer!r}",))
 
+    def _end_collectives(self) -> None:
+        """Makes a collective fail in which a trainer does not answer, because the process group is void.
+
+        Only while a work item is computed: after the last step, trainers may leave while others use the group.
+        See Note: [Ending a collective] in ``peer_connections.py``.
+        """
+        if self._membership.computes_item:
+            count = end_connections(self._connections)
+            logger.warning("%s; %d connections are ended", self._membership.replica_epoch.lost_error(), count)
+
     def close(self) -> None:
         """Ends the process group, if there is one. Its meshes and the modules that use them are unusable afterwards."""
+        self._membership.replica_epoch.close()
+        self._connections = frozenset()
         group, self._group, self._mesh, self._epoch = self._group, None, None, 0
         if group is not None and dist.is_initialized() and dist.group.WORLD is group:
             dist.destroy_process_group()

@@ -101,6 +101,7 @@ class StepCommitter:
 
         Raises:
             DeadlineError: Other trainers did not finish in time.
+            ReplicaLostError: Another trainer of this trainer's replica was lost.
         """
         request = coordinator_pb2.FinishWorkRequest(
             context=self._membership.context(step),
@@ -116,6 +117,7 @@ class StepCommitter:
             request,
             lambda answer: answer.all_finished or answer.HasField("work"),
             what=f"the work of step {step}",
+            with_replica=True,
         )
         self._finish_wait_s += time.perf_counter() - started
         if response.HasField("last_finished"):
@@ -144,6 +146,7 @@ class StepCommitter:
 
         Raises:
             DeadlineError: The servers did not reduce the gradient in time.
+            ReplicaLostError: Another trainer of this trainer's replica was lost.
             StepRestartedError: This trainer's work of the step was restarted.
         """
         request = coordinator_pb2.PrepareGradientsRequest(
@@ -158,6 +161,7 @@ class StepCommitter:
             request,
             lambda answer: answer.prepared,
             what=f"the gradient norm of step {step}",
+            with_replica=True,
         )
         self._norm_wait_s += time.perf_counter() - started
         return GradNorm(response.other_norm if request.norm_type else response.grad_norm, response.attempts)
@@ -180,6 +184,7 @@ class StepCommitter:
 
         Raises:
             StepRestartedError: Work of the step was restarted.
+            ReplicaLostError: Another trainer of this trainer's replica was lost. The step may be committed.
         """
         request = coordinator_pb2.CommitStepRequest(
             context=self._membership.context(step),
@@ -210,5 +215,6 @@ class StepCommitter:
             request,
             lambda answer: answer.committed or answer.partitions,
             what=f"the commit of step {request.context.step}",
+            with_replica=True,
         )
         return response

@@ -20,6 +20,7 @@ from shardwell.session.tracked_objects import TrackedObjects
 from shardwell.session.work_items import WorkItems
 from shardwell_wire.errors import (
     DeadlineError,
+    ReplicaLostError,
     ShardwellError,
     StaleEpochError,
     StepRestartedError,
@@ -209,6 +210,7 @@ class StepInFlight:
             NonFiniteError: A gradient is not finite. Nothing has changed; ``zero_grad`` on every trainer and another
                 commit skip the step.
             DeadlineError: Other trainers did not finish in time.
+            ReplicaLostError: Another trainer of this trainer's replica was lost.
         """
         self._membership.check()
         try:
@@ -236,7 +238,7 @@ class StepInFlight:
             self._finish_plain_loop()
             self._mark_late_drops(update.optimizer)
             response = self._send_proposal(step, update)
-        except (DeadlineError, UnavailableError):
+        except (DeadlineError, ReplicaLostError, UnavailableError):
             raise  # the other trainers may still commit the step, so the commit stays pending
         except Exception:
             state.abandon_commit()

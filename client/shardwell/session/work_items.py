@@ -64,7 +64,9 @@ class WorkItems:
 
         Raises:
             UsageError: A gradient was computed before, which belongs to no item.
+            ReplicaLostError: Another trainer of the replica was lost.
         """
+        self._replica.require_valid()
         if not self._state.in_batches and self._units.have_gradients:
             raise UsageError(
                 f"a backward ran in step {self._state.number} before `for batch in step.batches(...)`: its gradient "
