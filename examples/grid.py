@@ -79,7 +79,7 @@ def make_stages(
     plan = SchedulePlan(schedule=arguments.schedule, pp=world.pp, num_micro_batches=arguments.micro_batches)
     model = make_model(vocab_size, arguments)
     split, tensor_plan = split_model(model, plan.num_stages), plan_tensor_parallel(model, world.tp, fused_by_head=True)
-    size = ActivationShape(batch=arguments.batch_size // plan.num_micro_batches, length=arguments.context)
+    size = ActivationShape(batch=plan.micro_batch_size(arguments.batch_size), length=arguments.context)
     examples = split.examples(torch.zeros(size.batch, size.length, dtype=torch.int64))
     if session.global_rank == 0:
         print(f"{world}\n{split.describe()}\n{plan.describe()}\n{tensor_plan.describe(size)}", flush=True)

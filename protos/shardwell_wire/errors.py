@@ -101,7 +101,7 @@ class ConflictError(ShardwellError):
 
 
 class RunMismatchError(ConflictError):
-    """A run of the same name exists with another world, seed or number of trainers."""
+    """A run of the same name exists with another world, seed, parallel plan or number of trainers."""
 
 
 class UnitMismatchError(ConflictError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from typing import Any
 
@@ -12,7 +13,9 @@ from torch.nn import functional
 
 import shardwell
 from examples.gpt import GPT, GPTConfig
+from shardwell.command.cli import main
 from shardwell.parallel import PipelineSchedule, PipelineStage, SchedulePlan, plan_tensor_parallel, split_model
+from shardwell_wire.errors import RunMismatchError, UsageError
 from tests.support import gloo
 from tests.support.processes import run_ranks
 
@@ -73,6 +76,9 @@ def worker(rank: int, address: str, run: str, sizes: tuple[int, int, int], sched
         stages = []
         for index in plan.stages_of(session.pp_rank or 0):
             module = tensor_plan.apply(split.module(index), mesh["tp"])
+            if world.tp > 1:
+                with pytest.raises(UsageError, match="is a DTensor: split the model into stages before"):
+                    split_model(module, 1)
             shardwell.auto_wrap(module, session)
             group = mesh["pp"].get_group()
             stages.append(PipelineStage(module, index, plan.num_stages, "cpu", example=examples[index], group=group))
@@ -93,7 +99,26 @@ def worker(rank: int, address: str, run: str, sizes: tuple[int, int, int], sched
             torch.testing.assert_close(got, expected_norms[step], rtol=1e-4, atol=0)
         if rank == 0:
             compare_weights(session, expected, exact=world.tp == 1)
+        PipelineSchedule(SchedulePlan(schedule=schedule_name, pp=world.pp, num_micro_batches=BATCH), stages, loss_of)
+        with pytest.raises(RunMismatchError, match=rf"num_micro_batches: expected {MICRO_BATCHES}, found {BATCH}"):
+            session.steps(STEPS + 1)
     gloo.leave()
+
+
+def check_plan(output: str, sizes: tuple[int, int, int], schedule: str) -> None:
+    """``shardwell world RUN --json`` shows how the model is divided."""
+    (model,) = json.loads(output)["parallel_plan"]["models"]
+    assert (model["model"], model["schedule"], model["num_micro_batches"]) == ("GPT", schedule, MICRO_BATCHES)
+    assert model["micro_batch_shape"] == [str(BATCH // MICRO_BATCHES), str(LENGTH)]
+    assert {stage["pp_rank"] for stage in model["stages"]} == set(range(sizes[2]))
+    elements = sum(int(stage["element_count"]) for stage in model["stages"])
+    assert elements == sum(parameter.numel() for parameter in gpt().parameters())
+    layers = [layer for stage in model["stages"] for layer in stage["layers"] if layer["name"] == "blocks.*.mlp.0"]
+    assert sum(layer["count"] for layer in layers) == 4 and {layer["kind"] for layer in layers} == {"mlp"}
+    assert {layer["style"] for layer in layers} == {"column" if sizes[1] > 1 else ""}
+    if sizes[1] > 1:
+        sent = sum(int(each["bytes_per_step"]) for layer in layers for each in layer["collectives"])
+        assert sent == 4 * BATCH * LENGTH * 12 * 4, "the gradient of the input of 4 blocks: width 12, 4 bytes each"
 
 
 def compare_weights(session: shardwell.Session, expected: nn.Module, *, exact: bool) -> None:
@@ -119,6 +144,10 @@ def compare_weights(session: shardwell.Session, expected: nn.Module, *, exact: b
     ids=str,
 )
 def test_grid_trains_as_one_process(
-    cluster: shardwell.LocalCluster, sizes: tuple[int, int, int], schedule: str
+    cluster: shardwell.LocalCluster, sizes: tuple[int, int, int], schedule: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_ranks(worker, cluster.address, uuid.uuid4().hex, sizes, schedule, count=sizes[0] * sizes[1] * sizes[2])
+    run = uuid.uuid4().hex
+    run_ranks(worker, cluster.address, run, sizes, schedule, count=sizes[0] * sizes[1] * sizes[2])
+    capsys.readouterr()
+    assert main(["world", run, "--json", "--address", cluster.address]) == 0
+    check_plan(capsys.readouterr().out, sizes, schedule)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed import pipelining
 
 from shardwell.parallel.bubble import report_bubble
+from shardwell.parallel.description import ModelDescription, StageDescription, describe_model
 from shardwell.parallel.pipeline import PipelineStage
 from shardwell.session.lost_peers import first_line, is_lost_peer
 from shardwell_wire.errors import ReplicaLostError, UsageError
@@ -121,6 +122,27 @@ class SchedulePlan:
             return [pp_rank, self.num_stages - 1 - pp_rank]
         return list(range(pp_rank, self.num_stages, self.pp))
 
+    def micro_batch_size(self, batch_size: int) -> int:
+        """Returns the samples of a micro-batch.
+
+        Args:
+            batch_size: Samples of a work item.
+
+        Raises:
+            UsageError: The number of micro-batches does not divide them.
+        """
+        if batch_size % self.num_micro_batches:
+            raise UsageError(
+                f"a batch of {batch_size} samples cannot be divided into {self.num_micro_batches} micro-batches of "
+                f"equal size: use a multiple of {self.num_micro_batches} samples per work item"
+            )
+        return batch_size // self.num_micro_batches
+
+    def note_in(self, description: ModelDescription) -> None:
+        """Adds the schedule to the description of the model that its stages are made of."""
+        pp_ranks = {stage: pp_rank for pp_rank in range(self.pp) for stage in self.stages_of(pp_rank)}
+        description.note_schedule(self.schedule, self.num_micro_batches, pp_ranks)
+
     def bubble(self) -> float | None:
         """Returns the share of a step that a trainer idles, in theory: all stages take equally long.
 
@@ -167,6 +189,9 @@ class PipelineSchedule:
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         _check_stages(plan, stages)
+        unknown = [StageDescription(index, (), ()) for index in range(plan.num_stages)]
+        for stage in stages:
+            plan.note_in(describe_model(stage.submod, "pipeline", unknown))
         kind = _KINDS[plan.schedule]
         self.plan = plan
         self._stages, self._context = list(stages), context
@@ -193,7 +218,7 @@ class PipelineSchedule:
             ReplicaLostError: Another trainer of the replica was lost meanwhile.
         """
         for tensor in (*inputs, target):
-            self._check_batch(tensor)
+            self.plan.micro_batch_size(tensor.shape[0])
         started, busy_s = time.perf_counter(), self._busy_s()
         try:
             return self._run(inputs, target)
@@ -234,14 +259,6 @@ class PipelineSchedule:
         loss = self._loss(output, target)
         self._loss_s += time.perf_counter() - started
         return loss
-
-    def _check_batch(self, tensor: torch.Tensor) -> None:
-        count = self.plan.num_micro_batches
-        if tensor.shape[0] % count:
-            raise UsageError(
-                f"a batch of {tensor.shape[0]} samples cannot be divided into {count} micro-batches of equal size: use "
-                f"a multiple of {count} samples per work item"
-            )
 
 
 def _check_stages(plan: SchedulePlan, stages: Sequence[PipelineStage]) -> None:

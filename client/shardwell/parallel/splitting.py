@@ -9,12 +9,16 @@ from typing import Literal
 import torch
 import torch.fx
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 from shardwell.module.sharded_module import ShardedModule
-from shardwell.parallel.layers import Layer, LayerKind, find_blocks, list_layers
+from shardwell.parallel.collectives import ActivationShape
+from shardwell.parallel.description import ModelDescription, StageDescription
+from shardwell.parallel.layers import find_blocks, list_layers
 from shardwell.parallel.partition import balanced_starts, even_starts
 from shardwell.parallel.tracing import cut_graph, stage_module, trace_layers
+from shardwell.session.parallel_plan import attach_description
 from shardwell_wire.errors import TiedParameterError, UsageError
 
 Cost = Callable[[str, nn.Module], float]
@@ -27,34 +31,6 @@ class StageExample:
 
     inputs: tuple[torch.Tensor, ...]
     outputs: tuple[torch.Tensor, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class StageDescription:
-    """What one stage of a split model holds."""
-
-    index: int
-    calls: tuple[str, ...]
-    """Names of the layers that the stage calls, in the order of the forward."""
-    layers: tuple[Layer, ...]
-    """Modules with parameters of their own."""
-
-    @property
-    def num_parameters(self) -> int:
-        """Elements of all parameters."""
-        return sum(layer.num_parameters for layer in self.layers)
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all parameters."""
-        return sum(layer.size_bytes for layer in self.layers)
-
-    def parameters_by_kind(self) -> dict[LayerKind, int]:
-        """Returns the number of parameters for each kind of layer in the stage."""
-        found: dict[LayerKind, int] = {}
-        for layer in self.layers:
-            found[layer.kind] = found.get(layer.kind, 0) + layer.num_parameters
-        return found
 
 
 class ModelSplit:
@@ -87,6 +63,9 @@ class ModelSplit:
                     f"stage {stage.index} of {len(self.stages)} has no parameters (its layers: "
                     f"{', '.join(stage.calls) or 'none'}): use fewer stages, or choose their first layers with starts="
                 )
+        self._description = ModelDescription(self._class_name, self.stages)
+        for module in self._modules:
+            attach_description(module, self._description)
 
     def module(self, index: int) -> nn.Module:
         """Returns the module of a stage. Its parameters are the model's, with the model's names.
@@ -113,6 +92,7 @@ class ModelSplit:
             outputs = self._run_on_meta(index, module, values)
             found.append(StageExample(_cast(values, dtype if index else None), _cast(outputs, dtype)))
             values = tuple(value.detach().requires_grad_(value.requires_grad) for value in outputs)
+        self._description.micro_batch = _micro_batch(inputs, found)
         return found
 
     def _run_on_meta(self, index: int, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -173,12 +153,11 @@ def split_model(
         starts: Names of the layers with which stages 1, 2, ... begin, instead of ``by``.
 
     Raises:
-        UsageError: The model is sharded, has too few layers, or cannot be traced; a stage has no parameters; or
-            ``starts`` names no layers in the forward's order.
+        UsageError: The model is wrapped or split already, has too few layers, or cannot be traced; a stage has no
+            parameters; or ``starts`` names no layers in the forward's order.
         TiedParameterError: Two stages share a parameter.
     """
-    if any(isinstance(module, ShardedModule) for module in model.modules()):
-        raise UsageError(f"{type(model).__name__} is sharded already: split the model before fully_shard")
+    _check_plain(model)
     if num_stages < 1:
         raise UsageError(f"split_model(num_stages={num_stages}): expected at least 1")
     blocks = find_blocks(model)
@@ -195,6 +174,18 @@ def split_model(
     _check_repeated(calls, firsts)
     block_classes = sorted({type(block).__name__ for block in blocks.values()})
     return ModelSplit(model, cut_graph(graph, firsts), block_classes)
+
+
+def _check_plain(model: nn.Module) -> None:
+    """Raises if a model is wrapped already."""
+    if any(isinstance(module, ShardedModule) for module in model.modules()):
+        raise UsageError(f"{type(model).__name__} is sharded already: split the model before fully_shard")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise UsageError(
+                f"parameter {name!r} of {type(model).__name__} is a DTensor: split the model into stages before tensor "
+                "parallelism is applied"
+            )
 
 
 def _opened(model: nn.Module, blocks: Mapping[str, nn.Module]) -> list[nn.Module]:
@@ -279,6 +270,14 @@ def _cast(values: tuple[torch.Tensor, ...], dtype: torch.dtype | None) -> tuple[
         value.detach().to(dtype).requires_grad_(value.requires_grad) if value.is_floating_point() else value
         for value in values
     )
+
+
+def _micro_batch(inputs: Sequence[torch.Tensor], examples: Sequence[StageExample]) -> ActivationShape | None:
+    """Returns the size of a micro-batch of sequences. None: the first input has no sequences."""
+    if not inputs or inputs[0].ndim != (3 if inputs[0].is_floating_point() else 2):
+        return None
+    sizes = [value.element_size() for example in examples for value in example.outputs if value.is_floating_point()]
+    return ActivationShape(batch=inputs[0].shape[0], length=inputs[0].shape[1], item_size=max(sizes, default=4))
 
 
 def _has_parameters(module: nn.Module) -> bool:

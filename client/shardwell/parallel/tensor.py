@@ -20,6 +20,8 @@ from torch.distributed.tensor.parallel import (
 
 from shardwell.module.sharded_module import ShardedModule
 from shardwell.parallel.collectives import ActivationShape, Collective, CollectivePhase
+from shardwell.parallel.description import SplitLayer, StageDescription, describe_model
+from shardwell.parallel.layers import Layer, list_layers
 from shardwell.parallel.sequence import GatheredNorm, SplitSequence
 from shardwell.parallel.transformer import BlockParts, Transformer, analyse
 from shardwell_wire.errors import UsageError
@@ -28,21 +30,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _NUMBER = re.compile(r"\b\d+\b")
-
-
-@dataclass(frozen=True, slots=True)
-class SplitLayer:
-    """How tensor parallelism splits one module."""
-
-    name: str
-    """The module's name in the model."""
-    style: str
-    """``column``, ``row``, ``vocabulary``, ``sequence`` (the module computes its part of the sequence), or ``input``
-    (the module's input is cut along the sequence)."""
-    part: str
-    """The part of the module's weight in one rank, such as ``rows 1/2``; ``whole`` if the weight is not split."""
-    collectives: tuple[Collective, ...] = ()
-    """Collectives of one forward and backward that the module causes."""
 
 
 @dataclass(slots=True)
@@ -64,6 +51,11 @@ class TensorParallelPlan:
     heads: list[tuple[str, str]] = field(default_factory=list)
     """``(module name, attribute)`` of the numbers of heads that ``apply`` divides by ``tp``."""
 
+    model_class: str = ""
+    """Class of the whole model."""
+    model_layers: tuple[Layer, ...] = ()
+    """Layers of the whole model, before they are split."""
+
     def apply(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         """Splits a model in place, without communication: all ranks must have the same values.
 
@@ -83,6 +75,11 @@ class TensorParallelPlan:
             raise UsageError(f"the plan is for tp={self.tp}, but the mesh {mesh} has {mesh.ndim} dims of {mesh.size()}")
         if any(isinstance(module, ShardedModule) for module in model.modules()):
             raise UsageError("the model is sharded already: apply the tensor-parallel plan before fully_shard")
+        if self.layers:
+            whole = StageDescription(0, (), self.model_layers)
+            describe_model(model, self.model_class, (whole,)).note_tensor_parallelism(
+                self.layers, sequence_parallel=self.sequence_parallel, loss_parallel=self.loss_parallel
+            )
         modules = dict(model.named_modules())
         ties = _ties(model)
         for name, style in self.styles.items():
@@ -185,6 +182,7 @@ def plan_tensor_parallel(
         )
     _check_sizes(parts, tp, vocabulary=vocabulary, fused_by_head=fused_by_head)
     plan = TensorParallelPlan(tp, sequence_parallel, loss_parallel)
+    plan.model_class, plan.model_layers = type(model).__name__, tuple(list_layers(model))
     _Planner(model, parts, plan).plan(vocabulary=vocabulary)
     return plan
 

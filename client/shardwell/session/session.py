@@ -29,6 +29,7 @@ from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell.session.iteration import Iteration
 from shardwell.session.measurements import SessionCounters, describe_setup
 from shardwell.session.membership import Membership
+from shardwell.session.parallel_plan import PlanReport
 from shardwell.session.preemption import preemption
 from shardwell.session.private_cluster import open_private_cluster
 from shardwell.session.replica import ReplicaGroup
@@ -89,6 +90,7 @@ class Session:
             place=self._place(),
             init_seed=derive_seed(self.seed, "parameters"),
         )
+        self._plan_report = PlanReport(self._membership, self.units)
         self._tracked = TrackedObjects(joined.state.tracked_json)
         iteration = Iteration(self._tracked)
         self._buffers = RunBuffers(lambda: self.units.named_modules, self.store.buffers, joined.state, self.units.place)
@@ -208,7 +210,10 @@ class Session:
 
         Raises:
             UsageError: The loop body called ``optimizer.step()`` less or more often.
+            RunMismatchError: Another trainer of the run divides its model differently (schedule, stages, styles).
         """
+        while not self._plan_report.send(self.step):
+            self.in_flight.rejoining.join_again()
         return self.loop.steps(num_steps, optimizer_steps)
 
     def track(self, **objects: Any) -> None:

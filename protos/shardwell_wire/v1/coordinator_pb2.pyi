@@ -2679,6 +2679,231 @@ class RankAssignmentSummary(google.protobuf.message.Message):
 global___RankAssignmentSummary = RankAssignmentSummary
 
 @typing.final
+class PlannedCollective(google.protobuf.message.Message):
+    """A collective of tensor parallelism."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OPERATION_FIELD_NUMBER: builtins.int
+    PHASE_FIELD_NUMBER: builtins.int
+    BYTES_PER_STEP_FIELD_NUMBER: builtins.int
+    operation: builtins.str
+    """all_reduce, all_gather or reduce_scatter."""
+    phase: builtins.str
+    """forward, backward, or gradients (once per step, when a unit is pushed)."""
+    bytes_per_step: builtins.int
+    """Bytes of the whole tensors in one step of one dp rank. 0: the size of a micro-batch is not known."""
+    def __init__(
+        self,
+        *,
+        operation: builtins.str = ...,
+        phase: builtins.str = ...,
+        bytes_per_step: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes_per_step", b"bytes_per_step", "operation", b"operation", "phase", b"phase"]) -> None: ...
+
+global___PlannedCollective = PlannedCollective
+
+@typing.final
+class PlannedLayers(google.protobuf.message.Message):
+    """Layers of one stage that are alike, such as the same layer of several blocks."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    COUNT_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
+    CLASS_NAME_FIELD_NUMBER: builtins.int
+    ELEMENT_COUNT_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
+    STYLE_FIELD_NUMBER: builtins.int
+    PART_FIELD_NUMBER: builtins.int
+    COLLECTIVES_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """Name of the layers in the model, in which `*` stands for the number of a block."""
+    count: builtins.int
+    """Number of layers."""
+    kind: builtins.str
+    """attention, mlp, embedding, norm, head or other."""
+    class_name: builtins.str
+    """Class of the layers. Empty: a module without parameters of its own."""
+    element_count: builtins.int
+    """Elements of their parameters, before they are split over tensor-parallel ranks."""
+    size_bytes: builtins.int
+    """Bytes of these parameters."""
+    style: builtins.str
+    """Tensor-parallel style: column, row, vocabulary, sequence or input. Empty: whole on every rank."""
+    part: builtins.str
+    """The part of the weight in one rank, such as `rows 1/2`. Empty: no style."""
+    @property
+    def collectives(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PlannedCollective]:
+        """Collectives that the layers cause."""
+
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        count: builtins.int = ...,
+        kind: builtins.str = ...,
+        class_name: builtins.str = ...,
+        element_count: builtins.int = ...,
+        size_bytes: builtins.int = ...,
+        style: builtins.str = ...,
+        part: builtins.str = ...,
+        collectives: collections.abc.Iterable[global___PlannedCollective] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["class_name", b"class_name", "collectives", b"collectives", "count", b"count", "element_count", b"element_count", "kind", b"kind", "name", b"name", "part", b"part", "size_bytes", b"size_bytes", "style", b"style"]) -> None: ...
+
+global___PlannedLayers = PlannedLayers
+
+@typing.final
+class PlannedStage(google.protobuf.message.Message):
+    """One pipeline stage of a model."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PP_RANK_FIELD_NUMBER: builtins.int
+    FIRST_LAYER_FIELD_NUMBER: builtins.int
+    LAST_LAYER_FIELD_NUMBER: builtins.int
+    ELEMENT_COUNT_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
+    LAYERS_FIELD_NUMBER: builtins.int
+    pp_rank: builtins.int
+    """Pipeline rank of the trainers that compute the stage."""
+    first_layer: builtins.str
+    """Names of the first and the last layer that the stage calls. Empty: the model is not divided into stages."""
+    last_layer: builtins.str
+    element_count: builtins.int
+    """Elements and bytes of all parameters of the stage, before they are split over tensor-parallel ranks."""
+    size_bytes: builtins.int
+    @property
+    def layers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PlannedLayers]:
+        """The layers of the stage, in the model's order."""
+
+    def __init__(
+        self,
+        *,
+        pp_rank: builtins.int = ...,
+        first_layer: builtins.str = ...,
+        last_layer: builtins.str = ...,
+        element_count: builtins.int = ...,
+        size_bytes: builtins.int = ...,
+        layers: collections.abc.Iterable[global___PlannedLayers] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["element_count", b"element_count", "first_layer", b"first_layer", "last_layer", b"last_layer", "layers", b"layers", "pp_rank", b"pp_rank", "size_bytes", b"size_bytes"]) -> None: ...
+
+global___PlannedStage = PlannedStage
+
+@typing.final
+class ModelPlan(google.protobuf.message.Message):
+    """How one model is divided over tensor and pipeline ranks."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: builtins.int
+    SCHEDULE_FIELD_NUMBER: builtins.int
+    NUM_MICRO_BATCHES_FIELD_NUMBER: builtins.int
+    MICRO_BATCH_SHAPE_FIELD_NUMBER: builtins.int
+    SEQUENCE_PARALLEL_FIELD_NUMBER: builtins.int
+    LOSS_PARALLEL_FIELD_NUMBER: builtins.int
+    STAGES_FIELD_NUMBER: builtins.int
+    OMITTED_ROW_COUNT_FIELD_NUMBER: builtins.int
+    model: builtins.str
+    """Class of the model."""
+    schedule: builtins.str
+    """Name of the pipeline schedule. Empty: none."""
+    num_micro_batches: builtins.int
+    """Micro-batches per work item. 0: no schedule."""
+    sequence_parallel: builtins.bool
+    """Whether norms and residual paths compute a part of the sequence on each tensor-parallel rank."""
+    loss_parallel: builtins.bool
+    """Whether the loss is computed from logits that are split over the tensor-parallel ranks."""
+    omitted_row_count: builtins.int
+    """Number of rows that are left out of `stages`, because the plan would be too large."""
+    @property
+    def micro_batch_shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Sequences and tokens per sequence of a micro-batch. Empty: not known."""
+
+    @property
+    def stages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PlannedStage]:
+        """The stages in order; one if the model is not divided."""
+
+    def __init__(
+        self,
+        *,
+        model: builtins.str = ...,
+        schedule: builtins.str = ...,
+        num_micro_batches: builtins.int = ...,
+        micro_batch_shape: collections.abc.Iterable[builtins.int] | None = ...,
+        sequence_parallel: builtins.bool = ...,
+        loss_parallel: builtins.bool = ...,
+        stages: collections.abc.Iterable[global___PlannedStage] | None = ...,
+        omitted_row_count: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["loss_parallel", b"loss_parallel", "micro_batch_shape", b"micro_batch_shape", "model", b"model", "num_micro_batches", b"num_micro_batches", "omitted_row_count", b"omitted_row_count", "schedule", b"schedule", "sequence_parallel", b"sequence_parallel", "stages", b"stages"]) -> None: ...
+
+global___ModelPlan = ModelPlan
+
+@typing.final
+class ParallelPlan(google.protobuf.message.Message):
+    """How a training script divides its models. Equal for all trainers of a run."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MODELS_FIELD_NUMBER: builtins.int
+    @property
+    def models(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ModelPlan]:
+        """The models, by name. Empty: the script uses no plans of shardwell.parallel."""
+
+    def __init__(
+        self,
+        *,
+        models: collections.abc.Iterable[global___ModelPlan] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["models", b"models"]) -> None: ...
+
+global___ParallelPlan = ParallelPlan
+
+@typing.final
+class DeclareParallelPlanRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CONTEXT_FIELD_NUMBER: builtins.int
+    TRAINER_FIELD_NUMBER: builtins.int
+    PLAN_FIELD_NUMBER: builtins.int
+    trainer: builtins.str
+    """Name of the trainer."""
+    @property
+    def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
+        """Identifies run, membership and request."""
+
+    @property
+    def plan(self) -> global___ParallelPlan:
+        """The plan. INVALID_ARGUMENT: it is too large, or has a name that is not printable."""
+
+    def __init__(
+        self,
+        *,
+        context: shardwell_wire.v1.common_pb2.RequestContext | None = ...,
+        trainer: builtins.str = ...,
+        plan: global___ParallelPlan | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["context", b"context", "plan", b"plan"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["context", b"context", "plan", b"plan", "trainer", b"trainer"]) -> None: ...
+
+global___DeclareParallelPlanRequest = DeclareParallelPlanRequest
+
+@typing.final
+class DeclareParallelPlanResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___DeclareParallelPlanResponse = DeclareParallelPlanResponse
+
+@typing.final
 class ReplicaSummary(google.protobuf.message.Message):
     """The trainers of a run that compute work items together."""
 
@@ -2722,6 +2947,7 @@ class DescribeWorldResponse(google.protobuf.message.Message):
     WORLD_SIZE_FIELD_NUMBER: builtins.int
     RANK_ASSIGNMENTS_FIELD_NUMBER: builtins.int
     REPLICAS_FIELD_NUMBER: builtins.int
+    PARALLEL_PLAN_FIELD_NUMBER: builtins.int
     world_size: builtins.int
     """Number of logical ranks."""
     @property
@@ -2738,6 +2964,10 @@ class DescribeWorldResponse(google.protobuf.message.Message):
         one trainer (tp = pp = 1).
         """
 
+    @property
+    def parallel_plan(self) -> global___ParallelPlan:
+        """How the models of the run are divided over tensor and pipeline ranks. Unset: no trainer has reported it yet."""
+
     def __init__(
         self,
         *,
@@ -2745,9 +2975,11 @@ class DescribeWorldResponse(google.protobuf.message.Message):
         world_size: builtins.int = ...,
         rank_assignments: collections.abc.Iterable[global___RankAssignmentSummary] | None = ...,
         replicas: collections.abc.Iterable[global___ReplicaSummary] | None = ...,
+        parallel_plan: global___ParallelPlan | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["world", b"world"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["rank_assignments", b"rank_assignments", "replicas", b"replicas", "world", b"world", "world_size", b"world_size"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_parallel_plan", b"_parallel_plan", "parallel_plan", b"parallel_plan", "world", b"world"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_parallel_plan", b"_parallel_plan", "parallel_plan", b"parallel_plan", "rank_assignments", b"rank_assignments", "replicas", b"replicas", "world", b"world", "world_size", b"world_size"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_parallel_plan", b"_parallel_plan"]) -> typing.Literal["parallel_plan"] | None: ...
 
 global___DescribeWorldResponse = DescribeWorldResponse
 

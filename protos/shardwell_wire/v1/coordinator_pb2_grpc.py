@@ -97,6 +97,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.PublishInitialUnitRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.PublishInitialUnitResponse.FromString,
                 _registered_method=True)
+        self.DeclareParallelPlan = channel.unary_unary(
+                '/shardwell_wire.v1.CoordinatorService/DeclareParallelPlan',
+                request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.DeclareParallelPlanRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.DeclareParallelPlanResponse.FromString,
+                _registered_method=True)
         self.ResetWork = channel.unary_unary(
                 '/shardwell_wire.v1.CoordinatorService/ResetWork',
                 request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ResetWorkRequest.SerializeToString,
@@ -334,6 +339,16 @@ class CoordinatorServiceServicer(object):
         """Trainer: reports that all shards of a unit have initial values, which become version 0.
 
         ABORTED: stale epoch.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeclareParallelPlan(self, request, context):
+        """Trainer: reports how its script divides models over tensor and pipeline ranks. The first report becomes a property of
+        the run. Every trainer reports before its first step.
+
+        ABORTED: stale epoch. FAILED_PRECONDITION: the run has another plan; the message names what differs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -620,6 +635,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.PublishInitialUnit,
                     request_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.PublishInitialUnitRequest.FromString,
                     response_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.PublishInitialUnitResponse.SerializeToString,
+            ),
+            'DeclareParallelPlan': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeclareParallelPlan,
+                    request_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.DeclareParallelPlanRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.DeclareParallelPlanResponse.SerializeToString,
             ),
             'ResetWork': grpc.unary_unary_rpc_method_handler(
                     servicer.ResetWork,
@@ -1030,6 +1050,33 @@ class CoordinatorService(object):
             '/shardwell_wire.v1.CoordinatorService/PublishInitialUnit',
             shardwell__wire_dot_v1_dot_coordinator__pb2.PublishInitialUnitRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_coordinator__pb2.PublishInitialUnitResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeclareParallelPlan(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardwell_wire.v1.CoordinatorService/DeclareParallelPlan',
+            shardwell__wire_dot_v1_dot_coordinator__pb2.DeclareParallelPlanRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_coordinator__pb2.DeclareParallelPlanResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -16,6 +16,7 @@ from shardwell_server.coordinator.inspection import describe
 from shardwell_server.coordinator.inspection.stall import explain_stall
 from shardwell_server.coordinator.rendezvous import find_store, open_store, wait_for_keys
 from shardwell_server.coordinator.runs.members import ItemInProgress, Member, TransportReport
+from shardwell_server.coordinator.runs.parallel_plan import check_plan
 from shardwell_server.coordinator.runs.proposals import StepProposal
 from shardwell_server.coordinator.runs.rank_assignment import Applicant
 from shardwell_server.coordinator.runs.run import Run
@@ -241,6 +242,16 @@ class CoordinatorServicer:
             address = await poll(run.changed, check, _wait_s(call, request.wait_s))
             await self._state.save(run)
         return coordinator_pb2.ExchangeAddressResponse(address=address)
+
+    async def DeclareParallelPlan(
+        self, request: coordinator_pb2.DeclareParallelPlanRequest, call: Call
+    ) -> coordinator_pb2.DeclareParallelPlanResponse:
+        check_plan(request.plan)
+        run, member = self._member(request)
+        with member.serving_rpc(self._state.clock):
+            run.declare_parallel_plan(member.name, request.plan)
+            await self._state.save(run)  # before any trainer trains by it
+        return coordinator_pb2.DeclareParallelPlanResponse()
 
     # Replica stores
 

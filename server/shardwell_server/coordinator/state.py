@@ -255,6 +255,7 @@ def _run_record(run: Run) -> RunRecord:
         placement=run.relocations.count,
         rebalancing=run.relocations.rebalancing,
         checkpoints=run.checkpoints.to_json(),
+        parallel_plan=None if run.parallel_plan is None else run.parallel_plan.SerializeToString(),
     )
 
 
@@ -322,6 +323,8 @@ def _restore_run(stored: StoredRun, clock: Callable[[], float]) -> Run:
             )
         )
     run.addresses.update(record.addresses)
+    if record.parallel_plan is not None:
+        run.parallel_plan = coordinator_pb2.ParallelPlan.FromString(record.parallel_plan)
     run.checkpoints.restore_facts(record.checkpoints, stored.checkpoints, now)
     if record.started:
         _restore_step(run, stored)

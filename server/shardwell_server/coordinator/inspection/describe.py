@@ -83,6 +83,7 @@ def describe_world(world: World, run: Run | None) -> coordinator_pb2.DescribeWor
         world_size=world.size,
         rank_assignments=rank_assignments,
         replicas=_summarize_replicas(run) if run is not None and run.step is not None else (),
+        parallel_plan=run.parallel_plan if run is not None else None,
     )
 
 

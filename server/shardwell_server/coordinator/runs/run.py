@@ -17,6 +17,7 @@ from shardwell_server.coordinator.runs.checkpoints import RunCheckpoints
 from shardwell_server.coordinator.runs.committed_steps import CommittedSteps
 from shardwell_server.coordinator.runs.copies import WorkTimes, next_late_item
 from shardwell_server.coordinator.runs.members import Member, Members, MemberState
+from shardwell_server.coordinator.runs.parallel_plan import require_same_plan
 from shardwell_server.coordinator.runs.proposals import committed_optimizer, require_same_algorithms
 from shardwell_server.coordinator.runs.rank_assignment import Applicant, RankAssignments, natural_key
 from shardwell_server.coordinator.runs.rank_owners import RankOwners
@@ -75,6 +76,8 @@ class Run:
         self.replica_stores = ReplicaStores()
         self.addresses: dict[str, str] = {}
         """Addresses that trainers exchange, by name."""
+        self.parallel_plan: coordinator_pb2.ParallelPlan | None = None
+        """How the models are divided over tensor and pipeline ranks. None: no trainer has reported it."""
         self.units = DeclaredUnits(identity.name)
         self.step: Step | None = None
         """The step in flight. None until the run starts."""
@@ -143,6 +146,14 @@ class Run:
             self.addresses[name] = address
             self.touch()
             self.changed.notify()
+
+    def declare_parallel_plan(self, trainer: str, plan: coordinator_pb2.ParallelPlan) -> None:
+        """Sets the run's parallel plan. Raises RunMismatchError if the run has another one."""
+        if self.parallel_plan is None:
+            self.parallel_plan = plan
+            self.touch()
+        else:
+            require_same_plan(self.name, self.parallel_plan, trainer, plan)
 
     def tell(self, members: Iterable[Member]) -> None:
         """Makes the membership streams of trainers send the committed step and the placement, if they have changed."""

@@ -129,6 +129,8 @@ class RunRecord:
     """True while shards are moved to spread them evenly over the servers."""
     checkpoints: str = ""
     """Options for checkpoints, and the restore in progress. JSON."""
+    parallel_plan: bytes | None = None
+    """How the run's models are divided over tensor and pipeline ranks. None: not reported yet."""
 
 
 @dataclass(frozen=True, slots=True)

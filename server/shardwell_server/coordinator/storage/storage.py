@@ -33,7 +33,7 @@ from shardwell_server.coordinator.storage.records import (
 )
 from shardwell_wire.errors import UnavailableError
 
-SCHEMA_VERSION = 11
+SCHEMA_VERSION = 12
 
 FILE_NAME = "coordinator.sqlite"
 
@@ -46,7 +46,8 @@ CREATE TABLE servers (
 ) WITHOUT ROWID;
 CREATE TABLE runs (
     run TEXT PRIMARY KEY, run_id TEXT NOT NULL, config BLOB NOT NULL, created REAL NOT NULL, started INTEGER NOT NULL,
-    last_epoch INTEGER NOT NULL, placement INTEGER NOT NULL, rebalancing INTEGER NOT NULL, checkpoints TEXT NOT NULL
+    last_epoch INTEGER NOT NULL, placement INTEGER NOT NULL, rebalancing INTEGER NOT NULL, checkpoints TEXT NOT NULL,
+    parallel_plan BLOB
 ) WITHOUT ROWID;
 CREATE TABLE members (
     run TEXT NOT NULL, trainer TEXT NOT NULL, host TEXT NOT NULL, incarnation TEXT NOT NULL, epoch INTEGER NOT NULL,
@@ -173,8 +174,9 @@ class Storage:
             record.placement,
             record.rebalancing,
             record.checkpoints,
+            record.parallel_plan,
         )
-        writes: list[Write] = [(_upsert("runs", 9), [row])]
+        writes: list[Write] = [(_upsert("runs", 10), [row])]
         for table, key in _DIFFED_TABLES.items():
             old_rows, new_rows = _rows_by_key(before, table), _rows_by_key(record, table)
             deleted = [(run, each) for each in old_rows.keys() - new_rows.keys()]
@@ -302,7 +304,7 @@ class Storage:
 
     def _load_run(self, run: str) -> StoredRun:
         (_, run_id, config, created, started, last_epoch, *rest), *_ = self._rows("runs", run)
-        placement, rebalancing, checkpoints = rest
+        placement, rebalancing, checkpoints, parallel_plan = rest
         commits = [CommitRecord.from_row(row) for _, *row in self._rows("commits", run)]
         step = commits[-1].step + 1 if commits else 0
         states = self._rows("states", run)
@@ -321,6 +323,7 @@ class Storage:
                 placement=placement,
                 rebalancing=bool(rebalancing),
                 checkpoints=checkpoints,
+                parallel_plan=parallel_plan,
             ),
             units=tuple(self._load_units(run)),
             commits=tuple(commits),

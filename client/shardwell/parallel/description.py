@@ -1,0 +1,176 @@
+"""How a model is divided over tensor and pipeline ranks: its layers by stage, with styles and collectives."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from shardwell.parallel.collectives import ActivationShape, Collective, CollectivePhase
+from shardwell.parallel.layers import Layer, LayerKind
+from shardwell.session.parallel_plan import attach_description, description_of
+from shardwell_wire.v1 import coordinator_pb2
+
+_BLOCK_NUMBER = re.compile(r"\b\d+\b")
+
+
+@dataclass(frozen=True, slots=True)
+class StageDescription:
+    """What one stage of a split model holds."""
+
+    index: int
+    calls: tuple[str, ...]
+    """Names of the layers that the stage calls, in the order of the forward."""
+    layers: tuple[Layer, ...]
+    """Modules with parameters of their own."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters."""
+        return sum(layer.num_parameters for layer in self.layers)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all parameters."""
+        return sum(layer.size_bytes for layer in self.layers)
+
+    def parameters_by_kind(self) -> dict[LayerKind, int]:
+        """Returns the number of parameters for each kind of layer in the stage."""
+        found: dict[LayerKind, int] = {}
+        for layer in self.layers:
+            found[layer.kind] = found.get(layer.kind, 0) + layer.num_parameters
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class SplitLayer:
+    """How tensor parallelism splits one module."""
+
+    name: str
+    """The module's name in the model."""
+    style: str
+    """``column``, ``row``, ``vocabulary``, ``sequence`` (the module computes its part of the sequence), or ``input``
+    (the module's input is cut along the sequence)."""
+    part: str
+    """The part of the module's weight in one rank, such as ``rows 1/2``; ``whole`` if the weight is not split."""
+    collectives: tuple[Collective, ...] = ()
+    """Collectives of one forward and backward that the module causes."""
+
+
+class ModelDescription:
+    """What is known of the division of one model. The plans of ``shardwell.parallel`` complete it step by step.
+
+    Attributes:
+        micro_batch: Size of a micro-batch. None: not known.
+
+    Args:
+        class_name: Class of the model.
+        stages: What each stage holds; one if the model is not divided.
+    """
+
+    def __init__(self, class_name: str, stages: Sequence[StageDescription]) -> None:
+        self.micro_batch: ActivationShape | None = None
+        self._class_name, self._stages = class_name, stages
+        self._styles: Mapping[str, SplitLayer] = {}
+        self._sequence_parallel = self._loss_parallel = False
+        self._schedule, self._num_micro_batches = "", 0
+        self._pp_ranks: Mapping[int, int] = {}
+
+    def note_tensor_parallelism(
+        self, layers: Iterable[SplitLayer], *, sequence_parallel: bool, loss_parallel: bool
+    ) -> None:
+        """Called when a tensor-parallel plan is applied to the model or to a stage."""
+        self._styles = {layer.name: layer for layer in layers}
+        self._sequence_parallel, self._loss_parallel = sequence_parallel, loss_parallel
+
+    def note_schedule(self, name: str, num_micro_batches: int, pp_ranks: Mapping[int, int]) -> None:
+        """Called when a schedule is made. ``pp_ranks`` has the pipeline rank of each stage, by the stage's index."""
+        self._schedule, self._num_micro_batches, self._pp_ranks = name, num_micro_batches, pp_ranks
+
+    def to_proto(self) -> coordinator_pb2.ModelPlan:
+        """Returns the description, with one row for the same layer of all blocks in a stage."""
+        at = self.micro_batch
+        return coordinator_pb2.ModelPlan(
+            model=self._class_name,
+            schedule=self._schedule,
+            num_micro_batches=self._num_micro_batches,
+            micro_batch_shape=() if at is None else (at.batch, at.length),
+            sequence_parallel=self._sequence_parallel,
+            loss_parallel=self._loss_parallel,
+            stages=[
+                coordinator_pb2.PlannedStage(
+                    pp_rank=self._pp_ranks.get(stage.index, 0),
+                    first_layer=stage.calls[0] if stage.calls else "",
+                    last_layer=stage.calls[-1] if stage.calls else "",
+                    element_count=stage.num_parameters,
+                    size_bytes=stage.size_bytes,
+                    layers=self._rows(stage),
+                )
+                for stage in self._stages
+            ],
+        )
+
+    def _rows(self, stage: StageDescription) -> list[coordinator_pb2.PlannedLayers]:
+        rows: dict[tuple[object, ...], coordinator_pb2.PlannedLayers] = {}
+        for layer in (*stage.layers, *self._layers_without_parameters(stage)):
+            name, style = _BLOCK_NUMBER.sub("*", layer.name, count=1), self._styles.get(layer.name)
+            key = (name, layer.kind, layer.class_name, style and (style.style, style.part, style.collectives))
+            if key not in rows:
+                rows[key] = coordinator_pb2.PlannedLayers(
+                    name=name,
+                    kind=layer.kind.value,
+                    class_name=layer.class_name,
+                    style=style.style if style else "",
+                    part=style.part if style else "",
+                )
+            row = rows[key]
+            row.count += 1
+            row.element_count += layer.num_parameters
+            row.size_bytes += layer.size_bytes
+            self._add_collectives(row, style.collectives if style else ())
+        return list(rows.values())
+
+    def _layers_without_parameters(self, stage: StageDescription) -> list[Layer]:
+        """Returns the modules of a stage that have a style, but no parameters that the stage's layers do not have."""
+        listed = {layer.name for each in self._stages for layer in each.layers}
+        return [
+            Layer(name, LayerKind.OTHER, "", 0, 0)
+            for name in self._styles
+            if name not in listed
+            and (any(f"{name}.".startswith(f"{call}.") for call in stage.calls) or not stage.calls)
+        ]
+
+    def _add_collectives(self, row: coordinator_pb2.PlannedLayers, collectives: Sequence[Collective]) -> None:
+        """Adds the collectives of one layer to those of a row."""
+        found = {(each.operation, each.phase): each for each in row.collectives}
+        for collective in collectives:
+            key = (collective.operation, collective.phase.value)
+            if key not in found:
+                found[key] = row.collectives.add(operation=key[0], phase=key[1])
+            found[key].bytes_per_step += self._bytes_per_step(collective)
+
+    def _bytes_per_step(self, collective: Collective) -> int:
+        """Returns the bytes of a collective in one step of one dp rank. 0: not known."""
+        if collective.phase is CollectivePhase.GRADIENTS:
+            return collective.payload_bytes(ActivationShape(batch=1, length=1))
+        if self.micro_batch is None:
+            return 0
+        return self._num_micro_batches * collective.payload_bytes(self.micro_batch)
+
+
+def describe_model(module: nn.Module, class_name: str, stages: Sequence[StageDescription]) -> ModelDescription:
+    """Returns the description of the model that a module is, or is a stage of. Makes one if there is none.
+
+    Args:
+        module: The model, or a stage of it.
+        class_name: For a new description: class of the whole model.
+        stages: For a new description: what each stage of the whole model holds, as far as known.
+    """
+    found = description_of(module)
+    if isinstance(found, ModelDescription):
+        return found
+    description = ModelDescription(class_name, stages)
+    attach_description(module, description)
+    return description
