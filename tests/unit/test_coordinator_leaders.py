@@ -1,10 +1,11 @@
-"""Leaders and initializers of a run with tensor and pipeline axes."""
+"""Owners, leaders and initializers of a run with tensor and pipeline axes."""
 
 from __future__ import annotations
 
 import pytest
 
 from shardwell_server.coordinator.runs.rank_assignment import Applicant
+from shardwell_server.coordinator.runs.replicas import replicas_of
 from shardwell_server.coordinator.runs.run import Run
 from shardwell_server.coordinator.settings import RunSettings
 from shardwell_wire.layout import Parameter, UnitLayout
@@ -52,3 +53,30 @@ def test_a_gone_holder_is_replaced_by_one_of_the_same_place(run: Run) -> None:
     run.revoke_lease(run.members.by_name["d1t1p0"])
     assert run.choose_initializer(unit) is None, "no other trainer has the values"
     assert run.leaders() == []
+
+
+def test_owners_and_states_are_current_after_every_change(run: Run) -> None:
+    def check() -> None:
+        owners = run.rank_assignments
+        assert run.replicas == replicas_of(WORLD, owners)
+        assert run.members.live == {member.name: member for member in run.members if member.live}
+        assert run.members.expired == [member for member in run.members if member.expired]
+        for name in run.members.by_name:
+            ranks = [rank for rank in range(WORLD.size) if owners[rank] == name]
+            assert run.ranks_of(name) == ranks
+            assert run.is_waiting_spare(name) is (not ranks)
+            epochs = {run.rank_owners.replica_epochs[WORLD.coordinates(rank).dp_rank] for rank in ranks} or {0}
+            assert {run.replica_epoch_of(name)} == epochs
+
+    check()
+    member = run.members.by_name["d0t1p0"]
+    for change in (run.expire_lease, run.restore_lease, run.expire_lease, run.revoke_lease):
+        change(member)
+        check()
+    for name in ("spare", "d0t1p0", "another"):
+        run.admit(Applicant(name), "i")
+        check()
+    assert run.ranks_of("spare") == [2] and run.ranks_of("d0t1p0") == []
+    run.revoke_lease(run.members.by_name["d1t0p0"])
+    check()
+    assert run.ranks_of("d0t1p0") == [4], "a spare gets the free place"

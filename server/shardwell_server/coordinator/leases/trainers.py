@@ -286,7 +286,7 @@ class TrainerLeases:
 
     def revoke_unfinished(self, run: Run) -> None:
         """Revokes expired leases on unfinished items if a replica waits for work, or a spare for a rank."""
-        if run.step is None:
+        if run.step is None or not run.members.expired:
             return
         if run.has_waiting_replica:
             self.revoke(run, [member for member in run.members.expired if run.step.leased_to(member.name)])

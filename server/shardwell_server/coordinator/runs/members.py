@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -227,19 +227,28 @@ class Members:
     """Names of trainers that wait for any work item, in order of arrival."""
     returning: dict[str, Member] = field(default_factory=dict)
     """Former memberships of trainers that a rollback ended and that have not joined again, by name."""
+    _live: dict[str, Member] | None = field(default=None, init=False, repr=False)
+    _expired: list[Member] | None = field(default=None, init=False, repr=False)
 
     def __iter__(self) -> Iterator[Member]:
         return iter(self.by_name.values())
 
     @property
-    def live(self) -> dict[str, Member]:
-        """Members with a valid lease, by name."""
-        return {member.name: member for member in self if member.live}
+    def live(self) -> Mapping[str, Member]:
+        """Members with a valid lease, by name. A later change of a member makes a new mapping."""
+        if self._live is None:
+            self._live = {member.name: member for member in self if member.live}
+        return self._live
 
     @property
-    def expired(self) -> list[Member]:
+    def expired(self) -> Sequence[Member]:
         """Members whose lease expired and whose work was not reassigned."""
-        return [member for member in self if member.expired]
+        if self._expired is None:
+            self._expired = [member for member in self if member.expired]
+        return self._expired
+
+    def _forget_states(self) -> None:
+        self._live = self._expired = None
 
     @property
     def requested_ranks(self) -> set[int]:
@@ -297,6 +306,7 @@ class Members:
         """Adds a member. It replaces a former member of its name and becomes the newest."""
         former = self.by_name.pop(member.name, None)
         self.by_name[member.name] = member
+        self._forget_states()
         if former is not None:
             former.connection.news.notify()
 
@@ -312,6 +322,7 @@ class Members:
     def remove(self, member: Member) -> None:
         """Removes a member."""
         del self.by_name[member.name]
+        self._forget_states()
         member.connection.news.notify()
 
     def is_current(self, member: Member) -> bool:
@@ -321,6 +332,7 @@ class Members:
     def set_state(self, member: Member, state: MemberState) -> None:
         """Changes a member's state. Only live members stay in ``waiting_for_work``."""
         member.state = state
+        self._forget_states()
         if state is MemberState.GONE:
             member.connection.news.notify()
         if state is not MemberState.LIVE:

@@ -33,25 +33,43 @@ class RankOwners:
     def __init__(self, next_epoch: Callable[[], int]) -> None:
         self._next_epoch = next_epoch
         self.by_rank: RankAssignments = {}
-        """Owner of each global rank."""
+        """Owner of each global rank. Only ``_set_owners`` changes it."""
+        self._ranks: dict[str, list[int]] = {}
+        self._replicas: list[Replica] = []
         self.replica_epochs: dict[int, int] = {}
         """Epoch of the replica that owns each dp rank."""
 
     def ranks_of(self, name: str) -> list[int]:
         """Returns the logical ranks that a trainer owns."""
-        return sorted(rank for rank, owner in self.by_rank.items() if owner == name)
+        return list(self._ranks.get(name, ()))
+
+    def owns_ranks(self, name: str) -> bool:
+        """True if a trainer owns a logical rank."""
+        return name in self._ranks
+
+    def _set_owners(self, by_rank: RankAssignments) -> None:
+        """Replaces the owners of all ranks, and what is derived from them."""
+        self.by_rank, self._ranks, self._replicas = by_rank, {}, []
+        for rank in sorted(by_rank):
+            self._ranks.setdefault(by_rank[rank], []).append(rank)
 
     def replica_epoch_of(self, name: str, settings: RunSettings) -> int:
         """Returns the epoch of a trainer's replica. 0: the trainer owns no rank, or replicas have one trainer."""
-        if settings.world.replica_size == 1:
+        if settings.world.replica_size == 1 or name not in self._ranks:
             return 0
-        return next(
-            (self.replica_epochs[at] for at, replica in enumerate(self.replicas(settings)) if name in replica), 0
-        )
+        return self.replica_epochs[settings.world.coordinates(self._ranks[name][0]).dp_rank]
 
-    def replicas(self, settings: RunSettings) -> list[Replica]:
+    def replica_of(self, name: str, settings: RunSettings) -> Replica:
+        """Returns the replica of a trainer. Empty: the trainer owns no rank."""
+        if name not in self._ranks:
+            return ()
+        return self.replicas(settings)[settings.world.coordinates(self._ranks[name][0]).dp_rank]
+
+    def replicas(self, settings: RunSettings) -> Sequence[Replica]:
         """Returns the replica that owns each dp rank. See Note: [Replicas] in ``replicas.py``."""
-        return replicas_of(settings.world, self.by_rank)
+        if not self._replicas:
+            self._replicas = replicas_of(settings.world, self.by_rank)
+        return self._replicas
 
     def check_request(self, run: str, settings: RunSettings, applicant: Applicant, requested: Collection[int]) -> None:
         """Checks the requested rank of a trainer that joins before the run starts.
@@ -78,12 +96,13 @@ class RankOwners:
 
     def start(self, settings: RunSettings, live: Collection[Member]) -> None:
         """Assigns all ranks, because the run starts."""
-        self.by_rank = assign_ranks(settings.world, map(_applicant, live))
+        self._set_owners(assign_ranks(settings.world, map(_applicant, live)))
         self.renew_replicas(settings, {member.name for member in live})
 
     def restore(self, by_rank: RankAssignments, replica_epochs: Mapping[int, int]) -> None:
         """Restores everything after a coordinator restart."""
-        self.by_rank, self.replica_epochs = by_rank, dict(replica_epochs)
+        self._set_owners(by_rank)
+        self.replica_epochs = dict(replica_epochs)
 
     def claim(
         self, settings: RunSettings, live: Mapping[str, Member], applicant: Applicant, requested: Collection[int]
@@ -104,7 +123,7 @@ class RankOwners:
         else:
             hosts = {name: member.host for name, member in live.items()}
             claimed = claim_place(settings.world, self.by_rank, hosts, applicant)
-        self.by_rank.update(claimed)
+        self._set_owners(self.by_rank | claimed)
 
     def place_spares(self, settings: RunSettings, members: Members) -> set[str]:
         """Gives spares the places of gone trainers. Spares that are left form replicas, if others own several dp ranks.
@@ -122,14 +141,13 @@ class RankOwners:
         for spare in spares:
             self.claim(settings, present, spare, ())
         while formed := form_replica(settings.world, self.by_rank, self._spares(live)):
-            self.by_rank.update(formed)
+            self._set_owners(self.by_rank | formed)
         placed = {spare.name for spare in spares} - {spare.name for spare in self._spares(live)}
         self.renew_replicas(settings, placed)
         return placed
 
     def _spares(self, live: Mapping[str, Member]) -> Sequence[Applicant]:
-        owners = set(self.by_rank.values())
-        return [Applicant(member.name, member.host) for name, member in live.items() if name not in owners]
+        return [Applicant(member.name, member.host) for name, member in live.items() if not self.owns_ranks(name)]
 
     def renew_replicas(self, settings: RunSettings, trainers: Collection[str]) -> set[str]:
         """Gives new epochs to the replicas of trainers that came or went. See Note: [Replica epochs].

@@ -229,15 +229,14 @@ class Run:
 
     def is_waiting_spare(self, name: str) -> bool:
         """True if a trainer owns no rank and cannot compute anything until it does, because tp * pp > 1."""
-        return self.settings.world.replica_size > 1 and name not in self.rank_assignments.values()
+        return self.settings.world.replica_size > 1 and not self.rank_owners.owns_ranks(name)
 
     def missing_peers(self, name: str) -> list[str]:
         """Returns the trainers of a trainer's replica that are gone, or whose leases have expired."""
         if self.settings.world.replica_size == 1:
             return []
-        replica = next((replica for replica in self.replicas if name in replica), ())
         live = self.members.live
-        return [peer for peer in replica if peer not in live]
+        return [peer for peer in self.rank_owners.replica_of(name, self.settings) if peer not in live]
 
     @property
     def has_waiting_replica(self) -> bool:
@@ -367,7 +366,7 @@ class Run:
         live, world = self.members.live, self.settings.world
         lowest: dict[str, int] = {} if world.tp * world.pp > 1 else dict.fromkeys(live, world.size)
         for peer in reversed(world.group(rank, "dp")):
-            if (owner := self.rank_assignments.get(peer)) in live:
+            if (owner := self.rank_assignments.get(peer, "")) in live:
                 lowest[owner] = peer
 
         def preference(name: str) -> tuple[Any, ...]:
@@ -398,7 +397,7 @@ class Run:
     # The step in flight
 
     @property
-    def replicas(self) -> list[Replica]:
+    def replicas(self) -> Sequence[Replica]:
         """The replica that owns each dp rank, live or gone. See Note: [Replicas] in ``replicas.py``."""
         return self.rank_owners.replicas(self.settings)
 
