@@ -14,9 +14,20 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from shardwell_wire import top_k_blocks
 from shardwell_wire.chunk_streams import Buffer, memory_at
 from shardwell_wire.v1 import common_pb2
-from shardwell_wire.wire_dtypes import AS_STORED, SCALE_BYTES, SCALED_BLOCK_NUMEL, WireDtype, has_windows
+from shardwell_wire.wire_dtypes import (
+    AS_STORED,
+    SCALE_BYTES,
+    SCALED_BLOCK_NUMEL,
+    TOP_K_PERCENT,
+    WireDtype,
+    encoded_block_bytes,
+    has_windows,
+)
+
+_FLOAT_BYTES = 4
 
 _SLICE_NUMEL = 1 << 17
 """Elements per slice. With the scratch memory, a slice takes 1 MiB, which fits most cores' own cache. Measured for
@@ -59,6 +70,7 @@ class _Scratch(threading.local):
             self.values = torch.empty(_SLICE_NUMEL, dtype=torch.float32, device="cpu")
             self.halves = torch.empty(_SLICE_NUMEL, dtype=torch.int16, device="cpu")
             self.encoded = torch.empty(_SLICE_NUMEL * 2, dtype=torch.uint8, device="cpu")
+            self.keys = torch.empty(_SLICE_NUMEL, dtype=torch.int64, device="cpu")
             self._quotients = torch.empty(_SLICE_NUMEL, dtype=torch.float32, device="cpu")
             self._scales = torch.empty(_SLICE_BLOCKS, dtype=torch.float32, device="cpu")
             every_byte = torch.arange(256, dtype=torch.uint8, device="cpu")
@@ -108,18 +120,32 @@ def encode(kind: WireDtype, block_numel: int, values: torch.Tensor, encoded: tor
         encoded.copy_(values)
     elif kind in _LARGEST:
         _quantize(kind, values.view(-1, block_numel), encoded.view(-1, SCALE_BYTES + block_numel))
+    elif kind in TOP_K_PERCENT:
+        keys = _scratch.keys[: values.numel()].view(-1, block_numel)
+        top_k_blocks.encode(values.view(-1, block_numel), _top_k_view(kind, block_numel, encoded), keys)
     else:
         _encode_halves(values, encoded, _HALF_DTYPES[kind])
 
 
 def decode(kind: WireDtype, block_numel: int, encoded: torch.Tensor, values: torch.Tensor) -> None:
-    """Decodes blocks of one size; the inverse of ``encode``."""
+    """Decodes blocks of one size; the inverse of ``encode``.
+
+    Raises:
+        ValueError: The blocks are malformed.
+    """
     if kind == AS_STORED:
         values.copy_(encoded)
     elif kind in _LARGEST:
         _dequantize(kind, encoded.view(-1, SCALE_BYTES + block_numel), values.view(-1, block_numel))
+    elif kind in TOP_K_PERCENT:
+        top_k_blocks.decode(_top_k_view(kind, block_numel, encoded), values.view(-1, block_numel))
     else:
         _decode_halves(encoded, values, _HALF_DTYPES[kind])
+
+
+def _top_k_view(kind: WireDtype, block_numel: int, encoded: torch.Tensor) -> torch.Tensor:
+    """Returns the encoded blocks as rows."""
+    return encoded.view(-1, encoded_block_bytes(kind, block_numel * _FLOAT_BYTES))
 
 
 def _quantize(kind: WireDtype, values: torch.Tensor, encoded: torch.Tensor) -> None:

@@ -142,7 +142,7 @@ class StreamPlan:
         """Decodes a stream. [size_bytes]
 
         Raises:
-            ValueError: The stream has another size.
+            ValueError: The stream has another size, or is malformed.
         """
         stream = self._stream(data)
         for part in self.slices:
@@ -157,6 +157,9 @@ class StreamPlan:
         Args:
             memory: Memory with the layout of a range between two cuts. The last ``size_bytes`` are the stream.
             start_bytes: Position of the memory in the flat vector.
+
+        Raises:
+            ValueError: The stream is malformed.
         """
         target, stream = InVector(memory, start_bytes), memory[len(memory) - self.size_bytes :]
         for part in self.slices:

@@ -1,10 +1,10 @@
-"""Wire dtypes of float32 values: as stored, two 16-bit formats, and two 8-bit formats with a scale per block.
+"""Wire dtypes of float32 values: as stored, 16-bit formats, 8-bit formats with scales, and largest values of blocks.
 
-A block is the smallest part of a stream that can be decoded alone: a 16-bit number, a quantization block with its
-scale, or one byte of values that are sent as stored. Quantization blocks are fixed windows of the unit's flat vector
-that no cut between shards splits. The encoded bytes of a shard are therefore a part of those of the unit, and decoded
-values depend neither on the cuts nor on the transport. docs/wire-format.md specifies the format, ``stream_plan`` finds
-the blocks of a stream, and ``quantization_blocks`` converts them.
+A block is the smallest part of a stream that can be decoded alone: a 16-bit number, a quantization block with its scale
+or indices, or one byte of values that are sent as stored. Quantization blocks are fixed windows of the unit's flat
+vector that no cut between shards splits. The encoded bytes of a shard are therefore a part of those of the unit, and
+decoded values depend neither on the cuts nor on the transport. docs/wire-format.md specifies the format,
+``stream_plan`` finds the blocks of a stream, and ``quantization_blocks`` converts them.
 """
 
 from __future__ import annotations
@@ -27,22 +27,41 @@ SCALED_BLOCK_NUMEL = 256
 SCALE_BYTES = 4
 """Size of the scale of a block of 8-bit values, which precedes the values."""
 
+TOP_K_PERCENT: dict[WireDtype, int] = {
+    common_pb2.WIRE_DTYPE_TOP_K_1_PERCENT: 1,
+    common_pb2.WIRE_DTYPE_TOP_K_10_PERCENT: 10,
+}
+"""Wire dtypes that keep only the largest values of every block, and the percentage of the values that they keep."""
+
+TOP_K_BLOCK_NUMEL = 1024
+"""Maximum number of elements of which the largest are kept. The blocks at both ends of a parameter may have fewer."""
+
+TOP_K_ENTRY_BYTES = 4
+"""Size of a kept value and its index."""
+
 _FLOAT_BYTES = 4
 
 _WINDOW_BYTES: dict[WireDtype, int] = {
     common_pb2.WIRE_DTYPE_INT8: SCALED_BLOCK_NUMEL * _FLOAT_BYTES,
     common_pb2.WIRE_DTYPE_FLOAT8: SCALED_BLOCK_NUMEL * _FLOAT_BYTES,
+    **dict.fromkeys(TOP_K_PERCENT, TOP_K_BLOCK_NUMEL * _FLOAT_BYTES),
 }
 """Quantization blocks start at multiples of this in the flat vector, and at the start of a parameter. Divides 4096."""
 
-NAMES: dict[str, WireDtype] = {
+GATHER_NAMES: dict[str, WireDtype] = {
     "float32": common_pb2.WIRE_DTYPE_UNSPECIFIED,
     "bfloat16": common_pb2.WIRE_DTYPE_BFLOAT16,
     "float16": common_pb2.WIRE_DTYPE_FLOAT16,
     "int8": common_pb2.WIRE_DTYPE_INT8,
     "float8": common_pb2.WIRE_DTYPE_FLOAT8,
 }
-"""Wire dtypes by the names in user options."""
+"""Wire dtypes of weights, by the names in user options."""
+
+PUSH_NAMES: dict[str, WireDtype] = {
+    **GATHER_NAMES,
+    **{f"topk-{percent}%": kind for kind, percent in TOP_K_PERCENT.items()},
+}
+"""Wire dtypes of gradients, by the names in user options."""
 
 _KNOWN = frozenset(common_pb2.WireDtype.values())
 
@@ -52,6 +71,16 @@ def check_wire_dtype(wire_dtype: int) -> None:
     if wire_dtype not in _KNOWN:
         raise InvalidRequestError(
             f"wire_dtype is {wire_dtype}, expected one of {', '.join(common_pb2.WireDtype.keys())}"
+        )
+
+
+def check_gather_dtype(wire_dtype: int) -> None:
+    """Raises InvalidRequestError unless the wire dtype of a request exists and is suitable for weights."""
+    check_wire_dtype(wire_dtype)
+    if wire_dtype not in GATHER_NAMES.values():
+        raise InvalidRequestError(
+            f"wire_dtype is {wire_dtype}, which keeps only the largest values and is for gradients: read weights with "
+            f"one of {', '.join(map(common_pb2.WireDtype.Name, GATHER_NAMES.values()))}"
         )
 
 
@@ -94,7 +123,10 @@ def encoded_block_bytes(kind: WireDtype, stored_bytes: int) -> int:
     """
     if kind == AS_STORED:
         return stored_bytes
-    return SCALE_BYTES + stored_bytes // _FLOAT_BYTES if kind in _WINDOW_BYTES else stored_bytes // 2
+    numel = stored_bytes // _FLOAT_BYTES
+    if kind in TOP_K_PERCENT:
+        return -(-numel * TOP_K_PERCENT[kind] // 100) * TOP_K_ENTRY_BYTES  # rounded up: every block keeps a value
+    return SCALE_BYTES + numel if kind in _WINDOW_BYTES else stored_bytes // 2
 
 
 def has_windows(kind: WireDtype) -> bool:

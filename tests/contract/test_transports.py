@@ -384,7 +384,13 @@ def test_all_transports_round_values_equally(
 
 @pytest.mark.parametrize(
     "push_dtype",
-    [0, common_pb2.WIRE_DTYPE_BFLOAT16, common_pb2.WIRE_DTYPE_INT8, common_pb2.WIRE_DTYPE_FLOAT8],
+    [
+        0,
+        common_pb2.WIRE_DTYPE_BFLOAT16,
+        common_pb2.WIRE_DTYPE_INT8,
+        common_pb2.WIRE_DTYPE_FLOAT8,
+        common_pb2.WIRE_DTYPE_TOP_K_1_PERCENT,
+    ],
 )
 def test_all_transports_round_gradients_equally(
     server: ShardServer, connection: ServerConnection, push_dtype: Any

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import struct
+from functools import partial
+
 import grpc
 import pytest
+import torch
 
 from shardwell_server.shard.memory.budget import shard_need_bytes
 from shardwell_server.shard.requests import streams
 from shardwell_wire.errors import (
     CapacityError,
     DeadlineError,
+    InvalidRequestError,
     StaleEpochError,
     StepStateError,
     VersionGoneError,
 )
 from shardwell_wire.v1 import common_pb2, shard_pb2
+from shardwell_wire.v1.common_pb2 import WIRE_DTYPE_TOP_K_1_PERCENT
 from tests.support.shard_server import (
     PLAIN,
     OneUnit,
@@ -55,6 +61,40 @@ def test_parts_are_added_in_order_in_one_buffer(server: ShardServer) -> None:
     a, b = one.gather(1)[1]
     assert (set(a.tolist()), set(b.tolist())) == ({-5.0}, {-6.0})
     assert server.taken_bytes() == before
+
+
+def test_malformed_top_k_push_is_rejected_and_leaves_no_trace(server: ShardServer) -> None:
+    one = unit(server, layout_of(a=((150,), "float32")))
+    taken = server.taken_bytes()
+
+    def push(*indices: int) -> None:
+        data = struct.pack("<4H", *indices, 0x3F80, 0x4000)  # the values 1 and 2
+        one.push([torch.tensor(list(data), dtype=torch.uint8)], wire_dtype=WIRE_DTYPE_TOP_K_1_PERCENT)
+
+    for indices in ([7, 7], [9, 7], [7, 150]):
+        error = error_of(partial(push, *indices))
+        assert isinstance(error, InvalidRequestError)
+        assert f"rank 0, attempt 0, part 0: a block of 150 values keeps the indices {indices}" in str(error)
+    too_long = error_of(lambda: one.push(one.filled(1.0), wire_dtype=WIRE_DTYPE_TOP_K_1_PERCENT))
+    assert isinstance(too_long, InvalidRequestError)
+    assert server.taken_bytes() == taken
+    push(7, 149)
+    one.prepare(0)
+    one.update(0)
+    expected = torch.zeros(150)
+    expected[7], expected[149] = -1.0, -2.0
+    assert torch.equal(one.gather(1)[1][0], expected)
+
+
+def test_weights_cannot_be_gathered_in_a_top_k_dtype(server: ShardServer) -> None:
+    one = unit(server)
+    stub, request = (
+        server.client.byte_response_stub("Gather"),
+        one.gather_request(wire_dtype=WIRE_DTYPE_TOP_K_1_PERCENT),
+    )
+    error = error_of(lambda: list(stub(request, timeout=20.0)))
+    assert isinstance(error, InvalidRequestError)
+    assert "is for gradients" in str(error)
 
 
 def test_push_for_next_step_waits_for_an_update_that_is_prepared(server: ShardServer) -> None:

@@ -157,11 +157,13 @@ def test_lossy_dtypes_give_the_same_bits_on_every_transport_and_server_count(
     assert hashes != {plain_hash(2, steps=2)}, "nothing was rounded"
 
 
-@pytest.mark.parametrize("push_dtype", ["int8", "float8"])
-def test_error_feedback_gives_the_same_bits_on_every_transport(triple: str, mixed: str, push_dtype: str) -> None:
+@pytest.mark.parametrize("push_dtype", ["int8", "float8", "topk-1%"])
+def test_error_feedback_gives_the_same_bits_on_every_transport(
+    single: str, triple: str, mixed: str, push_dtype: str
+) -> None:
     hashes = {
         trained(address, steps=3, transports=transports, push_dtype=push_dtype, push_error_feedback=True)
-        for address in (triple, mixed)
+        for address in (single, triple, mixed)
         for transports in TRANSPORTS
     }
     assert len(hashes) == 1

@@ -95,6 +95,18 @@ def test_error_feedback_without_rounding_is_rejected() -> None:
         JoinConfig.from_env({"transfers": TransferOptions(push_error_feedback=True)}, {})
 
 
+def test_top_k_without_error_feedback_is_rejected() -> None:
+    transfers = TransferOptions(push_dtype="topk-1%")
+    with pytest.raises(UsageError, match="push_dtype='topk-1%' without push_error_feedback: most values"):
+        JoinConfig.from_env({"transfers": transfers}, {})
+    JoinConfig.from_env({"transfers": transfers}, {"SHARDWELL_PUSH_ERROR_FEEDBACK": "1"})
+
+
+def test_top_k_is_for_gradients_only() -> None:
+    with pytest.raises(UsageError, match="gather_dtype='topk-1%': expected one of float32, bfloat16, float16, int8, f"):
+        TransferOptions(gather_dtype="topk-1%")
+
+
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 
 

@@ -17,6 +17,8 @@ from shardwell_wire.v1.common_pb2 import (
     WIRE_DTYPE_FLOAT8,
     WIRE_DTYPE_FLOAT16,
     WIRE_DTYPE_INT8,
+    WIRE_DTYPE_TOP_K_1_PERCENT,
+    WIRE_DTYPE_TOP_K_10_PERCENT,
     WIRE_DTYPE_UNSPECIFIED,
 )
 from shardwell_wire.wire_dtypes import WireDtype
@@ -29,7 +31,9 @@ LAYOUT = UnitLayout(
         Parameter("weight", (37, 41), "float32"),
     ),
 )
-LOSSY = [WIRE_DTYPE_BFLOAT16, WIRE_DTYPE_FLOAT16, WIRE_DTYPE_INT8, WIRE_DTYPE_FLOAT8]
+ROUNDED = [WIRE_DTYPE_BFLOAT16, WIRE_DTYPE_FLOAT16, WIRE_DTYPE_INT8, WIRE_DTYPE_FLOAT8]
+TOP_K = [WIRE_DTYPE_TOP_K_1_PERCENT, WIRE_DTYPE_TOP_K_10_PERCENT]
+LOSSY = [*ROUNDED, *TOP_K]
 BIAS, DOUBLE, WEIGHT = range(3)
 
 
@@ -92,7 +96,7 @@ def test_push_encodes_gradient_plus_previous_residual(wire_dtype: WireDtype) -> 
         commit(feedback)
 
 
-@pytest.mark.parametrize("wire_dtype", LOSSY)
+@pytest.mark.parametrize("wire_dtype", ROUNDED)
 def test_sum_of_pushes_follows_sum_of_gradients(wire_dtype: WireDtype) -> None:
     feedback, value = feedback_of(wire_dtype), gradient(0) + 3
     one_error = 2 * (value - arrived(on_the_wire(value, wire_dtype), wire_dtype)).abs().max().double()
@@ -104,6 +108,18 @@ def test_sum_of_pushes_follows_sum_of_gradients(wire_dtype: WireDtype) -> None:
         commit(feedback)
     assert (with_feedback - exact).abs().max() < one_error
     assert (without - exact).abs().max() > 50 * one_error
+
+
+@pytest.mark.parametrize("wire_dtype", TOP_K)
+def test_top_k_pushes_every_value_in_the_end(wire_dtype: WireDtype) -> None:
+    feedback, value, pushed = feedback_of(wire_dtype), gradient(0).sign(), torch.zeros(37, 41)
+    for _ in range(150):
+        pushed += arrived(push(feedback, value), wire_dtype)
+        commit(feedback)
+    captured = feedback.capture(150)
+    assert captured is not None
+    assert bool(pushed.all()), "some value was never pushed"
+    torch.testing.assert_close(pushed + captured.residuals[0].values.view(37, 41), 150 * value, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("wire_dtype", LOSSY)

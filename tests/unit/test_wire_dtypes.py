@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from itertools import pairwise
@@ -19,13 +20,17 @@ from shardwell_wire.v1.common_pb2 import (
     WIRE_DTYPE_FLOAT8,
     WIRE_DTYPE_FLOAT16,
     WIRE_DTYPE_INT8,
+    WIRE_DTYPE_TOP_K_1_PERCENT,
+    WIRE_DTYPE_TOP_K_10_PERCENT,
     WIRE_DTYPE_UNSPECIFIED,
 )
-from shardwell_wire.wire_dtypes import SCALED_BLOCK_NUMEL, WireDtype, stream_size
+from shardwell_wire.wire_dtypes import TOP_K_BLOCK_NUMEL, WireDtype, stream_size
 
 EVERY = sorted(common_pb2.WireDtype.values())
 SCALED = [WIRE_DTYPE_INT8, WIRE_DTYPE_FLOAT8]
-LOSSY = [WIRE_DTYPE_BFLOAT16, WIRE_DTYPE_FLOAT16, *SCALED]
+TOP_K = [WIRE_DTYPE_TOP_K_1_PERCENT, WIRE_DTYPE_TOP_K_10_PERCENT]
+ROUNDED = [WIRE_DTYPE_BFLOAT16, WIRE_DTYPE_FLOAT16, *SCALED]
+LOSSY = [*ROUNDED, *TOP_K]
 
 LAYOUT = UnitLayout(
     "block",
@@ -100,11 +105,27 @@ def slow_scaled(x: np.ndarray, first_byte: int, wire_dtype: WireDtype) -> tuple[
     return stream, np.array(decoded, np.float32)
 
 
+def slow_top_k(x: np.ndarray, first_byte: int, wire_dtype: WireDtype) -> tuple[bytes, np.ndarray]:
+    percent = 1 if wire_dtype == WIRE_DTYPE_TOP_K_1_PERCENT else 10
+    stream, decoded, start = b"", np.zeros_like(x), 0
+    while start < len(x):
+        block = x[start : start + (4096 - (first_byte + 4 * start) % 4096) // 4]
+        by_size = sorted(range(len(block)), key=lambda index: (-abs(block[index]), index))
+        kept = sorted(by_size[: math.ceil(len(block) * percent / 100)])
+        halves, values = slow_bfloat16(block[kept])
+        stream += struct.pack(f"<{len(kept)}H", *kept) + halves
+        decoded[start : start + len(block)][kept] = values
+        start += len(block)
+    return stream, decoded
+
+
 def slow(x: torch.Tensor, first_byte: int, wire_dtype: WireDtype) -> tuple[bytes, torch.Tensor]:
     if wire_dtype == WIRE_DTYPE_UNSPECIFIED or x.dtype != torch.float32:
         return bytes(x.view(torch.uint8).tolist()), x
     if wire_dtype in SCALED:
         stream, decoded = slow_scaled(x.numpy(), first_byte, wire_dtype)
+    elif wire_dtype in TOP_K:
+        stream, decoded = slow_top_k(x.numpy(), first_byte, wire_dtype)
     else:
         stream, decoded = (slow_bfloat16 if wire_dtype == WIRE_DTYPE_BFLOAT16 else slow_float16)(x.numpy())
     return stream, torch.from_numpy(decoded)
@@ -177,8 +198,8 @@ def test_encoding_matches_slow_reference_bit_for_bit(wire_dtype: WireDtype, firs
 def test_input_larger_than_a_slice_equals_its_blocks(wire_dtype: WireDtype) -> None:
     x, first_byte = values_of(300_001), 64
     whole = encoded(x, first_byte, wire_dtype)
-    head = SCALED_BLOCK_NUMEL - first_byte // 4
-    bounds = [0, *range(head, x.numel(), 1000 * SCALED_BLOCK_NUMEL), x.numel()]
+    head = TOP_K_BLOCK_NUMEL - first_byte // 4
+    bounds = [0, *range(head, x.numel(), 250 * TOP_K_BLOCK_NUMEL), x.numel()]
     parts = [encoded(x[a:b], first_byte + 4 * a, wire_dtype) for a, b in pairwise(bounds)]
     assert b"".join(parts) == whole
     arrived, rounded = torch.empty_like(x), torch.empty_like(x)
@@ -200,7 +221,7 @@ def test_only_float32_is_encoded(wire_dtype: WireDtype, dtype: torch.dtype) -> N
     assert same_bits(rounded, x)
 
 
-@pytest.mark.parametrize("wire_dtype", LOSSY)
+@pytest.mark.parametrize("wire_dtype", ROUNDED)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("where", [0, 255, 300, 999])
 def test_non_finite_values_stay_non_finite_and_affect_only_their_block(
@@ -383,7 +404,7 @@ def test_encoding_works_with_autograd_and_inference_mode(wire_dtype: WireDtype) 
     assert same_bits(arrived, slow(x.detach(), 0, wire_dtype)[1])
 
 
-@pytest.mark.parametrize("wire_dtype", [WIRE_DTYPE_BFLOAT16, *SCALED])
+@pytest.mark.parametrize("wire_dtype", [WIRE_DTYPE_BFLOAT16, *SCALED, WIRE_DTYPE_TOP_K_10_PERCENT])
 @pytest.mark.parametrize("sizes", [(512, 256, 1024), (512, 16, 1024), (5, 300, 7, 4096), (16,) * 700, (1,) * 700])
 def test_adjacent_parameters_have_the_bits_of_separate_ones(wire_dtype: WireDtype, sizes: tuple[int, ...]) -> None:
     layout = UnitLayout("block", tuple(Parameter(f"p{i}", (size,), "float32") for i, size in enumerate(sizes)))

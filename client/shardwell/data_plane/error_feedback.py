@@ -1,7 +1,8 @@
 """Error feedback adds the rounding error of a lossy push to the next gradient (Seide et al. 2014, "1-bit SGD").
 
 With error feedback the sum of the pushed gradients follows the sum of the gradients. The two differ by the rounding
-error of one push, however many steps there were.
+error of one push, however many steps there were. With the top-k dtypes they also differ by the values that were not
+pushed yet (Stich et al. 2018, "Sparsified SGD with Memory").
 
 It is off by default, because trainers become stateful. A trainer keeps its residuals in its own memory: when another
 trainer takes over a rank, that trainer starts with residuals of zero, and the weights differ from those of a run

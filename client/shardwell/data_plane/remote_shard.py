@@ -328,7 +328,7 @@ class _CastTarget:
         return all(
             own.dtype == other.dtype
             if own.dtype != "float32"
-            else wire_dtypes.NAMES.get(other.dtype) == self.wire_dtype
+            else wire_dtypes.GATHER_NAMES.get(other.dtype) == self.wire_dtype
             for own, other in zip(self.address.layout.parameters, self.layout.parameters, strict=True)
         )
 

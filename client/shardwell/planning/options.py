@@ -10,7 +10,7 @@ from shardwell_wire.errors import UsageError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.optimizers import OPTIMIZERS, OptimizerSpec
 from shardwell_wire.topology import World
-from shardwell_wire.wire_dtypes import NAMES
+from shardwell_wire.wire_dtypes import GATHER_NAMES, PUSH_NAMES
 
 OPTIMIZER_CHOICES: dict[str, tuple[OptimizerSpec, tuple[str, ...]]] = {
     **{name: (spec, ()) for name, spec in sorted(OPTIMIZERS.items())},
@@ -71,9 +71,9 @@ class PlanOptions:
             raise UsageError(
                 f"ranks_per_host={self.ranks_per_host}: expected 1 to dp={self.world.dp}, the data-parallel ranks"
             )
-        for name in ("gather_dtype", "push_dtype"):
-            if getattr(self, name) not in NAMES:
-                raise UsageError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(NAMES)}")
+        for name, known in (("gather_dtype", GATHER_NAMES), ("push_dtype", PUSH_NAMES)):
+            if getattr(self, name) not in known:
+                raise UsageError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(known)}")
         check_strategy("(planned)", self.strategy, None, self.reshard_after_forward)
 
     @property

@@ -18,7 +18,7 @@ from shardwell_wire.errors import UsageError
 from shardwell_wire.layout import UnitLayout, cut
 from shardwell_wire.shared_segment import HEAD_BYTES
 from shardwell_wire.topology import World
-from shardwell_wire.wire_dtypes import NAMES, stream_size
+from shardwell_wire.wire_dtypes import PUSH_NAMES, stream_size
 
 _RESERVED_STATES = 2
 """State tensors that a server reserves for every shard, whatever the optimizer."""
@@ -264,7 +264,7 @@ def _gradients(units: Collection[PlannedUnit], options: PlanOptions, *, streams:
 def _wire_bytes(layout: UnitLayout, dtype: str, start: int = 0, stop: int | None = None) -> int:
     """Returns the bytes of a part of a flat vector on the wire."""
     stop = layout.size_bytes if stop is None else stop
-    return stop - start if dtype == "float32" else stream_size(layout, layout.segments(start, stop), NAMES[dtype])
+    return stop - start if dtype == "float32" else stream_size(layout, layout.segments(start, stop), PUSH_NAMES[dtype])
 
 
 def _plan_server(stages: Sequence[_Stage], options: PlanOptions) -> ServerPlan:

@@ -22,7 +22,7 @@ from shardwell.wrapping.memory_strategy import MemoryStrategy
 from shardwell_wire.errors import UsageError
 from shardwell_wire.layout import PARAMETER_ITEM_SIZES
 from shardwell_wire.topology import World
-from shardwell_wire.wire_dtypes import NAMES
+from shardwell_wire.wire_dtypes import GATHER_NAMES, PUSH_NAMES
 
 if TYPE_CHECKING:
     from shardwell.planning.activations import SavedActivations
@@ -117,9 +117,11 @@ def _add_memory(group: argparse._ArgumentGroup) -> None:
         group.add_argument(f"--{name}-bytes", type=int, metavar="N")
     group.add_argument("--backward-prefetch", choices=[str(mode) for mode in BackwardPrefetch], help="(default: pre)")
     group.add_argument(
-        "--gather-dtype", choices=list(NAMES), help="dtype of float32 weights on the wire (default: float32)"
+        "--gather-dtype", choices=list(GATHER_NAMES), help="dtype of float32 weights on the wire (default: float32)"
     )
-    group.add_argument("--push-dtype", choices=list(NAMES), help="dtype of gradients on the wire (default: float32)")
+    group.add_argument(
+        "--push-dtype", choices=list(PUSH_NAMES), help="dtype of gradients on the wire (default: float32)"
+    )
 
 
 def _names_of(kind: type[MemoryStrategy] | type[ShardingStrategy]) -> list[str]:

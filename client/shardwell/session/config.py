@@ -18,7 +18,7 @@ from shardwell_wire.errors import InvalidRequestError, UsageError, WorldError
 from shardwell_wire.names import check_name
 from shardwell_wire.topology import World
 from shardwell_wire.v1 import coordinator_pb2
-from shardwell_wire.wire_dtypes import NAMES
+from shardwell_wire.wire_dtypes import GATHER_NAMES, PUSH_NAMES, TOP_K_PERCENT
 
 ENVIRONMENT_PREFIX = "SHARDWELL_"
 LATEST = "latest"
@@ -78,9 +78,10 @@ class TransferOptions(_Options):
     """Dtype in which 32-bit weights travel: ``float32``, ``bfloat16``, ``float16``, or ``int8`` or ``float8`` (E4M3)
     with one scale per 256 values. The servers store and update unrounded values. The default loses nothing."""
     push_dtype: str = "float32"
-    """Dtype in which 32-bit gradients travel, with the same choices. The servers add gradients in float32."""
+    """Dtype in which 32-bit gradients travel: one of the above, or ``topk-1%`` or ``topk-10%``, which push only the
+    largest values of every 1024 and need ``push_error_feedback``. The servers add gradients in float32."""
     push_error_feedback: bool = False
-    """Add the rounding error of each pushed gradient to the next gradient. Needs a lossy ``push_dtype``."""
+    """Add what each pushed gradient lost to the next gradient. Needs a lossy ``push_dtype``."""
     prefetch_bytes: int = 128 << 20
     """Bytes of weights that may be fetched before they are used. The same amount of freed memory is kept for reuse.
     The default holds one float32 layer of a GPT with 1.5 billion parameters."""
@@ -108,7 +109,7 @@ class TransferOptions(_Options):
         parse_transports(self.transports)
         if not 1 <= self.chunk_bytes <= chunk_streams.MAX_CHUNK_BYTES:
             raise UsageError(f"chunk_bytes={self.chunk_bytes!r}: expected 1 to {chunk_streams.MAX_CHUNK_BYTES}")
-        choices = {"gather_dtype": NAMES, "push_dtype": NAMES, "node_group": ("none", *BACKENDS)}
+        choices = {"gather_dtype": GATHER_NAMES, "push_dtype": PUSH_NAMES, "node_group": ("none", *BACKENDS)}
         for name, known in {**choices, "backward_prefetch": list(BackwardPrefetch)}.items():
             if getattr(self, name) not in known:
                 raise UsageError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(known)}")
@@ -245,15 +246,24 @@ class JoinConfig:
         self._check_names()
         if not 0 <= self.seed < 1 << 63:
             raise UsageError(f"seed={self.seed!r}: expected 0 <= seed < 2**63")
-        if self.transfers.push_error_feedback and self.transfers.push_dtype == "float32":
-            raise UsageError(
-                "push_error_feedback=True with push_dtype='float32': float32 gradients are not rounded. Set push_dtype "
-                "to bfloat16, float16, int8 or float8, or leave push_error_feedback out"
-            )
+        self._check_error_feedback()
         self._check_durability()
         if self.min_trainers is not None and not 1 <= self.min_trainers <= self.world.size:
             raise WorldError(
                 f"min_trainers={self.min_trainers}: expected 1 to {self.world.size}, the size of {self.world}"
+            )
+
+    def _check_error_feedback(self) -> None:
+        dtype, has_feedback = self.transfers.push_dtype, self.transfers.push_error_feedback
+        if has_feedback and dtype == "float32":
+            raise UsageError(
+                "push_error_feedback=True with push_dtype='float32': float32 gradients are not rounded. Set push_dtype "
+                "to bfloat16, float16, int8, float8, topk-10% or topk-1%, or leave push_error_feedback out"
+            )
+        if not has_feedback and PUSH_NAMES[dtype] in TOP_K_PERCENT:
+            raise UsageError(
+                f"push_dtype={dtype!r} without push_error_feedback: most values of each gradient would never be "
+                "pushed. Set push_error_feedback=True"
             )
 
     def _check_durability(self) -> None:

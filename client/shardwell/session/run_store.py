@@ -160,7 +160,8 @@ class RunStore:
 
     def _make_wire(self) -> Wire:
         transfers, limit_s = self._config.transfers, self._config.waits.wait_limit_s
-        return Wire(wire_dtypes.NAMES[transfers.gather_dtype], wire_dtypes.NAMES[transfers.push_dtype], limit_s)
+        gather_dtype, push_dtype = transfers.gather_dtype, transfers.push_dtype
+        return Wire(wire_dtypes.GATHER_NAMES[gather_dtype], wire_dtypes.PUSH_NAMES[push_dtype], limit_s)
 
     def _start_error_feedback(self) -> None:
         """Starts error feedback for the dtype in which gradients travel, if it is asked for."""

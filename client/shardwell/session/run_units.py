@@ -221,7 +221,7 @@ class ShardMappings:
         """
         if not CAN_MAP or not unit.layout.size_bytes:
             return
-        vector, exact = unit.vector, not wire_dtypes.NAMES[gather_dtype]
+        vector, exact = unit.vector, not wire_dtypes.GATHER_NAMES[gather_dtype]
         others = []
         for number in moved:
             shard = unit.shards[number]
@@ -276,7 +276,7 @@ class ShardMappings:
     def _map(self, unit: RemoteUnit, gather_dtype: str, *, beyond_budget: bool) -> RemoteUnit:
         if not CAN_MAP or not unit.layout.size_bytes:
             return unit
-        name, exact = unit.layout.unit, not wire_dtypes.NAMES[gather_dtype]
+        name, exact = unit.layout.unit, not wire_dtypes.GATHER_NAMES[gather_dtype]
         try:
             locations = {}
             for number, shard in enumerate(unit.shards):

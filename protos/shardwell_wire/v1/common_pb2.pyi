@@ -105,6 +105,12 @@ class _WireDtypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     """One 8-bit float (1 sign, 4 exponent, 3 mantissa bits) per value and a FLOAT32 scale per quantization block; see
     docs/wire-format.md.
     """
+    WIRE_DTYPE_TOP_K_1_PERCENT: _WireDtype.ValueType  # 5
+    """Of every quantization block, the 1 % of largest magnitude as BFLOAT16, with their indices; the others become 0. For
+    gradients only. See docs/wire-format.md.
+    """
+    WIRE_DTYPE_TOP_K_10_PERCENT: _WireDtype.ValueType  # 6
+    """As above, with 10 %."""
 
 class WireDtype(_WireDtype, metaclass=_WireDtypeEnumTypeWrapper):
     """Encoding of FLOAT32 values between a trainer and a shard server. Other types always travel as they are stored. The
@@ -123,6 +129,12 @@ WIRE_DTYPE_FLOAT8: WireDtype.ValueType  # 4
 """One 8-bit float (1 sign, 4 exponent, 3 mantissa bits) per value and a FLOAT32 scale per quantization block; see
 docs/wire-format.md.
 """
+WIRE_DTYPE_TOP_K_1_PERCENT: WireDtype.ValueType  # 5
+"""Of every quantization block, the 1 % of largest magnitude as BFLOAT16, with their indices; the others become 0. For
+gradients only. See docs/wire-format.md.
+"""
+WIRE_DTYPE_TOP_K_10_PERCENT: WireDtype.ValueType  # 6
+"""As above, with 10 %."""
 global___WireDtype = WireDtype
 
 class _TransportKind:

@@ -120,7 +120,10 @@ class Push:
         # pushes that hold one buffer and wait for another could deadlock.
         plan = self._plan()
         checksum = await incoming.into([memory[len(memory) - plan.size_bytes :]], self._what)
-        await self._store.in_thread(lambda: plan.decode_in_place(memory, shard.start_bytes))
+        try:
+            await self._store.in_thread(lambda: plan.decode_in_place(memory, shard.start_bytes))
+        except ValueError as error:
+            raise InvalidRequestError(f"{self._what}: {error}") from error
         return checksum
 
     async def _accept_exclusively(

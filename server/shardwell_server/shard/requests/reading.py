@@ -15,7 +15,7 @@ from shardwell_server.shard.state.values import Values
 from shardwell_wire import chunk_streams, fault_points
 from shardwell_wire.errors import InvalidRequestError, VersionGoneError
 from shardwell_wire.v1 import shard_pb2
-from shardwell_wire.wire_dtypes import check_wire_dtype
+from shardwell_wire.wire_dtypes import check_gather_dtype
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def _version(request: shard_pb2.GatherRequest) -> int | None:
 
 def _range(shard: UnitShard, request: shard_pb2.GatherRequest) -> tuple[int, int]:
     start, stop = request.start_bytes, request.stop_bytes
-    check_wire_dtype(request.wire_dtype)
+    check_gather_dtype(request.wire_dtype)
     if request.ema and request.wire_dtype:
         raise InvalidRequestError(
             f"{shard.what}: wire_dtype is {request.wire_dtype}, but averages have the dtype of their parameters: "
