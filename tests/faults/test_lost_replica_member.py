@@ -16,6 +16,8 @@ from shardwell_wire.fault_points import Fault
 from tests.support.processes import TrainerProcess
 
 STEPS, AT_STEP, LEASE_S = 5, 2, 1.5
+SOON_S = 20.0
+"""Far below the trainers' wait limit of 60 s, also on a busy machine."""
 
 
 class PipelineTrainer(TrainerProcess):
@@ -70,7 +72,7 @@ def test_another_replica_takes_over_and_the_survivor_ends(
         seconds = time.monotonic() - noticed
         results = [helper.finish() for helper in helpers]
     assert ended["returncode"] == 1 and "ReplicaLostError" in ended["stderr"], ended
-    assert seconds < LEASE_S + 3.0
+    assert seconds < SOON_S
     assert [result.get("sha256") for result in results] == [undisturbed[2, 1, 2]] * 2, results
     assert [len(result["losses"]) for result in results] == [STEPS + STEPS - AT_STEP] * 2, results
 
@@ -90,6 +92,6 @@ def test_survivor_that_waits_for_the_lost_trainer_ends_and_both_go_on_after_a_re
         noticed = time.monotonic()
         ended = survivor.finish()
         assert ended["returncode"] == 1 and "ReplicaLostError" in ended["stderr"], ended
-        assert time.monotonic() - noticed < 4.0
+        assert time.monotonic() - noticed < SOON_S
         results = [trainer.finish() for trainer in [grid.start(rank) for rank in (0, 1)]]
     assert [result.get("sha256") for result in results] == [undisturbed[1, 2, 1]] * 2, results
