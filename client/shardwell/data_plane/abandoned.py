@@ -55,7 +55,7 @@ def read_newest(unit: RemoteUnit, read: Read, limit_s: float) -> int:
     Args:
         unit: The unit.
         read: Reads one shard.
-        limit_s: How long to retry while versions are replaced during the read.
+        limit_s: How long to retry while versions are replaced, or shards move, during the read.
     """
     deadline = time.monotonic() + limit_s
     pauses = backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
@@ -65,7 +65,8 @@ def read_newest(unit: RemoteUnit, read: Read, limit_s: float) -> int:
             for shard in unit.shards:
                 version = read(shard, version)
             return version or 0
-        except VersionGoneError:
+        except (VersionGoneError, StaleEpochError):
+            # StaleEpochError: a shard moved, and this trainer is no member of the run now. Any other version will do.
             if time.monotonic() > deadline:
                 raise
             time.sleep(next(pauses))
