@@ -2771,11 +2771,13 @@ class PlannedStage(google.protobuf.message.Message):
     pp_rank: builtins.int
     """Pipeline rank of the trainers that compute the stage."""
     first_layer: builtins.str
-    """Names of the first and the last layer that the stage calls. Empty: the model is not divided into stages."""
+    """Name of the first layer that the stage calls. Empty: the model is not divided into stages."""
     last_layer: builtins.str
+    """Name of the last layer that the stage calls. Empty: as first_layer."""
     element_count: builtins.int
-    """Elements and bytes of all parameters of the stage, before they are split over tensor-parallel ranks."""
+    """Elements of all parameters of the stage, before they are split over tensor-parallel ranks."""
     size_bytes: builtins.int
+    """Bytes of these parameters."""
     @property
     def layers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PlannedLayers]:
         """The layers of the stage, in the model's order."""
