@@ -330,7 +330,10 @@ class ServerProcess:
 
     def log_tail(self) -> str:
         """Returns the last lines of the server's log, with a heading."""
-        lines = self.log_path.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
+        try:
+            lines = self.log_path.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
+        except OSError as error:  # must not hide why the log was wanted
+            lines = [f"({error})"]
         text = "\n".join(f"    {line}" for line in lines) or "    (nothing)"
         return f"The end of its log:\n{text}"
 
