@@ -40,7 +40,10 @@ def server() -> Iterator[ShardServer]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return tmp_path / "r" / "step-000000002-abc"
+    """The folder of a checkpoint, which the coordinator creates before the servers begin."""
+    made = tmp_path / "r" / "step-000000002-abc"
+    made.mkdir(parents=True)
+    return made
 
 
 class Checkpoints:
