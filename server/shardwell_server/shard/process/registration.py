@@ -95,6 +95,7 @@ class Registration:
             ConflictError: The coordinator is too old for this server.
         """
         self._address = address
+        stream: asyncio.Future[None] | None = None
         try:
             await self._register()
             task = asyncio.ensure_future(self._keep_lease())
@@ -106,10 +107,10 @@ class Registration:
                 with suppress(asyncio.CancelledError):
                     await task
             await self._leave()
-            stream.cancel()
-            with suppress(asyncio.CancelledError):
-                await stream
         finally:
+            if stream is not None:  # also after an error: the stream must not use a closed channel
+                stream.cancel()
+                await asyncio.gather(stream, return_exceptions=True)
             await self._channel.close()
 
     async def drain(self, limit_s: float) -> None:
