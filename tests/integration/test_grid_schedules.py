@@ -4,37 +4,22 @@ from __future__ import annotations
 
 import json
 import uuid
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
 import shardwell
-from examples.gpt import GPT, GPTConfig
 from shardwell.command.cli import main
 from shardwell.parallel import PipelineSchedule, PipelineStage, SchedulePlan, plan_tensor_parallel, split_model
 from shardwell_wire.errors import RunMismatchError, UsageError
-from tests.support import gloo
+from tests.support import gloo, split_gpt
 from tests.support.processes import run_ranks
+from tests.support.split_gpt import LENGTH, loss_of
 
-MICRO_BATCHES, BATCH, LENGTH, VOCABULARY, STEPS, MAX_NORM = 4, 8, 5, 32, 3, 0.5
-
-
-def gpt() -> Any:
-    torch.manual_seed(0)
-    return GPT(GPTConfig(vocab_size=VOCABULARY, context=LENGTH, num_layers=4, num_heads=2, width=12, tied=False))
-
-
-def batch(step: int, dp_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + dp_rank)
-    tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+MICRO_BATCHES, BATCH, STEPS, MAX_NORM = 4, 8, 3, 0.5
+gpt, batch = partial(split_gpt.gpt, 4), partial(split_gpt.batch, batch_size=BATCH)
 
 
 def reference(dp: int) -> tuple[nn.Module, list[list[torch.Tensor]], list[torch.Tensor]]:

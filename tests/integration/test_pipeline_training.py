@@ -3,38 +3,21 @@
 from __future__ import annotations
 
 import uuid
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional
 
 import shardwell
-from examples.gpt import GPT, GPTConfig
 from shardwell.parallel import PipelineSchedule, PipelineStage, SchedulePlan, split_model
-from tests.support import gloo
+from tests.support import gloo, split_gpt
 from tests.support.processes import run_ranks
+from tests.support.split_gpt import LENGTH, loss_of
 
-DP, PP, MICRO_BATCHES, BATCH, LENGTH, VOCABULARY, STEPS = 2, 2, 4, 8, 5, 31, 3
-
-
-def gpt() -> Any:
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(vocab_size=VOCABULARY, context=LENGTH, num_layers=4, num_heads=2, width=12))
-    model.head = nn.Linear(12, VOCABULARY, bias=False)
-    return model
-
-
-def batch(step: int, dp_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + dp_rank)
-    tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+DP, PP, MICRO_BATCHES, BATCH, STEPS = 2, 2, 4, 8, 3
+gpt, batch = partial(split_gpt.gpt, 4), partial(split_gpt.batch, batch_size=BATCH)
 
 
 def reference() -> tuple[nn.Module, list[torch.Tensor]]:

@@ -9,34 +9,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from typing import Any
+from functools import partial
 
 import torch
-from torch.nn import functional
 
 import shardwell
-from examples.gpt import GPT, GPTConfig
 from shardwell.parallel import PipelineSchedule, PipelineStage, SchedulePlan, plan_tensor_parallel, split_model
+from tests.support import split_gpt
 from tests.support.cluster import join_options
 from tests.support.reference import sha256
+from tests.support.split_gpt import LENGTH, loss_of
 
-MICRO_BATCHES, BATCH, LENGTH, VOCABULARY = 2, 4, 5, 32
-
-
-def gpt() -> Any:
-    torch.manual_seed(0)
-    return GPT(GPTConfig(vocab_size=VOCABULARY, context=LENGTH, num_layers=2, num_heads=2, width=12, tied=False))
-
-
-def batch(step: int, dp_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns tokens and targets of a work item."""
-    generator = torch.Generator().manual_seed(100 * step + dp_rank)
-    tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+MICRO_BATCHES, BATCH = 2, 4
+gpt, batch = partial(split_gpt.gpt, 2), partial(split_gpt.batch, batch_size=BATCH)
 
 
 def make_schedule(session: shardwell.Session) -> tuple[PipelineStage, PipelineSchedule]:

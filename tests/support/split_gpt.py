@@ -1,0 +1,29 @@
+"""A small GPT that tests divide over a grid, its batches and its loss."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from examples.gpt import GPT, GPTConfig
+
+LENGTH, VOCABULARY = 5, 32
+
+
+def gpt(num_layers: int) -> GPT:
+    """Returns the model, with the same values each time. Its head is not tied to its embedding."""
+    torch.manual_seed(0)
+    sizes = GPTConfig(vocab_size=VOCABULARY, context=LENGTH, num_layers=num_layers, num_heads=2, width=12, tied=False)
+    return GPT(sizes)
+
+
+def batch(step: int, dp_rank: int, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns tokens and targets of a work item. Each [batch_size, LENGTH]"""
+    generator = torch.Generator().manual_seed(100 * step + dp_rank)
+    tokens = torch.randint(0, VOCABULARY, (batch_size, LENGTH + 1), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Returns the mean loss."""
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
