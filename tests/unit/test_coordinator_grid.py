@@ -314,7 +314,7 @@ def test_trainer_of_a_plain_loop_waits_in_join_until_its_replica_is_complete(tmp
             again = await cluster.try_join("c", config=config(WORLD), incarnation="c2")
             assert not again.started
             assert again.waiting_for[0] == (
-                "trainer 'c' on host h starts with its replica, which lacks trainer 'd': wait until it joins"
+                "trainer 'c' on host h cannot start before its replica is complete: it waits for trainer 'd'"
             )
             joins = [asyncio.create_task(cluster.join("c", config=config(WORLD), incarnation="c2", wait_s=5))]
             joins.append(asyncio.create_task(cluster.join(other, config=config(WORLD), wait_s=5)))

@@ -1,4 +1,4 @@
-"""How a model is divided over tensor and pipeline ranks: its layers by stage, with styles and collectives."""
+"""Describes how a model is divided over tensor and pipeline ranks: layers, styles and collectives by stage."""
 
 from __future__ import annotations
 

@@ -2773,7 +2773,7 @@ class PlannedStage(google.protobuf.message.Message):
     first_layer: builtins.str
     """Name of the first layer that the stage calls. Empty: the model is not divided into stages."""
     last_layer: builtins.str
-    """Name of the last layer that the stage calls. Empty: as first_layer."""
+    """Name of the last layer that the stage calls. Empty if first_layer is empty."""
     element_count: builtins.int
     """Elements of all parameters of the stage, before they are split over tensor-parallel ranks."""
     size_bytes: builtins.int

@@ -61,7 +61,7 @@ async def wait_for_keys(
     """Waits until all keys have values, and returns them. None: a key has none after ``wait_s``.
 
     Raises:
-        StaleEpochError: The replica has another epoch now, also if it changed while the request waits.
+        StaleEpochError: The replica has another epoch. It may have changed while the request waited.
     """
 
     async def check() -> list[bytes] | None:

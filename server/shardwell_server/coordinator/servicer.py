@@ -145,7 +145,7 @@ class CoordinatorServicer:
             elif run.step is not None and (missing := run.missing_peers(member.name)):
                 names = ", ".join(f"trainer {name!r}" for name in missing)
                 response.waiting_for.append(
-                    f"{member} starts with its replica, which lacks {names}: wait until it joins"
+                    f"{member} cannot start before its replica is complete: it waits for {names}"
                 )
             response.waiting_for.extend(explain_stall(run, self._state.cluster, self._state.clock()).lines)
             return response

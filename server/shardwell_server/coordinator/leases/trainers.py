@@ -126,7 +126,7 @@ class TrainerLeases:
         """Waits until the run has started and the member has the vacant items of its own ranks.
 
         With tp * pp > 1, a spare also waits until a rank is free: it must know its coordinates to build its model. The
-        owner of a rank waits until its replica is complete: without the others it can compute nothing.
+        owner of a rank waits until its replica is complete, because an incomplete replica cannot compute.
 
         A member that other trainers need not wait for gets items only when it asks for work. See ``Member.behind``.
 

@@ -257,7 +257,7 @@ class Run:
         """True if the run need not wait for a trainer that joins now: others compute its items until it asks for work.
 
         A trainer that never asked for work before, in a plain loop, gets its items when it joins. So does a trainer
-        that comes back after a rollback: it has built its model.
+        that joins again after a rollback, because it has built its model.
         """
         former = self.members.by_name.get(name)
         asks = former is None or former.accepts_reassigned_work is not False
