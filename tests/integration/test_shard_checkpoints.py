@@ -8,6 +8,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -237,15 +238,35 @@ def test_a_checkpoint_that_delays_an_update_too_long_is_given_up(
     assert not list(folder.iterdir()), "what was written is removed"
 
 
-@pytest.mark.parametrize("end", ["abort", "drop", "restore"])
-def test_a_checkpoint_ends_with_its_run_or_on_request(server: ShardServer, folder: Path, end: str) -> None:
+def test_abort_returns_when_the_file_is_gone(server: ShardServer, folder: Path) -> None:
+    """The coordinator removes the folder next. The thread must not write to it any more."""
+    unit = OneUnit(server, BIG).begin()
+    train(unit, range(1))
+    checkpoints, gate = Checkpoints(unit, folder), Gate()
+    with fault_points.armed("server.checkpoint.middle", gate), ThreadPoolExecutor(1) as threads:
+        checkpoints.begin(1)
+        assert gate.reached.wait(20)
+        aborting = threads.submit(checkpoints.abort)
+        try:
+            with pytest.raises(TimeoutError):
+                aborting.result(0.2)  # the thread is still in the middle of the file
+            assert list(folder.iterdir())
+        finally:
+            gate.open()
+        aborting.result(20)
+        assert not list(folder.iterdir())
+        assert not checkpoints.describe().HasField("file_json")
+
+
+@pytest.mark.parametrize("end", ["drop", "restore"])
+def test_a_checkpoint_ends_with_its_run(server: ShardServer, folder: Path, end: str) -> None:
     unit = OneUnit(server, BIG).begin()
     train(unit, range(1))
     checkpoints, gate = Checkpoints(unit, folder), Gate()
     with fault_points.armed("server.checkpoint.middle", gate):
         checkpoints.begin(1)
         assert gate.reached.wait(20)
-        {"abort": checkpoints.abort, "drop": unit.drop, "restore": lambda: checkpoints.begin_restore(1)}[end]()
+        {"drop": unit.drop, "restore": lambda: checkpoints.begin_restore(1)}[end]()
         gate.open()
         if end == "drop":
             assert isinstance(error_of(checkpoints.describe), NotFoundError)
