@@ -256,12 +256,11 @@ class Run:
     def _is_dispensable(self, name: str) -> bool:
         """True if the run need not wait for a trainer that joins now: others compute its items until it asks for work.
 
-        A trainer that never asked for work before, in a plain loop, gets its items when it joins. So does a trainer
-        that joins again after a rollback, because it has built its model.
+        A trainer that never asked for work before, in a plain loop, gets its items when it joins.
         """
         former = self.members.by_name.get(name)
         asks = former is None or former.accepts_reassigned_work is not False
-        if self.step is None or not asks or name in self.members.returning:
+        if self.step is None or not asks:
             return False
         accepting = {at.name for at in self.members.live.values() if not at.behind and at.accepts_reassigned_work}
         return bool(candidates(self.replicas, accepting - {name}))
