@@ -32,7 +32,8 @@ def encode(values: torch.Tensor, encoded: torch.Tensor, keys: torch.Tensor) -> N
     # Each key is unique in its block: the magnitude first, then the distance from the largest index.
     keys.copy_(values.view(torch.int32)).bitwise_and_(_MAGNITUDE_BITS).bitwise_left_shift_(_INDEX_BITS)
     keys.add_(torch.arange(_LARGEST_INDEX, _LARGEST_INDEX - numel, -1, device="cpu"))
-    # Twice to four times as fast as torch.topk. numpy releases the interpreter lock.
+    # On one core, 0.54 GB/s with 10 % and 0.94 GB/s with 1 %; torch.topk: 0.28 and 0.85 GB/s. numpy releases the
+    # interpreter lock.
     keys.numpy().partition(numel - count, axis=1)
     indices = _LARGEST_INDEX - keys[:, numel - count :].bitwise_and(_LARGEST_INDEX)
     indices = indices.sort(1).values  # [num_blocks, count]
