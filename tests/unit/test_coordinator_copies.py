@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from shardwell_server.coordinator.runs.copies import WorkTimes
+from shardwell_wire.errors import UnavailableError
 from shardwell_wire.topology import World
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support.coordinator import Harness, Trainer, config, finished_item, harness, run_async
+from tests.support.fake_shards import fail_times
 
 
 async def finish(trainer: Trainer, step: int, *ranks: int, wait_s: float = 0.0, **changes: Any) -> Any:
@@ -120,10 +122,34 @@ def test_waiting_trainer_is_woken_when_an_item_becomes_late(tmp_path: Path) -> N
             a, b = await practised(cluster, "a", "b")
             waiting = asyncio.ensure_future(finish(a, 2, 0, wait_s=20))
             await cluster.until(lambda: bool(cluster.state.runs["r"].members.waiting_for_work), "a to wait")
+            cluster.clock.now += 0.6
             await compute(b, 2, 1, for_s=0.6)
             await cluster.until(lambda: cluster.state.runs["r"].calls.waking.in_flight, "a timer")
             cluster.clock.now += 0.2  # the timer sleeps for the rest of 0.7 s
             assert [item.copy for item in (await waiting).work.items] == [True]
+
+    run_async(scenario())
+
+
+def test_time_that_servers_take_to_update_makes_no_item_late(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await practised(cluster, "a", "b")
+            await finish(a, 2, 0)
+            await finish(b, 2, 1)
+            cluster.shards["s0"].fail = fail_times("Update", 10**6, UnavailableError("busy"))
+            for trainer in (a, b):
+                assert (await trainer.commit(2, wait_s=5)).committed
+            await compute(b, 3, 1)
+            cluster.clock.now += 5.0
+            assert not (await finish(a, 3, 0)).HasField("work"), "b waits for the server, as every trainer"
+            cluster.shards["s0"].fail = lambda rpc_name, request: None
+            await cluster.settle()
+            await compute(b, 3, 1, for_s=5.0)
+            cluster.clock.now += 0.65
+            assert not (await finish(a, 3, 0)).HasField("work"), "not late yet"
+            cluster.clock.now += 0.1
+            assert [item.copy for item in (await finish(a, 3, 0)).work.items] == [True]
 
     run_async(scenario())
 

@@ -1,8 +1,18 @@
-"""Checkpoints in a local folder, which may be a mounted network file system."""
+"""Checkpoints in a local folder, which may be a mounted network file system.
+
+Note: [Writing past the page cache]
+    A checkpoint is written once and read rarely. Through the page cache, the kernel copies every byte and allocates a
+    page for it, on the processors that train. With ``O_DIRECT`` the device reads the memory of the process itself.
+    Position, size and address must be multiples of a block. Whole blocks are therefore copied to an aligned window and
+    written directly; the rest of a write, less than a block at each end, goes through the page cache. The two kinds of
+    writes never touch the same block. A file system that does not support ``O_DIRECT`` gets ordinary writes.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import mmap
 import os
 import shutil
 import threading
@@ -14,6 +24,13 @@ from shardwell_wire.checkpoints.storage import OutputFile, Storage, explained
 from shardwell_wire.errors import NotFoundError
 
 _TEMPORARY = ".writing-"
+
+_BLOCK_BYTES = 4096
+"""Positions and sizes of direct writes are multiples of this. Block sizes of disks and file systems divide it."""
+_WINDOW_BYTES = 4 << 20
+"""Size of the aligned window for direct writes."""
+_LEAST_DIRECT_BYTES = 64 << 10
+"""Smaller writes go through the page cache: a direct write waits for the device."""
 
 
 class LocalStorage(Storage):
@@ -69,7 +86,7 @@ class LocalStorage(Storage):
             _sync_folder(target.parent)
 
     def create(self, path: str, size_bytes: int) -> OutputFile:
-        return _LocalFile(self._at(path))
+        return _LocalFile(self._at(path), size_bytes)
 
     def make_folder(self, folder: str) -> None:
         with explained("create", self.where(folder)):
@@ -106,9 +123,10 @@ class _LocalFile(OutputFile):
 
     Args:
         path: The file. It must not exist, and its folder must: nobody may write to a checkpoint that was removed.
+        size_bytes: Its size.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, size_bytes: int) -> None:
         self._path = path
         self._closing = threading.Lock()
         if not path.parent.is_dir():
@@ -119,11 +137,19 @@ class _LocalFile(OutputFile):
             )
         with explained("write", str(path)):
             self._descriptor: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            self._direct = _DirectWrites.open(path) if size_bytes >= _LEAST_DIRECT_BYTES else None
 
     def write(self, data: Any, position: int) -> None:
         assert self._descriptor is not None, "the file is closed"
+        view = memoryview(data).cast("B")
+        head = -position % _BLOCK_BYTES
+        whole = (len(view) - head) // _BLOCK_BYTES * _BLOCK_BYTES
         with explained("write", str(self._path)):
-            _write_all(self._descriptor, memoryview(data).cast("B"), position)
+            if self._direct is not None and whole >= _LEAST_DIRECT_BYTES:
+                _write_all(self._descriptor, view[:head], position)
+                done = head + self._direct.write(view[head : head + whole], position + head)
+                view, position = view[done:], position + done
+            _write_all(self._descriptor, view, position)
 
     def finish(self) -> None:
         with explained("write", str(self._path)):
@@ -141,8 +167,60 @@ class _LocalFile(OutputFile):
     def _close(self) -> None:
         with self._closing:
             descriptor, self._descriptor = self._descriptor, None
+            direct, self._direct = self._direct, None
+        if direct is not None:
+            direct.close()
         if descriptor is not None:
             os.close(descriptor)
+
+
+class _DirectWrites:
+    """Writes whole blocks of one file without the page cache. See Note: [Writing past the page cache].
+
+    Args:
+        descriptor: The file, opened with ``O_DIRECT``.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._window = mmap.mmap(-1, _WINDOW_BYTES)  # begins at a page
+        self._lock = threading.Lock()
+        self._supported = True
+
+    @classmethod
+    def open(cls, path: Path) -> _DirectWrites | None:
+        """Opens an existing file. Returns None if the system or the file system has no direct writes."""
+        flag = getattr(os, "O_DIRECT", 0)
+        if not flag:
+            return None
+        try:
+            return cls(os.open(path, os.O_WRONLY | os.O_CLOEXEC | flag))
+        except OSError as error:
+            if error.errno in (errno.EINVAL, errno.ENOTSUP):
+                return None
+            raise
+
+    def write(self, data: memoryview, position: int) -> int:
+        """Writes blocks at the start of a block. Returns how many bytes were written directly: all, unless the file
+        system refuses direct writes of this size."""
+        done = 0
+        with self._lock:
+            while self._supported and done < len(data):
+                size_bytes = min(_WINDOW_BYTES, len(data) - done)
+                self._window[:size_bytes] = data[done : done + size_bytes]
+                try:
+                    written = os.pwrite(self._descriptor, memoryview(self._window)[:size_bytes], position + done)
+                except OSError as error:
+                    if error.errno != errno.EINVAL:
+                        raise
+                    written = 0
+                done += written
+                self._supported = written > 0 and written % _BLOCK_BYTES == 0
+        return done
+
+    def close(self) -> None:
+        """Closes the file."""
+        os.close(self._descriptor)
 
 
 def _write_all(descriptor: int, data: memoryview, position: int) -> None:

@@ -47,6 +47,7 @@ class CommittedSteps:
         """Tracked objects and buffer versions. None before the first commit that stores any."""
         self.pending_updates: dict[str, PendingUpdate] = {}
         """Updates that are not acknowledged yet, by server. The next step is prepared only when there are none."""
+        self._updated_s = 0.0
         self.writing = False
         """True while a commit record is being written. It is then too late to reset a work item."""
         self.record_s = 0.0
@@ -62,6 +63,11 @@ class CommittedSteps:
     def count(self) -> int:
         """Number of committed steps, which is also the number of the step in flight."""
         return self.records[-1].step + 1 if self.records else 0
+
+    @property
+    def updated_s(self) -> float | None:
+        """Clock time since which all servers have the newest version. None: an update is pending."""
+        return None if self.pending_updates else self._updated_s
 
     def find(self, step: int) -> CommitRecord | None:
         """Returns the record of a committed step. None: the record is no longer kept."""
@@ -117,6 +123,7 @@ class CommittedSteps:
         """Removes a pending update: the server has acknowledged it, or its process is gone."""
         if self.pending_updates.get(server_id) is update:
             del self.pending_updates[server_id]
+            self._updated_s = now
             duration_s, slowest = now - update.since_s, self._slowest_update
             if slowest is None or slowest.step != update.step or slowest.duration_s < duration_s:
                 self._slowest_update = UpdateTime(update.step, server_id, duration_s)

@@ -13,6 +13,8 @@ Note: [Copies of late items]
     The loser computes its item to the end, in vain. Meanwhile the run does not wait for it: another trainer's proposal
     is committed, and its ranks are leased to others.
 
+    The time during which servers make the version that the items need does not count: all trainers wait for it.
+
     Only items with one member are copied: a replica of several trainers computes no copies.
 
     At most one item of a run is copied at a time: servers have memory for few contributions beyond those of all ranks.
@@ -53,7 +55,12 @@ class WorkTimes:
 
 
 def next_late_item(
-    step: Step, members: Mapping[str, Member], late_after_s: float | None, *, excluding: Collection[str] = ()
+    step: Step,
+    members: Mapping[str, Member],
+    late_after_s: float | None,
+    updated_s: float | None,
+    *,
+    excluding: Collection[str] = (),
 ) -> tuple[WorkItem, float] | None:
     """Returns the item that will be late first or is late already, and the clock time at which it is late.
 
@@ -61,12 +68,13 @@ def next_late_item(
         step: The step in flight.
         members: The trainers of the run, by name.
         late_after_s: See ``WorkTimes.late_after_s``.
+        updated_s: Clock time since which the servers have the step's version. None: not all of them have it.
         excluding: Trainers whose items are not considered.
 
     Returns:
         None if no item can be copied.
     """
-    if late_after_s is None or step.copied is not None or len(step.items[0].members) > 1:
+    if late_after_s is None or updated_s is None or step.copied is not None or len(step.items[0].members) > 1:
         return None
     found: list[tuple[float, int]] = []
     for item in step.unfinished:
@@ -76,7 +84,7 @@ def next_late_item(
             continue
         progress = member.in_progress
         if progress is not None and member.accepts_reassigned_work and progress.is_item(step.number, item.first_rank):
-            found.append((progress.since_s + late_after_s, item.dp_rank))
+            found.append((max(progress.since_s, updated_s) + late_after_s, item.dp_rank))
     if not found:
         return None
     late_s, dp_rank = min(found)

@@ -490,8 +490,8 @@ class Run:
 
     def next_late_item(self, *, excluding: str) -> tuple[WorkItem, float] | None:
         """Returns the item that a trainer may copy next, and the clock time from which it is late."""
-        step = self._require_step()
-        return next_late_item(step, self.members.by_name, self.work_times.late_after_s, excluding=(excluding,))
+        step, late_after_s, updated_s = self._require_step(), self.work_times.late_after_s, self.commits.updated_s
+        return next_late_item(step, self.members.by_name, late_after_s, updated_s, excluding=(excluding,))
 
     def start_copy(self, item: WorkItem, name: str) -> None:
         """Lets a trainer compute a copy of a late item."""
