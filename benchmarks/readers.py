@@ -153,9 +153,8 @@ def read(arguments: argparse.Namespace) -> None:
                 continue
             started = time.monotonic()
             with source.pin() as pinned:
-                for stored in pinned.parameters:
-                    flat = pinned.read(stored.unit)
-                    values = stored.unit.view(flat, stored.index)
+                for part in (part for stored in pinned.parameters for part in stored.parts):
+                    values = part.unit.view(pinned.read(part.unit), part.index)
                     if not bool((values == -pinned.version).all()):
                         sys.exit(f"version {pinned.version}: values from {values.min()} to {values.max()}")
                     gathers += 1
