@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         trainer = Trainer(session, arguments)
         trainer.train(2)
         readers = [stack.enter_context(reader(cluster.address, arguments)) for _ in range(arguments.readers)]
-        alone, together = [], []
+        alone, together = list[float](), list[float]()
         while len(together) < arguments.rounds * arguments.steps or sum(map(count, readers)) < arguments.gathers:
             alone += trainer.train(arguments.steps)
             for process in readers:
