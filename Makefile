@@ -21,7 +21,7 @@ GENERATE := -m grpc_tools.protoc -I. --python_out=$$out --grpc_python_out=$$out 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-grid larger-than-trainer test lint lint-protos format protos check-protos test-protobuf bench bench-full bench-network bench-growth compose-test chaos simulate clean
+.PHONY: help install demo demo-grid larger-than-trainer test lint lint-protos format protos check-protos test-protobuf bench bench-full bench-grid bench-network bench-growth compose-test chaos simulate clean
 
 help:  ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -99,6 +99,9 @@ bench-full: $(BENCH_INSTALLED)  ## The same at the sizes of docs/performance.md 
 	@$(MEASURE) benchmarks.transports
 	@$(MEASURE) benchmarks.train_step
 	@$(MEASURE) benchmarks.train_step --name train_step_512 --length 512
+
+bench-grid: $(BENCH_INSTALLED)  ## Compare training steps of tensor-parallel and pipeline grids with FSDP2 (10 minutes)
+	@$(MEASURE) benchmarks.grid $(BENCH_OPTIONS)
 
 bench-network: $(BENCH_INSTALLED)  ## Compare training over 1 Gbit/s and 200 Mbit/s links with FSDP2 and DDP (needs root)
 	@$(MEASURE) benchmarks.slow_network $(BENCH_OPTIONS)

@@ -9,18 +9,19 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
 import shardwell
 from benchmarks import workers
+from benchmarks.trainers import do_nothing, gather_one_block_ahead
 from benchmarks.wire_options import WIRE_OPTIONS
 from examples.gpt import GPT, GPTConfig
 
@@ -49,7 +50,7 @@ def compute(model: nn.Module, batch: Tensor) -> float:
 def baseline_steps(model: GPT, kind: str, rank: int) -> Steps:
     """Runs steps with a baseline, whose processes hold the state and communicate over gloo."""
     trained: nn.Module = model
-    begin: Callable[[], object] = lambda: None  # noqa: E731
+    begin = do_nothing
     if kind == "alone":
         pass
     elif kind == "ddp":
@@ -60,7 +61,7 @@ def baseline_steps(model: GPT, kind: str, rank: int) -> Steps:
             # Kept weights travel once per step, as with Shardwell in this benchmark.
             fully_shard(part, mesh=mesh, reshard_after_forward=False if kind == "fsdp2-keep" else None)
         if kind != "fsdp2":
-            begin = prefetch_explicitly(model)
+            begin = gather_one_block_ahead(model, model.blocks)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
     for step in range(sys.maxsize):
         begin()
@@ -68,21 +69,6 @@ def baseline_steps(model: GPT, kind: str, rank: int) -> Steps:
         optimizer.step()
         optimizer.zero_grad()
         yield loss
-
-
-def prefetch_explicitly(model: GPT) -> Callable[[], object]:
-    """Makes FSDP2 gather one block ahead, which it needs to overlap on CPU.
-
-    Returns:
-        A function to call at the start of each step.
-    """
-    assert isinstance(model, FSDPModule)
-    blocks = [block for block in model.blocks if isinstance(block, FSDPModule)]
-    model._set_unshard_async_op(True)
-    for index, block in enumerate(blocks):
-        block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 2])
-        block.set_modules_to_backward_prefetch(blocks[max(0, index - 1) : index])
-    return lambda: (model.unshard(async_op=True), blocks[0].unshard(async_op=True))
 
 
 def sharded_steps(model: GPT, session: shardwell.Session) -> Steps:

@@ -12,16 +12,16 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed
+from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import shardwell
@@ -30,7 +30,7 @@ from benchmarks.models import compute, count_parameters, make_model, make_tokens
 from benchmarks.workers import Group
 from examples.gpt import GPT, GPTConfig
 
-_ADAMW = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
+ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 _WAITS = ("gather_wait_s", "push_wait_s", "finish_wait_s", "commit_wait_s")
 _CARRIED = ("received_bytes", "sent_bytes")
 _RUN = "benchmark"
@@ -84,7 +84,7 @@ class StepResult:
 def baseline_steps(spec: TrainerSpec) -> Generator[StepResult, None, None]:
     """Trains without Shardwell, one step per item."""
     model = make_model(spec.model)
-    trained: torch.nn.Module = model
+    trained: nn.Module = model
     if spec.mode != "plain":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         distributed.init_process_group("gloo", init_method=spec.address, rank=spec.dp_rank, world_size=spec.dp)
@@ -92,14 +92,10 @@ def baseline_steps(spec: TrainerSpec) -> Generator[StepResult, None, None]:
         trained = DistributedDataParallel(model, gradient_as_bucket_view=True)
     elif spec.mode in ("fsdp2", "fsdp2_prefetch"):
         _shard_as_fsdp2(model, spec.dp)
-    prefetch = spec.mode == "fsdp2_prefetch"
-    if prefetch:
-        _gather_one_block_ahead(model)
-    optimizer = torch.optim.AdamW(trained.parameters(), fused=True, **_ADAMW)
+    begin_step = gather_one_block_ahead(model, model.blocks) if spec.mode == "fsdp2_prefetch" else do_nothing
+    optimizer = torch.optim.AdamW(trained.parameters(), fused=True, **ADAMW)
     for step in range(sys.maxsize):
-        if prefetch:
-            model.unshard(async_op=True)
-            model.blocks[0].unshard(async_op=True)
+        begin_step()
         loss = compute(trained, spec.tokens(step, spec.dp_rank))
         optimizer.step()
         optimizer.zero_grad()
@@ -113,13 +109,36 @@ def _shard_as_fsdp2(model: GPT, dp: int) -> None:
     fully_shard(model, mesh=mesh)
 
 
-def _gather_one_block_ahead(model: GPT) -> None:
-    """Overlaps gathers by asynchronous collectives. FSDP2's prefetch does not overlap on CPU (streams are no-ops)."""
-    model._set_unshard_async_op(True)
-    blocks = list(model.blocks)
-    for earlier, later in itertools.pairwise(blocks):
+def do_nothing() -> None:
+    """Stands for the start of a step that needs no preparation."""
+
+
+def gather_one_block_ahead(model: nn.Module, blocks: Iterable[nn.Module]) -> Callable[[], None]:
+    """Overlaps gathers by asynchronous collectives. FSDP2's prefetch does not overlap on CPU (streams are no-ops).
+
+    Args:
+        model: Root of the units.
+        blocks: The blocks in the order of the forward, each a unit.
+
+    Returns:
+        A function to call at the start of each step. It begins the first gathers.
+    """
+    root, *units = (_as_fsdp2(module) for module in (model, *blocks))
+    root._set_unshard_async_op(True)
+    for earlier, later in itertools.pairwise(units):
         earlier.set_modules_to_forward_prefetch([later])
         later.set_modules_to_backward_prefetch([earlier])
+
+    def begin_step() -> None:
+        root.unshard(async_op=True)
+        units[0].unshard(async_op=True)
+
+    return begin_step
+
+
+def _as_fsdp2(module: nn.Module) -> FSDPModule:
+    assert isinstance(module, FSDPModule)
+    return module
 
 
 # ---- Shardwell ----
@@ -139,18 +158,20 @@ def shardwell_steps(spec: TrainerSpec) -> Generator[StepResult, None, None]:
         for block in model.blocks:
             shardwell.fully_shard(block, session)
         shardwell.fully_shard(model, session)
-        optimizer = shardwell.optim.AdamW(model.parameters(), **_ADAMW)
+        optimizer = shardwell.optim.AdamW(model.parameters(), **ADAMW)
         for step in session.steps(sys.maxsize):
             batches = step.batches(lambda number, rank: (rank, spec.tokens(number, rank)))
             losses = {rank: compute(model, tokens) for rank, tokens in batches}
             optimizer.step()
             optimizer.zero_grad()
-            stats, transports = session.stats(), session.transports()
-            totals = {name: stats[name] for name in _WAITS}
-            yield StepResult(
-                losses.get(spec.dp_rank),
-                totals | {name: sum(transport[name] for transport in transports) for name in _CARRIED},
-            )
+            yield StepResult(losses.get(spec.dp_rank), totals_of(session))
+
+
+def totals_of(session: shardwell.Session) -> dict[str, float]:
+    """Returns the running totals of a session, for ``StepResult``."""
+    stats, transports = session.stats(), session.transports()
+    carried = {name: sum(transport[name] for transport in transports) for name in _CARRIED}
+    return {name: stats[name] for name in _WAITS} | carried
 
 
 # ---- groups ----
@@ -197,10 +218,8 @@ def estimated_bytes(spec: TrainerSpec, *, num_shards: int = 0) -> int:
 # ---- the process ----
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    spec = TrainerSpec.from_json(sys.argv[1])
-    steps = shardwell_steps(spec) if spec.mode == "shardwell" else baseline_steps(spec)
+def serve_steps(steps: Generator[StepResult, None, None]) -> None:
+    """Runs the requested steps until the input ends."""
     taken = 0
 
     def answer(command: dict[str, Any]) -> dict[str, Any]:
@@ -216,6 +235,12 @@ def main() -> None:
 
     workers.serve(answer)
     steps.close()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    spec = TrainerSpec.from_json(sys.argv[1])
+    serve_steps(shardwell_steps(spec) if spec.mode == "shardwell" else baseline_steps(spec))
 
 
 if __name__ == "__main__":
