@@ -2,8 +2,8 @@
 
 Four hosts with links of 1 Gbit/s or 200 Mbit/s are network namespaces of this machine (``network.py``). They share its
 CPUs, so the benchmark compares the network's part of a step. The groups take turns of a few steps at every rate, in
-rotating order, and stay alive if memory allows. ``--loss-seeds 3`` also measures the effect of lossy wire dtypes on
-the loss.
+rotating order, and stay alive if memory allows. ``benchmarks.wire_loss`` measures the effect of the wire dtypes on the
+loss.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from benchmarks.network import Host, Network, NetworkError, Rate
 from benchmarks.network_trainer import BASELINES, KINDS
 from benchmarks.report import Chart, Report, Summary, ratio, spread, summarize, to_table
 from benchmarks.sampling import PeakMemory
-from benchmarks.wire_loss import LossCheck, measure_losses
 from benchmarks.workers import Group, Worker
 from examples.gpt import GPT, GPTConfig
 
@@ -103,7 +102,7 @@ class SlowNetwork:
         """Returns the peak unshared memory of the processes on the host with the most memory in use."""
         with PeakMemory([*group.worker_pids, *group.server_pids]) as memory:
             group.run(steps=2)
-        shards = group.server_pids[1:] or [None] * len(group.workers)
+        shards: Sequence[int | None] = group.server_pids[1:] or [None] * len(group.workers)
         by_host = [list(pids) for pids in zip(group.worker_pids, shards, strict=True)]
         by_host[0] += group.server_pids[:1]
         return max(sum(memory.peaks[pid].uss_bytes for pid in pids if pid is not None) for pids in by_host)
@@ -207,9 +206,6 @@ def write(
         rate: {kind: found for kind, found in by_kind.items() if kind not in failures}
         for rate, by_kind in benchmark.samples.items()
     }
-    losses: LossCheck | None = None
-    if options.loss_seeds:
-        losses = measure_losses(range(options.loss_seeds), options.loss_steps)
     slowest = options.rates[-1].text
     plain = {rate: {kind: asdict(found) for kind, found in by_kind.items()} for rate, by_kind in samples.items()}
     document.write(
@@ -219,13 +215,11 @@ def write(
             "failures": dict(failures),
             "rates": plain,
             "peak_bytes_per_host": benchmark.peak_bytes_per_host,
-            "losses": None if losses is None else asdict(losses),
         },
         sections=[
             describe(options, model),
             *(to_section(rate, samples[rate.text]) for rate in options.rates),
             to_memory_section(benchmark.peak_bytes_per_host),
-            *([f"## Loss\n\n{losses.to_markdown()}"] if losses is not None else []),
             *(f"{NAMES[kind]} failed: {reason}" for kind, reason in failures.items()),
         ],
         chart=Chart(
@@ -257,8 +251,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=positive, default=3, help="steps of each group per round and rate")
     parser.add_argument("--groups", choices=KINDS, nargs="+", default=list(KINDS), help="default: all")
     parser.add_argument("--tiny", action="store_true", help="use a tiny model, to check that the benchmark works")
-    parser.add_argument("--loss-seeds", type=int, default=0, help="number of seeds of the loss check (default: 0)")
-    parser.add_argument("--loss-steps", type=positive, default=300, help="steps of each training of the loss check")
     report.add_arguments(parser, name="slow_network")
     return parser.parse_args(argv)
 

@@ -5,7 +5,6 @@ import pytest
 from benchmarks.network import Network, NetworkError, Rate, check_requirements
 from benchmarks.network_trainer import KINDS
 from benchmarks.slow_network import MODEL, NAMES, Samples, count_parameters, parse_arguments, to_section
-from benchmarks.wire_loss import LossCheck
 
 
 @pytest.mark.parametrize(
@@ -76,11 +75,3 @@ def test_every_kind_has_a_name() -> None:
 def test_invalid_arguments_are_rejected(wrong: list[str]) -> None:
     with pytest.raises(SystemExit):
         parse_arguments(wrong)
-
-
-def test_loss_table_compares_equal_seeds() -> None:
-    check = LossCheck(
-        steps=10, parameters=1_000_000, unigram_entropy=5.5, losses={"fp32": [3.0, 3.2], "int8": [3.01, 3.17]}
-    )
-    assert "| fp32 | 3.1000 | 0.2000 | +0.0000 (+0.0000) |" in check.to_markdown()
-    assert "| int8 | 3.0900 | 0.1600 | -0.0100 (-0.0300) |" in check.to_markdown()
