@@ -21,7 +21,7 @@ from shardwell.monitor.step_times import CommitFacts, LastFinished, ServerUpdate
 UNITS, ROUNDS, KEPT_STEPS = 12, 9, 1000
 
 
-def measure(action: Callable[[], None], calls: int) -> str:
+def measure(action: Callable[[], object], calls: int) -> str:
     times_s = []
     for _ in range(ROUNDS):
         started = time.perf_counter()

@@ -78,9 +78,9 @@ def measure(address: str, transports: str, steps: int) -> None:
             if number >= WARM_STEPS:
                 taken[name].append(seconds)
     base = statistics.median(wall for wall, _, _ in taken["servers"])
-    for name, seconds in taken.items():
-        wall = statistics.median(each[0] for each in seconds)
-        own_ms, servers_ms = (1e3 * statistics.mean(values) for values in list(zip(*seconds, strict=True))[1:])
+    for name, steps_taken in taken.items():
+        wall = statistics.median(each[0] for each in steps_taken)
+        own_ms, servers_ms = (1e3 * statistics.mean(values) for values in list(zip(*steps_taken, strict=True))[1:])
         shown = (
             f"{wall * 1e3:6.1f} ms  x{wall / base:4.1f}  cpu: trainer {own_ms:6.1f} ms, servers {servers_ms:6.1f} ms"
         )

@@ -35,7 +35,7 @@ PARAMETER_BYTES = 4
 COPIES = 14 + 2 * RANKS
 """Upper bound of copies of a shard: values, two moments, the mean, contributions, and the workspace of an update."""
 CLIP = 0.5
-ADAMW = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+ADAMW: dict[str, Any] = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 OTHERS = [name for name in OPTIMIZERS if name not in ("adamw", "muon")]
 """Optimizers other than AdamW. Muon multiplies matrices, so its time is not proportional to the number of elements."""
 LONGEST_REPEATS = 200
@@ -113,8 +113,10 @@ class ServedShard:
         assert self.shard.optimizer is not None and self.shard.values.live is not None
         state = self.shard.optimizer.state(0)
         values = self.shard.views(self.shard.values.live.buffer)[0]
-        lists = [[values], [gradient], [state["exp_avg"].view(-1)], [state["exp_avg_sq"].view(-1)], [], [state["step"]]]
-        torch._fused_adamw_(*lists, **ADAMW, amsgrad=False, maximize=False)
+        averages, squares = [state["exp_avg"].view(-1)], [state["exp_avg_sq"].view(-1)]
+        torch._fused_adamw_(
+            [values], [gradient], averages, squares, [], [state["step"]], **ADAMW, amsgrad=False, maximize=False
+        )
 
 
 def to_step(algorithm: str) -> common_pb2.OptimizerStep:
@@ -148,7 +150,7 @@ async def measure_adamw(served: ServedShard, repeats: int) -> Times:
             async def update(clip: float = clip, what: str = "optimizer" + clipped) -> None:
                 times.setdefault(what, []).append(await served.update("adamw", clip))
 
-            work_items = [("kernel", kernel), ("update", update)]
+            work_items: list[tuple[str, Callable[[], Awaitable[None]]]] = [("kernel", kernel), ("update", update)]
             for what, work in work_items if number % 2 else reversed(work_items):
                 await timed(times, what + clipped, work)
     return times

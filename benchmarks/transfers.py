@@ -344,6 +344,7 @@ def shardwell_transport(spec: TransferSpec) -> Rounds:
         transfers=shardwell.TransferOptions(transports=spec.transport),
     ) as session:
         module = shardwell.fully_shard(Layer(layer), session)
+        assert isinstance(module, shardwell.ShardedModule)
         del layer
         optimizer = shardwell.optim.SGD(module.parameters(), lr=1.0)
         unit = next(iter(session.units))

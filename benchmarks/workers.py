@@ -201,7 +201,7 @@ def interleave(
     *,
     rounds: int,
     resident: bool,
-    warm_up: Callable[[str, Group], None],
+    warm_up: Callable[[str, Group], object],
     measure: Callable[[str, Group], None],
 ) -> dict[str, str]:
     """Measures every group once per round. The first group changes from round to round.

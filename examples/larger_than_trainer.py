@@ -249,13 +249,12 @@ def digest(model: torch.nn.Module) -> str:
 
     hasher = hashlib.sha256()
     for name, module in linears_of(model):
-        is_sharded = isinstance(module, shardwell.ShardedModule)
-        if is_sharded:
+        if isinstance(module, shardwell.ShardedModule):
             module.unshard()
         for parameter in module.parameters():
             hasher.update(f"{name} {tuple(parameter.shape)}".encode())
             hasher.update(parameter.detach().clone().numpy().data)
-        if is_sharded:
+        if isinstance(module, shardwell.ShardedModule):
             module.reshard()
     return hasher.hexdigest()
 
@@ -312,13 +311,14 @@ def train_fsdp2(arguments: argparse.Namespace) -> Mapping[str, Any]:
     """Trains with FSDP2. The model is built on the meta device, cut in two, and then initialised."""
     import torch
     from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     emit(stage="creating the process group")
     distributed.init_process_group(
         "gloo", init_method=f"file://{arguments.rendezvous}", rank=arguments.rank, world_size=NUM_TRAINERS
     )
-    mesh = distributed.init_device_mesh("cpu", (NUM_TRAINERS,))
+    mesh = init_device_mesh("cpu", (NUM_TRAINERS,))
     model = make_model(arguments)
     initialise = initialiser(model)
     units = [module for _, module in linears_of(model)]
@@ -364,6 +364,7 @@ def train_plain(arguments: argparse.Namespace) -> Mapping[str, Any]:
             loss.backward()
             losses.append(loss.item())
         for parameter in model.parameters():
+            assert parameter.grad is not None
             parameter.grad.div_(NUM_TRAINERS)
         optimizer.step()
         optimizer.zero_grad()

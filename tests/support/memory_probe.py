@@ -40,7 +40,7 @@ def main(address: str, transports: str | None = None) -> None:
     torch.manual_seed(0)
     session = (
         None
-        if address == "plain"
+        if transports is None
         else shardwell.join(
             address,
             run=f"memory over {transports}",
