@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -48,10 +48,11 @@ def train(
     in_batch: Callable[[], None] = lambda: None,
     after_commit: Callable[[], None] = lambda: None,
     clip: bool = False,
+    steps: int = STEPS,
 ) -> shardwell.PerformanceReport:
     model = net(session)
     optimizer = shardwell.optim.SGD(model.parameters(), lr=0.1)
-    for step in session.steps(STEPS):
+    for step in session.steps(steps):
         for x in step.batches(batch):
             model(x).square().mean().backward()
             session.count(tokens=x.numel())
@@ -164,30 +165,55 @@ def test_slow_copies_of_gradients_are_found(
     assert worst(train(join())).kind == shardwell.StepPart.PUSH
 
 
-def test_slow_rank_is_named_by_the_others_and_told_by_its_own_report(
-    cluster: shardwell.LocalCluster, run_name: str
-) -> None:
-    reports: dict[str, shardwell.PerformanceReport] = {}
+def train_ranks(
+    cluster: shardwell.LocalCluster, run_name: str, batches: Sequence[Callable[[int, int], torch.Tensor]], *, steps: int
+) -> list[shardwell.PerformanceReport]:
+    """Trains with one trainer per rank, named after its rank, and returns their reports.
 
-    def run(trainer: str, rank: int, in_batch: Callable[[], None]) -> None:
-        options = join_options(wait_limit_s=60, world=shardwell.World(dp=2), trainer=trainer, global_rank=rank)
+    Args:
+        batches: What makes the batches of each rank.
+    """
+    reports: dict[int, shardwell.PerformanceReport] = {}
+
+    def run(rank: int) -> None:
+        world = shardwell.World(dp=len(batches))
+        options = join_options(wait_limit_s=60, world=world, trainer=f"trainer-{rank}", global_rank=rank)
         with shardwell.join(cluster.address, run=run_name, **options) as session:
-            reports[trainer] = train(session, in_batch=in_batch)
+            reports[rank] = train(session, batch=batches[rank], steps=steps)
 
-    threads = [
-        threading.Thread(target=run, args=("quick", 0, lambda: None)),
-        threading.Thread(target=run, args=("slow", 1, pause)),
-    ]
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(batches))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=120)
-    found = worst(reports["quick"])
+    return [reports[rank] for rank in range(len(batches))]
+
+
+def slow_inputs(step: int, dp_rank: int) -> torch.Tensor:
+    pause()
+    return inputs(step, dp_rank)
+
+
+def test_slow_rank_is_named_by_the_others_and_told_by_its_own_report(
+    cluster: shardwell.LocalCluster, run_name: str
+) -> None:
+    quick, slow = train_ranks(cluster, run_name, [inputs, slow_inputs], steps=STEPS)
+    found = worst(quick)
     assert found.kind == "straggler"
-    assert "rank 1 (trainer 'slow')" in found.finding
-    own = next(each for each in reports["slow"].bottlenecks if each.kind == "straggler")
+    assert "rank 1 (trainer 'trainer-1')" in found.finding
+    own = next(each for each in slow.bottlenecks if each.kind == "straggler")
     assert own.severity in SEVERE
     assert "the other trainers wait for this one" in own.finding
+
+
+def test_nobody_is_named_if_other_ranks_are_slow_in_turn(cluster: shardwell.LocalCluster, run_name: str) -> None:
+    def slow_in_turn(step: int, dp_rank: int) -> torch.Tensor:
+        return (slow_inputs if dp_rank == 1 + step % 3 else inputs)(step, dp_rank)
+
+    report, *_ = train_ranks(cluster, run_name, [slow_in_turn] * 4, steps=4)
+    found = worst(report)
+    assert found.kind == shardwell.StepPart.FINISH_WAIT
+    assert "different ones finish last" in found.finding
 
 
 def test_slow_commit_records_are_found(
@@ -213,11 +239,7 @@ def test_slow_servers_that_delay_a_commit_are_found(slow_server: Callable[..., s
 
 
 def test_slow_batches_are_found(join: Callable[..., shardwell.Session]) -> None:
-    def slow(step: int, dp_rank: int) -> torch.Tensor:
-        pause()
-        return inputs(step, dp_rank)
-
-    assert worst(train(join(), batch=slow)).kind == shardwell.StepPart.DATA
+    assert worst(train(join(), batch=slow_inputs)).kind == shardwell.StepPart.DATA
 
 
 def test_work_between_the_steps_is_found(join: Callable[..., shardwell.Session]) -> None:
