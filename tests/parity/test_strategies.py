@@ -1,31 +1,22 @@
-"""Sharding strategies, prefetch modes and limits change when weights are gathered, and no bit of the results."""
+"""Sharding strategies change when weights are gathered, and no bit of the results."""
 
 from __future__ import annotations
 
 import gc
-import threading
-import uuid
 import weakref
-from concurrent.futures import Future
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-import shardwell
-from shardwell import BackwardPrefetch, ReplicaOptions, ShardingStrategy, UsageError
+from shardwell import ReplicaOptions, ShardingStrategy, UsageError
 from shardwell.module.fully_shard import fully_shard
 from shardwell.module.residency import UnitState
 from shardwell.module.units import Units
 from shardwell_wire.errors import CapacityError, FreedParameterError
-from shardwell_wire.layout import UnitLayout
-from tests.support import transformer
-from tests.support.cluster import join_options
 from tests.support.in_memory_store import InMemoryStore
 from tests.support.module_parity import LAYERS, Pair, Sharded, gpt, gpt_loss, inputs, wrap_blocks
-from tests.support.reference import ADAMW, sha256, train_plain
 from tests.support.strategies import BLOCKS, ROOT, commit, sharded_modules, step, unit_of, wrap_with
 
 FULL, GRAD_OP, NONE, HYBRID = ShardingStrategy
@@ -237,6 +228,37 @@ def test_write_to_a_replica_raises_and_is_undone() -> None:
     assert torch.equal(*losses), "the write is undone"
 
 
+@pytest.mark.parametrize("strategy", [None, FULL, GRAD_OP])
+def test_eval_with_gradients_leaves_nothing_gathered(strategy: ShardingStrategy | None) -> None:
+    def wrap(model: nn.Module, session: Any) -> None:
+        for block in model.children():
+            fully_shard(block, session, strategy=strategy)
+        fully_shard(model, session, strategy=strategy)
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Sequential(nn.Linear(5, 5)), nn.LayerNorm(5)).eval()
+
+    sharded, plain = Sharded(build(), wrap), build()
+    x, y = torch.rand(3, 5, requires_grad=True), torch.rand(3, 5)
+    loss = (sharded.model(x) - y).pow(2).sum()
+    assert all(unit.state is UnitState.FREED for unit in sharded.units)
+    (gradient,) = torch.autograd.grad(loss, x)
+    (expected,) = torch.autograd.grad((plain(x) - y).pow(2).sum(), x)
+    assert torch.equal(gradient, expected)
+
+
+def test_a_forward_without_a_backward_leaves_nothing_gathered() -> None:
+    """The weights are frozen, such as a teacher's, and the module is in training mode."""
+
+    def wrap(model: nn.Module, session: Any) -> None:
+        fully_shard(model, session)
+
+    sharded = Sharded(nn.Sequential(nn.Linear(5, 5)).requires_grad_(False), wrap)
+    sharded.model(torch.rand(3, 5))
+    assert all(unit.state is UnitState.FREED for unit in sharded.units)
+
+
 # Conflicts.
 
 
@@ -301,274 +323,3 @@ def test_invalid_strategy_arguments_are_refused() -> None:
     with pytest.raises(CapacityError, match=r"HYBRID_SHARD: unit 'Block-0' has .* no shared memory"):
         model.blocks[0].set_sharding_strategy(HYBRID)
     gpt_loss(model, 0).backward()
-
-
-# Prefetch.
-
-
-def events_of_a_backward(**options: Any) -> list[str]:
-    """Returns the events from the first gather in the third step's backward on."""
-    pair = Pair(gpt(), wrap_blocks, **options)
-    for number in range(3):
-        pair.sharded.store.events.clear()
-        pair.backward(gpt_loss, number)
-        step(pair)
-    events = pair.sharded.store.events
-    pair.compare()
-    return events[events.index("gather Block-2", events.index("gather Block-2") + 1) :][:6]
-
-
-def test_backward_prefetch_modes_order_gathers_and_pushes() -> None:
-    """PRE gathers before the computation, POST after the computation and before the push, NONE after the push."""
-    block = Sharded(gpt(), wrap_blocks).unit_bytes()["Block-0"]
-    pre, post, none = (
-        events_of_a_backward(prefetch_bytes=block, backward_prefetch=mode)
-        for mode in (BackwardPrefetch.PRE, BackwardPrefetch.POST, BackwardPrefetch.NONE)
-    )
-    second, first, zeroth = (f"Block-{number}" for number in (2, 1, 0))
-    assert pre == [
-        *(f"gather {second}", f"gather {first}", f"push {second}", f"gather {zeroth}"),
-        *(f"push {first}", f"push {zeroth}"),
-    ]
-    assert post == [
-        *(f"gather {second}", f"gather {first}", f"push {second}", f"gather {zeroth}", f"push {first}"),
-        f"push {zeroth}",
-    ]
-    assert none == [
-        *(f"gather {second}", f"push {second}", f"gather {first}", f"push {first}", f"gather {zeroth}"),
-        f"push {zeroth}",
-    ]
-
-
-def test_backward_prefetch_post_holds_one_block_at_a_time() -> None:
-    peaks = {}
-    for mode in BackwardPrefetch:
-        sharded = Sharded(gpt(), wrap_blocks, backward_prefetch=mode)
-        gpt_loss(sharded.model, 0).backward()
-        commit(sharded)
-        for block in sharded_modules(sharded.model)[:-1]:
-            block.set_modules_to_forward_prefetch([])
-        gpt_loss(sharded.model, 1).backward()
-        peaks[mode] = sharded.units.peak_bytes
-    sizes = Sharded(gpt(), wrap_blocks).unit_bytes()
-    assert peaks[BackwardPrefetch.POST] == peaks[BackwardPrefetch.NONE] == sizes[ROOT] + sizes["Block-0"]
-    assert peaks[BackwardPrefetch.PRE] > peaks[BackwardPrefetch.POST]
-
-
-class CountingStore(InMemoryStore):
-    """Counts running gathers, from the call until the copy is complete."""
-
-    def __init__(self) -> None:
-        self.running = self.most = 0
-        self._count_lock = threading.Lock()
-        super().__init__(num_threads=8)
-
-    def gather(self, unit_index: int, target: memoryview, **options: Any) -> Future[int]:
-        with self._count_lock:
-            self.running += 1
-            self.most = max(self.most, self.running)
-        return super().gather(unit_index, target, **options)
-
-    def _copy(self, unit_index: int, target: memoryview, layout: UnitLayout) -> int:
-        version = super()._copy(unit_index, target, layout)
-        with self._count_lock:
-            self.running -= 1
-        return version
-
-
-@pytest.mark.parametrize("limit", [1, 2])
-@pytest.mark.parametrize("strategy", [None, NONE])
-@pytest.mark.parametrize("explicit", [False, True])
-def test_gathers_in_flight_stay_below_the_limit(limit: int, strategy: ShardingStrategy | None, explicit: bool) -> None:
-    store = CountingStore()
-    pair = Pair(gpt(layers=6), wrap_with(strategy), store=store, max_gathers_in_flight=limit)
-    if explicit:
-        blocks: Any = pair.sharded.model.blocks
-        for before, block in pairwise(blocks):
-            before.set_modules_to_forward_prefetch(list(blocks))
-            block.set_modules_to_backward_prefetch(list(blocks))
-    for number in range(3):
-        pair.backward(gpt_loss, number)
-        step(pair)
-    assert 1 <= store.most <= limit
-    pair.compare()  # outside of training, no limit applies
-
-
-def test_prefetch_without_a_gather_limit_uses_all_its_bytes() -> None:
-    store = InMemoryStore()
-    sharded = Sharded(gpt(layers=6), wrap_blocks, store=store)
-    gpt_loss(sharded.model, 0).backward()
-    commit(sharded)
-    gathered: list[int] = []
-    sharded.model.blocks[0].register_forward_pre_hook(lambda *_: gathered.append(len(store.events)))
-    store.events.clear()
-    gpt_loss(sharded.model, 1)
-    assert gathered == [7]
-
-
-# On servers.
-
-
-@pytest.fixture(scope="module")
-def plain_hash() -> str:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    model = transformer.build()
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
-    train_plain(model, optimizer, transformer.batch, dp=2, steps=4)
-    torch.set_num_threads(before)
-    return sha256(model.state_dict())
-
-
-def train_on(
-    cluster: shardwell.LocalCluster, transports: str, strategies: list[ShardingStrategy], **options: Any
-) -> Any:
-    """Trains with one trainer that plays both ranks; each unit changes its strategy in every step.
-
-    Returns:
-        Hash of the weights, statistics and the session.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with shardwell.join(
-        cluster.address,
-        run=uuid.uuid4().hex,
-        world=shardwell.World(dp=2),
-        min_trainers=1,
-        **join_options(transports=transports, **options),
-    ) as session:
-        model = transformer.build()
-        modules = [*model.blocks, model]
-        for module in modules:
-            fully_shard(module, session)
-        optimizer = shardwell.optim.AdamW(model.parameters(), **ADAMW)
-        for step in session.steps(4):
-            for position, module in enumerate(modules):
-                strategy = strategies[(step.number + position) % len(strategies)]
-                sharded: Any = module
-                (unit,) = module._shardwell_sharding.own_units
-                if unit.settings.strategy is not strategy:
-                    sharded.set_sharding_strategy(strategy, recurse=False)
-            for tokens in step.batches(transformer.batch):
-                model(tokens).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        torch.set_num_threads(before)
-        return sha256(shardwell.full_state_dict(model)), session.stats(), session
-
-
-@pytest.mark.parametrize("transports", ["shm,socket,grpc", "socket", "grpc"])
-def test_all_strategies_give_the_same_bits_on_servers(
-    cluster: shardwell.LocalCluster, plain_hash: str, transports: str
-) -> None:
-    for strategies in ([FULL], [GRAD_OP], [NONE], [HYBRID], list(ShardingStrategy)):
-        assert train_on(cluster, transports, strategies)[0] == plain_hash
-
-
-def test_hybrid_fetches_each_version_once_for_all_ranks_of_the_host(cluster: shardwell.LocalCluster) -> None:
-    _, stats, session = train_on(cluster, "socket", [HYBRID])
-    size = sum(unit.layout.size_bytes for unit in session.units)
-    assert stats["received_bytes"] == 5 * size, "version 0 and the versions of four steps"
-    assert stats["cache_hit_bytes"] > 0
-    assert stats["peak_unit_bytes"] == max(unit.layout.size_bytes for unit in session.units), (
-        "memory that the declaration used"
-    )
-
-
-def test_join_takes_and_checks_the_limits(cluster: shardwell.LocalCluster, plain_hash: str) -> None:
-    options = {"max_gathers_in_flight": 1, "backward_prefetch": "post"}
-    assert train_on(cluster, "socket", [FULL], **options)[0] == plain_hash
-    with pytest.raises(UsageError, match="max_gathers_in_flight=-1: expected at least 0"):
-        shardwell.join(cluster.address, transfers=shardwell.TransferOptions(max_gathers_in_flight=-1))
-    with pytest.raises(UsageError, match="backward_prefetch='sometimes': expected one of pre, post, none"):
-        shardwell.join(cluster.address, transfers=shardwell.TransferOptions(backward_prefetch="sometimes"))
-
-
-@pytest.mark.parametrize("strategy", [None, ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
-def test_eval_with_gradients_leaves_nothing_gathered(strategy: ShardingStrategy | None) -> None:
-    def wrap(model: nn.Module, session: Any) -> None:
-        for block in model.children():
-            fully_shard(block, session, strategy=strategy)
-        fully_shard(model, session, strategy=strategy)
-
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Sequential(nn.Linear(5, 5)), nn.LayerNorm(5)).eval()
-
-    sharded, plain = Sharded(build(), wrap), build()
-    x, y = torch.rand(3, 5, requires_grad=True), torch.rand(3, 5)
-    loss = (sharded.model(x) - y).pow(2).sum()
-    assert all(unit.state is UnitState.FREED for unit in sharded.units)
-    (gradient,) = torch.autograd.grad(loss, x)
-    (expected,) = torch.autograd.grad((plain(x) - y).pow(2).sum(), x)
-    assert torch.equal(gradient, expected)
-
-
-def test_a_forward_without_a_backward_leaves_nothing_gathered() -> None:
-    """The weights are frozen, such as a teacher's, and the module is in training mode."""
-
-    def wrap(model: nn.Module, session: Any) -> None:
-        fully_shard(model, session)
-
-    sharded = Sharded(nn.Sequential(nn.Linear(5, 5)).requires_grad_(False), wrap)
-    sharded.model(torch.rand(3, 5))
-    assert all(unit.state is UnitState.FREED for unit in sharded.units)
-
-
-class Switch(nn.Module):
-    """Uses one of two layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(3, 3), nn.Linear(3, 3)
-
-    def forward(self, x: torch.Tensor, left: bool) -> torch.Tensor:
-        return (self.left if left else self.right)(x)  # type: ignore[no-any-return]
-
-
-def switch_replica(replica: ReplicaOptions) -> Sharded:
-    def wrap(model: nn.Module, session: Any) -> None:
-        fully_shard(model, session, strategy=NONE, replica=replica)
-
-    return Sharded(Switch(), wrap)
-
-
-def train_switch(sharded: Sharded, left: bool) -> None:
-    sharded.model(torch.ones(1, 3), left).sum().backward()
-    commit(sharded)
-
-
-def test_unused_parameters_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    sharded = switch_replica(ReplicaOptions(find_unused_parameters=True))
-    for left in (True, True, False):
-        train_switch(sharded, left)
-    unit = "unit 'Switch-0': 2 parameters got no gradient:"
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{unit} Switch-0.right.weight, Switch-0.right.bias",
-        f"{unit} Switch-0.left.weight, Switch-0.left.bias",
-    ]
-
-
-def test_unused_parameters_are_not_logged_by_default(caplog: pytest.LogCaptureFixture) -> None:
-    train_switch(switch_replica(ReplicaOptions()), left=True)
-    assert not caplog.records
-
-
-@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
-def test_changed_static_graph_is_refused(bucket_bytes: int) -> None:
-    sharded = switch_replica(ReplicaOptions(static_graph=True, bucket_bytes=bucket_bytes))
-    train_switch(sharded, left=True)
-    before = sharded.state()
-    with pytest.raises(
-        UsageError, match=r"'Switch-0.left.weight' got no gradient.*'Switch-0.right.bias' got a gradient"
-    ):
-        train_switch(sharded, left=False)
-    sharded.units.zero_grad()
-    assert all(torch.equal(value, before[name]) for name, value in sharded.state().items())
-    train_switch(sharded, left=True)
-    assert not torch.equal(sharded.state()["left.bias"], before["left.bias"])
-
-
-def test_gradient_as_bucket_view_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"gradient_as_bucket_view=True.*never copied"):
-        ReplicaOptions(gradient_as_bucket_view=True)

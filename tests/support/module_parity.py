@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -177,3 +178,15 @@ def inputs(number: int, *shape: int, requires_grad: bool = False) -> torch.Tenso
     """Returns random numbers for batch ``number``."""
     generator = torch.Generator().manual_seed(100 + number)
     return torch.randn(shape, generator=generator).requires_grad_(requires_grad)
+
+
+def layers(*widths: int) -> nn.Sequential:
+    """Returns linear layers with the same weights on every call."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(before, after) for before, after in pairwise(widths)))
+
+
+def squared_loss(model: nn.Module, number: int) -> torch.Tensor:
+    """Returns the mean of the squared outputs for batch ``number``, with 7 inputs."""
+    result: torch.Tensor = model(inputs(number, 4, 7)).square().mean()
+    return result
