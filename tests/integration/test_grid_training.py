@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
-import uuid
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,49 +14,10 @@ from shardwell.command.inspect_commands import peek
 from shardwell.credentials import find_credentials
 from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell_wire.v1 import shard_pb2
-from tests.support import grid_trainer
+from tests.support.grid_runs import read, train
 from tests.support.grid_trainer import MAX_NORM, OPTIMIZER, build, compute
-from tests.support.processes import ROOT
 
 STEPS = 3
-
-
-def train(
-    cluster: shardwell.LocalCluster,
-    folder: Path,
-    world: tuple[int, int, int],
-    *,
-    steps: int,
-    device: str,
-    resume: str = "",
-) -> tuple[str, list[dict[str, Any]]]:
-    """Runs a trainer per rank. Returns the run's name, and the output of each trainer."""
-    run = uuid.uuid4().hex
-    arguments = [cluster.address, run, *map(str, world), str(steps), str(folder), device, resume]
-    trainers = [
-        subprocess.Popen(
-            [sys.executable, "-m", grid_trainer.__name__, *arguments],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(world[0] * world[1] * world[2])
-    ]
-    try:
-        outputs = [trainer.communicate(timeout=120) for trainer in trainers]
-    finally:
-        for trainer in trainers:
-            trainer.kill()
-    for trainer, (_, errors) in zip(trainers, outputs, strict=True):
-        assert trainer.returncode == 0, errors
-    return run, sorted((json.loads(output) for output, _ in outputs), key=lambda output: output["rank"])
-
-
-def read(cluster: shardwell.LocalCluster, run: str) -> dict[str, torch.Tensor]:
-    with shardwell.attach(cluster.address, run=run) as reader, reader.pin() as pinned:
-        return dict(pinned.values())
 
 
 def reference(dp: int) -> tuple[dict[str, torch.Tensor], list[float]]:
@@ -89,11 +44,15 @@ def reference(dp: int) -> tuple[dict[str, torch.Tensor], list[float]]:
     return model.state_dict(), norms
 
 
-@pytest.mark.parametrize("world", [(1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("world", "trainers"),
+    [((1, 2, 1), 2), ((1, 1, 2), 2), ((2, 2, 1), 4), ((2, 1, 2), 4), ((1, 2, 2), 4), ((4, 1, 2), 2)],
+    ids=str,
+)
 def test_a_grid_trains_as_one_process(
-    cluster: shardwell.LocalCluster, tmp_path: Path, world: tuple[int, int, int]
+    cluster: shardwell.LocalCluster, tmp_path: Path, world: tuple[int, int, int], trainers: int
 ) -> None:
-    run, outputs = train(cluster, tmp_path, world, steps=STEPS, device="cpu")
+    run, outputs = train(cluster, tmp_path, world, steps=STEPS, trainers=trainers)
     expected, norms = reference(world[0])
     got = read(cluster, run)
     assert got.keys() == expected.keys()
@@ -147,9 +106,9 @@ def test_a_grid_goes_on_from_its_checkpoint(cluster: shardwell.LocalCluster, tmp
     for folder in (first, second):
         folder.mkdir()
     world = (1, 2, 2)
-    run, _ = train(cluster, first, world, steps=STEPS - 1, device="cpu")
+    run, _ = train(cluster, first, world, steps=STEPS - 1)
     url = shardwell.open_checkpoint(first / "checkpoints", run=run).url
-    resumed, _ = train(cluster, second, world, steps=STEPS, device="cpu", resume=url)
+    resumed, _ = train(cluster, second, world, steps=STEPS, resume=url)
     got, (expected, _) = read(cluster, resumed), reference(world[0])
     assert got.keys() == expected.keys()
     for name, value in expected.items():

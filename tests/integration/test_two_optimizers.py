@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardwell
+from tests.support.processes import run_ranks
 
 ADAM = {"lr": 2e-3, "betas": (0.5, 0.999)}
 STEPS = 4
@@ -234,3 +235,56 @@ def test_unsupported_use_of_two_optimizers_is_rejected(session: shardwell.Sessio
     after = shardwell.full_state_dict(model)
     assert torch.equal(after["weight"], before["weight"] - 0.1)
     assert torch.equal(after["bias"], before["bias"] - 0.1)
+
+
+def layer(number: int) -> nn.Linear:
+    torch.manual_seed(number)
+    return nn.Linear(4, 4)
+
+
+def loss_of(a: nn.Module, b: nn.Module, number: int) -> torch.Tensor:
+    x = noise(number, 3, 4)
+    return a(x).square().mean() + b(x).square().mean()  # type: ignore[no-any-return]
+
+
+def reference_of_stages(stages: int) -> tuple[list[float], list[nn.Linear]]:
+    """Trains the layers of all stages in one process. Returns the norms, and the layers of both optimizers in order."""
+    layers = [[layer(10 * kind + stage) for stage in range(stages)] for kind in (1, 2)]
+    optimizers = [torch.optim.SGD(nn.ModuleList(each).parameters(), lr=0.1, foreach=False) for each in layers]
+    norms = []
+    for number in range(STEPS):
+        for a, b in zip(*layers, strict=True):
+            loss_of(a, b, number).backward()
+        kind = number % 2
+        norms.append(nn.utils.clip_grad_norm_(nn.ModuleList(layers[kind]).parameters(), 0.1).item())
+        optimizers[kind].step()
+        optimizers[kind].zero_grad()
+    return norms, [*layers[0], *layers[1]]
+
+
+def grid_worker(rank: int, address: str, run: str, tp: int, pp: int) -> None:
+    world, waits = shardwell.World(1, tp, pp), shardwell.WaitOptions(wait_limit_s=60)
+    with shardwell.join(address, run=run, world=world, global_rank=rank, waits=waits) as session:
+        stage = session.pp_rank or 0
+        a, b = (shardwell.fully_shard(layer(10 * kind + stage), session, name=f"{kind}-{stage}") for kind in (1, 2))
+        optimizers, norms = [shardwell.optim.SGD(each.parameters(), lr=0.1) for each in (a, b)], []
+        for step in session.steps(STEPS):
+            for number in step.batches(lambda number, _: number):
+                loss_of(a, b, number).backward()
+            optimizer = optimizers[step.number % 2]
+            norms.append(optimizer.clip_grad_norm_(0.1).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        expected, layers = reference_of_stages(pp)
+        assert norms == pytest.approx(expected, rel=1e-6), "the norm is over the units of one optimizer in all stages"
+        for found, plain in ((a, layers[stage]), (b, layers[pp + stage])):
+            state = shardwell.full_state_dict(found)
+            for name, value in plain.state_dict().items():
+                torch.testing.assert_close(state[name], value, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 1)])
+def test_alternating_optimizers_clip_over_all_trainers_of_a_replica(
+    cluster: shardwell.LocalCluster, run_name: str, tp: int, pp: int
+) -> None:
+    run_ranks(grid_worker, cluster.address, run_name, tp, pp, count=tp * pp)

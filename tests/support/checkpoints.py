@@ -19,7 +19,7 @@ from shardwell_wire.layout import Parameter, UnitLayout
 from shardwell_wire.topology import World
 from shardwell_wire.v1 import coordinator_pb2
 
-RUN = "gpt"
+RUN, WORLD = "gpt", World(dp=2)
 UNITS = (
     UnitLayout(
         "blocks.0", (Parameter("blocks.0.weight", (5, 7), "float32"), Parameter("blocks.0.bias", (), "float64"))
@@ -69,6 +69,7 @@ def write_checkpoint(
     optimizer: Mapping[str, Any] | None = None,
     publish: bool = True,
     created: float | None = None,
+    world: World = WORLD,
 ) -> str:
     """Writes a checkpoint with one file per entry of ``files``. Returns its path or URL."""
     checkpoint_id = checkpoint_id or f"c{step}"
@@ -91,12 +92,27 @@ def write_checkpoint(
                 checkpoint_id=checkpoint_id,
                 step=step,
                 created=time.time() if created is None else created,
-                world=World(dp=2),
+                world=world,
                 seed=3,
                 units=tuple(units),
                 files=tuple(records),
-                commits=({"step": step - 1, "grad_norm": float("inf"), "optimizer": dict(optimizer or {})},),
+                commits=(_commit(step, units, optimizer or {}),),
                 run_state=coordinator_pb2.RunState(step=step - 1, tracked_json={"schedule": '{"last": 3}'}),
             ),
         )
     return folder_of_run.url_of(folder)
+
+
+def _commit(step: int, units: Sequence[UnitLayout], optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "step": step - 1,
+        "time": 1.0,
+        "leader": "rank 0",
+        "optimizer": dict(optimizer),
+        "clip_coefficient": 1.0,
+        "unit_order": [index for index, unit in enumerate(units) if not unit.holds_buffers],
+        "grad_norm": float("inf"),
+        "norm_type": None,
+        "other_norm": None,
+        "skipped": False,
+    }

@@ -203,8 +203,10 @@ class FakeShard:
         return shard_pb2.BeginRestoreResponse(free_bytes=self.budget_bytes - self.reserved_bytes)
 
     def LoadShards(self, request: shard_pb2.LoadShardsRequest) -> shard_pb2.LoadShardsResponse:
-        for unit in self._run(request).primaries:
-            unit.version, unit.history = request.context.step, list(range(request.context.step))
+        run = self._run(request)
+        for unit in run.primaries:
+            if not request.unit or unit.index == run.names[request.unit]:
+                unit.version, unit.history = request.context.step, list(range(request.context.step))
         return shard_pb2.LoadShardsResponse(loaded=True)
 
     def BeginCheckpoint(self, request: shard_pb2.BeginCheckpointRequest) -> shard_pb2.BeginCheckpointResponse:

@@ -1,14 +1,15 @@
 """A trainer of a grid, for tests.
 
-``python -m tests.support.grid_trainer ADDRESS RUN DP TP PP STEPS FOLDER DEVICE RESUME``
+``python -m tests.support.grid_trainer --address A --run R DP TP PP STEPS FOLDER [--device meta] [--resume URL]
+[--trainers N]``
 
 Tensor parallelism is torch's. The pipeline is written out: each stage runs its forward and its backward once per batch.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from typing import Any
 
 import torch
@@ -110,32 +111,45 @@ def join_replica(session: shardwell.Session, folder: str) -> DeviceMesh:
 
 
 def main() -> None:
-    address, run, dp, tp, pp, steps, folder, device, resume = sys.argv[1:]
-    world = shardwell.World(int(dp), int(tp), int(pp))
+    torch.set_num_threads(1)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--address")
+    parser.add_argument("--run")
+    for name in ("dp", "tp", "pp", "steps"):
+        parser.add_argument(name, type=int)
+    parser.add_argument("folder")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--resume")
+    parser.add_argument("--trainers", type=int)
+    options = parser.parse_args()
+    world, folder = shardwell.World(options.dp, options.tp, options.pp), options.folder
     waits = shardwell.WaitOptions(wait_limit_s=60)
     with shardwell.join(
-        address,
-        run=run,
+        options.address,
+        run=options.run,
         world=world,
+        min_trainers=options.trainers,
         seed=7,
         checkpoint_dir=f"{folder}/checkpoints",
-        resume=resume or None,
+        resume=options.resume,
         waits=waits,
     ) as session:
         mesh, place = join_replica(session, folder), session.units.place
-        model = build(device, pp=world.pp, pp_rank=place.pp_rank, mesh=mesh["tp"] if world.tp > 1 else None)
+        model = build(options.device, pp=world.pp, pp_rank=place.pp_rank, mesh=mesh["tp"] if world.tp > 1 else None)
         shardwell.auto_wrap(model, session, shardwell.ModuleTypePolicy({Block}))
         optimizer: Any = shardwell.optim.AdamW(model.parameters(), **OPTIMIZER)
+        optimizer.ema_decay = 0.5
         rank = dist.get_rank()
         neighbours = (rank - 1 if place.pp_rank else None, rank + 1 if place.pp_rank < world.pp - 1 else None)
         norms = []
-        for step in session.steps(int(steps)):
+        for step in session.steps(options.steps):
             for item in step.batches(lambda step, dp_rank: (step, dp_rank)):
                 compute(model, *item, neighbours)
             norms.append(float(optimizer.clip_grad_norm_(MAX_NORM)))
             optimizer.step()
             optimizer.zero_grad()
-        if session.global_rank == 0 and norms:  # before a commit, units of other ranks may lack values
+        dist.barrier()  # before a commit, units of other ranks may lack values
+        if session.global_rank == 0 and session.step:
             session.save_checkpoint(wait=True)
         stats = session.stats()
         print(json.dumps({"rank": session.global_rank, "norms": norms, "pushed_bytes": stats["pushed_bytes"]}))

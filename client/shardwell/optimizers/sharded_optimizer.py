@@ -179,7 +179,7 @@ class ShardedOptimizer(Optimizer):
         """Returns the norm of the unscaled mean gradient."""
         loss_scale = self._scaling.loss_scale
         try:
-            norm = self._session.in_flight.grad_norm(self._session.loop.step, norm_type, self._counted_units())
+            norm = self._session.in_flight.grad_norm(self._session.loop.step, norm_type, *self._counted_units())
         except NonFiniteError:
             if loss_scale is None:
                 raise
@@ -368,21 +368,13 @@ class ShardedOptimizer(Optimizer):
                         kept.setdefault(unit_index, set()).update(left)
         return kept
 
-    def _counted_units(self) -> list[int]:
-        """Returns the indices of the units over whose gradients the norm is computed. Empty: all units.
+    def _counted_units(self) -> tuple[list[int], list[int]]:
+        """Returns the indices of this trainer's units over whose gradients the norm is computed, and of the others.
 
         Raises:
-            UsageError: A unit has parameters of this optimizer and of another one, or trainers hold different units.
+            UsageError: A unit has parameters of this optimizer and of another one.
         """
-        if not (kept := self._kept_parameters()):
-            return []
-        place = self._session.units.place
-        if place.tp * place.pp > 1:
-            raise UsageError(
-                f"clip_grad_norm_ of {type(self).__name__}: several optimizers alternate, and this trainer knows only "
-                f"its own units in a world with tp={place.tp} and pp={place.pp}: use one optimizer, such as "
-                "shardwell.optim.Combined([...]), or do not clip by the norm"
-            )
+        kept = self._kept_parameters()
         own = self._own_parameters()
         for unit in self._session.units:
             if unit.index in kept and unit.index in own:
@@ -392,7 +384,7 @@ class ShardedOptimizer(Optimizer):
                     "combine both optimizers, shardwell.optim.Combined([...])",
                     unit=unit.name,
                 )
-        return [unit.index for unit in self._session.units if unit.index not in kept]
+        return [unit.index for unit in self._session.units if unit.index not in kept], sorted(kept)
 
     def _locate(self, parameter: torch.Tensor) -> tuple[int, int]:
         found = self._session.units.locate(parameter)

@@ -234,7 +234,8 @@ class JoinConfig:
     backups: int | None = None
     """Servers that keep a copy of every shard besides its owner. None: as the run has."""
     resume: str = ""
-    """Checkpoint from which to create the run, if it does not exist: ``latest``, or a path or URL. Empty: none."""
+    """Checkpoint from which to create the run, if it does not exist: ``latest``, or a path or URL. Empty: none. Its run
+    may have had another ``tp`` and ``pp``."""
     transfers: TransferOptions = field(default_factory=TransferOptions)
     """How weights and gradients travel."""
     waits: WaitOptions = field(default_factory=WaitOptions)

@@ -24,6 +24,7 @@ import torch
 from shardwell.data_plane.error_feedback import CapturedResiduals
 from shardwell.session.item_pushes import ItemPushes
 from shardwell.session.membership import Membership
+from shardwell_wire.checkpoints.elements import pieces_of, read_elements
 from shardwell_wire.checkpoints.format import RESIDUAL, FilePlan, Piece
 from shardwell_wire.checkpoints.manifest import RESIDUAL_RANKS
 from shardwell_wire.checkpoints.opening import open_storage
@@ -59,13 +60,14 @@ class RestoredResiduals:
 
     def __call__(self, dp_rank: int, layout: UnitLayout) -> Mapping[int, torch.Tensor]:
         """Returns the residuals of a rank by parameter index, each [numel]. Logs what cannot be read."""
-        found = {}
+        found, label = {}, f"{RESIDUAL}{dp_rank}"
         for index, parameter in enumerate(layout.parameters):
             try:
-                for stored in self._checkpoint.pieces(parameter.key, f"{RESIDUAL}{dp_rank}"):
+                stored = list(pieces_of(self._checkpoint, parameter, label, 0, parameter.numel))
+                if stored:
                     values = torch.zeros(parameter.numel, dtype=torch.float32, device="cpu")
-                    piece = values[stored.piece.start : stored.piece.stop]
-                    self._checkpoint.read_into(stored, memory_at(piece.data_ptr(), piece.nbytes, piece))
+                    memory = memory_at(values.data_ptr(), values.nbytes, values)
+                    read_elements(self._checkpoint, parameter, stored, (0, parameter.numel), memory)
                     found[index] = values
             except ShardwellError as error:
                 logger.warning("push_error_feedback: data rank %d starts with zeros: %s", dp_rank, error)

@@ -61,7 +61,7 @@ class UnitDeclarations:
         """
         declared = self._declare(layout, step)
         deadline = time.monotonic() + self._wait_limit_s
-        pauses = backoff(_FIRST_PUBLISH_POLL_S, _LONGEST_PUBLISH_POLL_S)
+        pauses, loading = backoff(_FIRST_PUBLISH_POLL_S, _LONGEST_PUBLISH_POLL_S), ""
         # The values are kept until the unit is published. If the selected trainer is lost, the coordinator selects
         # another one, which may be this trainer.
         while not declared.HasField("version"):
@@ -82,10 +82,12 @@ class UnitDeclarations:
                         raise
                     logger.warning("unit %r: uploading the initial values again: %s", layout.unit, error)
                     continue
+            if declared.loading != loading:  # the servers make progress
+                loading, deadline = declared.loading, time.monotonic() + self._wait_limit_s
             if time.monotonic() > deadline:
+                from_whom = f"; {loading}" if loading else " from the trainer that plays the lowest logical rank"
                 raise DeadlineError(
-                    f"waited {self._wait_limit_s:.0f} s for the initial values of unit {layout.unit!r} "
-                    "from the trainer that plays the lowest logical rank",
+                    f"waited {self._wait_limit_s:.0f} s for the initial values of unit {layout.unit!r}{from_whom}",
                     unit=layout.unit,
                 )
             time.sleep(next(pauses))

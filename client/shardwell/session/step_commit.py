@@ -136,13 +136,14 @@ class StepCommitter:
         except ShardwellError as error:
             logger.info("the last work item was not reported: %s", error)
 
-    def grad_norm(self, step: int, norm_type: float, unit_indices: Sequence[int] = ()) -> GradNorm:
+    def grad_norm(self, step: int, norm_type: float, counted: Sequence[int] = (), kept: Sequence[int] = ()) -> GradNorm:
         """Returns the norm, before clipping, of the mean gradient of a step whose work is finished.
 
         Args:
             step: Number of the step.
             norm_type: The norm's p.
-            unit_indices: Units to include. Empty: all.
+            counted: Units of this trainer to include. Empty: all units of the run.
+            kept: Units of this trainer to leave out.
 
         Raises:
             DeadlineError: The servers did not reduce the gradient in time.
@@ -153,7 +154,8 @@ class StepCommitter:
             context=self._membership.context(step),
             trainer=self._membership.trainer,
             norm_type=0.0 if norm_type == 2.0 else norm_type,
-            unit_indices=unit_indices,
+            unit_indices=counted if kept else (),
+            kept_unit_indices=kept,
         )
         started = time.perf_counter()
         response: coordinator_pb2.PrepareGradientsResponse = self._membership.poll(

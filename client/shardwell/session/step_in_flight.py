@@ -172,13 +172,14 @@ class StepInFlight:
 
     # ---- the commit ----
 
-    def grad_norm(self, step: int, norm_type: float, unit_indices: Sequence[int] = ()) -> GradNorm:
+    def grad_norm(self, step: int, norm_type: float, counted: Sequence[int] = (), kept: Sequence[int] = ()) -> GradNorm:
         """Returns the norm of a step's mean gradient before clipping. Finishes the work of the step in flight first.
 
         Args:
             step: Number of the step.
             norm_type: The norm's p.
-            unit_indices: Units to include. Empty: all.
+            counted: Units of this trainer to include. Empty: all units of the run.
+            kept: Units of this trainer to leave out.
 
         Returns:
             The norm; NaN if the loop's iteration has lost its effect; 0 if the other trainers have committed the step
@@ -188,7 +189,7 @@ class StepInFlight:
             if not self.voided and self.rejoining.join_again():
                 if step == self.state.number:
                     self._finish_plain_loop()
-                return self._committer.grad_norm(step, norm_type, unit_indices)
+                return self._committer.grad_norm(step, norm_type, counted, kept)
         except VersionGoneError:
             if not self.state.in_batches:
                 raise

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from shardwell_wire.checkpoints.safetensors_header import LENGTH_BYTES, header_s
 from shardwell_wire.checkpoints.storage import Storage
 from shardwell_wire.errors import CorruptDataError, NotFoundError
 from shardwell_wire.layout import Parameter
+
+ByteRun = tuple[int, int, int]
+"""First byte in the target, first byte in the tensor, and number of bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,11 @@ class Checkpoint:
             for part in self.files[file.name].parts:
                 self._parts[part.parameter].append(part)
         self._by_key = {each.key: each for unit in self.manifest.units for each in unit.parameters}
+        self._by_name: dict[str, list[Parameter]] = defaultdict(list)
+        for each in self._by_key.values():
+            if each.numel or not each.is_part:
+                for name in (each.name, *each.aliases):
+                    self._by_name[name].append(each)
         self._check_agreement()
 
     @classmethod
@@ -109,6 +118,13 @@ class Checkpoint:
         found = self._pieces.get(parameter, {}).get(state, ())
         return [each for each in found if each.piece.start < stop and start < each.piece.stop]
 
+    def entries(self, name: str) -> Sequence[Parameter]:
+        """Returns the entries of a parameter or buffer by name or alias: itself, or all parts that have elements.
+
+        Empty if the checkpoint has no tensor of this name.
+        """
+        return self._by_name.get(name, ())
+
     def _require(self, parameter: str) -> Parameter:
         if parameter not in self._by_key:
             raise NotFoundError(f"{self.url} has no parameter or buffer {parameter!r}", parameter=parameter)
@@ -148,7 +164,23 @@ class Checkpoint:
         Raises:
             CorruptDataError: The checksum differs, or the file ends early. ``target`` then has undefined bytes.
         """
-        _read_piece(self._storage, stored, target, offset_bytes)
+        size = memoryview(target).nbytes
+        _read_piece(self._storage, stored, target, [(0, offset_bytes, size)] if size else ())
+
+    def copy_into(self, stored: StoredPiece, target: Any, runs: Iterable[ByteRun]) -> None:
+        """Reads ranges of a tensor into writable memory, and compares the checksum of the whole tensor.
+
+        Reads one window of the file at a time, whatever the size of the tensor.
+
+        Args:
+            stored: The tensor.
+            target: Writable contiguous buffer.
+            runs: The ranges, in rising order. Must not be outside of the tensor.
+
+        Raises:
+            CorruptDataError: As ``read_into``.
+        """
+        _read_piece(self._storage, stored, target, runs)
 
     # ---- checks ----
 
@@ -245,13 +277,13 @@ def read_index(storage: Storage, manifest: Manifest, file: FileRecord) -> FileIn
 
 def verify_piece(storage: Storage, stored: StoredPiece) -> None:
     """Compares the checksum of a tensor. Raises as ``Checkpoint.read``."""
-    _read_piece(storage, stored, b"", 0)
+    _read_piece(storage, stored, b"", ())
 
 
-def _read_piece(storage: Storage, stored: StoredPiece, target: Any, offset_bytes: int) -> None:
+def _read_piece(storage: Storage, stored: StoredPiece, target: Any, runs: Iterable[ByteRun]) -> None:
     view = memoryview(target).cast("B") if memoryview(target).nbytes else memoryview(b"")
     size, hasher = stored.piece.size_bytes, xxhash.xxh3_64()
-    assert 0 <= offset_bytes <= offset_bytes + view.nbytes <= size
+    waiting, pending = iter(runs), list[ByteRun]()
     for start in range(0, size, storage.window_bytes):
         stop = min(start + storage.window_bytes, size)
         place = stored.placed.start_bytes
@@ -259,11 +291,22 @@ def _read_piece(storage: Storage, stored: StoredPiece, target: Any, offset_bytes
         if len(window) != stop - start:
             raise _damaged(storage, stored, "the file ends early")
         hasher.update(window)
-        low, high = max(start, offset_bytes), min(stop, offset_bytes + view.nbytes)
-        if low < high:
-            view[low - offset_bytes : high - offset_bytes] = memoryview(window)[low - start : high - start]
+        pending = _copy_window(memoryview(window), start, view, chain(pending, waiting))
+    assert not pending, f"{stored.piece.name!r} has {size} bytes"
     if hasher.hexdigest() != stored.placed.checksum:
         raise _damaged(storage, stored, f"its checksum is {hasher.hexdigest()}, expected {stored.placed.checksum}")
+
+
+def _copy_window(window: memoryview, start: int, target: memoryview, runs: Iterable[ByteRun]) -> list[ByteRun]:
+    """Copies the runs inside a window of a tensor that starts at byte ``start``. Returns the first run after it."""
+    stop = start + window.nbytes
+    for to, first, count in runs:
+        here = max(0, min(count, stop - first))
+        if here:
+            target[to : to + here] = window[first - start : first - start + here]
+        if here < count:
+            return [(to + here, first + here, count - here)]
+    return []
 
 
 def _damaged(storage: Storage, stored: StoredPiece, reason: str) -> CorruptDataError:

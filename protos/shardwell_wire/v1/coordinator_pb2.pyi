@@ -590,7 +590,8 @@ class JoinRequest(google.protobuf.message.Message):
     """
     resume: builtins.str
     """If the run does not exist: the checkpoint to create it from. "latest": the newest valid checkpoint in
-    RunConfig.checkpoint_dir, or none if there is none. Otherwise the path or URL of a checkpoint. Empty: none.
+    RunConfig.checkpoint_dir, or none if there is none. Otherwise the path or URL of a checkpoint. Empty: none. Its dp
+    and seed must be those of the run; tp and pp may differ.
     """
     @property
     def config(self) -> global___RunConfig:
@@ -1245,6 +1246,7 @@ class DeclareUnitResponse(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
     PLACEMENT_FIELD_NUMBER: builtins.int
+    LOADING_FIELD_NUMBER: builtins.int
     unit_index: builtins.int
     """Index of the unit in the run."""
     initialize: builtins.bool
@@ -1255,6 +1257,10 @@ class DeclareUnitResponse(google.protobuf.message.Message):
     """Version of the unit. Unset: not published yet."""
     placement: builtins.int
     """Number of relocations of the run's shards so far. See JoinResponse.placement."""
+    loading: builtins.str
+    """How far the servers have read the values of the unit from the checkpoint that the run continues from. Empty: they do
+    not read it.
+    """
     @property
     def shards(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[shardwell_wire.v1.common_pb2.ShardRange]:
         """The shards, in order and without gap."""
@@ -1268,9 +1274,10 @@ class DeclareUnitResponse(google.protobuf.message.Message):
         epoch: builtins.int = ...,
         version: builtins.int | None = ...,
         placement: builtins.int = ...,
+        loading: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_version", b"_version", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_version", b"_version", "epoch", b"epoch", "initialize", b"initialize", "placement", b"placement", "shards", b"shards", "unit_index", b"unit_index", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_version", b"_version", "epoch", b"epoch", "initialize", b"initialize", "loading", b"loading", "placement", b"placement", "shards", b"shards", "unit_index", b"unit_index", "version", b"version"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_version", b"_version"]) -> typing.Literal["version"] | None: ...
 
 global___DeclareUnitResponse = DeclareUnitResponse
@@ -1573,6 +1580,7 @@ class PrepareGradientsRequest(google.protobuf.message.Message):
     NORM_TYPE_FIELD_NUMBER: builtins.int
     WAIT_S_FIELD_NUMBER: builtins.int
     UNIT_INDICES_FIELD_NUMBER: builtins.int
+    KEPT_UNIT_INDICES_FIELD_NUMBER: builtins.int
     trainer: builtins.str
     """Name of the trainer."""
     norm_type: builtins.float
@@ -1585,7 +1593,13 @@ class PrepareGradientsRequest(google.protobuf.message.Message):
 
     @property
     def unit_indices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Indices of the units whose gradients count. Empty: all units of the run."""
+        """Indices of the units of this trainer whose gradients count. Empty: all units of the run."""
+
+    @property
+    def kept_unit_indices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """With several optimizers: indices of the units of this trainer whose gradients another optimizer will use. In a grid,
+        the norm is computed when trainers have named all units.
+        """
 
     def __init__(
         self,
@@ -1595,9 +1609,10 @@ class PrepareGradientsRequest(google.protobuf.message.Message):
         norm_type: builtins.float = ...,
         wait_s: builtins.float = ...,
         unit_indices: collections.abc.Iterable[builtins.int] | None = ...,
+        kept_unit_indices: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["context", b"context", "norm_type", b"norm_type", "trainer", b"trainer", "unit_indices", b"unit_indices", "wait_s", b"wait_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["context", b"context", "kept_unit_indices", b"kept_unit_indices", "norm_type", b"norm_type", "trainer", b"trainer", "unit_indices", b"unit_indices", "wait_s", b"wait_s"]) -> None: ...
 
 global___PrepareGradientsRequest = PrepareGradientsRequest
 

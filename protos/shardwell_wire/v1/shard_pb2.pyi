@@ -3203,12 +3203,15 @@ class LoadShardsRequest(google.protobuf.message.Message):
     RESTORE_FIELD_NUMBER: builtins.int
     URL_FIELD_NUMBER: builtins.int
     WAIT_S_FIELD_NUMBER: builtins.int
+    UNIT_FIELD_NUMBER: builtins.int
     restore: builtins.int
-    """BeginRestoreRequest.restore."""
+    """BeginRestoreRequest.restore. Not used with `unit`."""
     url: builtins.str
     """Folder of the checkpoint: a path or URL."""
     wait_s: builtins.float
     """Longest time to wait until the shards are published, in seconds. 0: do not wait."""
+    unit: builtins.str
+    """The unit to load. Empty: all units of the run."""
     @property
     def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
         """`step` is the version of the checkpoint."""
@@ -3220,9 +3223,10 @@ class LoadShardsRequest(google.protobuf.message.Message):
         restore: builtins.int = ...,
         url: builtins.str = ...,
         wait_s: builtins.float = ...,
+        unit: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["context", b"context", "restore", b"restore", "url", b"url", "wait_s", b"wait_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["context", b"context", "restore", b"restore", "unit", b"unit", "url", b"url", "wait_s", b"wait_s"]) -> None: ...
 
 global___LoadShardsRequest = LoadShardsRequest
 

@@ -581,9 +581,11 @@ class ShardServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def LoadShards(self, request, context):
-        """Coordinator: fills the reserved shards of a run from a checkpoint, in the background, and publishes them. Repeated
-        requests report the progress.
+        """Coordinator: fills the reserved shards of a run, or of one unit, from a checkpoint, in the background, and publishes
+        them. The checkpoint may be of another grid: values and state are found by the names of parameters and the places of
+        their elements. Repeated requests report the progress.
 
+        FAILED_PRECONDITION: the checkpoint lacks a parameter, or has a state that cannot be divided as the unit divides it.
         DATA_LOSS: a file is missing or damaged; the message names it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -8,8 +8,10 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 
+from shardwell_server.coordinator.checkpoints.files import CheckpointFiles
+from shardwell_server.coordinator.checkpoints.filling import UnitFiller
 from shardwell_server.coordinator.checkpoints.restoring import RunRestorer
-from shardwell_server.coordinator.checkpoints.saving import CheckpointFiles, CheckpointSaver
+from shardwell_server.coordinator.checkpoints.saving import CheckpointSaver
 from shardwell_server.coordinator.commit.committer import Committer
 from shardwell_server.coordinator.commit.preparation import StepPreparer
 from shardwell_server.coordinator.commit.step_requests import StepRequests
@@ -53,13 +55,16 @@ class Coordinator:
         self.trainers = TrainerLeases(state, self.servers)
         self.placer = UnitPlacer(state, self.servers)
         self.checkpoint_files = CheckpointFiles()
-        self.checkpoints = CheckpointSaver(state, self.servers, self.checkpoint_files)
+        self.filler = UnitFiller(state, self.servers, self.checkpoint_files)
+        self.checkpoints = CheckpointSaver(state, self.servers, self.checkpoint_files, self.filler)
         self.restorer = RunRestorer(state, self.servers, self.placer, self.trainers, self.checkpoint_files)
         self.promoter = Promoter(self.servers, state.cluster, state.tasks)
         self.preparer = StepPreparer(state, self.servers)
         self.updates = UpdateSender(state, self.servers, self.checkpoints)
         self.committer = Committer(state, self.servers, self.trainers, self.promoter, self.preparer, self.updates)
-        self.step_requests = StepRequests(state, self.servers, self.trainers, self.preparer, self.committer)
+        self.step_requests = StepRequests(
+            state, self.servers, self.trainers, self.preparer, self.committer, self.filler
+        )
         self.relocator = Relocator(state, self.servers, self.promoter, self.trainers, self.restorer)
         self.backups = BackupKeeper(state, self.servers, self.promoter, self.trainers, self.updates)
         self.adoption = Adoption(state, self.servers, self.promoter, self.trainers, self.updates)

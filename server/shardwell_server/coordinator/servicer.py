@@ -35,6 +35,9 @@ from shardwell_wire.v1 import coordinator_pb2
 _DECLARE_WAIT_S = 20.0
 """Longest time that a declaration waits for shard servers. Well below the deadline of trainers, which then retry."""
 
+_FILL_WAIT_S = 5.0
+"""Longest time that a declaration waits until the servers have read a unit from a checkpoint."""
+
 _MAX_MISSING_KEYS = 64
 
 
@@ -200,8 +203,11 @@ class CoordinatorServicer:
         layout = UnitLayout.from_proto(request.unit)
         run, member = self._member(request)
         with member.serving_rpc(self._state.clock):
+            await self._coordinator.filler.check(run, layout)
             unit = await self._coordinator.placer.declare(run, layout, _wait_s(call, _DECLARE_WAIT_S))
-            if not unit.published:
+            if not unit.published and run.filled_from is not None:
+                await self._coordinator.filler.fill(run, unit, _wait_s(call, _FILL_WAIT_S))
+            elif not unit.published:
                 self._coordinator.trainers.revoke_initializer(run, layout, wanted_by=member)
             await self._state.save(run)  # the shards may have moved, and the response names their servers
             response = coordinator_pb2.DeclareUnitResponse(
@@ -211,6 +217,8 @@ class CoordinatorServicer:
             )
             if unit.published:
                 response.version = run.committed_step
+            elif run.filled_from is not None:
+                response.loading = run.checkpoints.describe_filling(layout.unit)
             elif (initializer := run.choose_initializer(layout)) is not None and initializer.trainer == member.name:
                 response.initialize, response.epoch = True, initializer.epoch
             await self._state.save(run)
@@ -330,7 +338,8 @@ class CoordinatorServicer:
                 request.context.step,
                 norm_type=_norm_type(request.norm_type),
                 wait_s=_wait_s(call, request.wait_s),
-                unit_indices=request.unit_indices,
+                counted=request.unit_indices,
+                kept=request.kept_unit_indices,
             )
 
     async def CommitStep(

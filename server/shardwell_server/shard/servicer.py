@@ -94,12 +94,14 @@ class ShardServicer:
             placement=request.placement,
         )
         role = Role.BACKUP if request.role == shard_pb2.SHARD_ROLE_BACKUP else Role.PRIMARY
+        await self._checkpoints.stop_loading(request.context.run_id, spec.unit)
         shard = self._store.reserve(spec, role)
         return shard_pb2.ReserveUnitResponse(free_bytes=self._store.memory.free_bytes, version=shard.version)
 
     async def ReleaseUnit(self, request: shard_pb2.ReleaseUnitRequest, call: Call) -> shard_pb2.ReleaseUnitResponse:
         await self._term.check(request.context.epoch)
         self._check_request_id(call, request.context, request)
+        await self._checkpoints.stop_loading(request.context.run_id, request.unit)
         self._store.release(request.context, request.unit, request.placement)
         return shard_pb2.ReleaseUnitResponse(free_bytes=self._store.memory.free_bytes)
 

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
+from shardwell_server.coordinator.checkpoints.files import CheckpointFiles
 from shardwell_server.coordinator.checkpoints.manifests import require_same_run
-from shardwell_server.coordinator.checkpoints.saving import CheckpointFiles
 from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.runs.checkpoints import CheckpointOptions, Restore
 from shardwell_server.coordinator.runs.run import Run

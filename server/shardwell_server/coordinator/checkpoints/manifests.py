@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -22,8 +22,15 @@ from shardwell_wire.errors import CorruptDataError, RunMismatchError
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
 
-def manifest_of(run: Run, checkpoint_id: str, created: float) -> Manifest:
-    """Returns the manifest of a checkpoint of a run's current version, without files."""
+def manifest_of(run: Run, checkpoint_id: str, created: float, commits: Iterable[CommitRecord]) -> Manifest:
+    """Returns the manifest of a checkpoint of a run's current version, without files.
+
+    Args:
+        run: The run.
+        checkpoint_id: Random id of the checkpoint.
+        created: Seconds since 1970.
+        commits: The most recent commit records, oldest first.
+    """
     return Manifest(
         run=run.name,
         run_id=run.identity.run_id,
@@ -34,7 +41,7 @@ def manifest_of(run: Run, checkpoint_id: str, created: float) -> Manifest:
         seed=run.settings.seed,
         units=tuple(run.units.layouts),
         files=(),
-        commits=tuple(map(_commit_to_dict, run.commits.records)),
+        commits=tuple(map(_commit_to_dict, commits)),
         run_state=run.commits.state,
         lineage=run.checkpoints.lineage,
         extra={"num_layers": run.settings.num_layers, "min_trainers": run.settings.min_trainers},
@@ -84,14 +91,19 @@ def run_state_in(manifest: Manifest) -> coordinator_pb2.RunState | None:
 
 
 def require_same_run(manifest: Manifest, run: str, settings: RunSettings, where: str) -> None:
-    """Raises RunMismatchError unless a run with these settings can continue from a checkpoint."""
-    for name, ours in (("world", settings.world), ("seed", settings.seed)):
-        theirs = getattr(manifest, name)
+    """Raises RunMismatchError unless a run with these settings can continue from a checkpoint.
+
+    Tensor and pipeline parallelism may differ, see Note: [Resuming in another grid].
+    """
+    for name, ours, theirs in (
+        ("dp", settings.world.dp, manifest.world.dp),
+        ("seed", settings.seed, manifest.seed),
+    ):
         if ours != theirs:
             raise RunMismatchError(
                 f"run {run!r} cannot continue from checkpoint {where}: the checkpoint has {name}={theirs}, but this "
-                f"trainer asks for {name}={ours}. Pass the checkpoint's value to join; the number of trainers and "
-                "servers may differ",
+                f"trainer asks for {name}={ours}. Pass the checkpoint's value to join; tensor and pipeline "
+                "parallelism and the numbers of trainers and servers may differ",
                 run=run,
                 name=name,
                 expected=theirs,

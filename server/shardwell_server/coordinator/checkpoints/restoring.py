@@ -20,12 +20,13 @@ import logging
 from collections.abc import Collection, Sequence
 
 from shardwell_server.coordinator.checkpoints.choosing import CheckpointChooser, open_manifest
+from shardwell_server.coordinator.checkpoints.files import CheckpointFiles
+from shardwell_server.coordinator.checkpoints.grids import has_same_grid, without_buffers, without_units
 from shardwell_server.coordinator.checkpoints.manifests import commits_in, run_state_in
-from shardwell_server.coordinator.checkpoints.saving import CheckpointFiles
 from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.leases.trainers import TrainerLeases
 from shardwell_server.coordinator.placement.placer import UnitPlacer
-from shardwell_server.coordinator.runs.checkpoints import CheckpointOptions, Restore
+from shardwell_server.coordinator.runs.checkpoints import CheckpointOptions, CheckpointSource, Restore
 from shardwell_server.coordinator.runs.run import Run
 from shardwell_server.coordinator.runs.units import Unit
 from shardwell_server.coordinator.servers.shard_servers import ShardServers
@@ -199,9 +200,12 @@ class RunRestorer:
         )
         for server_id, answer in answers.items():
             self._state.cluster.servers[server_id].note_free(answer.free_bytes)
+        # In another grid, the run has the units that its trainers have declared so far. See Note: [Resuming in another
+        # grid].
+        same_grid = has_same_grid(manifest, run.settings.world)
         units = [
             Unit(index, layout, await self._placer.reserve(run, index, layout, placement=number), published=True)
-            for index, layout in enumerate(manifest.units)
+            for index, layout in enumerate(manifest.units if same_grid else run.units.layouts)
         ]
         self._keep_former(run, units, answers.keys())
         await self._load_shards(run, restore, number, units)
@@ -256,8 +260,13 @@ class RunRestorer:
         # No ``await`` before the state is complete. Trainers still wait, because ``restore`` is set.
         if not restore.is_rollback:
             run.checkpoints.set_lineage((*manifest.lineage, manifest.run_id))
-        lost = run.committed_step
-        run.load(units, commits, run_state_in(manifest))
+        lost, state = run.committed_step, run_state_in(manifest)
+        if has_same_grid(manifest, run.settings.world):
+            run.checkpoints.set_source(None)
+        else:
+            run.checkpoints.set_source(CheckpointSource(url=restore.url, step=restore.step))
+            commits, state = without_units(commits), without_buffers(state)
+        run.load(units, commits, state)
         fault_points.reach("coordinator.restore.before_record", step=restore.step)
         await retry_async(lambda: self._state.save_loaded(run), errors=ShardwellError, check=_raise_if_deleted)
         fault_points.reach("coordinator.restore.after_record", step=restore.step)

@@ -16,11 +16,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
 
+from shardwell_server.coordinator.checkpoints.files import CheckpointFiles
+from shardwell_server.coordinator.checkpoints.filling import UnitFiller
 from shardwell_server.coordinator.checkpoints.manifests import manifest_of, with_files
 from shardwell_server.coordinator.checkpoints.residuals import report_missing, usable_files, wait_for_reports
 from shardwell_server.coordinator.inspection.events import EventKind
@@ -36,7 +36,6 @@ from shardwell_wire.checkpoints.opening import check_writable, open_storage
 from shardwell_wire.checkpoints.reading import read_manifest
 from shardwell_wire.errors import (
     DeadlineError,
-    InternalError,
     ShardwellError,
     StepStateError,
     UnavailableError,
@@ -45,8 +44,6 @@ from shardwell_wire.run_identity import new_run_id
 from shardwell_wire.v1 import shard_pb2
 
 logger = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
 
 _BEGIN_LIMIT_S = 5.0
 """Seconds that the servers have to begin. A commit may wait for this."""
@@ -57,30 +54,6 @@ _STALLED_S = 300.0
 _ABORT_RETRY_S = 5.0
 
 
-class CheckpointFiles:
-    """Runs blocking work on folders of checkpoints in threads.
-
-    The threads are their own, because a bucket that does not answer must not block anything else.
-    """
-
-    def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(8, thread_name_prefix="shardwell-checkpoints")
-
-    async def __call__(self, work: Callable[[], Result]) -> Result:
-        """Returns the result of ``work``. Unexpected errors of storage libraries become InternalError."""
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
-        except (ShardwellError, asyncio.CancelledError):
-            raise
-        except Exception as error:
-            logger.exception("unexpected error in the storage of checkpoints")
-            raise InternalError(f"the storage of checkpoints failed: {type(error).__name__}: {error}") from error
-
-    def close(self) -> None:
-        """Lets running work end, and starts no more."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-
 class CheckpointSaver:
     """Saves checkpoints. See Note: [Consistent checkpoints].
 
@@ -88,10 +61,13 @@ class CheckpointSaver:
         state: State of the coordinator.
         servers: The shard servers.
         files: Runs work on checkpoint folders.
+        filler: Knows the commit records of runs that were resumed in another grid.
     """
 
-    def __init__(self, state: CoordinatorState, servers: ShardServers, files: CheckpointFiles) -> None:
-        self._state, self._servers, self._files = state, servers, files
+    def __init__(
+        self, state: CoordinatorState, servers: ShardServers, files: CheckpointFiles, filler: UnitFiller
+    ) -> None:
+        self._state, self._servers, self._files, self._filler = state, servers, files, filler
 
     def check_directory(self, run: Run) -> None:
         """Reports in the background if a new folder for checkpoints cannot be written, long before the first one."""
@@ -200,6 +176,7 @@ class CheckpointSaver:
             async with asyncio.timeout(_BEGIN_LIMIT_S) as limit, run.checkpoints.boundary:
                 await run.wait_until_updated()
                 run.checkpoints.check_loaded(run.name)
+                commits = await self._filler.commits(run)
                 step, server_ids = run.committed_step, list(run.units.servers)
                 url = folder.url_of(checkpoint_folder(step, checkpoint.checkpoint_id))
                 checkpoint.begin(step, url, run.checkpoints.rollback_count)
@@ -217,7 +194,7 @@ class CheckpointSaver:
                 )
                 await self._servers.call_all(server_ids, "BeginCheckpoint", lambda _: request)
                 created = run.checkpoints.time_of_next(self._state.wall_clock())
-                manifest = manifest_of(run, checkpoint.checkpoint_id, created)
+                manifest = manifest_of(run, checkpoint.checkpoint_id, created, commits)
         except TimeoutError:
             if not limit.expired():
                 raise

@@ -165,6 +165,8 @@ def _expected_optimizer(run: Run, step: Step) -> common_pb2.OptimizerStep | None
     if (last_commit := run.commits.last) is None:
         return None
     last = committed_optimizer(last_commit.optimizer)
+    if not last.units:
+        return None  # the run was loaded from a checkpoint of another grid
     if len(units_that_count(last, len(run.units))) == len(run.units):
         return last
     # Several optimizers alternate. Expect the one that followed the last time the units of ``last`` were updated.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 
+from shardwell_server.coordinator.checkpoints.filling import UnitFiller
 from shardwell_server.coordinator.commit.committer import Committer
 from shardwell_server.coordinator.commit.preparation import StepPreparer
 from shardwell_server.coordinator.inspection.events import EventKind
@@ -37,6 +38,7 @@ class StepRequests:
         trainers: Leases and fences work items.
         preparer: Prepares steps.
         committer: Commits steps.
+        filler: Knows the checkpoint that a run continues from.
     """
 
     def __init__(
@@ -46,9 +48,10 @@ class StepRequests:
         trainers: TrainerLeases,
         preparer: StepPreparer,
         committer: Committer,
+        filler: UnitFiller,
     ) -> None:
         self._state, self._servers, self._trainers = state, servers, trainers
-        self._preparer, self._committer = preparer, committer
+        self._preparer, self._committer, self._filler = preparer, committer, filler
 
     # FinishWork
 
@@ -197,7 +200,8 @@ class StepRequests:
         *,
         norm_type: float,
         wait_s: float,
-        unit_indices: Sequence[int] = (),
+        counted: Sequence[int] = (),
+        kept: Sequence[int] = (),
     ) -> coordinator_pb2.PrepareGradientsResponse:
         """Returns the norms of a step's gradient once every item is finished.
 
@@ -207,7 +211,9 @@ class StepRequests:
             number: Number of the step.
             norm_type: Type of another norm to compute besides the Euclidean norm. 0: none.
             wait_s: Longest time to wait in seconds.
-            unit_indices: Units over which to compute the norms. Empty: all.
+            counted: Units of this trainer over which to compute the norms. Empty: all units of the run.
+            kept: Units of this trainer whose gradients another optimizer will use. If there are any, the norms wait
+                until trainers of all tp ranks and pp ranks have named their units.
 
         Raises:
             NonFiniteError: A gradient is not finite.
@@ -215,6 +221,8 @@ class StepRequests:
             VersionGoneError: The step is committed and its norms are no longer kept.
         """
         step = _step_in_flight(run, number)
+        if step is not None and kept and step.note_counted(counted, kept):
+            run.changed.notify()
 
         async def check() -> PreparedGradients | None:
             run.require_member(member.name, member.epoch)
@@ -222,13 +230,17 @@ class StepRequests:
                 return _committed_norms(run, number, norm_type)
             self._servers.require_available(run)
             step.require_finished(member.name)
-            return await self._preparer.prepare(run, norm_type=norm_type) if step.all_finished else None
+            if not step.all_finished or (kept and step.uncounted(run.units.layouts)):
+                return None
+            prepared = await self._preparer.prepare(run, norm_type=norm_type)
+            return prepared if prepared is None or not kept else prepared.restricted_to(step.counted)
 
         prepared = await poll(run.changed, check, wait_s)
         if prepared is None:
-            return coordinator_pb2.PrepareGradientsResponse(waiting_for=self._explain(run))
-        if unit_indices:
-            prepared = prepared.restricted_to(set(unit_indices))
+            lines = self._explain(run)
+            if kept and step is not None and (missing := step.uncounted(run.units.layouts)):
+                lines = [*lines, f"clip_grad_norm_ in the trainers that hold unit {missing[0]!r}"]
+            return coordinator_pb2.PrepareGradientsResponse(waiting_for=lines)
         other = prepared.other_norm
         return coordinator_pb2.PrepareGradientsResponse(
             prepared=True,
@@ -266,6 +278,8 @@ class StepRequests:
                     f"{run.settings.world}. Use an optimizer that runs on the servers"
                 )
         if step is not None:
+            await self._filler.check_step(run, proposal.optimizer)
+        if step is not None and step is run.step:
             run.check_algorithms(proposal.optimizer)
             step.check_ready(proposal)
             step.proposals.add(proposal)

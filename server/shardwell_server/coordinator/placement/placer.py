@@ -308,13 +308,14 @@ class UnitPlacer:
 
 def _check_new(run: Run, layout: UnitLayout) -> None:
     """Raises if the run cannot accept a new unit."""
-    if run.committed_step and layout.holds_buffers:
+    is_filled = run.filled_from is not None
+    if run.committed_step and layout.holds_buffers and not is_filled:
         raise StepStateError(
             f"buffer {layout.parameters[0].name!r} is new, but run {run.name!r} has committed {run.committed_step} "
             "steps: every trainer must build the same model, with all its buffers, before the first step",
             buffer=layout.parameters[0].name,
         )
-    if run.committed_step:
+    if run.committed_step and not is_filled:
         raise StepStateError(
             f"unit {layout.unit!r} is new, but run {run.name!r} has committed {run.committed_step} steps: declare "
             "every unit before the first step, under the same name in every trainer",

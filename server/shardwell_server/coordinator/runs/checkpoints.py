@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -78,6 +78,16 @@ class Restore:
     def why_members_ended(self) -> str:
         """Reason for the end of all memberships, for messages."""
         return f"the run was rolled back to step {self.step}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSource:
+    """The checkpoint of another grid from which the units of a run are filled when trainers declare them."""
+
+    url: str
+    """Folder of the checkpoint."""
+    step: int
+    """Version of the checkpoint."""
 
 
 @dataclass(slots=True)
@@ -183,6 +193,10 @@ class RunCheckpoints:
         self.restore: Restore | None = None
         """Set while the run is loaded from a checkpoint."""
         self.restoring = RestoreProgress()
+        self.source: CheckpointSource | None = None
+        """The checkpoint that the run was loaded from last, if it is one of another grid."""
+        self._filling: dict[str, tuple[int, int]] = {}
+        """Read and total bytes of the units that are being filled from ``source``, by name."""
         self.boundary = asyncio.Lock()
         """Held while servers are told to begin a checkpoint, and from before a commit record until its step is over.
         No server is therefore asked to update while a checkpoint begins."""
@@ -204,6 +218,7 @@ class RunCheckpoints:
             "lineage": self.lineage,
             "rollback_count": rollback_count,
             "restore": None if restore is None else asdict(restore),
+            "source": None if self.source is None else asdict(self.source),
         }
         return json.dumps(facts)
 
@@ -215,6 +230,8 @@ class RunCheckpoints:
         self.rollback_count = facts["rollback_count"]
         if (restore := facts["restore"]) is not None:
             self.begin_restore(Restore(**{**restore, "damaged": tuple(restore["damaged"])}), now)
+        if (source := facts.get("source")) is not None:
+            self.set_source(CheckpointSource(**source))
         self.saved = [record for record in records if record.is_complete]
         self._torn = [record for record in records if not record.is_complete]
         self.last_step = max((record.step for record in records), default=0)
@@ -313,6 +330,25 @@ class RunCheckpoints:
                 f"bring back the files, or delete the run (shardwell delete-run {run}) and start it again",
                 run=run,
             )
+
+    def set_source(self, source: CheckpointSource | None) -> None:
+        """Records from which checkpoint units are filled when trainers declare them. None: from none."""
+        self.source = source
+
+    def note_filling(self, unit: str, progress: Iterable[tuple[int, int]]) -> None:
+        """Records read and total bytes of each server that fills a unit."""
+        pairs = list(progress)
+        self._filling[unit] = (sum(read for read, _ in pairs), sum(total for _, total in pairs))
+
+    def note_filled(self, unit: str) -> None:
+        """Records that the servers have ended to fill a unit."""
+        self._filling.pop(unit, None)
+
+    def describe_filling(self, unit: str) -> str:
+        """Returns one line about a unit that is being filled."""
+        assert self.source is not None
+        read, total = self._filling.get(unit, (0, 0))
+        return f"unit {unit!r} is read from checkpoint {self.source.url}: {read} of {total} bytes"
 
     def end_restore(self) -> None:
         """Records that the run is loaded."""

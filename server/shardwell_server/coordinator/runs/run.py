@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardwell_server.coordinator.runs.background_calls import StepCalls, UnsavedChanges
-from shardwell_server.coordinator.runs.checkpoints import RunCheckpoints
+from shardwell_server.coordinator.runs.checkpoints import CheckpointSource, RunCheckpoints
 from shardwell_server.coordinator.runs.committed_steps import CommittedSteps
 from shardwell_server.coordinator.runs.copies import WorkTimes, next_late_item
 from shardwell_server.coordinator.runs.members import Member, Members, MemberState
@@ -374,6 +374,13 @@ class Run:
         return min(lowest, key=preference, default=None)
 
     # Checkpoints
+
+    @property
+    def filled_from(self) -> CheckpointSource | None:
+        """The checkpoint from which new units are filled. None: the run was not loaded from a checkpoint of another
+        grid, or has committed a step since."""
+        source = self.checkpoints.source
+        return source if source is not None and source.step == self.committed_step else None
 
     def load(
         self, units: Sequence[Unit], records: Sequence[CommitRecord], state: coordinator_pb2.RunState | None

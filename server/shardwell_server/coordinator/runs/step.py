@@ -21,6 +21,7 @@ from shardwell_wire.errors import (
     StepRestartedError,
     StepStateError,
 )
+from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import coordinator_pb2
 
 
@@ -49,6 +50,11 @@ class Step:
     """Why the step cannot be prepared with its current contributions."""
     skipped: bool = False
     """True if a gradient is not finite and the step will change no parameter."""
+
+    counted: set[int] = field(default_factory=set)
+    """With several optimizers: indices of the units whose gradients count for the norms of this step."""
+    kept: set[int] = field(default_factory=set)
+    """With several optimizers: indices of the units whose gradients another optimizer will use."""
 
     def __post_init__(self) -> None:
         self._items_by_trainer: dict[str, dict[int, WorkItem]] = {}
@@ -345,6 +351,21 @@ class Step:
     def record_prepared(self, prepared: PreparedGradients) -> None:
         """Records the result of ``PrepareStep`` on all servers."""
         self.prepared = prepared
+
+    def note_counted(self, counted: Iterable[int], kept: Iterable[int]) -> bool:
+        """Records which units of one trainer count for the norms, and which do not. Returns True if that is new.
+
+        Trainers of a grid know their own units only.
+        """
+        before = (set(self.counted), set(self.kept))
+        self.counted = (self.counted - set(kept)) | set(counted)
+        self.kept = (self.kept - set(counted)) | set(kept)
+        return before != (self.counted, self.kept)
+
+    def uncounted(self, layouts: Sequence[UnitLayout]) -> list[str]:
+        """Returns the names of the units of parameters that no trainer has named to ``note_counted``."""
+        known = self.counted | self.kept
+        return [layout.unit for index, layout in enumerate(layouts) if index not in known and not layout.holds_buffers]
 
     def record_failure(self, error: ShardwellError) -> None:
         """Records why the step cannot be prepared until an item is reset or the gradient is skipped."""

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from shardwell_server.shard.state.portable_state import PartState, ShardState
 from shardwell_server.shard.state.trainer_state import TrainerState
+from shardwell_wire.checkpoints.elements import NoteRead, entries_of, read_elements
+from shardwell_wire.checkpoints.elements import pieces_of as stored_pieces
 from shardwell_wire.checkpoints.format import AVERAGE, KEPT_GRADIENT, TRAINER_STATE, VALUES, Part, Piece
 from shardwell_wire.checkpoints.reading import Checkpoint, StoredPiece
 from shardwell_wire.chunk_streams import memory_at
-from shardwell_wire.errors import CorruptDataError
-from shardwell_wire.layout import DTYPE_NAMES, DTYPE_NUMBERS, Segment, UnitLayout
+from shardwell_wire.errors import CorruptDataError, UnitMismatchError
+from shardwell_wire.layout import DTYPE_NAMES, DTYPE_NUMBERS, Parameter, Segment, UnitLayout
 from shardwell_wire.optimizers import OPTIMIZERS, StateShape
 from shardwell_wire.partitions import part_in
 from shardwell_wire.v1 import shard_pb2
-
-NoteRead = Callable[[int], None]
-"""Called with the number of bytes that were read."""
-
 
 # ---- from a shard ----
 
@@ -119,38 +118,38 @@ def fill_shard(checkpoint: Checkpoint, state: ShardState, note_read: NoteRead) -
         ShardwellError: See ``Storage``.
     """
     for part in state.parts:
-        name = state.layout.parameters[part.parameter_index].key
+        parameter = state.layout.parameters[part.parameter_index]
         tensors = {VALUES: part.values, **part.state}
         if part.average is not None:
             tensors[AVERAGE] = part.average
         tensors |= {f"{KEPT_GRADIENT}{rank}": gradient for rank, gradient in part.kept.items()}
         for label, tensor in tensors.items():
-            _fill(checkpoint, name, label, part.start_element, part.stop_element, tensor, note_read)
+            _fill(checkpoint, parameter, label, part.start_element, part.stop_element, tensor, note_read)
     for partition in state.partitions:
         at = {each.parameter_index: each for each in state.layout.segments(partition.start_bytes, partition.stop_bytes)}
         for spec, data in zip(partition.tensors, partition.data, strict=True):
-            inside = at[spec.parameter_index]
-            name, label = state.layout.parameters[spec.parameter_index].key, f"{TRAINER_STATE}{spec.name}"
-            _fill(checkpoint, name, label, inside.start_element, inside.stop_element, data, note_read)
+            inside, parameter = at[spec.parameter_index], state.layout.parameters[spec.parameter_index]
+            label = f"{TRAINER_STATE}{spec.name}"
+            _fill(checkpoint, parameter, label, inside.start_element, inside.stop_element, data, note_read)
 
 
 def _describe_part(checkpoint: Checkpoint, layout: UnitLayout, segment: Segment) -> PartState:
-    name, start, stop = layout.parameters[segment.parameter_index].key, segment.start_element, segment.stop_element
-    algorithm, step_count = _updates(checkpoint, name, start, stop)
+    parameter, start, stop = layout.parameters[segment.parameter_index], segment.start_element, segment.stop_element
+    entries = entries_of(checkpoint, parameter, start, stop)
+    algorithm, step_count = _updates(checkpoint, entries)
     state, kept, average = {}, {}, None
-    for label in checkpoint.states(name):
-        found = checkpoint.pieces(name, label, start, stop)
-        if not found or label == VALUES or label.startswith(TRAINER_STATE):
+    for label in _labels(checkpoint, entries):
+        if label == VALUES or label.startswith(TRAINER_STATE):
             continue
-        tensor = _meta(found[0], stop - start)
+        if (tensor := _meta(checkpoint, parameter, label, start, stop)) is None:
+            continue
         if label == AVERAGE:
             average = tensor
         elif label.startswith(KEPT_GRADIENT):
             kept[int(label.removeprefix(KEPT_GRADIENT))] = tensor
         elif label in _kinds(algorithm):
             state[label] = tensor
-    dtype = getattr(torch, layout.parameters[segment.parameter_index].dtype)
-    values = torch.empty(stop - start, dtype=dtype, device="meta")
+    values = torch.empty(stop - start, dtype=getattr(torch, parameter.dtype), device="meta")
     return PartState(
         parameter_index=segment.parameter_index,
         start_element=start,
@@ -164,11 +163,15 @@ def _describe_part(checkpoint: Checkpoint, layout: UnitLayout, segment: Segment)
     )
 
 
-def _updates(checkpoint: Checkpoint, name: str, start: int, stop: int) -> tuple[str | None, int]:
-    """Returns the algorithm that has updated some elements, and how often."""
-    found = {
-        (part.algorithm, part.step_count) for part in checkpoint.parts(name) if part.start < stop and start < part.stop
-    }
+def _labels(checkpoint: Checkpoint, entries: Sequence[Parameter]) -> list[str]:
+    """Returns what is stored of a parameter's entries, sorted."""
+    return sorted({label for entry in entries for label in checkpoint.states(entry.key)})
+
+
+def _updates(checkpoint: Checkpoint, entries: Sequence[Parameter]) -> tuple[str | None, int]:
+    """Returns the algorithm that has updated the entries of a parameter, and how often."""
+    found = {(part.algorithm, part.step_count) for entry in entries for part in checkpoint.parts(entry.key)}
+    name = entries[0].name if entries else ""
     if len(found) > 1:
         raise CorruptDataError(
             f"{checkpoint.url}: parts of parameter {name!r} were updated differently: {sorted(map(str, found))}",
@@ -191,59 +194,84 @@ def _describe_partitions(
         start, stop = part_in(layout.size_bytes, dp, dp_rank, start_bytes, stop_bytes)
         tensors, data = [], []
         for segment in layout.segments(start, stop) if start < stop else ():
-            name, first, last = (
-                layout.parameters[segment.parameter_index].key,
+            parameter, first, last = (
+                layout.parameters[segment.parameter_index],
                 segment.start_element,
                 segment.stop_element,
             )
-            for label in checkpoint.states(name):
-                found = checkpoint.pieces(name, label, first, last) if label.startswith(TRAINER_STATE) else ()
+            for label in _labels(checkpoint, entries_of(checkpoint, parameter, first, last)):
+                found = _find(checkpoint, parameter, label, first, last) if label.startswith(TRAINER_STATE) else []
                 if not found:
                     continue
-                described = _meta(found[0], last - first)
+                piece = found[0][1].piece
+                shape = (last - first,) if piece.kind == "elements" else piece.shape
                 tensors.append(
                     shard_pb2.StateTensor(
                         parameter_index=segment.parameter_index,
                         name=label.removeprefix(TRAINER_STATE),
-                        dtype=DTYPE_NUMBERS[found[0].piece.dtype],
-                        shape=described.shape,
-                        is_number=found[0].piece.kind == "number",
+                        dtype=DTYPE_NUMBERS[piece.dtype],
+                        shape=shape,
+                        is_number=piece.kind == "number",
                     )
                 )
-                data.append(torch.empty(described.nbytes, dtype=torch.uint8, device="meta"))
+                size_bytes = math.prod(shape) * piece.item_size
+                data.append(torch.empty(size_bytes, dtype=torch.uint8, device="meta"))
         if tensors:
             yield TrainerState(dp_rank=dp_rank, start_bytes=start, stop_bytes=stop, tensors=tensors, data=data)
 
 
-def _meta(stored: StoredPiece, numel: int) -> torch.Tensor:
-    piece = stored.piece
-    shape = (numel,) if piece.kind == "elements" else piece.shape
+def _meta(checkpoint: Checkpoint, parameter: Parameter, label: str, start: int, stop: int) -> torch.Tensor | None:
+    """Returns a state of some elements of a parameter on the meta device. None: the checkpoint has none of it."""
+    found = _find(checkpoint, parameter, label, start, stop)
+    if not found:
+        return None
+    piece = found[0][1].piece
+    shape = (stop - start,) if piece.kind == "elements" else piece.shape
     return torch.empty(shape, dtype=getattr(torch, piece.dtype), device="meta")
 
 
+def _find(
+    checkpoint: Checkpoint, parameter: Parameter, label: str, start: int, stop: int
+) -> list[tuple[Parameter, StoredPiece]]:
+    """Returns the tensors that contain a state of some elements of a parameter, each with its entry.
+
+    Raises:
+        UnitMismatchError: The state belongs to a part of the parameter as a whole, and the checkpoint has other parts.
+    """
+    found = list(stored_pieces(checkpoint, parameter, label, start, stop))
+    for entry, stored in found:
+        if stored.piece.kind == "whole" and stored.piece.shape and entry.box != parameter.box:
+            raise UnitMismatchError(
+                f"the state {label!r} of {parameter.name!r} in checkpoint {checkpoint.url} belongs to a part of shape "
+                f"{entry.shape} as a whole, and this run has a part of shape {parameter.shape}: resume with the tensor "
+                "parallelism of the checkpoint",
+                parameter=parameter.name,
+            )
+    return found
+
+
 def _fill(
-    checkpoint: Checkpoint, name: str, label: str, start: int, stop: int, target: torch.Tensor, note_read: NoteRead
+    checkpoint: Checkpoint,
+    parameter: Parameter,
+    label: str,
+    start: int,
+    stop: int,
+    target: torch.Tensor,
+    note_read: NoteRead,
 ) -> None:
-    """Reads some elements of a parameter's state."""
-    stored = checkpoint.pieces(name, label, start, stop)
+    """Reads a state of some elements of a parameter."""
+    found = _find(checkpoint, parameter, label, start, stop)
     memory = memory_at(target.data_ptr(), target.nbytes) if target.nbytes else memoryview(bytearray())
-    if stored and stored[0].piece.kind != "elements":
-        _read_whole(checkpoint, stored[0], memory)
+    if found and found[0][1].piece.kind != "elements":
+        _read_whole(checkpoint, found[0][1], memory)
         note_read(target.nbytes)
         return
-    position = start
-    for each in stored:
-        piece = each.piece
-        first, last = max(start, piece.start), min(stop, piece.stop)
-        if first != position:
-            break
-        inside = memory[(first - start) * piece.item_size : (last - start) * piece.item_size]
-        checkpoint.read_into(each, inside, (first - piece.start) * piece.item_size)
-        note_read(inside.nbytes)
-        position = last
-    if position != stop:
+    count = read_elements(checkpoint, parameter, found, (start, stop), memory, note_read)
+    if count != stop - start:
         raise CorruptDataError(
-            f"{checkpoint.url}: {label} of parameter {name!r} is missing from element {position} on", parameter=name
+            f"{checkpoint.url}: {label} of parameter {parameter.name!r} is incomplete: {count} of the {stop - start} "
+            f"elements [{start}, {stop})",
+            parameter=parameter.name,
         )
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from shardwell_server.shard.checkpoints.contents import describe_shard, fill_shard
 from shardwell_server.shard.concurrency import in_threads_of
@@ -21,24 +23,76 @@ logger = logging.getLogger(__name__)
 
 _THREADS = 2
 """Shards that are read at the same time, so that checksums overlap with waiting for storage."""
+_KEEP_OPEN_S = 60.0
+"""How long a checkpoint stays open for the next unit of a run: opening it reads the headers of all files."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredCheckpoint:
+    """A checkpoint of which several units may be loaded one after the other."""
+
+    url: str
+    """Folder of the checkpoint."""
+    version: int
+    """Version of the checkpoint, which the shards then have."""
+    opened: dict[str, Checkpoint]
+    """The checkpoint by ``url``, once it is open."""
+
+    def open(self) -> Checkpoint:
+        """Opens the checkpoint, unless it is open. Blocks. Raises as ``Checkpoint``."""
+        checkpoint = self.opened.get(self.url) or Checkpoint.open(self.url)
+        if checkpoint.manifest.step != self.version:
+            raise CorruptDataError(
+                f"{self.url} has step {checkpoint.manifest.step}, expected {self.version}", path=self.url
+            )
+        self.opened[self.url] = checkpoint
+        return checkpoint
+
+
+class OpenedCheckpoints:
+    """Keeps checkpoints open while their units are loaded. Used on the event loop."""
+
+    def __init__(self) -> None:
+        self._opened: dict[str, Checkpoint] = {}
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+
+    def source(self, url: str, version: int) -> StoredCheckpoint:
+        """Returns a checkpoint. It stays open for ``_KEEP_OPEN_S`` after the last call."""
+        if (timer := self._timers.pop(url, None)) is not None:
+            timer.cancel()
+        self._timers[url] = asyncio.get_running_loop().call_later(_KEEP_OPEN_S, self._close, url)
+        return StoredCheckpoint(url, version, self._opened)
+
+    def _close(self, url: str) -> None:
+        del self._timers[url]
+        self._opened.pop(url, None)
 
 
 class ShardLoading:
-    """Loads all shards of a run that are reserved on this server and have no values.
+    """Loads all shards of a run, or of one unit, that are reserved on this server and have no values.
 
     Args:
         run: The run.
-        restore: Number of the attempt, as in ``LoadShardsRequest``.
-        url: Folder of the checkpoint.
-        version: Version of the checkpoint, which the shards then have.
+        source: The checkpoint.
+        restore: Number of the attempt to load all units, as in ``LoadShardsRequest``.
+        unit: Name of the unit. Empty: all units.
+        discard: Empties a shard whose loading has failed. None: the caller drops the shards.
     """
 
-    def __init__(self, run: HostedRun, restore: int, url: str, version: int) -> None:
+    def __init__(
+        self,
+        run: HostedRun,
+        source: StoredCheckpoint,
+        *,
+        restore: int = 0,
+        unit: str = "",
+        discard: Callable[[HostedRun, UnitShard], object] | None = None,
+    ) -> None:
         self.restore, self.loaded_bytes, self.total_bytes = restore, 0, 0
         self.error: ShardwellError | None = None
         self.ended = asyncio.Event()
         """Set when the shards are published, or an error occurred."""
-        self._run, self._url, self._version = run, url, version
+        self._run, self._source, self._unit, self._discard = run, source, unit, discard
         self._counting = threading.Lock()
         self._task: asyncio.Task[None] | None = None
         self._stopped = False
@@ -75,13 +129,18 @@ class ShardLoading:
             self.ended.set()
 
     async def _load(self) -> None:
-        checkpoint = await self._in_thread(lambda: Checkpoint.open(self._url))
-        if checkpoint.manifest.step != self._version:
-            raise CorruptDataError(
-                f"{self._url} has step {checkpoint.manifest.step}, expected {self._version}", path=self._url
-            )
+        checkpoint = await self._in_thread(self._source.open)
         reserved = (shard for shard in self._run.shards.values() if shard.version is None)
-        shards = [shard for shard in reserved if shard.role is Role.PRIMARY]
+        primaries = (shard for shard in reserved if shard.role is Role.PRIMARY)
+        shards = [shard for shard in primaries if self._unit in ("", shard.unit)]
+        try:
+            await self._load_shards(checkpoint, shards)
+        except Exception:
+            for shard in shards if self._discard is not None else ():
+                self._discard(self._run, shard)
+            raise
+
+    async def _load_shards(self, checkpoint: Checkpoint, shards: Sequence[UnitShard]) -> None:
         described = await self._in_thread(lambda: [_describe(checkpoint, shard) for shard in shards])
         self.total_bytes = sum(state.size_bytes for state in described)
         destinations = [begin_import(shard, state) for shard, state in zip(shards, described, strict=True)]
@@ -92,7 +151,7 @@ class ShardLoading:
             if isinstance(outcome, BaseException):
                 raise outcome
         for shard in shards:
-            finish_import(shard, self._version)
+            finish_import(shard, self._source.version)
 
     async def _fill(self, checkpoint: Checkpoint, destination: ShardState) -> None:
         def fill() -> None:
@@ -108,7 +167,7 @@ class ShardLoading:
 
     def _check_not_stopped(self) -> None:
         if self._stopped:
-            raise UnavailableError(f"run {self._run.name!r} is not loaded from {self._url} any more")
+            raise UnavailableError(f"run {self._run.name!r} is not loaded from {self._source.url} any more")
 
     def _note_read(self, size: int) -> None:
         with self._counting:

@@ -76,7 +76,7 @@ async def receive_state(
     former, version = find_backup(run, header.target), header.context.step
     what = f"state of {former.what}"
 
-    shard = store.empty_backup(run, former)  # drops what an older stream fills, which ends that stream
+    shard = store.empty(run, former)  # drops what an older stream fills, which ends that stream
     shard.backups.placement = header.target.placement
 
     async def receive() -> None:

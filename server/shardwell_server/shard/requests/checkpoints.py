@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from shardwell_server.shard.checkpoints.contents import in_expected_order, parts_of, pieces_of
-from shardwell_server.shard.checkpoints.loading import ShardLoading
+from shardwell_server.shard.checkpoints.loading import OpenedCheckpoints, ShardLoading
 from shardwell_server.shard.checkpoints.writing import CheckpointWriting, FileContents
 from shardwell_server.shard.state.portable_state import export
 from shardwell_server.shard.state.runs import HostedRun
@@ -28,7 +28,10 @@ class CheckpointRequests:
         self._writing: dict[str, CheckpointWriting] = {}
         """The newest checkpoint of each run, by run id."""
         self._loading: dict[str, ShardLoading] = {}
-        """The newest attempt to load each run, by run id."""
+        """The newest attempt to load all units of each run, by run id."""
+        self._loading_units: dict[tuple[str, str], ShardLoading] = {}
+        """Units that are being loaded one by one, by run id and name."""
+        self._opened = OpenedCheckpoints()
 
     # ---- writing ----
 
@@ -120,19 +123,23 @@ class CheckpointRequests:
         run_id = request.context.run_id
         if (loading := self._loading.get(run_id)) is not None and loading.restore < request.restore:
             loading.stop()
+        self._stop_units(run_id)
         await self._store.begin_restore(request.context, request.restore, request.min_epoch)
 
     async def load(
         self, run: HostedRun, request: shard_pb2.LoadShardsRequest, wait_s: float
     ) -> shard_pb2.LoadShardsResponse:
-        """Loads the reserved shards of a run in the background, and waits for the end.
+        """Loads the reserved shards of a run or of one unit in the background, and waits for the end.
 
         Raises:
             StaleEpochError: Another attempt to load the run has begun.
             CorruptDataError: A file is missing or damaged.
+            UnitMismatchError: The checkpoint lacks a parameter, or has another tensor of its name.
             CapacityError: There is no memory for the state.
         """
         run_id = request.context.run_id
+        if request.unit:
+            return await self._load_unit(run, request, wait_s)
         if request.restore != run.restore:
             raise StaleEpochError(
                 f"run {run.name!r} is loaded by attempt {run.restore}, but the request belongs to attempt "
@@ -141,13 +148,41 @@ class CheckpointRequests:
             )
         loading = self._loading.get(run_id)
         if loading is None or loading.restore != request.restore:
-            loading = self._loading[run_id] = ShardLoading(run, request.restore, request.url, request.context.step)
+            source = self._opened.source(request.url, request.context.step)
+            loading = self._loading[run_id] = ShardLoading(run, source, restore=request.restore)
             loading.start()
         await _wait(loading.ended, wait_s)
         loading.check()
-        return shard_pb2.LoadShardsResponse(
-            loaded=loading.ended.is_set(), loaded_bytes=loading.loaded_bytes, total_bytes=loading.total_bytes
-        )
+        return _progress(loading)
+
+    async def _load_unit(
+        self, run: HostedRun, request: shard_pb2.LoadShardsRequest, wait_s: float
+    ) -> shard_pb2.LoadShardsResponse:
+        key = (request.context.run_id, request.unit)
+        loading = self._loading_units.get(key)
+        # A success that nobody has asked for may be older than the present reservation. Starting again reads nothing if
+        # the shards have their values.
+        if loading is None or (loading.ended.is_set() and loading.error is None):
+            source = self._opened.source(request.url, request.context.step)
+            loading = ShardLoading(run, source, unit=request.unit, discard=self._store.empty)
+            self._loading_units[key] = loading
+            loading.start()
+        await _wait(loading.ended, wait_s)
+        if loading.ended.is_set() and self._loading_units.get(key) is loading:
+            del self._loading_units[key]
+        loading.check()
+        return _progress(loading)
+
+    async def stop_loading(self, run_id: str, unit: str) -> None:
+        """Stops loading a unit whose reservation is about to change. Returns when nothing writes to its memory."""
+        if (loading := self._loading_units.get((run_id, unit))) is not None:
+            loading.stop()
+            await loading.ended.wait()
+
+    def _stop_units(self, run_id: str) -> None:
+        for (other, _), loading in self._loading_units.items():
+            if other == run_id:
+                loading.stop()
 
     def forget(self, run_id: str) -> None:
         """Ends everything for a run that is being deleted."""
@@ -155,6 +190,13 @@ class CheckpointRequests:
             writing.abort()
         if (loading := self._loading.pop(run_id, None)) is not None:
             loading.stop()
+        self._stop_units(run_id)
+
+
+def _progress(loading: ShardLoading) -> shard_pb2.LoadShardsResponse:
+    return shard_pb2.LoadShardsResponse(
+        loaded=loading.ended.is_set(), loaded_bytes=loading.loaded_bytes, total_bytes=loading.total_bytes
+    )
 
 
 async def _wait(event: asyncio.Event, wait_s: float) -> None:

@@ -216,14 +216,14 @@ class ShardStore:
         for shard in released:
             self._release(run, shard)
 
-    def empty_backup(self, run: HostedRun, shard: UnitShard) -> UnitShard:
-        """Replaces a backup by one without content, under the same reservation, because it is built anew."""
-        why = StaleEpochError(f"the backup of {shard.what} is built anew", unit=shard.unit)
+    def empty(self, run: HostedRun, shard: UnitShard) -> UnitShard:
+        """Replaces a shard by one without content, under the same reservation, because it is filled anew."""
+        why = StaleEpochError(f"{shard.what} is filled anew on this server", unit=shard.unit)
         run.remove_shard(shard, why)
         self.memory.release_shard(shard.spec.memory_key)
         self.memory.reserve(shard.spec.memory_key, shard.size_bytes, shard.dp, holds_buffers=shard.layout.holds_buffers)
         files = None if run.files is None else ShardFiles(shard.spec, run.files)
-        empty = type(shard)(shard.spec, self.memory, self._shared, Role.BACKUP, files)
+        empty = type(shard)(shard.spec, self.memory, self._shared, shard.role, files)
         run.add_shard(empty)
         return empty
 

@@ -1,0 +1,39 @@
+"""Threads for work on folders of checkpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from shardwell_wire.errors import InternalError, ShardwellError
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+class CheckpointFiles:
+    """Runs blocking work on folders of checkpoints in threads.
+
+    The threads are their own, because a bucket that does not answer must not block anything else.
+    """
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(8, thread_name_prefix="shardwell-checkpoints")
+
+    async def __call__(self, work: Callable[[], Result]) -> Result:
+        """Returns the result of ``work``. Unexpected errors of storage libraries become InternalError."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        except (ShardwellError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            logger.exception("unexpected error in the storage of checkpoints")
+            raise InternalError(f"the storage of checkpoints failed: {type(error).__name__}: {error}") from error
+
+    def close(self) -> None:
+        """Lets running work end, and starts no more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)

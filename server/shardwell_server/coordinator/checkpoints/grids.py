@@ -1,0 +1,141 @@
+"""Checkpoints of another grid: what a run with other tensor or pipeline parallelism takes from them. No I/O."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from shardwell_server.coordinator.runs.proposals import committed_optimizer
+from shardwell_server.coordinator.storage.records import CommitRecord
+from shardwell_server.optimizer_checks import algorithm_of
+from shardwell_wire.checkpoints.elements import require_same_tensor
+from shardwell_wire.checkpoints.manifest import Manifest
+from shardwell_wire.errors import ConflictError, UnitMismatchError
+from shardwell_wire.layout import Parameter, UnitLayout
+from shardwell_wire.optimizers import NO_GROUP
+from shardwell_wire.topology import World
+from shardwell_wire.v1 import common_pb2, coordinator_pb2
+
+
+def has_same_grid(manifest: Manifest, world: World) -> bool:
+    """True if a run of this world has the checkpoint's units: tensor and pipeline parallelism are equal."""
+    return (manifest.world.tp, manifest.world.pp) == (world.tp, world.pp)
+
+
+def without_units(commits: Iterable[CommitRecord]) -> list[CommitRecord]:
+    """Returns commit records without indices of units, which mean other units in another grid."""
+    found = []
+    for record in commits:
+        optimizer = common_pb2.OptimizerStep.FromString(record.optimizer)
+        optimizer.ClearField("units")
+        found.append(replace(record, optimizer=optimizer.SerializeToString(deterministic=True), unit_order=()))
+    return found
+
+
+def for_units(
+    commits: Iterable[CommitRecord], former: Sequence[UnitLayout], layouts: Sequence[UnitLayout]
+) -> list[CommitRecord]:
+    """Returns commit records with the parameter groups and the order of other units of the same parameters.
+
+    Args:
+        commits: Commit records of a checkpoint.
+        former: Units of the checkpoint.
+        layouts: Units of the run.
+    """
+    unit_of = {name: index for index, layout in enumerate(former) for name in layout.index_by_name}
+    found = []
+    for record in commits:
+        optimizer = common_pb2.OptimizerStep.FromString(record.optimizer)
+        groups = _groups(optimizer, former)
+        optimizer.ClearField("units")
+        place = {unit: number for number, unit in enumerate(record.unit_order)}
+        places = {}
+        for index, layout in enumerate(layouts):
+            names = [parameter.name for parameter in layout.parameters]
+            if groups and not layout.holds_buffers:
+                group_indices = [groups.get(name, NO_GROUP) for name in names]
+                optimizer.units.append(common_pb2.UnitGroups(unit_index=index, group_indices=group_indices))
+            if known := [place[unit_of[name]] for name in names if unit_of.get(name) in place]:
+                places[index] = min(known)
+        order = tuple(sorted(places, key=lambda index: (places[index], index)))
+        found.append(replace(record, optimizer=optimizer.SerializeToString(deterministic=True), unit_order=order))
+    return found
+
+
+def without_buffers(state: coordinator_pb2.RunState | None) -> coordinator_pb2.RunState | None:
+    """Returns a run's state without the versions of buffers, by unit: trainers then read all buffers."""
+    if state is not None:
+        state.ClearField("buffer_versions")
+    return state
+
+
+def require_in_checkpoint(manifest: Manifest, layout: UnitLayout, where: str) -> None:
+    """Raises UnitMismatchError if a checkpoint lacks a tensor of a unit, or has another tensor of its name."""
+    stored = _by_name(unit for unit in manifest.units if unit.holds_buffers == layout.holds_buffers)
+    for parameter in layout.parameters:
+        names = (parameter.name, *parameter.aliases)
+        found = next((stored[name] for name in names if name in stored), None)
+        require_same_tensor(parameter, found, where)
+
+
+def require_all_declared(manifest: Manifest, layouts: Sequence[UnitLayout], where: str) -> None:
+    """Raises UnitMismatchError if units of a run lack values that a checkpoint has, and names one parameter."""
+    declared = Counter[str]()
+    for parameter in (each for layout in layouts for each in layout.parameters):
+        for name in (parameter.name, *parameter.aliases):
+            declared[name] += parameter.numel
+    stored = {each.name: each for unit in manifest.units for each in unit.parameters}
+    missing = [
+        each
+        for each in stored.values()
+        if max(declared.get(name, -1) for name in (each.name, *each.aliases)) < each.box.whole_numel
+    ]
+    if missing:
+        first, more = missing[0], f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise UnitMismatchError(
+            f"the units of this run have {declared[first.name]} of the {first.box.whole_numel} elements of "
+            f"{first.name!r}{more} in checkpoint {where}: resume with the model that the checkpoint was saved with, "
+            "and wrap all of it in every trainer",
+            parameter=first.name,
+        )
+
+
+def require_same_optimizer(
+    manifest: Manifest,
+    commits: Iterable[CommitRecord],
+    layouts: Sequence[UnitLayout],
+    optimizer: common_pb2.OptimizerStep,
+) -> None:
+    """Raises ConflictError if a step would update a parameter whose state in a checkpoint is another algorithm's."""
+    expected: dict[str, str] = {}
+    for record in commits:
+        expected |= _algorithms(committed_optimizer(record.optimizer), manifest.units)
+    for name, algorithm in _algorithms(optimizer, layouts).items():
+        if expected.get(name, algorithm) != algorithm:
+            raise ConflictError(
+                f"parameter {name!r} has {expected[name]!r} state in the checkpoint that the run continues from: to "
+                f"train it with {algorithm!r}, start a new run",
+                parameter=name,
+                expected=expected[name],
+                actual=algorithm,
+            )
+
+
+def _algorithms(optimizer: common_pb2.OptimizerStep, layouts: Sequence[UnitLayout]) -> dict[str, str]:
+    """Returns the optimizer of each parameter that a step updates, by name and alias."""
+    groups = _groups(optimizer, layouts)
+    return {name: algorithm_of(optimizer, group) for name, group in groups.items() if group >= 0}
+
+
+def _groups(optimizer: common_pb2.OptimizerStep, layouts: Sequence[UnitLayout]) -> dict[str, int]:
+    """Returns the index of each parameter's group, by name and alias."""
+    found: dict[str, int] = {}
+    for unit in optimizer.units:
+        for parameter, group in zip(layouts[unit.unit_index].parameters, unit.group_indices, strict=True):
+            found |= dict.fromkeys((parameter.name, *parameter.aliases), group)
+    return found
+
+
+def _by_name(units: Iterable[UnitLayout]) -> Mapping[str, Parameter]:
+    return {name: each for unit in units for each in unit.parameters for name in (each.name, *each.aliases)}

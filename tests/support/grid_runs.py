@@ -1,0 +1,53 @@
+"""Runs of a grid with trainers in processes of their own, for tests."""
+
+from __future__ import annotations
+
+import uuid
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import shardwell
+from tests.support.processes import TrainerProcess
+
+
+class GridTrainer(TrainerProcess):
+    """Process that runs ``tests.support.grid_trainer``."""
+
+    module = "tests.support.grid_trainer"
+
+
+def train(
+    cluster: shardwell.LocalCluster,
+    folder: Path,
+    world: tuple[int, int, int],
+    *,
+    steps: int,
+    device: str = "cpu",
+    resume: str = "",
+    trainers: int = 0,
+) -> tuple[str, list[dict[str, Any]]]:
+    """Runs a trainer per rank, or fewer. Returns the run's name, and the output of each trainer.
+
+    ``folder`` must be a new one. The trainer of rank 0 saves a checkpoint to its folder ``checkpoints`` if the run has
+    committed steps.
+    """
+    run, count = uuid.uuid4().hex, trainers or world[0] * world[1] * world[2]
+    options = ["--device", device, "--trainers", count, *(("--resume", resume) if resume else ())]
+    with ExitStack() as stack:
+        processes = [
+            stack.enter_context(GridTrainer(cluster.address, run, *world, steps, folder, *options))
+            for _ in range(count)
+        ]
+        outputs = [process.finish() for process in processes]
+    for output in outputs:
+        assert output["returncode"] == 0, output["stderr"]
+    return run, sorted(outputs, key=lambda output: output["rank"])
+
+
+def read(cluster: shardwell.LocalCluster, run: str) -> dict[str, torch.Tensor]:
+    """Returns the values of all parameters and buffers."""
+    with shardwell.attach(cluster.address, run=run) as reader, reader.pin() as pinned:
+        return dict(pinned.values())
