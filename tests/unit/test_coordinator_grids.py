@@ -231,9 +231,9 @@ def test_a_unit_is_placed_again_if_a_server_ends_before_it_is_filled(tmp_path: P
             shard.fail = refuse
             declaring = asyncio.create_task(trainer.declare(LINEAR.to_proto()))
             await asked.wait()
+            shard.restart("2")
+            await cluster.register("s0", "2")
             shard.fail = lambda rpc_name, request: None
-            shard.runs_by_id.clear()
-            await cluster.register("s0", "2")  # another process, without memory of the first
             declared = await declaring
             assert not declared.HasField("version") and "is read from checkpoint" in declared.loading
             declared = await trainer.declare(LINEAR.to_proto())

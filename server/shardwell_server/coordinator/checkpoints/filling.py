@@ -37,7 +37,7 @@ from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.storage.records import CommitRecord
 from shardwell_server.coordinator.waiting import poll
 from shardwell_wire.checkpoints.manifest import Manifest
-from shardwell_wire.errors import CorruptDataError, ShardwellError, UnavailableError
+from shardwell_wire.errors import CorruptDataError, NotFoundError, ShardwellError, UnavailableError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
@@ -73,7 +73,7 @@ class UnitFiller:
     async def fill(self, run: Run, unit: Unit, wait_s: float) -> None:
         """Fills and publishes a unit that is to be filled. Returns when it is published, or after ``wait_s``.
 
-        Returns early, too, if a server is unavailable: the caller must place the unit again.
+        Returns early, too, if a server is unavailable or was restarted: the caller must place the unit again.
 
         Raises:
             CorruptDataError: A file is missing or damaged; the message names it.
@@ -90,7 +90,7 @@ class UnitFiller:
 
         try:
             await poll(run.changed, check, wait_s)
-        except UnavailableError as error:
+        except (UnavailableError, NotFoundError) as error:  # not found: a new process of a server that has ended
             logger.info("unit %r is not filled yet: %s", unit.layout.unit, error)
         except CorruptDataError as error:
             self._report_damaged(run, source, error)

@@ -136,8 +136,9 @@ class ShardLoading:
         try:
             await self._load_shards(checkpoint, shards)
         except Exception:
-            for shard in shards if self._discard is not None else ():
-                self._discard(self._run, shard)
+            if self._discard is not None:
+                for shard in shards:
+                    self._discard(self._run, shard)
             raise
 
     async def _load_shards(self, checkpoint: Checkpoint, shards: Sequence[UnitShard]) -> None:
