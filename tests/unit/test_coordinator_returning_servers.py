@@ -118,7 +118,7 @@ def test_server_that_returns_after_a_rollback_is_told_that_it_owns_nothing(
         async with harness(tmp_path, num_shards=2) as cluster:
             trainers = await started(cluster, backups=0)
             run = run_of(cluster)
-            manifest = manifest_of(run, "c0", 0.0)
+            manifest = manifest_of(run, "c0", 0.0, run.commits.records)
             monkeypatch.setattr(restoring, "open_manifest", lambda url: manifest)
             run.checkpoints.add_saved(CheckpointRecord("c0", 0, "somewhere", 1, 0.0, True))
             await take_step(trainers, 0)
