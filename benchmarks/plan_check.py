@@ -24,10 +24,7 @@ from torch.nn import functional
 
 import shardwell
 from shardwell import MemoryOptions, MemoryStrategy, ShardingStrategy
-from shardwell.planning.activations import SavedActivations
-from shardwell.planning.options import PlanOptions
-from shardwell.planning.plan import Plan, make_plan
-from shardwell.planning.plan_model import load, plan_units, record_activations
+from shardwell.planning import Plan, PlanOptions, plan_run
 
 BATCH, LENGTH, VOCABULARY, WIDTH, NUM_LAYERS, NUM_HEADS = 2, 128, 8192, 512, 10, 8
 NUM_SERVERS, NUM_STEPS = 2, 4
@@ -166,10 +163,9 @@ def measure(setting: Setting) -> Measured:
 
 
 def plan(setting: Setting) -> Plan:
-    shapes = load("benchmarks.plan_check:make", batch=BATCH, length=LENGTH)
-    saved = record_activations(shapes)
-    assert isinstance(saved, SavedActivations)
-    return make_plan(plan_units(shapes.module), setting.plan_options(), saved)
+    planned = plan_run("benchmarks.plan_check:make", setting.plan_options(), batch=BATCH, length=LENGTH)
+    assert not planned.division.unknown
+    return planned
 
 
 def cells(setting: Setting, measured: Measured) -> list[str]:

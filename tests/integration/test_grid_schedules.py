@@ -8,12 +8,15 @@ from functools import partial
 
 import pytest
 import torch
+from google.protobuf.json_format import ParseDict
 from torch import nn
 
 import shardwell
 from shardwell.command.cli import main
 from shardwell.parallel import PipelineSchedule, PipelineStage, SchedulePlan, plan_tensor_parallel, split_model
+from shardwell.planning import DivisionOptions, PlanOptions, plan_run
 from shardwell_wire.errors import RunMismatchError, UsageError
+from shardwell_wire.v1 import coordinator_pb2
 from tests.support import gloo, split_gpt
 from tests.support.processes import run_ranks
 from tests.support.split_gpt import LENGTH, loss_of
@@ -106,6 +109,25 @@ def check_plan(output: str, sizes: tuple[int, int, int], schedule: str) -> None:
         assert sent == 4 * BATCH * LENGTH * 12 * 4, "the gradient of the input of 4 blocks: width 12, 4 bytes each"
 
 
+def example(batch: int) -> tuple[nn.Module, torch.Tensor]:
+    return gpt(), torch.zeros(batch, LENGTH, dtype=torch.int64)
+
+
+def check_prediction(world: str, units: str, sizes: tuple[int, int, int], schedule: str) -> None:
+    """``shardwell plan`` predicts the division and the units of the run."""
+    division = DivisionOptions(schedule=schedule, num_micro_batches=MICRO_BATCHES, fused_by_head=True)
+    options = PlanOptions(world=shardwell.World(*sizes))
+    plan = plan_run(example, options, division=division, batch=BATCH, length=LENGTH)
+    (model,) = json.loads(world)["parallel_plan"]["models"]
+    assert ParseDict(model, coordinator_pb2.ModelPlan()) == plan.division.description
+    found = json.loads(units)["units"]
+    assert plan.num_units == len(found)
+    for pp_rank, trainer in enumerate(plan.trainers):
+        own = [unit for unit in found if unit.get("pp_rank", 0) == pp_rank and not unit.get("tp_rank")]
+        planned = [unit for stage in trainer.stages for unit in plan.division.stages[stage].units]
+        assert sorted(int(unit["size_bytes"]) for unit in own) == sorted(unit.size_bytes for unit in planned)
+
+
 def compare_weights(session: shardwell.Session, expected: nn.Module, *, exact: bool) -> None:
     """Compares what a reader of the run sees with the plain model."""
     plain = gpt()
@@ -135,4 +157,7 @@ def test_grid_trains_as_one_process(
     run_ranks(worker, cluster.address, run, sizes, schedule, count=sizes[0] * sizes[1] * sizes[2])
     capsys.readouterr()
     assert main(["world", run, "--json", "--address", cluster.address]) == 0
-    check_plan(capsys.readouterr().out, sizes, schedule)
+    world = capsys.readouterr().out
+    check_plan(world, sizes, schedule)
+    assert main(["units", run, "--json", "--address", cluster.address]) == 0
+    check_prediction(world, capsys.readouterr().out, sizes, schedule)

@@ -15,13 +15,14 @@ from torch import nn
 import shardwell
 from shardwell import BackwardPrefetch, ShardingStrategy
 from shardwell.command.cli import build_parser, main
+from shardwell.planning.division import Division, PlannedStage
 from shardwell.planning.options import OPTIMIZER_CHOICES, PlanOptions
-from shardwell.planning.plan import TrainerPlan, make_plan
+from shardwell.planning.plan import Plan, TrainerPlan, make_plan
 from shardwell.planning.plan_command import options_of, parse_bandwidth
 from shardwell.planning.plan_model import load, plan_units
 from shardwell.planning.rehearsal import PlannedUnit
 from shardwell.wrapping.policies import BlockPolicy, ModuleTypePolicy, NoWrapPolicy, SizePolicy
-from shardwell_wire.errors import UsageError, WorldError
+from shardwell_wire.errors import UsageError
 from shardwell_wire.layout import Parameter, UnitLayout
 from shardwell_wire.topology import World
 from tests.support.module_parity import Block, Sharded, gpt
@@ -32,6 +33,11 @@ HERE = "tests.unit.test_plan"
 
 def make_gpt() -> nn.Module:
     return gpt()
+
+
+def planned(units: list[PlannedUnit], options: PlanOptions) -> Plan:
+    """Returns the plan of a model that is not divided."""
+    return make_plan(Division((PlannedStage(units),)), options)
 
 
 def make_nothing(size: int) -> None:
@@ -53,14 +59,14 @@ def test_plan_has_the_units_of_auto_wrap(policy: object) -> None:
 def test_server_memory_by_dp_and_number_of_servers() -> None:
     units = plan_units(gpt())
     whole = sum(unit.layout.size_bytes for unit in units)
-    one = make_plan(units, PlanOptions(world=World(dp=3)))
+    one = planned(units, PlanOptions(world=World(dp=3)))
     server = one.server
     assert (server.weights_bytes, server.optimizer_bytes) == (whole, 2 * whole)
     assert (server.contributions_bytes, server.mean_bytes) == (3 * whole, whole)
     assert server.reserved_bytes == 7 * whole + max(unit.layout.size_bytes for unit in units)
     assert server.sent_bytes == 3 * one.trainer.received_bytes
-    assert make_plan(units, PlanOptions()).server.mean_bytes == 0
-    two = make_plan(units, PlanOptions(num_servers=2, min_shard_bytes=4096, optimizer="sgd")).server
+    assert planned(units, PlanOptions()).server.mean_bytes == 0
+    two = planned(units, PlanOptions(num_servers=2, min_shard_bytes=4096, optimizer="sgd")).server
     assert whole / 2 <= two.weights_bytes < 0.7 * whole and two.optimizer_bytes == 0
 
 
@@ -68,7 +74,7 @@ def test_every_optimizer_can_be_planned() -> None:
     names = {name.lower() for name in shardwell.optim.__all__} - {"combined", "shardedoptimizer"}
     assert names <= set(OPTIMIZER_CHOICES)
     units = plan_units(gpt())
-    assert [make_plan(units, PlanOptions(optimizer=name)).options.optimizer for name in OPTIMIZER_CHOICES] == list(
+    assert [planned(units, PlanOptions(optimizer=name)).options.optimizer for name in OPTIMIZER_CHOICES] == list(
         OPTIMIZER_CHOICES
     )
 
@@ -78,25 +84,25 @@ def test_state_that_a_hyperparameter_enables_is_planned() -> None:
     whole = sum(unit.size_bytes for unit in units)
     states = {"sgd": 0, "sgd-momentum": 1, "rmsprop": 1, "rmsprop-centered": 2, "adam": 2, "adam-amsgrad": 3}
     for name, count in states.items():
-        assert make_plan(units, PlanOptions(optimizer=name)).server.optimizer_bytes == count * whole
+        assert planned(units, PlanOptions(optimizer=name)).server.optimizer_bytes == count * whole
 
 
 def test_adafactor_keeps_a_row_and_a_column_of_a_matrix() -> None:
     layout = UnitLayout("unit", (Parameter("matrix", (30, 20), "float32"), Parameter("vector", (20,), "float32")))
-    units = [PlannedUnit(layout, None)]
-    plan = make_plan(units, PlanOptions(optimizer="adafactor"))
+    units = [PlannedUnit(layout)]
+    plan = planned(units, PlanOptions(optimizer="adafactor"))
     assert plan.server.optimizer_bytes == 4 * (30 + 20 + 20)
     assert plan.replica_bytes == 2 * layout.size_bytes + 4 * (30 + 20 + 20)
 
 
 def test_busiest_link_determines_the_transfer_time() -> None:
     units = plan_units(gpt())
-    plan = make_plan(units, PlanOptions(world=World(dp=4), bandwidth=1e6))
+    plan = planned(units, PlanOptions(world=World(dp=4), bandwidth=1e6))
     assert plan.transfer_seconds == plan.link_seconds["server out"] == plan.server.sent_bytes / 1e6
-    half = make_plan(units, PlanOptions(gather_dtype="bfloat16", push_dtype="int8")).trainer
+    half = planned(units, PlanOptions(gather_dtype="bfloat16", push_dtype="int8")).trainer
     assert 0.48 < half.received_bytes / plan.trainer.received_bytes < 0.51
     assert 0.25 < half.sent_bytes / plan.trainer.sent_bytes < 0.30
-    shared = make_plan(units, PlanOptions(same_host=True)).trainer
+    shared = planned(units, PlanOptions(same_host=True)).trainer
     assert shared.weights_bytes == shared.received_bytes == shared.push_bytes == 0 < shared.sent_bytes
 
 
@@ -106,7 +112,7 @@ def test_more_memory_for_weights_reduces_received_bytes() -> None:
     root = units[-1].size_bytes
 
     def trainer(**options: Any) -> TrainerPlan:
-        return make_plan(units, PlanOptions(**options)).trainer
+        return planned(units, PlanOptions(**options)).trainer
 
     assert trainer().received_bytes == 2 * whole - root
     assert trainer(keep_bytes=whole).received_bytes == trainer(keep_bytes=whole).weights_bytes == whole
@@ -115,17 +121,17 @@ def test_more_memory_for_weights_reduces_received_bytes() -> None:
     for strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD):
         assert trainer(strategy=strategy).weights_bytes == trainer(strategy=strategy).received_bytes == whole
     assert trainer(reshard_after_forward=True).received_bytes == 2 * whole
-    rounded = make_plan(units, PlanOptions(gather_dtype="bfloat16")).server
+    rounded = planned(units, PlanOptions(gather_dtype="bfloat16")).server
     assert 0.48 * whole < rounded.encoded_bytes < 0.51 * whole
-    assert make_plan(units, PlanOptions()).server.encoded_bytes == 0
+    assert planned(units, PlanOptions()).server.encoded_bytes == 0
 
 
 def test_replicas_hold_gradients_of_one_bucket() -> None:
     layout = UnitLayout("m", tuple(Parameter(name, (5 << 20,), "float32") for name in "abcd"))
-    units = [PlannedUnit(layout, None)]
-    assert make_plan(units, PlanOptions()).trainer.gradients_bytes == layout.size_bytes == 80 << 20
+    units = [PlannedUnit(layout)]
+    assert planned(units, PlanOptions()).trainer.gradients_bytes == layout.size_bytes == 80 << 20
     replica = PlanOptions(strategy=ShardingStrategy.NO_SHARD)
-    assert make_plan(units, replica).trainer.gradients_bytes == 45 << 20
+    assert planned(units, replica).trainer.gradients_bytes == 45 << 20
 
 
 def test_host_cache_receives_weights_once_per_host() -> None:
@@ -133,35 +139,21 @@ def test_host_cache_receives_weights_once_per_host() -> None:
     units = plan_units(gpt())
     whole, block = sum(unit.size_bytes for unit in units), units[0].size_bytes
     world = World(dp=6)
-    cached = make_plan(units, PlanOptions(world=world, ranks_per_host=3, host_cache_bytes=whole))
+    cached = planned(units, PlanOptions(world=world, ranks_per_host=3, host_cache_bytes=whole))
     assert cached.trainer.weights_bytes == cached.trainer.idle_bytes == 0
     assert cached.trainer.received_bytes == whole // 3
     assert cached.host_cache_bytes == whole + 4096 * len(units)
     assert cached.server.sent_bytes == 2 * whole
     assert cached.link_seconds["trainer in"] == pytest.approx(whole / cached.options.bandwidth, rel=1e-4)
-    part = make_plan(units, PlanOptions(world=world, ranks_per_host=3, host_cache_bytes=2 * block + 1))
+    part = planned(units, PlanOptions(world=world, ranks_per_host=3, host_cache_bytes=2 * block + 1))
     assert part.host_cache_bytes == 2 * (block + 4096)
     assert part.trainer.received_bytes == 2 * block // 3 + 2 * whole - units[-1].size_bytes - 4 * block
     hybrid = PlanOptions(world=world, ranks_per_host=3, strategy=ShardingStrategy.HYBRID_SHARD)
-    assert make_plan(units, hybrid).trainer == cached.trainer
-    on_servers = make_plan(units, PlanOptions(same_host=True, host_cache_bytes=whole))
+    assert planned(units, hybrid).trainer == cached.trainer
+    on_servers = planned(units, PlanOptions(same_host=True, host_cache_bytes=whole))
     assert on_servers.host_cache_bytes == 0 == on_servers.transfer_seconds
-    rounded = make_plan(units, PlanOptions(same_host=True, gather_dtype="bfloat16")).trainer
+    rounded = planned(units, PlanOptions(same_host=True, gather_dtype="bfloat16")).trainer
     assert rounded.weights_bytes > 0, "rounded weights cannot be read in the servers' memory"
-
-
-def test_tensor_and_pipeline_parallelism_divide_units() -> None:
-    units = plan_units(gpt())
-    whole = make_plan(units, PlanOptions())
-    cut = make_plan(units, PlanOptions(world=World(tp=2)))
-    assert 0.5 < cut.trainer.weights_bytes / whole.trainer.weights_bytes < 0.6
-    assert whole.server.weights_bytes < cut.server.weights_bytes < 1.15 * whole.server.weights_bytes
-    staged = make_plan(units, PlanOptions(world=World(pp=3)))
-    blocks = [unit.layout.size_bytes for unit in units if unit.block is not None]
-    assert staged.trainer.sent_bytes == whole.trainer.sent_bytes - sum(blocks[1:])
-    assert staged.server.weights_bytes == whole.server.weights_bytes
-    with pytest.raises(WorldError, match="3 layers cannot be split evenly over pp=2"):
-        make_plan(units, PlanOptions(world=World(pp=2)))
 
 
 @pytest.fixture
@@ -176,7 +168,7 @@ def test_hugging_face_config_is_planned(config: Path, capsys: pytest.CaptureFixt
     assert main(["plan", str(config), "--dp", "2", "--servers", "2", "--batch", "3", "--length", "9", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["num_parameters"], found["num_units"], found["num_servers"]) == (expected, 4, 2)
-    assert found["trainer"]["activation_bytes"] > 3 * 9 * VOCABULARY * 4
+    assert found["trainers"][0]["activation_bytes"] > 3 * 9 * VOCABULARY * 4
     assert found["transfer_seconds"] == max(found["link_seconds"].values())
     assert main(["plan", str(config), "--dtype", "bfloat16", "--length", "9"]) == 0
     assert "unknown" not in (text := capsys.readouterr().out) and f"{expected:,} parameters" in text
@@ -225,14 +217,8 @@ def test_arguments_override_the_memory_preset(arguments: list[str], expected: di
 
 def test_assumptions_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     target = f"{HERE}:make_gpt"
-    assert main(["plan", target, "--dp", "4", "--tp", "2", "--pp", "3", "--checkpoint-activations"]) == 0
-    text = capsys.readouterr().out
-    for line in (
-        "tp: every matrix is cut along its first dim into 2 parts",
-        "pp: blocks are split evenly",
-        "checkpoints:",
-    ):
-        assert line in text
+    assert main(["plan", target, "--dp", "4", "--checkpoint-activations"]) == 0
+    assert "checkpoints: around the outermost units" in capsys.readouterr().out
     cache = ["--dp", "4", "--ranks-per-host", "2", "--host-cache-bytes", "1000000"]
     assert main(["plan", target, "--bandwidth", "1gbit", *cache]) == 0
     text = capsys.readouterr().out
@@ -287,7 +273,7 @@ def test_invalid_options_are_refused() -> None:
     with pytest.raises(UsageError, match=r"contradicts ShardingStrategy.NO_SHARD"):
         PlanOptions(strategy=ShardingStrategy.NO_SHARD, reshard_after_forward=True)
     with pytest.raises(UsageError, match="no parameters"):
-        make_plan([], PlanOptions())
+        planned([], PlanOptions())
     assert main(["plan", f"{HERE}:make_gpt", "--batch", "0"]) == 1
 
 

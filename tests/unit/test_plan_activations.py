@@ -11,11 +11,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from shardwell.command.cli import main
-from shardwell.planning.activations import SavedActivations
+from shardwell.planning.estimate import plan_run
 from shardwell.planning.options import PlanOptions
-from shardwell.planning.plan import make_plan
-from shardwell.planning.plan_model import NotRecorded, load, plan_units, record_activations
-from shardwell_wire.topology import World
+from shardwell.planning.plan_model import NotRecorded, load, record_activations
 from tests.support.module_parity import gpt
 
 HERE = "tests.unit.test_plan_activations"
@@ -65,15 +63,9 @@ def make_without_a_call() -> nn.Module:
     return gpt()
 
 
-def recorded(name: str = "make") -> SavedActivations:
-    saved = record_activations(load(f"{HERE}:{name}", batch=ROWS, length=1))
-    assert isinstance(saved, SavedActivations)
-    return saved
-
-
 def planned(name: str = "make", **options: object) -> int | None:
-    units = plan_units(load(f"{HERE}:{name}", batch=ROWS, length=1).module)
-    return make_plan(units, PlanOptions(**options), recorded(name)).trainer.activation_bytes
+    plan = plan_run(f"{HERE}:{name}", PlanOptions(**options), batch=ROWS, length=1)
+    return plan.trainer.activation_bytes
 
 
 def test_every_saved_tensor_counts_once() -> None:
@@ -94,10 +86,6 @@ def test_offloaded_activations_return_one_unit_at_a_time() -> None:
     assert everything == INPUT + INSIDE
     assert planned(offload_to="disk", offload_min_bytes=INSIDE) == 4 * INPUT + INSIDE
     assert planned(offload_to="disk") == planned(offload_to="cpu") == planned()
-
-
-def test_blocks_of_other_stages_do_not_count() -> None:
-    assert planned(world=World(pp=2)) == 2 * (INPUT + INSIDE) + INPUT
 
 
 def make_with_arguments(batch: int) -> tuple[nn.Module, tuple[torch.Tensor]]:

@@ -14,6 +14,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from shardwell.planning import division_tables
 from shardwell.sizes import format_size
 from shardwell_wire.topology import AXES, AXIS_NAMES, World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
@@ -178,49 +179,8 @@ def world(response: coordinator_pb2.DescribeWorldResponse) -> RenderableType:
         f"{World.from_proto(response.world)}: {response.world_size} ranks",
         table,
         *_replicas(response),
-        *_plan(response),
+        *division_tables.of_models(response.parallel_plan.models, response.world.tp),
     )
-
-
-def _plan(response: coordinator_pb2.DescribeWorldResponse) -> list[RenderableType]:
-    """Returns a line and a table for each model that is divided over tensor and pipeline ranks."""
-    found: list[RenderableType] = []
-    for model in response.parallel_plan.models:
-        table = _table(
-            "STAGE", "PP", "LAYERS", "COUNT", "KIND", "PARAMETERS", "SIZE", "STYLE", "SENT PER STEP AND DP RANK"
-        )
-        for index, stage in enumerate(model.stages):
-            span = f"{stage.first_layer} ... {stage.last_layer}" if stage.first_layer else "the whole model"
-            sizes = (f"{stage.element_count:,}", format_size(stage.size_bytes))
-            table.add_row(str(index), str(stage.pp_rank), span, "", "", *sizes, "", "")
-            for layer in stage.layers:
-                table.add_row(*_layer_row(layer))
-        found += [f"\n{_plan_line(model, response.world)}", table]
-        if model.omitted_row_count:
-            found.append(f"{model.omitted_row_count} rows more")
-    return found
-
-
-def _plan_line(model: coordinator_pb2.ModelPlan, world: common_pb2.World) -> str:
-    size = " x ".join(map(str, model.micro_batch_shape))
-    parts = [f"{model.model} in {len(model.stages)} stages"]
-    if model.schedule:
-        parts.append(f"{model.schedule} with {model.num_micro_batches} micro-batches{size and f' of {size}'}")
-    if any(layer.style for stage in model.stages for layer in stage.layers):
-        parts.append(f"tensor parallelism over {world.tp} ranks")
-    parts += ["sequence parallelism"] if model.sequence_parallel else []
-    parts += ["loss parallelism"] if model.loss_parallel else []
-    return ", ".join(parts)
-
-
-def _layer_row(layer: coordinator_pb2.PlannedLayers) -> Sequence[str]:
-    sent = ", ".join(
-        f"{each.phase} {each.operation}{f' {format_size(each.bytes_per_step)}' if each.bytes_per_step else ''}"
-        for each in layer.collectives
-    )
-    style = f"{layer.style} ({layer.part})" if layer.style else "whole"
-    sizes = (f"{layer.element_count:,}", format_size(layer.size_bytes))
-    return ("", "", f"  {layer.name}", str(layer.count), layer.kind, *sizes, style, sent or "-")
 
 
 def _replicas(response: coordinator_pb2.DescribeWorldResponse) -> list[RenderableType]:

@@ -53,6 +53,11 @@ SCHEDULES = tuple(_KINDS)
 """Names of the schedules."""
 
 
+def schedule_class(schedule: str) -> Any:
+    """Returns torch's class of a schedule, by a name of ``SCHEDULES``."""
+    return _KINDS[schedule].make
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulePlan:
     """A schedule, and the stages that each trainer computes. Equal for all replicas of a run.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -92,7 +92,9 @@ class ModelSplit:
             outputs = self._run_on_meta(index, module, values)
             found.append(StageExample(_cast(values, dtype if index else None), _cast(outputs, dtype)))
             values = tuple(value.detach().requires_grad_(value.requires_grad) for value in outputs)
-        self._description.micro_batch = _micro_batch(inputs, found)
+        self._description.micro_batch = micro_batch_of(
+            inputs, [value for example in found for value in example.outputs]
+        )
         return found
 
     def _run_on_meta(self, index: int, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -272,11 +274,16 @@ def _cast(values: tuple[torch.Tensor, ...], dtype: torch.dtype | None) -> tuple[
     )
 
 
-def _micro_batch(inputs: Sequence[torch.Tensor], examples: Sequence[StageExample]) -> ActivationShape | None:
-    """Returns the size of a micro-batch of sequences. None: the first input has no sequences."""
+def micro_batch_of(inputs: Sequence[torch.Tensor], activations: Iterable[torch.Tensor]) -> ActivationShape | None:
+    """Returns the size of a micro-batch of sequences. None: the first input has no sequences.
+
+    Args:
+        inputs: Arguments of the model's forward.
+        activations: Values that layers compute, which tell the bytes per value.
+    """
     if not inputs or inputs[0].ndim != (3 if inputs[0].is_floating_point() else 2):
         return None
-    sizes = [value.element_size() for example in examples for value in example.outputs if value.is_floating_point()]
+    sizes = [value.element_size() for value in activations if value.is_floating_point()]
     return ActivationShape(batch=inputs[0].shape[0], length=inputs[0].shape[1], item_size=max(sizes, default=4))
 
 

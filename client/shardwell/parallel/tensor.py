@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 
 from shardwell.module.sharded_module import ShardedModule
 from shardwell.parallel.collectives import ActivationShape, Collective, CollectivePhase
-from shardwell.parallel.description import SplitLayer, StageDescription, describe_model
+from shardwell.parallel.description import ModelDescription, SplitLayer, StageDescription, describe_model
 from shardwell.parallel.layers import Layer, list_layers
 from shardwell.parallel.sequence import GatheredNorm, SplitSequence
 from shardwell.parallel.transformer import BlockParts, Transformer, analyse
@@ -77,9 +77,7 @@ class TensorParallelPlan:
             raise UsageError("the model is sharded already: apply the tensor-parallel plan before fully_shard")
         if self.layers:
             whole = StageDescription(0, (), self.model_layers)
-            describe_model(model, self.model_class, (whole,)).note_tensor_parallelism(
-                self.layers, sequence_parallel=self.sequence_parallel, loss_parallel=self.loss_parallel
-            )
+            self.note_in(describe_model(model, self.model_class, (whole,)))
         modules = dict(model.named_modules())
         ties = _ties(model)
         for name, style in self.styles.items():
@@ -93,6 +91,29 @@ class TensorParallelPlan:
             if name in modules:
                 setattr(modules[name], attribute, getattr(modules[name], attribute) // self.tp)
         return model
+
+    def note_in(self, description: ModelDescription) -> None:
+        """Adds the plan to the description of a model."""
+        description.note_tensor_parallelism(
+            self.layers, sequence_parallel=self.sequence_parallel, loss_parallel=self.loss_parallel
+        )
+
+    def local_shape(self, parameter: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of a parameter's part in one rank; the whole shape if the plan does not split it.
+
+        Args:
+            parameter: Name of the parameter in the model.
+            shape: Its whole shape.
+        """
+        dim = {"rows": 0, "columns": 1}.get(self._cuts.get(parameter.rpartition(".")[0], ""))
+        if dim is None or dim >= len(shape):  # the bias of a layer that is split by columns is whole
+            return shape
+        return (*shape[:dim], shape[dim] // self.tp, *shape[dim + 1 :])
+
+    @property
+    def _cuts(self) -> dict[str, str]:
+        """``rows``, ``columns`` or ``whole``, by module name."""
+        return {layer.name: layer.part.partition(" ")[0] for layer in self.layers}
 
     def loss_context(self) -> AbstractContextManager[Any]:
         """Returns the context in which the loss and its backward run: torch's ``loss_parallel`` if the plan uses it."""

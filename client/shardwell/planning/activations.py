@@ -25,25 +25,35 @@ class _Region:
     saved: Sizes = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActivationBytes:
+    """Size of the activations of one forward."""
+
+    held: int
+    """Between the forward and the backward."""
+    peak: int
+    """At most, until the end of the backward."""
+
+
 @dataclass(frozen=True, slots=True)
 class SavedActivations:
     """The tensors that one forward in training saves, without parameters and buffers."""
 
     regions: tuple[_Region, ...]
     """Regions in the order of the forward."""
+    outputs: tuple[torch.Tensor, ...] = ()
+    """The tensors that the forward returned."""
 
-    def peak_bytes(
+    def sizes(
         self,
         *,
-        absent: Collection[str] = (),
         recomputed: Collection[str] = (),
         moved: Collection[str] = (),
         moved_min_bytes: int = 1,
-    ) -> int:
-        """Returns the peak of saved bytes.
+    ) -> ActivationBytes:
+        """Returns the size of the saved tensors.
 
         Args:
-            absent: Modules that do not run in this process, such as those of other pipeline stages.
             recomputed: Modules that save only their inputs and are recomputed in the backward, one at a time.
             moved: Modules whose activations are offloaded.
             moved_min_bytes: Smaller activations are not offloaded.
@@ -51,14 +61,13 @@ class SavedActivations:
         held: Sizes = {}
         peak = 0
         for region in self.regions:
-            if region.module in absent:
-                continue
             kept = region.inputs if region.module in recomputed else region.saved
             # In the backward of a region, its activations and those of all earlier regions are in memory.
             peak = max(peak, sum((held | kept | region.saved).values()))
             moves = region.module in moved
             held |= {key: size for key, size in kept.items() if not (moves and size >= moved_min_bytes)}
-        return max(peak, sum(held.values()))
+        total = sum(held.values())
+        return ActivationBytes(held=total, peak=max(peak, total))
 
 
 class _Recorder:
@@ -89,14 +98,17 @@ class _Recorder:
 
 
 @contextmanager
-def recording(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[_Recorder]:
+def recording(
+    model: nn.Module, modules: Mapping[str, nn.Module], uncounted: Iterable[torch.Tensor] = ()
+) -> Iterator[_Recorder]:
     """Context that records the regions of a forward.
 
     Args:
-        model: The whole model.
+        model: The whole model, or a stage of it.
         modules: Modules of the model by name, none inside another one.
+        uncounted: Tensors that are not counted, beside parameters and buffers.
     """
-    recorder = _Recorder([*model.parameters(), *model.buffers()])
+    recorder = _Recorder([*model.parameters(), *model.buffers(), *uncounted])
     hooks: list[Any] = []
     for name, module in modules.items():
         hooks += [

@@ -6,19 +6,17 @@ and a server's buffers are those that it reserves.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from shardwell.module.strategy import ReplicaOptions, ShardingStrategy
-from shardwell.planning.activations import SavedActivations
+from shardwell.planning.division import Division
 from shardwell.planning.options import PlanOptions
-from shardwell.planning.rehearsal import PlannedUnit, Rehearsal, rehearse
+from shardwell.planning.rehearsal import PlannedUnit
+from shardwell.planning.trainers import RehearsedTrainer, num_copies, wire_bytes
 from shardwell_wire.errors import UsageError
-from shardwell_wire.layout import UnitLayout, cut
+from shardwell_wire.layout import cut
 from shardwell_wire.shared_segment import HEAD_BYTES
-from shardwell_wire.topology import World
-from shardwell_wire.wire_dtypes import PUSH_NAMES, stream_size
 
 _RESERVED_STATES = 2
 """State tensors that a server reserves for every shard, whatever the optimizer."""
@@ -26,7 +24,10 @@ _RESERVED_STATES = 2
 
 @dataclass(frozen=True, slots=True)
 class TrainerPlan:
-    """A trainer of the first pipeline stage, in bytes. Does not include the interpreter and libraries."""
+    """The trainers of one pipeline rank, in bytes. Does not include the interpreter and libraries."""
+
+    stages: tuple[int, ...]
+    """Pipeline stages of the trainer."""
 
     weights_bytes: int
     """Peak of the weights: in use, prefetched and kept."""
@@ -37,20 +38,27 @@ class TrainerPlan:
     idle_bytes: int
     """Idle buffers for the next units, at the peak."""
     gradients_bytes: int
-    """Gradients in ``.grad``: of the unit in its backward and of the units that contain it."""
+    """Gradients in ``.grad``: of the unit in its backward and of the units that contain it, or with a pipeline schedule
+    of all units."""
     push_bytes: int
     """Gradients that are being sent."""
     activation_bytes: int | None
-    """Activations that autograd saves for the backward; None if unknown."""
+    """Activations that autograd saves for the backward, and outputs of stages; None if unknown."""
+    stage_buffers_bytes: int
+    """Buffers of all micro-batches for what other stages send: activations, and gradients of activations."""
     received_bytes: int
     """Weights received per step, including the trainer's share of the weights that its host's cache receives."""
     sent_bytes: int
     """Gradients sent per step."""
+    sent_to_stages_bytes: int
+    """Activations, and gradients of activations, sent to other trainers of the pipeline per step."""
+    collective_bytes: int
+    """Payload of the tensor-parallel collectives of the trainer's stages per step; 0 if it is unknown."""
 
     @property
     def total_bytes(self) -> int:
         """Total, without unknown activations."""
-        total = self.weights_bytes + self.idle_bytes + self.gradients_bytes + self.push_bytes
+        total = self.weights_bytes + self.idle_bytes + self.gradients_bytes + self.push_bytes + self.stage_buffers_bytes
         return total + (self.activation_bytes or 0)
 
 
@@ -87,23 +95,35 @@ class Plan:
     """The estimates of a run."""
 
     options: PlanOptions
+    division: Division
     num_parameters: int
     model_bytes: int
     num_units: int
+    """Units of the run."""
     replica_bytes: int
     """Weights, gradients and optimizer state in a trainer of a replicated model."""
-    trainer: TrainerPlan
+    trainers: tuple[TrainerPlan, ...]
+    """By pipeline rank. All tensor-parallel ranks need the same, but only rank 0 sends gradients of whole
+    parameters."""
     host_cache_bytes: int
     """Weights in shared memory of a host, in addition to the trainers' own memory."""
     server: ServerPlan
 
     @property
+    def trainer(self) -> TrainerPlan:
+        """The trainer that needs the most memory."""
+        return max(self.trainers, key=lambda trainer: trainer.total_bytes)
+
+    @property
     def link_seconds(self) -> dict[str, float]:
-        """Minimum seconds per step for which each link direction is busy. Trainers use the link of their host."""
+        """Minimum seconds per step for which each link direction is busy with weights and gradients.
+
+        Trainers use the link of their host. Transfers between the trainers of a replica are not included.
+        """
         ranks = self.options.ranks_per_host
         busy = {
-            "trainer in": self.trainer.received_bytes * ranks,
-            "trainer out": self.trainer.sent_bytes * ranks,
+            "trainer in": max(trainer.received_bytes for trainer in self.trainers) * ranks,
+            "trainer out": max(trainer.sent_bytes for trainer in self.trainers) * ranks,
             "server in": self.server.received_bytes,
             "server out": self.server.sent_bytes,
         }
@@ -116,137 +136,89 @@ class Plan:
         return max(self.link_seconds.values())
 
 
-def make_plan(units: Sequence[PlannedUnit], options: PlanOptions, saved: SavedActivations | None = None) -> Plan:
+def make_plan(division: Division, options: PlanOptions) -> Plan:
     """Estimates a run.
 
     Args:
-        units: Units in the order in which ``auto_wrap`` makes them, the root unit last.
-        options: The run.
-        saved: Activations that autograd saves; unused if ``options.activation_bytes`` is set.
+        division: The model, divided over the world of the run.
+        options: The run. Its ``activation_bytes`` override the recorded activations of every trainer.
 
     Raises:
-        WorldError: The blocks cannot be split evenly over the pipeline stages.
         UsageError: There is no unit.
     """
-    if not units:
+    if not any(stage.units for stage in division.stages):
         raise UsageError("the model has no parameters: there is nothing to plan")
-    whole = sum(unit.size_bytes for unit in units)
-    stages = [_Stage.rehearsed(stage, options) for stage in _cut_into_stages(units, options.world)]
-    first = stages[0]
+    trainers = [RehearsedTrainer.rehearsed(division, pp_rank, options) for pp_rank in range(options.world.pp)]
+    units = [unit for trainer in trainers for unit in trainer.units for _ in range(num_copies(unit, options))]
+    model_bytes = sum(unit.size_bytes for unit in units)
     return Plan(
         options=options,
+        division=division,
         num_parameters=sum(parameter.numel for unit in units for parameter in unit.layout.parameters),
-        model_bytes=whole,
+        model_bytes=model_bytes,
         num_units=len(units),
-        replica_bytes=2 * whole + sum(options.state_bytes(unit.layout) for unit in units),
-        trainer=_plan_trainer(first, options, _activation_bytes(units, first, options, saved)),
-        host_cache_bytes=sum(unit.size_bytes + HEAD_BYTES * options.num_servers for unit in first.cached),
-        server=_plan_server(stages, options),
+        replica_bytes=2 * model_bytes + sum(options.state_bytes(unit.layout) for unit in units),
+        trainers=tuple(_plan_trainer(trainer, division, options) for trainer in trainers),
+        host_cache_bytes=max(
+            sum(unit.size_bytes + HEAD_BYTES * options.num_servers for unit in trainer.cached) for trainer in trainers
+        ),
+        server=_plan_server(trainers, options),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Stage:
-    """The trainer of one pipeline stage and tensor-parallel rank."""
-
-    units: list[PlannedUnit]
-    cached: list[PlannedUnit]
-    """The units in the cache of the host."""
-    rehearsal: Rehearsal
-
-    @classmethod
-    def rehearsed(cls, units: list[PlannedUnit], options: PlanOptions) -> _Stage:
-        cached = [] if options.reads_servers else _cached(units, options)
-        in_place = units if options.reads_servers else cached
-        return cls(units, cached, rehearse(units, options, {unit.name for unit in in_place}))
-
-    def received_bytes(self, options: PlanOptions, trainers: int, hosts: int) -> int:
-        """Returns the bytes of weights that servers send per step to this stage's trainers on ``hosts`` hosts."""
-        cached = {unit.name for unit in self.cached}
-        return sum(
-            _wire_bytes(unit.layout, options.gather_dtype)
-            * (hosts if unit.name in cached else trainers * self.rehearsal.gathers[unit.name])
-            for unit in self.units
-            if not options.reads_servers
-        )
-
-    def pushed_bytes(self, options: PlanOptions) -> int:
-        return sum(_wire_bytes(unit.layout, options.push_dtype) for unit in self.units)
-
-
-def _cut_into_stages(units: Sequence[PlannedUnit], world: World) -> list[list[PlannedUnit]]:
-    """Returns the units of each pipeline stage, cut for tensor parallelism.
-
-    Blocks are split evenly over the stages, other units are on the first stage. Every matrix is cut along its first
-    dim, vectors are whole on each tensor-parallel rank.
-
-    Raises:
-        WorldError: The blocks cannot be split evenly.
-    """
-    num_blocks = len({unit.block for unit in units if unit.block is not None})
-    if world.pp > 1:
-        world.check_fits(num_layers=num_blocks or 1)
-    per_stage = max(1, num_blocks // world.pp)
-    stages: list[list[PlannedUnit]] = [[] for _ in range(world.pp)]
-    for unit in units:
-        stage = 0 if unit.block is None else unit.block // per_stage
-        stages[stage].append(replace(unit, layout=_cut_for_tp(unit.layout, world.tp)))
-    return stages
-
-
-def _cut_for_tp(layout: UnitLayout, tp: int) -> UnitLayout:
-    parameters = [
-        replace(parameter, shape=(math.ceil(parameter.shape[0] / tp), *parameter.shape[1:]))
-        if len(parameter.shape) > 1
-        else parameter
-        for parameter in layout.parameters
-    ]
-    return UnitLayout(layout.unit, tuple(parameters))
-
-
-def _cached(units: Sequence[PlannedUnit], options: PlanOptions) -> list[PlannedUnit]:
-    """Returns the units in the host cache: in the order of their declaration, each unit that fits."""
-    if options.strategy is ShardingStrategy.HYBRID_SHARD:
-        return list(units)
-    cached, free_bytes = [], options.host_cache_bytes
-    for unit in units:
-        if unit.size_bytes <= free_bytes:
-            cached.append(unit)
-            free_bytes -= unit.size_bytes
-    return cached
-
-
-def _activation_bytes(
-    units: Sequence[PlannedUnit], stage: _Stage, options: PlanOptions, saved: SavedActivations | None
-) -> int | None:
-    if options.activation_bytes is not None or saved is None:
+def _activation_bytes(trainer: RehearsedTrainer, options: PlanOptions) -> int | None:
+    """Returns the peak of the activations of all stages and micro-batches; None: unknown."""
+    if options.activation_bytes is not None:
         return options.activation_bytes
-    own = {call.module for unit in stage.units for call in unit.calls}
-    calls = [call for unit in units for call in unit.calls]
-    # On the CPU, offloading to "cpu" moves nothing.
-    moved = options.offload_to not in (None, "cpu")
-    return saved.peak_bytes(
-        absent={call.module for call in calls} - own,
-        recomputed={call.module for call in calls if call.can_recompute and options.checkpoint_activations},
-        moved=own if moved else (),
-        moved_min_bytes=options.offload_min_bytes,
-    )
+    sizes = {}
+    for index, stage in trainer.stages.items():
+        if stage.saved is None:
+            return None
+        calls = [call for unit in stage.units for call in unit.calls]
+        sizes[index] = stage.saved.sizes(
+            recomputed={call.module for call in calls if call.can_recompute and options.checkpoint_activations},
+            # On the CPU, offloading to "cpu" moves nothing.
+            moved={call.module for call in calls} if options.offload_to not in (None, "cpu") else (),
+            moved_min_bytes=options.offload_min_bytes,
+        )
+    per_micro_batch = {index: sizes[index].held + stage.output_bytes for index, stage in trainer.stages.items()}
+    held = max(sum(count * per_micro_batch[index] for index, count in counts.items()) for counts in trainer.in_flight)
+    return held + max(each.peak - each.held for each in sizes.values())
 
 
-def _plan_trainer(stage: _Stage, options: PlanOptions, activation_bytes: int | None) -> TrainerPlan:
-    sizes, ranks = [unit.size_bytes for unit in stage.units], options.ranks_per_host
+def _plan_trainer(trainer: RehearsedTrainer, division: Division, options: PlanOptions) -> TrainerPlan:
+    sizes, ranks = [unit.size_bytes for unit in trainer.units], options.ranks_per_host
     # Gradients in shared memory are copied at once, so none are in flight. They are never rounded.
     streams = not (options.same_host and options.push_dtype == "float32")
+    schedule, stages = division.schedule, trainer.stages.values()
+    crossing = sum(stage.received_bytes + stage.sent_bytes for stage in stages)
+    crossing *= 0 if schedule is None else schedule.num_micro_batches
     return TrainerPlan(
-        weights_bytes=stage.rehearsal.peak_bytes,
-        ahead_bytes=stage.rehearsal.ahead_bytes,
-        kept_bytes=stage.rehearsal.kept_bytes,
-        idle_bytes=stage.rehearsal.idle_bytes,
-        gradients_bytes=_gradients(stage.units, options, streams=streams),
+        stages=tuple(trainer.stages),
+        weights_bytes=trainer.rehearsal.peak_bytes,
+        ahead_bytes=trainer.rehearsal.ahead_bytes,
+        kept_bytes=trainer.rehearsal.kept_bytes,
+        idle_bytes=trainer.rehearsal.idle_bytes,
+        gradients_bytes=sum(sizes) if schedule is not None else _gradients(trainer.units, options, streams=streams),
         push_bytes=min(sum(sizes), max(options.push_bytes, *sizes)) if streams else 0,
-        activation_bytes=activation_bytes,
-        received_bytes=stage.received_bytes(options, ranks, 1) // ranks,
-        sent_bytes=stage.pushed_bytes(options),
+        activation_bytes=_activation_bytes(trainer, options),
+        stage_buffers_bytes=crossing,
+        received_bytes=trainer.received_bytes(options, ranks, 1) // ranks,
+        sent_bytes=sum(wire_bytes(unit.layout, options.push_dtype) for unit in trainer.units),
+        # What a stage receives in the forward, it sends back as gradients in the backward.
+        sent_to_stages_bytes=crossing,
+        collective_bytes=_collective_bytes(division, trainer.stages),
+    )
+
+
+def _collective_bytes(division: Division, stages: Collection[int]) -> int:
+    described = division.description.stages if division.description is not None else ()
+    return sum(
+        collective.bytes_per_step
+        for index, stage in enumerate(described)
+        if index in stages
+        for layer in stage.layers
+        for collective in layer.collectives
     )
 
 
@@ -257,34 +229,28 @@ def _gradients(units: Collection[PlannedUnit], options: PlanOptions, *, streams:
         bucket_bytes = ReplicaOptions().bucket_bytes
         largest = {unit.name: max(spec.size_bytes for spec in unit.layout.parameters) for unit in units}
         held = {name: min(size, bucket_bytes + largest[name]) for name, size in held.items()}
-    # With pipeline stages, a unit that contains another may belong to another stage.
+    # The unit of a module may have no whole parameters, or no split ones.
     return max(held[unit.name] + sum(held.get(outer, 0) for outer in unit.outer_units) for unit in units)
 
 
-def _wire_bytes(layout: UnitLayout, dtype: str, start: int = 0, stop: int | None = None) -> int:
-    """Returns the bytes of a part of a flat vector on the wire."""
-    stop = layout.size_bytes if stop is None else stop
-    return stop - start if dtype == "float32" else stream_size(layout, layout.segments(start, stop), PUSH_NAMES[dtype])
-
-
-def _plan_server(stages: Sequence[_Stage], options: PlanOptions) -> ServerPlan:
+def _plan_server(trainers: Sequence[RehearsedTrainer], options: PlanOptions) -> ServerPlan:
     world, count = options.world, options.num_servers
     held, states, largest, encoded = [0] * count, [0.0] * count, [0] * count, [0] * count
-    # Each tensor-parallel rank has a part of every unit, and its own units on the servers.
-    for unit in [unit for stage in stages for unit in stage.units for _ in range(world.tp)]:
+    stored = [unit for trainer in trainers for unit in trainer.units for _ in range(num_copies(unit, options))]
+    for unit in stored:
         unit_states = options.state_bytes(unit.layout)
         for server, (start, stop) in enumerate(cut(unit.size_bytes, [1.0] * count, options.min_shard_bytes)):
             held[server] += stop - start
             states[server] += unit_states * (stop - start) / max(1, unit.size_bytes)
             largest[server] = max(largest[server], stop - start)
             if options.gather_dtype != "float32":
-                encoded[server] += _wire_bytes(unit.layout, options.gather_dtype, start, stop)
+                encoded[server] += wire_bytes(unit.layout, options.gather_dtype, start, stop)
     most = max(range(count), key=lambda server: held[server])
     shards, share = held[most], held[most] / sum(held) if sum(held) else 0.0
     optimizer_bytes, mean = round(states[most]), shards if world.dp > 1 else 0
     hosts = -(-world.dp // options.ranks_per_host)
-    sent = sum(stage.received_bytes(options, world.dp, hosts) for stage in stages) * world.tp
-    received = sum(stage.pushed_bytes(options) for stage in stages) * world.tp * world.dp
+    sent = sum(trainer.received_bytes(options, world.dp, hosts, tp=world.tp) for trainer in trainers)
+    received = world.dp * sum(wire_bytes(unit.layout, options.push_dtype) for unit in stored)
     return ServerPlan(
         weights_bytes=shards,
         optimizer_bytes=optimizer_bytes,

@@ -6,7 +6,7 @@ import importlib
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from shardwell.module.fully_shard import collect_parameters
 from shardwell.planning.activations import SavedActivations, recording
 from shardwell.planning.rehearsal import PlannedCall, PlannedUnit
 from shardwell.wrapping.auto_wrap import ChosenUnit, choose_units
 from shardwell.wrapping.memory_strategy import supports_recomputation
-from shardwell.wrapping.policies import BlockPolicy, WrapPolicy
+from shardwell.wrapping.policies import WrapPolicy
 from shardwell_wire.errors import UsageError
 from shardwell_wire.layout import UnitLayout
 
@@ -37,13 +38,14 @@ class ShapeModel:
     keywords: Mapping[str, Any] = field(default_factory=dict)
 
 
-def load(target: str, *, batch: int, length: int, dtype: torch.dtype | None = None) -> ShapeModel:
+def load(target: str | Callable[..., Any], *, batch: int, length: int, dtype: torch.dtype | None = None) -> ShapeModel:
     """Builds a model without allocating its memory.
 
     Args:
-        target: ``module:callable``, which returns the model, ``(model, args)`` or ``(model, args, kwargs)`` with the
-            tuple and the dict of an example call, or ``(model, tensor, ...)``. ``batch`` and ``length`` are passed if
-            the callable has parameters with these names. Or the path of a Hugging Face ``config.json`` or its folder.
+        target: A callable, or ``module:callable``, which returns the model, ``(model, args)`` or
+            ``(model, args, kwargs)`` with the tuple and the dict of an example call, or ``(model, tensor, ...)``.
+            ``batch`` and ``length`` are passed if the callable has parameters with these names. Or the path of a
+            Hugging Face ``config.json`` or its folder.
         batch: Sequences of the example call.
         length: Tokens per sequence.
         dtype: Default dtype of parameters; None: the default of torch or the config.
@@ -54,7 +56,12 @@ def load(target: str, *, batch: int, length: int, dtype: torch.dtype | None = No
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     sizes = {"batch": batch, "length": length}
     with mode, _default_dtype(dtype):
-        made = _from_callable(target, sizes) if ":" in target else _from_config(Path(target), sizes, dtype)
+        if callable(target):
+            made = _call(target, getattr(target, "__qualname__", repr(target)), sizes)
+        elif ":" in target:
+            made = _call(_imported(target), target, sizes)
+        else:
+            made = _from_config(Path(target), sizes, dtype)
     model, arguments, keywords = made
     return ShapeModel(model, mode, arguments, keywords)
 
@@ -81,11 +88,10 @@ def plan_units(model: nn.Module, policy: WrapPolicy | None = None) -> list[Plann
         if found:
             made.append((unit, UnitLayout(unit.name, tuple(entry.describe() for entry in found))))
     outer = {unit.name: _outer_units(unit, [other for other, _ in made]) for unit, _ in made}
-    block_of, call = _blocks(model), _calls(model, policy)
+    call = _calls(model, policy)
     return [
         PlannedUnit(
             layout,
-            block_of(unit),
             outer_units=outer[unit.name],
             calls=tuple(call(name, module) for name, module in unit.modules.items()),
         )
@@ -101,18 +107,6 @@ def _outer_units(unit: ChosenUnit, others: Sequence[ChosenUnit]) -> tuple[str, .
         if other is not unit
         and any(not outer or name.startswith(f"{outer}.") for outer in other.modules for name in unit.modules)
     )
-
-
-def _blocks(model: nn.Module) -> Callable[[ChosenUnit], int | None]:
-    """Returns a function from a unit to the number of the model's repeated block that contains it."""
-    ids = {id(block) for block in BlockPolicy(model).blocks()}
-    names = [name for name, module in model.named_modules() if id(module) in ids]
-
-    def block_of(unit: ChosenUnit) -> int | None:
-        inside = (f"{name}." for name in unit.modules)
-        return next((at for name in inside for at, block in enumerate(names) if name.startswith(f"{block}.")), None)
-
-    return block_of
 
 
 def _calls(model: nn.Module, policy: WrapPolicy | None) -> Callable[[str, nn.Module], PlannedCall]:
@@ -135,23 +129,29 @@ class NotRecorded:
     reason: str
 
 
-def record_activations(shapes: ShapeModel, policy: WrapPolicy | None = None) -> SavedActivations | NotRecorded:
-    """Records what autograd saves in one call in training."""
+def record_activations(shapes: ShapeModel, *, received: Iterable[torch.Tensor] = ()) -> SavedActivations | NotRecorded:
+    """Records what autograd saves in one call in training.
+
+    Args:
+        shapes: The model, or a stage of it.
+        received: Arguments of the call that are not counted.
+    """
     if not shapes.arguments and not shapes.keywords:
         return NotRecorded("there is no example call")
     try:
-        with shapes.mode, recording(shapes.module, _outermost(shapes.module, policy)) as recorder:
-            shapes.module.train()(*shapes.arguments, **shapes.keywords)
+        with shapes.mode, recording(shapes.module, _outermost(shapes.module, None), received) as recorder:
+            output = shapes.module.train()(*shapes.arguments, **shapes.keywords)
     except Exception as error:  # a user's forward may raise anything if it needs a value
         message = str(error).strip().partition("\n")[0]
         return NotRecorded(f"the example call on shapes raised {type(error).__name__}: {message}")
-    return SavedActivations(tuple(recorder.regions))
+    outputs = tuple(value for value in tree_leaves(output) if isinstance(value, torch.Tensor))
+    return SavedActivations(tuple(recorder.regions), outputs)
 
 
 _Made = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
 
-def _from_callable(target: str, sizes: Mapping[str, int]) -> _Made:
+def _imported(target: str) -> Callable[..., Any]:
     module_name, _, name = target.partition(":")
     if "" not in sys.path:
         sys.path.insert(0, "")  # as `python -m` does
@@ -162,13 +162,17 @@ def _from_callable(target: str, sizes: Mapping[str, int]) -> _Made:
     function: Callable[..., Any] | None = getattr(module, name, None)
     if not callable(function):
         raise UsageError(f"{target!r}: {module_name} has no function {name!r} that makes a model")
+    return function
+
+
+def _call(function: Callable[..., Any], target: str, sizes: Mapping[str, int]) -> _Made:
     signature = inspect.signature(function)
     keywords = {key: value for key, value in sizes.items() if key in signature.parameters}
     try:
         signature.bind(**keywords)
     except TypeError as error:
         raise UsageError(f"{target!r}: {error}; only the parameters batch and length are passed") from None
-    with _locating_errors(f"{target!r}: {name} failed"):
+    with _locating_errors(f"{target!r}: {target.rpartition(':')[2]} failed"):
         made = function(**keywords)
     model, *call = made if isinstance(made, tuple) and made else (made,)
     if not isinstance(model, nn.Module):

@@ -35,12 +35,12 @@ class PlannedUnit:
     """One unit of a model that is not sharded yet."""
 
     layout: UnitLayout
-    block: int | None
-    """Number of the model's repeated block that contains the unit; None for embeddings, heads and other units."""
     outer_units: tuple[str, ...] = ()
     """Names of the units that contain this unit. They stay gathered while it computes."""
     calls: tuple[PlannedCall, ...] = (PlannedCall(0, ""),)
     """Calls of the unit's modules; by default the call of the whole model, as for the root unit."""
+    is_split: bool = False
+    """True if each tensor-parallel rank has a part of its own. The layout is that of one part."""
 
     @property
     def name(self) -> str:
@@ -92,6 +92,22 @@ def rehearse(units: Sequence[PlannedUnit], options: PlanOptions, in_place: Colle
         kept_bytes=memory.peak_kept_bytes,
         idle_bytes=memory.peak_total_bytes - memory.peak_bytes,
         gathers={unit.planned.name: unit.num_gathers for unit in trainer.units},
+    )
+
+
+def rehearse_schedule(units: Sequence[PlannedUnit], in_place: Collection[str] = ()) -> Rehearsal:
+    """Returns what a pipeline schedule gathers: every unit once, until the stage has computed all micro-batches.
+
+    Args:
+        units: Units of the trainer.
+        in_place: Names of the units that are read in shared memory and take no memory of the trainer.
+    """
+    return Rehearsal(
+        peak_bytes=sum(unit.size_bytes for unit in units if unit.name not in in_place),
+        ahead_bytes=0,
+        kept_bytes=0,
+        idle_bytes=0,
+        gathers={unit.name: 1 for unit in units},
     )
 
 
@@ -264,4 +280,5 @@ def _nest(units: Sequence[_Unit]) -> list[_Call]:
 
 
 def _is_inside(module: str, outer: str) -> bool:
-    return not outer or module.startswith(f"{outer}.")
+    """True if one module is in the other, or is the same: the two units of a module compute together."""
+    return not outer or module == outer or module.startswith(f"{outer}.")

@@ -1,0 +1,80 @@
+"""The trainers of a planned run: their units, their gathers, and what they receive."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shardwell.module.strategy import ShardingStrategy
+from shardwell.parallel.schedule_memory import micro_batches_in_flight
+from shardwell.planning.division import Division, PlannedStage
+from shardwell.planning.options import PlanOptions
+from shardwell.planning.rehearsal import PlannedUnit, Rehearsal, rehearse, rehearse_schedule
+from shardwell_wire.layout import UnitLayout
+from shardwell_wire.wire_dtypes import PUSH_NAMES, stream_size
+
+
+def num_copies(unit: PlannedUnit, options: PlanOptions) -> int:
+    """Returns the number of tensor-parallel ranks that have a unit of their own in place of this one."""
+    return options.world.tp if unit.is_split else 1
+
+
+@dataclass(frozen=True, slots=True)
+class RehearsedTrainer:
+    """The trainer of one pipeline rank and of tensor-parallel rank 0."""
+
+    stages: dict[int, PlannedStage]
+    units: list[PlannedUnit]
+    cached: list[PlannedUnit]
+    """The units in the cache of the host."""
+    rehearsal: Rehearsal
+    in_flight: Sequence[Mapping[int, int]]
+    """Numbers of micro-batches with activations, by stage, at several moments of a step."""
+
+    @classmethod
+    def rehearsed(cls, division: Division, pp_rank: int, options: PlanOptions) -> RehearsedTrainer:
+        schedule = division.schedule
+        indices = [0] if schedule is None else schedule.stages_of(pp_rank)
+        stages = {index: division.stages[index] for index in indices}
+        units = [unit for stage in stages.values() for unit in stage.units]
+        cached = [] if options.reads_servers else _cached(units, options)
+        in_place = {unit.name for unit in (units if options.reads_servers else cached)}
+        if schedule is None:
+            return cls(stages, units, cached, rehearse(units, options, in_place), [{0: 1}])
+        in_flight = micro_batches_in_flight(schedule, pp_rank)
+        return cls(stages, units, cached, rehearse_schedule(units, in_place), in_flight)
+
+    def received_bytes(self, options: PlanOptions, trainers: int, hosts: int, *, tp: int = 1) -> int:
+        """Returns the bytes of weights that servers send per step.
+
+        Args:
+            options: The run.
+            trainers: Data-parallel ranks that receive them.
+            hosts: Hosts of these ranks.
+            tp: Tensor-parallel ranks that receive them.
+        """
+        cached = {unit.name for unit in self.cached}
+        return tp * sum(
+            wire_bytes(unit.layout, options.gather_dtype)
+            * (hosts if unit.name in cached else trainers * self.rehearsal.gathers[unit.name])
+            for unit in self.units
+            if not options.reads_servers
+        )
+
+
+def _cached(units: Sequence[PlannedUnit], options: PlanOptions) -> list[PlannedUnit]:
+    """Returns the units in the host cache: in the order of their declaration, each unit that fits."""
+    if options.strategy is ShardingStrategy.HYBRID_SHARD:
+        return list(units)
+    cached, free_bytes = [], options.host_cache_bytes
+    for unit in units:
+        if unit.size_bytes <= free_bytes:
+            cached.append(unit)
+            free_bytes -= unit.size_bytes
+    return cached
+
+
+def wire_bytes(layout: UnitLayout, dtype: str, start: int = 0, stop: int | None = None) -> int:
+    """Returns the bytes of a part of a flat vector on the wire."""
+    stop = layout.size_bytes if stop is None else stop
+    return stop - start if dtype == "float32" else stream_size(layout, layout.segments(start, stop), PUSH_NAMES[dtype])

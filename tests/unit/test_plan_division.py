@@ -1,0 +1,173 @@
+"""The division of a model in a plan: stages, parts, activations in flight and errors."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from examples.gpt import GPT, GPTConfig
+from shardwell import World
+from shardwell.command.cli import main
+from shardwell.parallel import SCHEDULES, SchedulePlan
+from shardwell.parallel.schedule_memory import micro_batches_in_flight
+from shardwell.planning import DivisionOptions, Plan, PlanOptions, describe, plan_run
+from shardwell_wire.errors import TiedParameterError, UsageError
+from tests.support.real_models import llama
+
+HERE = "tests.unit.test_plan_division"
+LENGTH, WIDTH, VOCABULARY, HEADS, LAYERS = 6, 16, 64, 4, 4
+MATRICES, VECTORS = 12 * WIDTH * WIDTH, (3 + 4) * WIDTH
+"""Elements of the split matrices of a block, and of the biases that are split with them."""
+WHOLE = (4 + 2) * WIDTH
+"""Elements of a block that every tensor-parallel rank has: two norms, and the biases of the layers split by rows."""
+POSITIONS, NORM = LENGTH * WIDTH, 2 * WIDTH
+
+
+def make_gpt(batch: int, *, num_layers: int = LAYERS, tied: bool = False) -> tuple[nn.Module, torch.Tensor]:
+    sizes = GPTConfig(
+        vocab_size=VOCABULARY, context=LENGTH, num_layers=num_layers, num_heads=HEADS, width=WIDTH, tied=tied
+    )
+    return GPT(sizes), torch.zeros(batch, LENGTH, dtype=torch.int64)
+
+
+def planned(world: World, make: Any = make_gpt, *, batch: int | None = None, **division: Any) -> Plan:
+    options = DivisionOptions(fused_by_head=True, **division)
+    return plan_run(make, PlanOptions(world=world), division=options, batch=batch, length=LENGTH)
+
+
+def elements(plan: Plan, stage: int) -> dict[str, int]:
+    return {unit.name: sum(p.numel for p in unit.layout.parameters) for unit in plan.division.stages[stage].units}
+
+
+def test_tensor_parallel_rank_has_whole_units_and_its_parts() -> None:
+    whole, plan = planned(World()), planned(World(tp=2))
+    found = elements(plan, 0)
+    for block in range(LAYERS):
+        assert found[f"blocks.{block}"] == WHOLE
+        assert found[f"blocks.{block}@tp0"] == (MATRICES + VECTORS) // 2
+    assert sum(count for name, count in found.items() if not name.startswith("blocks")) == (
+        POSITIONS + NORM + 2 * VOCABULARY * WIDTH // 2
+    )
+    assert plan.num_parameters == whole.num_parameters, "whole parameters are stored once, parts by every rank"
+    assert whole.model_bytes <= plan.model_bytes < 1.05 * whole.model_bytes, "more gaps of alignment"
+    assert plan.server.received_bytes == plan.model_bytes, "whole gradients are pushed once"
+    assert plan.server.sent_bytes == 2 * plan.trainer.received_bytes, "each rank gathers whole units"
+
+
+def test_stages_of_a_pipeline_are_planned_each() -> None:
+    plan = planned(World(pp=2), num_micro_batches=4)
+    block = MATRICES + VECTORS + WHOLE
+    assert [sum(elements(plan, stage).values()) for stage in (0, 1)] == [
+        2 * block + VOCABULARY * WIDTH + POSITIONS,
+        2 * block + NORM + VOCABULARY * WIDTH,
+    ]
+    for stage, trainer in enumerate(plan.trainers):
+        held = sum(unit.size_bytes for unit in plan.division.stages[stage].units)
+        assert trainer.stages == (stage,)
+        assert trainer.weights_bytes == trainer.gradients_bytes == trainer.received_bytes == trainer.sent_bytes == held
+    activation = LENGTH * WIDTH * 4
+    for trainer in plan.trainers:
+        assert trainer.sent_to_stages_bytes == trainer.stage_buffers_bytes == 4 * activation
+    first, last = plan.trainers
+    assert first.activation_bytes is not None and last.activation_bytes is not None
+    one = planned(World(pp=2), num_micro_batches=2).trainers
+    assert first.activation_bytes == one[0].activation_bytes, "1F1B: at most 2 micro-batches in the first of 2 stages"
+    gpipe = planned(World(pp=2), num_micro_batches=4, schedule="GPipe").trainers
+    assert gpipe[0].activation_bytes == 2 * first.activation_bytes
+    assert gpipe[1].activation_bytes == 4 * last.activation_bytes
+
+
+def test_description_has_layers_styles_and_bytes() -> None:
+    plan = planned(World(dp=2, tp=2, pp=2), num_micro_batches=4, batch=8)
+    model = plan.division.description
+    assert model is not None
+    assert (model.model, model.schedule, model.num_micro_batches) == ("GPT", "1F1B", 4)
+    assert list(model.micro_batch_shape) == [2, LENGTH]
+    assert [stage.element_count for stage in model.stages] == [
+        sum(elements(planned(World(pp=2)), stage).values()) for stage in (0, 1)
+    ]
+    rows = {layer.name: layer for layer in model.stages[1].layers}
+    assert (rows["head"].kind, rows["head"].style, rows["head"].part) == ("head", "vocabulary", "rows 1/2")
+    up = rows["blocks.*.mlp.0"]
+    assert [(each.phase, each.bytes_per_step) for each in up.collectives] == [("backward", 2 * 8 * LENGTH * WIDTH * 4)]
+    for stage, trainer in zip(model.stages, plan.trainers, strict=True):
+        assert trainer.collective_bytes == sum(each.bytes_per_step for row in stage.layers for each in row.collectives)
+    text = describe(plan)
+    assert "GPT in 2 stages, 1F1B with 4 micro-batches of 2 x 6, tensor parallelism over 2 ranks" in text
+    assert "PP 0 (STAGE 0)" in text and "PP 1 (STAGE 1)" in text
+
+
+def test_collectives_without_a_pipeline_count_one_forward() -> None:
+    model = planned(World(tp=4), batch=3).division.description
+    assert model is not None and len(model.stages) == 1
+    rows = {layer.name: layer for layer in model.stages[0].layers}
+    assert rows["blocks.*.projection"].collectives[0].bytes_per_step == LAYERS * 3 * LENGTH * WIDTH * 4
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_micro_batches_in_flight_agree_with_the_schedule(name: str) -> None:
+    """The first trainer of 1F1B holds one micro-batch per stage after it. GPipe and LoopedBFS hold all."""
+    plan = SchedulePlan(schedule=name, pp=2, num_micro_batches=8)
+    for pp_rank in range(2):
+        counts = micro_batches_in_flight(plan, pp_rank)
+        assert all(set(each) == set(plan.stages_of(pp_rank)) for each in counts)
+        most = max(sum(each.values()) for each in counts)
+        expected = {
+            "GPipe": (8, 8),
+            "1F1B": (2, 1),
+            "LoopedBFS": (16, 16),
+            "Interleaved1F1B": (5, 3),
+        }.get(name)
+        if expected is not None:
+            assert most == expected[pp_rank]
+        else:
+            assert 2 <= most < 16, "schedules with a split backward release activations before the last forward"
+
+
+def test_json_has_every_trainer(capsys: pytest.CaptureFixture[str]) -> None:
+    target = ["plan", f"{HERE}:make_gpt", "--length", str(LENGTH), "--fused-by-head", "--json"]
+    assert main([*target, "--tp", "2", "--pp", "2", "--schedule", "Interleaved1F1B", "--micro-batches", "4"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [trainer["stages"] for trainer in found["trainers"]] == [[0, 2], [1, 3]]
+    assert found["schedule"]["num_micro_batches"] == 4 and len(found["model"]["stages"]) == 4
+    assert [stage["pp_rank"] for stage in found["model"]["stages"]] == [0, 1, 0, 1]
+
+
+class Branching(nn.Module):
+    """Its forward depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x) if x.sum() > 0 else x
+        return x
+
+
+@pytest.mark.parametrize(
+    ("make", "world", "division", "match"),
+    [
+        (make_gpt, World(tp=3), {}, "tp=3 does not divide the 4 heads of block 'blocks.0'"),
+        (make_gpt, World(pp=8), {}, "GPT has 4 blocks, too few for 8 stages"),
+        (make_gpt, World(pp=2), {"schedule": "1F1B", "num_micro_batches": 1}, "at least as many micro-batches"),
+        (partial(make_gpt, tied=True), World(pp=2), {}, "is tied to"),
+        (Branching, World(pp=2), {}, "the forward of Branching cannot be traced by torch.fx"),
+        (lambda: (llama(), (), {"input_ids": torch.zeros(1, 4, dtype=torch.int64)}), World(pp=2), {}, "by keyword"),
+        (lambda: nn.Linear(2, 2), World(tp=2), {}, "Linear has no repeated blocks"),
+    ],
+)
+def test_model_that_cannot_be_divided_is_refused(make: Any, world: World, division: Any, match: str) -> None:
+    with pytest.raises((UsageError, TiedParameterError), match=match):
+        planned(world, make, **division)
+
+
+def test_batch_must_be_divisible_into_micro_batches(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"{HERE}:make_gpt", "--pp", "2", "--batch", "3"]) == 1
+    assert "a batch of 3 samples cannot be divided into 2 micro-batches of equal size" in capsys.readouterr().err
