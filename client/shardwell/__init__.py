@@ -81,6 +81,7 @@ if TYPE_CHECKING:
     from shardwell.wrapping.memory_strategy import MemoryOptions, MemoryStrategy
     from shardwell.wrapping.policies import CustomPolicy, ModuleTypePolicy, NoWrapPolicy, SizePolicy
     from shardwell.wrapping.tiled_linear import TiledLinear
+    from shardwell.wrapping.unwrap import unwrap
 
 __all__ = [
     "AccessError",
@@ -164,6 +165,7 @@ __all__ = [
     "save_safetensors",
     "sharded_state_dict",
     "testing",
+    "unwrap",
 ]
 
 _MODULES = {
@@ -219,6 +221,7 @@ _MODULES = {
     "save_safetensors": "shardwell.weights.saving",
     "sharded_state_dict": "shardwell.weights.state_dict",
     "testing": "shardwell.testing",
+    "unwrap": "shardwell.wrapping.unwrap",
 }
 """The module to import when a name is first used: most need torch, which takes seconds to import."""
 

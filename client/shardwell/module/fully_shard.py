@@ -7,16 +7,17 @@ from typing import Literal, Protocol, TypeVar
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from shardwell.module import guards, torch_patches
-from shardwell.module.hooks import hook_modules, hooked_method
+from shardwell.module.hooks import hook_modules, hooked_method, keep_attribute
 from shardwell.module.initialization import InitFunction, ValueSource, fill_ignored, plan_values
 from shardwell.module.materialization import materialized
 from shardwell.module.mixed_precision import AS_STORED, MixedPrecisionPolicy, attach_casts, cast_buffers, casting_method
 from shardwell.module.naming import plan_units
 from shardwell.module.sharded_module import ShardedModule, Sharding, make_sharded, sharding_of
 from shardwell.module.strategy import ReplicaOptions, ShardingStrategy, check_strategy
-from shardwell.module.unit import owner_of
+from shardwell.module.unit import Unit, owner_of
 from shardwell.module.unit_parameters import FoundParameter, Site
 from shardwell.module.units import Units
 from shardwell_wire.errors import TiedParameterError, UsageError
@@ -148,13 +149,14 @@ def shard_modules(
     guards.check_parameters([(entry.names[0], entry.parameter) for entry in found], meta_device)
     planned = plan_units(name, found, placement, units.place)
     found = [entry for unit in planned for entry in unit.found]
-    made = []
+    made: list[Unit] = []
+    handles: list[RemovableHandle] = []
     # Overrides an enclosing `with torch.device("meta")`.
     with meta_device, materialized(found, modules, meta_device) as blanks:
         values = plan_values(source, name, planned, modules, blanks, units.init_seed)
         for each, new_values in zip(planned, values.units, strict=True):
             unit = units.add(each.layout, each.found, modules, new_values, mp_policy)
-            hook_modules(unit, units)
+            handles += hook_modules(unit, units)
             unit.settings.reshard_after_forward = reshard_after_forward
             made.append(unit)
         if not planned:
@@ -164,12 +166,12 @@ def shard_modules(
             units.set_strategy(unit, strategy, replica)
     fill_ignored(source, modules)
     units.register_modules(modules, made, name, prefixes)
-    attach_casts(modules, mp_policy)
+    handles += attach_casts(modules, mp_policy)
     if mp_policy.buffer_dtype is not None:
         cast_buffers(modules, mp_policy.buffer_dtype, lambda part: isinstance(part, ShardedModule))
     for module in modules:
-        make_sharded(module, Sharding(units, tuple(made), mp_policy))
-        guards.guard_state_dict(module)
+        own = [*handles, *guards.guard_state_dict(module)]
+        make_sharded(module, Sharding(units, tuple(made), mp_policy, [handle.remove for handle in own]))
 
 
 def register_forward_method(module: nn.Module, method_name: str) -> None:
@@ -180,6 +182,7 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
         method_name: Name of the method, such as ``generate``.
     """
     sharding = sharding_of(module)
+    sharding.undo.append(keep_attribute(module, method_name))
     for unit in sharding.own_units:
         setattr(module, method_name, hooked_method(unit, sharding.units, module, method_name))
     method = getattr(module, method_name)

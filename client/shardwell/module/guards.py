@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
 
 from shardwell.module.unit import Unit
 from shardwell_wire.errors import UsageError
@@ -137,10 +138,12 @@ def check_parameters(named_parameters: Sequence[tuple[str, nn.Parameter]], meta_
 # After sharding.
 
 
-def guard_state_dict(module: nn.Module) -> None:
-    """Makes ``state_dict`` and ``load_state_dict`` of a sharded module raise."""
-    module.register_state_dict_pre_hook(_refuse_state_dict)  # type: ignore[no-untyped-call]
-    module.register_load_state_dict_pre_hook(_refuse_load)  # type: ignore[no-untyped-call]
+def guard_state_dict(module: nn.Module) -> list[RemovableHandle]:
+    """Makes ``state_dict`` and ``load_state_dict`` of a sharded module raise. Returns the handles of the hooks."""
+    return [
+        module.register_state_dict_pre_hook(_refuse_state_dict),  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_pre_hook(_refuse_load),  # type: ignore[no-untyped-call]
+    ]
 
 
 def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:

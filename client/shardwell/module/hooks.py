@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from shardwell.module.mixed_precision import warn_of_autocast
 from shardwell.module.tensors import attribute_tensors, find_tensors, map_tensors, share_storage
@@ -22,15 +23,16 @@ Wrapper = Callable[..., Any]
 """Called with a module's forward and its arguments; returns what the forward returns."""
 
 
-def hook_modules(unit: Unit, units: Units) -> None:
-    """Adds the hooks to a unit's modules."""
-    hooks = _Hooks(unit, units)
+def hook_modules(unit: Unit, units: Units) -> list[RemovableHandle]:
+    """Adds the hooks to a unit's modules, and returns their handles."""
+    hooks, handles = _Hooks(unit, units), []
     for module in unit.modules:
         before = torch.compiler.disable(hooks.before_forward)  # type: ignore[no-untyped-call]
         after = torch.compiler.disable(hooks.after_forward)  # type: ignore[no-untyped-call]
         # Prepended, so that the user's own pre-hooks find the parameters gathered. always_call covers exceptions.
-        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-        module.register_forward_hook(after, with_kwargs=True, always_call=True)
+        handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+    return handles
 
 
 class _Hooks:
@@ -114,6 +116,20 @@ def hooked_method(unit: Unit, units: Units, module: nn.Module, method_name: str)
         return output
 
     return method
+
+
+def keep_attribute(module: nn.Module, name: str) -> Callable[[], None]:
+    """Returns a function that gives an instance attribute of a module its present value again, or removes it."""
+    attributes, is_set = vars(module), name in vars(module)
+    value = attributes.get(name)
+
+    def restore() -> None:
+        if is_set:
+            attributes[name] = value
+        else:
+            attributes.pop(name, None)
+
+    return restore
 
 
 class WrappedForward:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from shardwell.module.tensors import map_tensors
 from shardwell_wire.errors import UsageError
@@ -142,19 +143,23 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     return map_tensors(value, cast)
 
 
-def attach_casts(modules: Sequence[nn.Module], policy: MixedPrecisionPolicy) -> None:
+def attach_casts(modules: Sequence[nn.Module], policy: MixedPrecisionPolicy) -> list[RemovableHandle]:
     """Makes modules cast their inputs and outputs. Called after the unit's own hooks were added.
 
     Inputs are then cast outside of the unit's forward call, and the casts' backward runs after the unit's.
+
+    Returns:
+        Handles of the hooks.
     """
-    casts = _Casts(policy)
+    casts, handles = _Casts(policy), []
     for module in modules:
         if casts.input_dtype is not None:
             before = torch.compiler.disable(casts.before_forward)  # type: ignore[no-untyped-call]
-            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+            handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         if policy.output_dtype is not None:
             after = torch.compiler.disable(casts.after_forward)  # type: ignore[no-untyped-call]
-            module.register_forward_hook(after)
+            handles.append(module.register_forward_hook(after))
+    return handles
 
 
 def casting_method(method: Callable[..., Any], policy: MixedPrecisionPolicy) -> Callable[..., Any]:

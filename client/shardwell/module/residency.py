@@ -54,6 +54,13 @@ class UnitSettings:
     forward_prefetch: tuple[ResidentUnit, ...] | None = None
     backward_prefetch: tuple[ResidentUnit, ...] | None = None
 
+    def drop_prefetch(self, removed: ResidentUnit) -> None:
+        """Removes a unit that no longer exists from the units to prefetch."""
+        if self.forward_prefetch is not None:
+            self.forward_prefetch = tuple(unit for unit in self.forward_prefetch if unit is not removed)
+        if self.backward_prefetch is not None:
+            self.backward_prefetch = tuple(unit for unit in self.backward_prefetch if unit is not removed)
+
 
 @dataclass(slots=True)
 class ResidentBytes:

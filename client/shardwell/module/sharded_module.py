@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from torch import nn
@@ -28,6 +28,8 @@ class Sharding:
     """Units of the module's own parameters. Empty if all its parameters belong to nested units, or it has none. Two if
     tensor parallelism splits some of them."""
     policy: MixedPrecisionPolicy
+    undo: list[Callable[[], None]] = field(default_factory=list)
+    """Each removes a hook or an attribute that sharding has added, in the order in which they were added."""
 
 
 class UnshardHandle:
@@ -190,6 +192,17 @@ def make_sharded(module: nn.Module, sharding: Sharding) -> None:
     """Changes a module's class in place to a subclass with the methods of ``ShardedModule``."""
     setattr(module, _STATE, sharding)
     module.__class__ = _sharded_class(type(module))
+
+
+def make_plain(module: nn.Module) -> None:
+    """Gives a sharded module the class that it had before, and removes what sharding has added.
+
+    Its parameters must belong to no unit.
+    """
+    for undo in reversed(sharding_of(module).undo):
+        undo()
+    module.__class__ = type(module).__bases__[-1]
+    delattr(module, _STATE)
 
 
 def sharding_of(module: nn.Module) -> Sharding:

@@ -323,6 +323,19 @@ class Unit(ResidentUnit):
         self._flat.release()
         self._set_state(UnitState.FREED)
 
+    def detach_parameters(self, device: torch.device | str | None) -> None:
+        """Makes the parameters ordinary ones, with the values that the step reads. The unit must not be used again.
+
+        Args:
+            device: Where to put the values. None: the device that the unit computes on.
+        """
+        self.free()
+        flat = self.gather_copy()
+        self._parameter_objects.detach(
+            # Copies: a parameter must not keep the memory of the whole unit.
+            [self.read(flat, index).to(device or self._device, copy=True) for index in range(len(self.parameters))]
+        )
+
     # Checks.
 
     def written_parameter(self) -> str | None:

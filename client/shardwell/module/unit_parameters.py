@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from shardwell.module.freed_parameter import freed_class
+from shardwell.module.freed_parameter import OWNER_ATTRIBUTE, freed_class
 from shardwell.module.tensors import is_split, local_box, local_part, set_dtype
 from shardwell_wire.errors import UsageError
 from shardwell_wire.layout import Parameter, UnitLayout
@@ -83,6 +83,14 @@ class UnitParameters:
         """Makes one parameter use the memory of a tensor."""
         self._locals[index].data = place
         set_dtype(self._classes[index][0], place.dtype)
+
+    def detach(self, values: Sequence[torch.Tensor]) -> None:
+        """Makes all parameters ordinary ones with the given values. Existing graphs become unusable."""
+        self._counters.reset()
+        for parameter, original, _ in self._classes:
+            parameter.__class__ = original
+            delattr(parameter, OWNER_ATTRIBUTE)
+        self.place_all(values)
 
     def copy_to(self, places: Sequence[torch.Tensor], *, skip: Collection[int]) -> None:
         """Copies the values of all parameters, except those with an index in ``skip``, to the given tensors."""
@@ -161,3 +169,7 @@ class VersionCounters:
     def forget_graphs(self) -> None:
         """Makes existing graphs unusable from the next ``mark_valid`` on."""
         self._valid += _STRIDE
+
+    def reset(self) -> None:
+        """Sets the counters of ordinary tensors. Existing graphs become unusable."""
+        torch._C._autograd._unsafe_set_version_counter(self._tensors, (0,) * len(self._tensors))

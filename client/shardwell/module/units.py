@@ -15,7 +15,7 @@ from shardwell.module.gradients import GradientPushes
 from shardwell.module.initialization import NewValues
 from shardwell.module.mixed_precision import AS_STORED, MixedPrecisionPolicy
 from shardwell.module.naming import GridPlace
-from shardwell.module.residency import ResidencyPolicy, UnitState
+from shardwell.module.residency import ResidencyPolicy, UnitState, UsageOrder
 from shardwell.module.store import ParameterStore
 from shardwell.module.strategy import BackwardPrefetch, ReplicaOptions, ShardingStrategy
 from shardwell.module.unit import Unit, owner_of
@@ -69,7 +69,10 @@ class Units:
         self._store = store
         self._pushes = GradientPushes(store)
         self._by_name: dict[str, Unit] = {}
-        self._used_names: set[str] = set()
+        self._used_names: dict[str, tuple[nn.Module, ...]] = {}
+        """Modules of each ``fully_shard`` call, by its name."""
+        self._unwrapped: set[str] = set()
+        """Names of the units that were removed."""
         self._outermost: list[Unit] = []
         self.passes = ForwardBackward(
             self._by_name.values(), self.policy, self._pushes, max_gathers_in_flight=max_gathers_in_flight
@@ -114,6 +117,7 @@ class Units:
         unit = Unit(layout, found, modules, self._store, self.memory, values, policy)
         unit.pushes = layout.tp_rank == self.place.tp_rank
         self._by_name[unit.name] = unit
+        self._unwrapped.discard(unit.name)
         self._set_outermost([*self._outermost, unit])
         return unit
 
@@ -128,12 +132,44 @@ class Units:
             name: Name of the call, also if there is no unit.
             prefixes: Prefix of the names of each module's parameters and buffers.
         """
-        self._used_names.add(name)
+        self._used_names[name] = tuple(modules)
         self.named_modules += zip(prefixes, modules, strict=True)
         inside = {id(part) for module in modules for part in module.modules()}
         self._set_outermost(
             [unit for unit in self._outermost if unit in new or not any(id(part) in inside for part in unit.modules)]
         )
+
+    def remove(self, removed: Unit) -> None:
+        """Removes a unit whose parameters have become ordinary ones.
+
+        Args:
+            removed: The unit. It is not in use, and its gradients are committed or dropped.
+        """
+        removed.settings.strategy = None
+        self._pushes.follow_strategy(removed)
+        del self._by_name[removed.name]
+        self._unwrapped.add(removed.name)
+        self.policy.order = UsageOrder()
+        for unit in self:
+            unit.settings.drop_prefetch(removed)
+        self._set_outermost([unit for unit in self._outermost if unit is not removed])
+
+    def forget_module(self, module: nn.Module) -> None:
+        """Removes a module that is not sharded any more."""
+        self.named_modules = [(prefix, other) for prefix, other in self.named_modules if other is not module]
+        self._used_names = {
+            name: held for name, held in self._used_names.items() if not any(other is module for other in held)
+        }
+
+    def require_all(self) -> None:
+        """Raises UsageError if units were removed: without them, the trainer cannot compute a step."""
+        if self._unwrapped:
+            raise UsageError(
+                f"{len(self._unwrapped)} units of this trainer's model were unwrapped, such as "
+                f"{min(self._unwrapped)!r}: to go on training, wrap the model again with auto_wrap or fully_shard, "
+                "which gives it the run's values",
+                unit=min(self._unwrapped),
+            )
 
     def _set_outermost(self, units: list[Unit]) -> None:
         self._outermost = units

@@ -90,6 +90,7 @@ class StepInFlight:
 
     def enter(self) -> None:
         """Called when a loop over ``session.steps`` starts the step."""
+        self._units.require_all()
         self._iteration.begin()
         self.state.skip_gradients(False)
 

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwell.memory.allocator import keep_freed_memory, return_freed_memory
 from shardwell.module.activation_offload import offload_activations
-from shardwell.module.hooks import wrap_forward
+from shardwell.module.hooks import keep_attribute, wrap_forward
+from shardwell.module.sharded_module import sharding_of
 from shardwell.module.strategy import BackwardPrefetch, ShardingStrategy
 from shardwell.session.session import Session
 from shardwell_wire.errors import UsageError
@@ -142,10 +143,12 @@ def wrap_activations(modules: Sequence[nn.Module], options: MemoryOptions) -> No
     for module in modules:
         if id(module) in inside:
             continue
+        restore = keep_attribute(module, "forward")
         if options.checkpoint_activations and supports_recomputation(module):
             wrap_forward(module, _recompute)
         if options.offload_to is not None:
             offload_activations(module, to=options.offload_to, min_bytes=options.offload_min_bytes)
+        sharding_of(module).undo.append(restore)
 
 
 def _recompute(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
