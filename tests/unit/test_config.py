@@ -118,6 +118,18 @@ def test_torchrun_variables_set_the_world_and_the_rank() -> None:
     assert (grid.world, grid.global_rank) == (World(dp=2, tp=2), 1)
 
 
+def test_torchrun_starts_the_trainers_of_one_replica() -> None:
+    variables = {**TORCHRUN, "SHARDWELL_DP": "3", "SHARDWELL_TP": "2", "SHARDWELL_PP": "2", "SHARDWELL_DP_RANK": "2"}
+    config = JoinConfig.from_env({"address": "a:1"}, variables)
+    assert (config.global_rank, config.trainer, config.world_size) == (9, "rank-9", 0)
+    fast = JoinConfig.from_env({"address": "a:1"}, {**variables, "SHARDWELL_ORDER": "tp,pp,dp"})
+    assert fast.global_rank == World(3, 2, 2, ("tp", "pp", "dp")).global_rank(dp_rank=2, tp_rank=0, pp_rank=1)
+    with pytest.raises(WorldError, match="dp_rank 3 is not in"):
+        JoinConfig.from_env({"address": "a:1"}, {**variables, "SHARDWELL_DP_RANK": "3"})
+    with pytest.raises(UsageError, match=r"must start all trainers of one replica, which are tp \* pp = 2"):
+        JoinConfig.from_env({"address": "a:1"}, {**variables, "SHARDWELL_PP": "1"})
+
+
 def test_torchrun_variables_do_not_override_arguments() -> None:
     launched = JoinConfig.from_env({}, {**TORCHRUN, **ENVIRONMENT})
     assert (launched.world.dp, launched.global_rank, launched.trainer, launched.world_size) == (4, 3, "t3", 8)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from shardwell_server.coordinator.runs import replica_stores
 from shardwell_server.coordinator.runs.replica_stores import ReplicaStore, ReplicaStores
 from shardwell_wire.errors import CapacityError, InvalidRequestError, StaleEpochError
 from shardwell_wire.topology import World
@@ -175,10 +174,8 @@ def test_world_without_replicas_of_several_trainers_has_no_store(tmp_path: Path)
     run_async(scenario())
 
 
-def test_full_store_rejects_values_and_has_room_after_a_delete(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_stores, "MAX_STORE_BYTES", 10)
-    monkeypatch.setattr(replica_stores, "MAX_KEYS", 2)
-    store = ReplicaStore()
+def test_full_store_rejects_values_and_has_room_after_a_delete() -> None:
+    store = ReplicaStore(max_keys=2, max_bytes=10)
     store.set("a", b"12345678")
     with pytest.raises(CapacityError):
         store.set("b", b"1")

@@ -160,10 +160,15 @@ class TorchrunPlace:
     """WORLD_SIZE: number of processes on all hosts; at least 2."""
     local_world_size: int
     """LOCAL_WORLD_SIZE: number of processes on this host. Equals ``world_size`` if the launcher does not set it."""
+    dp_rank: int | None = None
+    """SHARDWELL_DP_RANK: the launcher started the trainers of the replica with this dp rank. None: of all replicas."""
 
     @classmethod
     def from_env(cls, environment: Mapping[str, str]) -> Self | None:
-        """Reads RANK, WORLD_SIZE and LOCAL_WORLD_SIZE; returns None without a launcher or with a single process.
+        """Reads RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and SHARDWELL_DP_RANK.
+
+        Returns:
+            None without a launcher or with a single process.
 
         Raises:
             UsageError: A variable is not a valid number.
@@ -176,23 +181,35 @@ class TorchrunPlace:
         if rank >= world_size:
             raise UsageError(f"RANK={rank}, WORLD_SIZE={world_size}: expected RANK below WORLD_SIZE")
         local = _launcher_number(environment, "LOCAL_WORLD_SIZE") if environment.get("LOCAL_WORLD_SIZE") else world_size
-        return cls(rank, world_size, local)
+        dp_rank = read_environment(cls, environment).get("dp_rank")
+        return cls(rank, world_size, local, dp_rank)
 
     def defaults(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the fields of ``JoinConfig`` that follow from the launcher and are not in ``given``.
 
         The world is ``dp=WORLD_SIZE``. If the world has WORLD_SIZE ranks, each process plays the logical rank RANK
-        under a name that survives a restart by the launcher.
+        under a name that survives a restart by the launcher. With SHARDWELL_DP_RANK, each process plays the rank with
+        number RANK in this replica.
 
         Args:
             given: Fields that arguments or SHARDWELL_* variables set.
+
+        Raises:
+            UsageError: The number of processes is not that of a replica.
+            WorldError: The world has no such dp rank.
         """
         found: dict[str, Any] = {}
         if "world" not in given:
             found["world"] = World(dp=self.world_size)
         world: World = given.get("world") or found["world"]
-        if world.size == self.world_size and not given.keys() & {"trainer", "global_rank"}:
-            found["global_rank"], found["trainer"] = self.rank, f"rank-{self.rank}"
+        if self.dp_rank is not None and self.world_size != world.replica_size:
+            raise UsageError(
+                f"SHARDWELL_DP_RANK={self.dp_rank}, WORLD_SIZE={self.world_size}: the launcher must start all trainers "
+                f"of one replica, which are tp * pp = {world.replica_size} in {world}"
+            )
+        ranks = range(world.size) if self.dp_rank is None else world.replica_ranks(self.dp_rank)
+        if len(ranks) == self.world_size and not given.keys() & {"trainer", "global_rank"}:
+            found["global_rank"], found["trainer"] = ranks[self.rank], f"rank-{ranks[self.rank]}"
         if not given.get("address") and not given.keys() & {"world_size", "min_trainers"}:
             found["world_size"] = self.world_size  # no other process can join a private cluster
         return found

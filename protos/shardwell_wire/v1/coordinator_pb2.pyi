@@ -1908,6 +1908,7 @@ class StoreSetRequest(google.protobuf.message.Message):
     KEY_FIELD_NUMBER: builtins.int
     VALUE_FIELD_NUMBER: builtins.int
     EXPECTED_FIELD_NUMBER: builtins.int
+    RENDEZVOUS_FIELD_NUMBER: builtins.int
     trainer: builtins.str
     """Name of the trainer."""
     replica_epoch: builtins.int
@@ -1918,6 +1919,10 @@ class StoreSetRequest(google.protobuf.message.Message):
     """Its new value, of at most 8 MiB."""
     expected: builtins.bytes
     """If set: the value is only set if the key has this value, or has none and this is empty."""
+    rendezvous: builtins.str
+    """Name of a rendezvous of torchrun. Set: the request uses the store of this rendezvous, and `trainer`, `replica_epoch`
+    and all of `context` but its request id are ignored.
+    """
     @property
     def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
         """Run, epoch of the membership and request id. The step is ignored."""
@@ -1931,9 +1936,10 @@ class StoreSetRequest(google.protobuf.message.Message):
         key: builtins.str = ...,
         value: builtins.bytes = ...,
         expected: builtins.bytes | None = ...,
+        rendezvous: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_expected", b"_expected", "context", b"context", "expected", b"expected"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_expected", b"_expected", "context", b"context", "expected", b"expected", "key", b"key", "replica_epoch", b"replica_epoch", "trainer", b"trainer", "value", b"value"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_expected", b"_expected", "context", b"context", "expected", b"expected", "key", b"key", "rendezvous", b"rendezvous", "replica_epoch", b"replica_epoch", "trainer", b"trainer", "value", b"value"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_expected", b"_expected"]) -> typing.Literal["expected"] | None: ...
 
 global___StoreSetRequest = StoreSetRequest
@@ -1963,12 +1969,17 @@ class StoreGetRequest(google.protobuf.message.Message):
     REPLICA_EPOCH_FIELD_NUMBER: builtins.int
     KEYS_FIELD_NUMBER: builtins.int
     WAIT_S_FIELD_NUMBER: builtins.int
+    RENDEZVOUS_FIELD_NUMBER: builtins.int
     trainer: builtins.str
     """Name of the trainer."""
     replica_epoch: builtins.int
     """Epoch of the trainer's replica. See JoinResponse.replica_epoch."""
     wait_s: builtins.float
     """Longest time to wait, in seconds. 0: do not wait."""
+    rendezvous: builtins.str
+    """Name of a rendezvous of torchrun. Set: the request uses the store of this rendezvous, and `trainer`, `replica_epoch`
+    and all of `context` but its request id are ignored.
+    """
     @property
     def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
         """Run, epoch of the membership and request id. The step is ignored."""
@@ -1985,9 +1996,10 @@ class StoreGetRequest(google.protobuf.message.Message):
         replica_epoch: builtins.int = ...,
         keys: collections.abc.Iterable[builtins.str] | None = ...,
         wait_s: builtins.float = ...,
+        rendezvous: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["context", b"context", "keys", b"keys", "replica_epoch", b"replica_epoch", "trainer", b"trainer", "wait_s", b"wait_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["context", b"context", "keys", b"keys", "rendezvous", b"rendezvous", "replica_epoch", b"replica_epoch", "trainer", b"trainer", "wait_s", b"wait_s"]) -> None: ...
 
 global___StoreGetRequest = StoreGetRequest
 
@@ -2028,6 +2040,7 @@ class StoreAddRequest(google.protobuf.message.Message):
     REPLICA_EPOCH_FIELD_NUMBER: builtins.int
     KEY_FIELD_NUMBER: builtins.int
     AMOUNT_FIELD_NUMBER: builtins.int
+    RENDEZVOUS_FIELD_NUMBER: builtins.int
     trainer: builtins.str
     """Name of the trainer."""
     replica_epoch: builtins.int
@@ -2036,6 +2049,10 @@ class StoreAddRequest(google.protobuf.message.Message):
     """The key. Its value is decimal text; a missing key counts as 0."""
     amount: builtins.int
     """Amount to add."""
+    rendezvous: builtins.str
+    """Name of a rendezvous of torchrun. Set: the request uses the store of this rendezvous, and `trainer`, `replica_epoch`
+    and all of `context` but its request id are ignored.
+    """
     @property
     def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
         """Run, epoch of the membership and request id. The step is ignored."""
@@ -2048,9 +2065,10 @@ class StoreAddRequest(google.protobuf.message.Message):
         replica_epoch: builtins.int = ...,
         key: builtins.str = ...,
         amount: builtins.int = ...,
+        rendezvous: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["amount", b"amount", "context", b"context", "key", b"key", "replica_epoch", b"replica_epoch", "trainer", b"trainer"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["amount", b"amount", "context", b"context", "key", b"key", "rendezvous", b"rendezvous", "replica_epoch", b"replica_epoch", "trainer", b"trainer"]) -> None: ...
 
 global___StoreAddRequest = StoreAddRequest
 
@@ -2078,10 +2096,15 @@ class StoreCheckRequest(google.protobuf.message.Message):
     TRAINER_FIELD_NUMBER: builtins.int
     REPLICA_EPOCH_FIELD_NUMBER: builtins.int
     KEYS_FIELD_NUMBER: builtins.int
+    RENDEZVOUS_FIELD_NUMBER: builtins.int
     trainer: builtins.str
     """Name of the trainer."""
     replica_epoch: builtins.int
     """Epoch of the trainer's replica. See JoinResponse.replica_epoch."""
+    rendezvous: builtins.str
+    """Name of a rendezvous of torchrun. Set: the request uses the store of this rendezvous, and `trainer`, `replica_epoch`
+    and all of `context` but its request id are ignored.
+    """
     @property
     def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
         """Run, epoch of the membership and request id. The step is ignored."""
@@ -2097,9 +2120,10 @@ class StoreCheckRequest(google.protobuf.message.Message):
         trainer: builtins.str = ...,
         replica_epoch: builtins.int = ...,
         keys: collections.abc.Iterable[builtins.str] | None = ...,
+        rendezvous: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["context", b"context", "keys", b"keys", "replica_epoch", b"replica_epoch", "trainer", b"trainer"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["context", b"context", "keys", b"keys", "rendezvous", b"rendezvous", "replica_epoch", b"replica_epoch", "trainer", b"trainer"]) -> None: ...
 
 global___StoreCheckRequest = StoreCheckRequest
 
@@ -2133,12 +2157,17 @@ class StoreDeleteRequest(google.protobuf.message.Message):
     TRAINER_FIELD_NUMBER: builtins.int
     REPLICA_EPOCH_FIELD_NUMBER: builtins.int
     KEY_FIELD_NUMBER: builtins.int
+    RENDEZVOUS_FIELD_NUMBER: builtins.int
     trainer: builtins.str
     """Name of the trainer."""
     replica_epoch: builtins.int
     """Epoch of the trainer's replica. See JoinResponse.replica_epoch."""
     key: builtins.str
     """The key."""
+    rendezvous: builtins.str
+    """Name of a rendezvous of torchrun. Set: the request uses the store of this rendezvous, and `trainer`, `replica_epoch`
+    and all of `context` but its request id are ignored.
+    """
     @property
     def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
         """Run, epoch of the membership and request id. The step is ignored."""
@@ -2150,9 +2179,10 @@ class StoreDeleteRequest(google.protobuf.message.Message):
         trainer: builtins.str = ...,
         replica_epoch: builtins.int = ...,
         key: builtins.str = ...,
+        rendezvous: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["context", b"context", "key", b"key", "replica_epoch", b"replica_epoch", "trainer", b"trainer"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["context", b"context", "key", b"key", "rendezvous", b"rendezvous", "replica_epoch", b"replica_epoch", "trainer", b"trainer"]) -> None: ...
 
 global___StoreDeleteRequest = StoreDeleteRequest
 

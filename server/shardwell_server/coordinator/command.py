@@ -146,7 +146,7 @@ async def coordinate(
         service = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"]
         await process.serve(
             service,
-            CoordinatorServicer(coordinator),
+            CoordinatorServicer(coordinator, is_protected=bool(credentials)),
             endpoint,
             background,
             credentials=credentials,

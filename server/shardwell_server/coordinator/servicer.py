@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from hashlib import blake2b
 from typing import Any
@@ -19,9 +19,11 @@ from shardwell_server.coordinator.runs.members import ItemInProgress, Member, Tr
 from shardwell_server.coordinator.runs.parallel_plan import check_plan
 from shardwell_server.coordinator.runs.proposals import StepProposal
 from shardwell_server.coordinator.runs.rank_assignment import Applicant
+from shardwell_server.coordinator.runs.replica_stores import ReplicaStore
 from shardwell_server.coordinator.runs.run import Run
 from shardwell_server.coordinator.servers.shard_servers import check_recoverable
 from shardwell_server.coordinator.settings import RunSettings, check_backups, check_layers
+from shardwell_server.coordinator.torchrun_stores import TorchrunStores
 from shardwell_server.coordinator.waiting import poll
 from shardwell_server.request_log import RequestLog
 from shardwell_server.rpc import MAX_WAIT_S, Call
@@ -46,11 +48,13 @@ class CoordinatorServicer:
 
     Args:
         coordinator: The core that executes them.
+        is_protected: True if every rpc needs the cluster's token.
     """
 
-    def __init__(self, coordinator: Coordinator) -> None:
+    def __init__(self, coordinator: Coordinator, *, is_protected: bool = False) -> None:
         self._coordinator, self._state = coordinator, coordinator.state
         self._requests = RequestLog()
+        self._torchrun_stores = TorchrunStores(is_protected=is_protected, clock=coordinator.state.clock)
 
     # Shard servers
 
@@ -264,8 +268,7 @@ class CoordinatorServicer:
     # Replica stores
 
     async def StoreSet(self, request: coordinator_pb2.StoreSetRequest, call: Call) -> coordinator_pb2.StoreSetResponse:
-        run, member = self._member(request)
-        store = open_store(run, member, request.replica_epoch)
+        store = self._store(request)
         if not request.HasField("expected"):
             store.set(request.key, request.value)
             return coordinator_pb2.StoreSetResponse()
@@ -273,35 +276,38 @@ class CoordinatorServicer:
         return coordinator_pb2.StoreSetResponse(value=value)
 
     async def StoreGet(self, request: coordinator_pb2.StoreGetRequest, call: Call) -> coordinator_pb2.StoreGetResponse:
+        wait_s = _wait_s(call, request.wait_s)
+        if request.rendezvous:
+            store = self._torchrun_stores.open(request.rendezvous)
+            return _found(await store.wait(request.keys, wait_s), store, request.keys)
         run, member = self._member(request)
         with member.serving_rpc(self._state.clock):
-            wait_s = _wait_s(call, request.wait_s)
             values = await wait_for_keys(run, member, request.replica_epoch, request.keys, wait_s)
-        if values is not None:
-            return coordinator_pb2.StoreGetResponse(found=True, values=values)
-        missing = find_store(run, member, request.replica_epoch).missing(request.keys)
-        return coordinator_pb2.StoreGetResponse(missing=missing[:_MAX_MISSING_KEYS])
+        return _found(values, find_store(run, member, request.replica_epoch), request.keys)
 
     async def StoreAdd(self, request: coordinator_pb2.StoreAddRequest, call: Call) -> coordinator_pb2.StoreAddResponse:
-        run, member = self._member(request)
-        store = open_store(run, member, request.replica_epoch)
-        total = store.add(request.key, request.amount, request.context.request_id)
+        total = self._store(request).add(request.key, request.amount, request.context.request_id)
         return coordinator_pb2.StoreAddResponse(value=total)
 
     async def StoreCheck(
         self, request: coordinator_pb2.StoreCheckRequest, call: Call
     ) -> coordinator_pb2.StoreCheckResponse:
-        run, member = self._member(request)
-        store = find_store(run, member, request.replica_epoch)
+        store = self._store(request, find_store)
         missing = store.missing(request.keys)[:_MAX_MISSING_KEYS]
         return coordinator_pb2.StoreCheckResponse(missing=missing, key_count=len(store))
 
     async def StoreDelete(
         self, request: coordinator_pb2.StoreDeleteRequest, call: Call
     ) -> coordinator_pb2.StoreDeleteResponse:
-        run, member = self._member(request)
-        deleted = open_store(run, member, request.replica_epoch).delete(request.key, request.context.request_id)
+        deleted = self._store(request).delete(request.key, request.context.request_id)
         return coordinator_pb2.StoreDeleteResponse(deleted=deleted)
+
+    def _store(self, request: Any, find: Callable[[Run, Member, int], ReplicaStore] = open_store) -> ReplicaStore:
+        """Returns the store that a request uses: of a rendezvous of torchrun, or of a trainer's replica."""
+        if request.rendezvous:
+            return self._torchrun_stores.open(request.rendezvous)
+        run, member = self._member(request)
+        return find(run, member, request.replica_epoch)
 
     # Steps
 
@@ -553,6 +559,12 @@ def _wait_s(call: Call, wanted_s: float) -> float:
     """Returns how long an rpc may wait: ``wanted_s``, but at most its deadline and ``MAX_WAIT_S``."""
     _check_seconds("wait_s", wanted_s)
     return min(call.remaining_s(wanted_s), MAX_WAIT_S)
+
+
+def _found(values: list[bytes] | None, store: ReplicaStore, keys: Sequence[str]) -> coordinator_pb2.StoreGetResponse:
+    if values is not None:
+        return coordinator_pb2.StoreGetResponse(found=True, values=values)
+    return coordinator_pb2.StoreGetResponse(missing=store.missing(keys)[:_MAX_MISSING_KEYS])
 
 
 def _fingerprint(request: Message) -> bytes:

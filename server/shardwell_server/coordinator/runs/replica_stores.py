@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from shardwell_server.coordinator.waiting import Signal
+from shardwell_server.coordinator.waiting import Signal, poll
 from shardwell_wire.errors import CapacityError, InvalidRequestError
 
 MAX_KEYS = 1 << 16
@@ -24,10 +24,16 @@ _MAX_COUNTER_DIGITS = 20
 
 
 class ReplicaStore:
-    """The values that the trainers of one replica have set. The semantics are those of ``torch.distributed.Store``."""
+    """The values that the trainers of one replica have set. The semantics are those of ``torch.distributed.Store``.
 
-    def __init__(self) -> None:
+    Args:
+        max_keys: Most keys.
+        max_bytes: Largest size of all keys and values.
+    """
+
+    def __init__(self, *, max_keys: int = MAX_KEYS, max_bytes: int = MAX_STORE_BYTES) -> None:
         self.changed = Signal()
+        self._max_keys, self._max_bytes = max_keys, max_bytes
         self._values: dict[str, bytes] = {}
         self._size_bytes = 0
         self._results: dict[str, int] = {}
@@ -45,10 +51,10 @@ class ReplicaStore:
                 f"key {key[:MAX_KEY_BYTES]!r} with a value of {len(value)} bytes: expected at most {MAX_KEY_BYTES} and "
                 f"{MAX_VALUE_BYTES} bytes"
             )
-        if size > MAX_STORE_BYTES or (former is None and len(self._values) >= MAX_KEYS):
+        if size > self._max_bytes or (former is None and len(self._values) >= self._max_keys):
             raise CapacityError(
-                f"the store of the replica has {len(self._values)} keys with {self._size_bytes} bytes: it may have at "
-                f"most {MAX_KEYS} keys with {MAX_STORE_BYTES} bytes"
+                f"the store has {len(self._values)} keys with {self._size_bytes} bytes: it may have at most "
+                f"{self._max_keys} keys with {self._max_bytes} bytes"
             )
         self._values[key], self._size_bytes = value, size
         self.changed.notify()
@@ -70,6 +76,14 @@ class ReplicaStore:
         if any(key not in self._values for key in keys):
             return None
         return [self._values[key] for key in keys]
+
+    async def wait(self, keys: Sequence[str], wait_s: float) -> list[bytes] | None:
+        """Waits until all keys have values, and returns them. None: a key has none after ``wait_s``."""
+
+        async def check() -> list[bytes] | None:
+            return self.get(keys)
+
+        return await poll(self.changed, check, wait_s)
 
     def missing(self, keys: Sequence[str]) -> list[str]:
         """Returns the keys that have no value."""
@@ -110,7 +124,7 @@ class ReplicaStore:
     def _note_result(self, request_id: str, result: int) -> None:
         if request_id:
             self._results[request_id] = result
-        if len(self._results) > MAX_KEYS:
+        if len(self._results) > self._max_keys:
             del self._results[next(iter(self._results))]  # the oldest
 
 

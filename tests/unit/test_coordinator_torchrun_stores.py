@@ -1,0 +1,70 @@
+"""Stores of torchrun's agents: one per rendezvous, bounded, without a run, and only for clusters with a token."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwell_server.coordinator import torchrun_stores
+from shardwell_server.coordinator.servicer import CoordinatorServicer
+from shardwell_server.coordinator.torchrun_stores import IDLE_S, MAX_STORE_BYTES, TorchrunStores
+from shardwell_wire.errors import CapacityError, ConflictError, InvalidRequestError
+from tests.support.coordinator import Clock, harness, run_async
+
+
+def test_stores_are_separate_and_end_when_nobody_uses_them() -> None:
+    clock = Clock()
+    stores = TorchrunStores(is_protected=True, clock=clock)
+    stores.open("a").set("key", b"1")
+    assert stores.open("b").get(["key"]) is None
+    clock.now += IDLE_S - 1
+    assert stores.open("a").get(["key"]) == [b"1"]
+    clock.now += 2
+    stores.open("a")
+    assert len(stores) == 1, "b has ended"
+    clock.now += IDLE_S + 1
+    assert stores.open("a").get(["key"]) is None
+
+
+def test_stores_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torchrun_stores, "MAX_STORES", 2)
+    stores = TorchrunStores(is_protected=True, clock=Clock())
+    stores.open("a"), stores.open("b")
+    with pytest.raises(CapacityError, match="has 2 stores of torchrun already"):
+        stores.open("c")
+    with pytest.raises(CapacityError, match=f"{MAX_STORE_BYTES} bytes"):
+        stores.open("a").set("key", bytes(MAX_STORE_BYTES))
+    for name in ("", "x" * 300, "a\nb"):
+        with pytest.raises(InvalidRequestError):
+            stores.open(name)
+
+
+def test_cluster_without_a_token_has_no_stores() -> None:
+    with pytest.raises(ConflictError, match="start the coordinator and the shard servers with --token-file"):
+        TorchrunStores(is_protected=False, clock=Clock()).open("a")
+
+
+def test_agents_use_the_store_without_a_run(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            cluster.servicer = CoordinatorServicer(cluster.coordinator, is_protected=True)
+
+            async def call(rpc_name: str, request_id: str = "", **fields: Any) -> Any:
+                context = {"request_id": request_id}
+                return await cluster.call(f"Store{rpc_name}", rendezvous="job", context=context, **fields)
+
+            waiting = asyncio.create_task(call("Get", keys=["x", "y"], wait_s=5))
+            assert (await call("Set", key="x", value=b"1", expected=b"")).value == b"1"
+            assert (await call("Set", key="x", value=b"2", expected=b"")).value == b"1"
+            assert (await call("Add", "first", key="y", amount=2)).value == 2
+            assert (await call("Add", "first", key="y", amount=2)).value == 2, "a repeated request adds nothing"
+            assert list((await waiting).values) == [b"1", b"2"]
+            assert list((await call("Get", keys=["x", "z"])).missing) == ["z"]
+            assert (await call("Delete", key="x")).deleted
+            checked = await call("Check", keys=["x", "y"])
+            assert (list(checked.missing), checked.key_count) == (["x"], 1)
+
+    run_async(scenario())
