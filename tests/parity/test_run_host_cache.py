@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import shardwell
+from shardwell.parallel import plan_tensor_parallel
 from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell_wire.chunk_streams import memory_at
 from shardwell_wire.v1 import coordinator_pb2
-from tests.support import transformer
+from tests.support import gloo, split_gpt, transformer
 from tests.support.cluster import join_options
-from tests.support.processes import TrainerProcess
+from tests.support.processes import TrainerProcess, run_ranks
 from tests.support.reference import ADAMW, sha256, train_plain
 from tests.support.shared_files import folders_shared_here, wait_for_no_folder
 from tests.support.trainer import train
@@ -142,6 +146,42 @@ def test_two_trainers_fetch_each_version_once_together(cluster: shardwell.LocalC
     needed, moved = (STEPS + 1) * sum(unit_sizes()), [result["stats"] for result in results]
     assert sum(stats["received_bytes"] for stats in moved) == needed, "once per host and version"
     assert all(stats["received_bytes"] + stats["cache_hit_bytes"] >= needed for stats in moved)
+
+
+def tensor_parallel_worker(rank: int, address: str, run: str, cache_bytes: int, folder: Path) -> None:
+    options = join_options(transports=REMOTE, host_cache_bytes=cache_bytes)
+    world = shardwell.World(tp=2)
+    with shardwell.join(address, run=run, world=world, global_rank=rank, host="here", **options) as session:
+        model = split_gpt.gpt(2)
+        plan_tensor_parallel(model, 2, fused_by_head=True).apply(model, session.replica_mesh()["tp"])
+        # Units stay gathered until the end of the work item, so without a cache each is fetched once per step, too.
+        shardwell.auto_wrap(model, session, strategy=shardwell.ShardingStrategy.SHARD_GRAD_OP)
+        optimizer = shardwell.optim.SGD(model.parameters(), lr=0.1)
+        for step in session.steps(STEPS):
+            for tokens, targets in step.batches(partial(split_gpt.batch, batch_size=2)):
+                split_gpt.loss_of(model(tokens), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        sizes = {unit.name: unit.layout.size_bytes for unit in session.units}
+        (folder / str(rank)).write_text(json.dumps([session.stats()["received_bytes"], sizes]))
+    gloo.leave()
+
+
+@pytest.mark.parametrize("cache_bytes", [0, 1 << 30])
+def test_tensor_parallel_ranks_fetch_whole_parameters_once_per_host(
+    cluster: shardwell.LocalCluster, cache_bytes: int, tmp_path: Path
+) -> None:
+    """Each rank has its own parts. What is whole on both is one unit, which the cache holds once."""
+    run_ranks(tensor_parallel_worker, cluster.address, uuid.uuid4().hex, cache_bytes, tmp_path)
+    (received, units), (also_received, other_units) = (
+        json.loads((tmp_path / str(rank)).read_text()) for rank in (0, 1)
+    )
+    shared = units.keys() & other_units.keys()
+    assert {name.partition("@")[2] for name in units.keys() ^ other_units.keys()} == {"tp0", "tp1"}
+    assert shared and not any("@" in name for name in shared)
+    once = sum((units | other_units).values())
+    twice = sum(units[name] for name in shared)
+    assert received + also_received == STEPS * (once if cache_bytes else once + twice)
 
 
 @pytest.mark.usefixtures("_cached")
