@@ -16,7 +16,7 @@ from shardwell_wire import chunk_streams
 from shardwell_wire.checkpoints.opening import absolute
 from shardwell_wire.errors import InvalidRequestError, UsageError, WorldError
 from shardwell_wire.names import check_name
-from shardwell_wire.topology import World
+from shardwell_wire.topology import World, checked_groups
 from shardwell_wire.v1 import coordinator_pb2
 from shardwell_wire.wire_dtypes import GATHER_NAMES, PUSH_NAMES, TOP_K_PERCENT
 
@@ -229,6 +229,8 @@ class JoinConfig:
     """The grid of logical ranks."""
     seed: int = 0
     """Seed of the data order and of dropout."""
+    reduction_groups: tuple[int, ...] = ()
+    """Order in which the gradients of data ranks are added; see ``join``. Empty: in rank order."""
     min_trainers: int | None = None
     """Trainers that must have joined before the first step. None: one per logical rank."""
     trainer: str = ""
@@ -264,6 +266,7 @@ class JoinConfig:
         self._check_names()
         if not 0 <= self.seed < 1 << 63:
             raise UsageError(f"seed={self.seed!r}: expected 0 <= seed < 2**63")
+        object.__setattr__(self, "reduction_groups", checked_groups(self.world.dp, self.reduction_groups))
         self._check_error_feedback()
         self._check_durability()
         if self.min_trainers is not None and not 1 <= self.min_trainers <= self.world.size:
@@ -317,6 +320,7 @@ class JoinConfig:
             checkpoint_every=self.checkpoint_every,
             checkpoint_keep=self.keep,
             backups=self.backups,
+            reduction_groups=self.reduction_groups,
         )
 
     @classmethod
@@ -332,7 +336,8 @@ class JoinConfig:
 
         Raises:
             UsageError: A value is invalid.
-            WorldError: The world is invalid or has fewer ranks than ``min_trainers``.
+            WorldError: The world is invalid, has fewer ranks than ``min_trainers``, or does not fit the reduction
+                groups.
         """
         source = os.environ if environment is None else environment
         values = read_environment(cls, source)
@@ -349,8 +354,8 @@ class JoinConfig:
 def read_environment(options: type[Any], environment: Mapping[str, str]) -> dict[str, Any]:
     """Returns the fields of a dataclass that ``SHARDWELL_<FIELD>`` variables set.
 
-    Fields of other types than text, numbers, booleans and tuples of text have no variable. An empty variable counts as
-    not set.
+    Fields of other types than text, numbers, booleans and tuples of text or integers have no variable. An empty
+    variable counts as not set.
     """
     values: dict[str, Any] = {}
     for option in fields(options):
@@ -368,6 +373,10 @@ def _text(variable: str, text: str) -> str:
 
 def _texts(variable: str, text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
+
+
+def _integers(variable: str, text: str) -> tuple[int, ...]:
+    return tuple(_integer(variable, part) for part in text.split(","))
 
 
 def _integer(variable: str, text: str) -> int:
@@ -396,6 +405,7 @@ _PARSERS: dict[str, Callable[[str, str], Any]] = {
     "float": _number,
     "bool": _boolean,
     "tuple[str, ...]": _texts,
+    "tuple[int, ...]": _integers,
 }
 """Functions of a variable's name and text, by the type of the field."""
 

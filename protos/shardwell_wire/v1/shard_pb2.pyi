@@ -177,6 +177,7 @@ class ReserveUnitRequest(google.protobuf.message.Message):
     DP_FIELD_NUMBER: builtins.int
     PLACEMENT_FIELD_NUMBER: builtins.int
     ROLE_FIELD_NUMBER: builtins.int
+    REDUCTION_GROUPS_FIELD_NUMBER: builtins.int
     unit_index: builtins.int
     """Index of the unit in the run. Later messages refer to the unit by it."""
     start_bytes: builtins.int
@@ -197,6 +198,10 @@ class ReserveUnitRequest(google.protobuf.message.Message):
     def unit(self) -> shardwell_wire.v1.common_pb2.UnitSpec:
         """The whole unit, which determines the flat layout."""
 
+    @property
+    def reduction_groups(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """RunConfig.reduction_groups of the run."""
+
     def __init__(
         self,
         *,
@@ -208,9 +213,10 @@ class ReserveUnitRequest(google.protobuf.message.Message):
         dp: builtins.int = ...,
         placement: builtins.int = ...,
         role: global___ShardRole.ValueType = ...,
+        reduction_groups: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["context", b"context", "unit", b"unit"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["context", b"context", "dp", b"dp", "placement", b"placement", "role", b"role", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit", "unit_index", b"unit_index"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["context", b"context", "dp", b"dp", "placement", b"placement", "reduction_groups", b"reduction_groups", "role", b"role", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit", "unit_index", b"unit_index"]) -> None: ...
 
 global___ReserveUnitRequest = ReserveUnitRequest
 

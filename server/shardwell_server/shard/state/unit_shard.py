@@ -36,6 +36,7 @@ from shardwell_wire.errors import (
 from shardwell_wire.optimizers import KEPT_GROUP
 from shardwell_wire.partitions import runs_on_trainers
 from shardwell_wire.stream_plan import RangePlans
+from shardwell_wire.sum_order import SumOrder
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
 Result = TypeVar("Result")
@@ -75,6 +76,8 @@ class UnitShard:
         """Why this shard, a backup, can never become a primary. Empty: it can."""
         self.run, self.layout, self.index, self.dp = spec.run, spec.layout, spec.index, spec.dp
         self.start_bytes, self.stop_bytes, self.size_bytes = spec.start_bytes, spec.stop_bytes, spec.size_bytes
+        self.order = SumOrder(spec.dp, spec.reduction_groups)
+        """The order in which gradients of data ranks are added."""
         self.unit, self.what, self.placement = spec.unit, spec.what, spec.placement
         self.plans = RangePlans(spec.layout, spec.start_bytes, spec.stop_bytes)
         self.segments = self.plans.segments(None)
@@ -236,7 +239,7 @@ class UnitShard:
     # ---- reducing ----
 
     async def reduce(self, in_thread: InThread) -> Reduced:
-        """Computes the mean of the contributions in rank order. Returns the same result when repeated.
+        """Computes the mean of the contributions. Returns the same result when repeated.
 
         Raises:
             NonFiniteError: The mean has NaN or infinity. The error names the parameter and the ranks.
@@ -272,13 +275,13 @@ class UnitShard:
         return self.reduced is None and self.contributions.seem_complete(self.dp)
 
     async def _reduce(self, in_thread: InThread) -> None:
-        ranks = [contribution for _, contribution in sorted(self._gradients().items())]
+        found = sorted(self._gradients().items())
         terms = [
-            [gradient for rank in ranks if (gradient := rank.gradient(number)) is not None]
+            [(rank, gradient) for rank, own in found if (gradient := own.gradient(number)) is not None]
             for number in range(len(self.segments))
         ]
-        file = self._files.acquire_mean(self) if self._files is not None and self.dp > 1 and ranks else None
-        await self.mean.compute(terms, self.dp, file, partial(self._compute, in_thread))
+        file = self._files.acquire_mean(self) if self._files is not None and self.dp > 1 and found else None
+        await self.mean.compute(terms, self.order, file, partial(self._compute, in_thread))
 
     def _gradients(self) -> Mapping[int, Contribution]:
         """The gradient of each rank: its contribution, or its kept gradient if it pushed nothing."""
