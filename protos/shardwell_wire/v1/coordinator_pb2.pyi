@@ -1410,6 +1410,7 @@ class FinishedItem(google.protobuf.message.Message):
     UNITS_FIELD_NUMBER: builtins.int
     WRITTEN_BUFFERS_FIELD_NUMBER: builtins.int
     COPY_FIELD_NUMBER: builtins.int
+    SUMMED_DP_RANKS_FIELD_NUMBER: builtins.int
     global_rank: builtins.int
     """The logical rank."""
     epoch: builtins.int
@@ -1426,6 +1427,12 @@ class FinishedItem(google.protobuf.message.Message):
     def written_buffers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___WrittenBuffer]:
         """Buffers that the training script had changed before the item started."""
 
+    @property
+    def summed_dp_ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Data ranks to whose gradients the item's gradients were added before they were pushed, all at the same attempt. If
+        one of them starts another attempt, this item has to be computed again, too. Empty: they were pushed alone.
+        """
+
     def __init__(
         self,
         *,
@@ -1435,8 +1442,9 @@ class FinishedItem(google.protobuf.message.Message):
         units: collections.abc.Iterable[shardwell_wire.v1.common_pb2.UnitParts] | None = ...,
         written_buffers: collections.abc.Iterable[global___WrittenBuffer] | None = ...,
         copy: builtins.bool = ...,
+        summed_dp_ranks: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "copy", b"copy", "epoch", b"epoch", "global_rank", b"global_rank", "units", b"units", "written_buffers", b"written_buffers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "copy", b"copy", "epoch", b"epoch", "global_rank", b"global_rank", "summed_dp_ranks", b"summed_dp_ranks", "units", b"units", "written_buffers", b"written_buffers"]) -> None: ...
 
 global___FinishedItem = FinishedItem
 

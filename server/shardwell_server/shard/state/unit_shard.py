@@ -141,6 +141,39 @@ class UnitShard:
         if not 0 <= dp_rank < self.dp:
             raise InvalidRequestError(f"dp_rank is {dp_rank}, but {self.what} has {self.dp} data ranks")
 
+    def check_sum(self, header: shard_pb2.ReduceScatterHeader) -> None:
+        """Raises unless a push of the sum of several ranks' gradients can become a contribution.
+
+        Raises:
+            InvalidRequestError: The ranks are no reduction group, or the push has what a sum cannot have.
+            StepStateError: The shard has gradients of earlier steps, which belong to single ranks.
+        """
+        ranks = [summed.dp_rank for summed in header.summed]
+        own = [summed.epoch for summed in header.summed if summed.dp_rank == header.dp_rank]
+        if not self.order.is_group(ranks) or ranks[-1] >= self.dp or own != [header.context.epoch]:
+            raise InvalidRequestError(
+                f"{self.what}: summed names the ranks {ranks[:20]}; expected a reduction group, in ascending order, of "
+                f"{self.dp} data ranks in groups of {self.order.groups or self.dp}, with rank {header.dp_rank} under "
+                f"epoch {header.context.epoch}"
+            )
+        if header.part or header.copy or header.wire_dtype or header.dropped_indices:
+            raise InvalidRequestError(
+                f"{self.what}: a sum of several ranks is part 0 as stored, without copy and dropped_indices; got part "
+                f"{header.part}, copy {header.copy}, wire_dtype {header.wire_dtype}, "
+                f"{len(header.dropped_indices)} dropped_indices"
+            )
+        parameters = [self.layout.parameters[index] for index in header.parameter_indices]
+        if small := next((parameter for parameter in parameters if parameter.item_size < 4), None):
+            raise InvalidRequestError(
+                f"{self.what}: a sum of several ranks has parameter {small.name!r} in {small.dtype}: each rank must "
+                "push its own, because the server adds 16-bit gradients in float32 and rounds once"
+            )
+        if self.kept.ranks:
+            raise StepStateError(
+                f"{self.what} has gradients of earlier steps of ranks {sorted(self.kept.ranks)}: each rank must "
+                "its own gradient"
+            )
+
     def evict(self) -> None:
         """Releases everything that can be recreated or reread."""
         self.encoded.discard()
@@ -207,9 +240,11 @@ class UnitShard:
         if header.part == 0:
             # The replaced contribution belongs to an older attempt or another lease: parts of two trainers are never
             # added. It is dropped before the claim, so that its quota is free.
-            contributions.drop(header.dp_rank)
+            summed = {each.dp_rank: each.epoch for each in header.summed}
+            for rank in summed or (header.dp_rank,):
+                contributions.drop(rank)
             epoch, attempt = header.context.epoch, header.attempt
-            first = Contribution(epoch, attempt, memory.claim(), views, memory.release, set(numbers))
+            first = Contribution(epoch, attempt, memory.claim(), views, memory.release, set(numbers), summed=summed)
             contributions.add(header.dp_rank, first)
             if (kept := self.kept.find(header.dp_rank, excluding=dropped)) is not None:
                 await uninterrupted(in_thread(lambda: first.compute_add_kept(kept)))
@@ -284,11 +319,14 @@ class UnitShard:
         await self.mean.compute(terms, self.order, file, partial(self._compute, in_thread))
 
     def _gradients(self) -> Mapping[int, Contribution]:
-        """The gradient of each rank: its contribution, or its kept gradient if it pushed nothing."""
+        """The gradient of each rank: its contribution, or its kept gradient if it pushed nothing.
+
+        Sums of several ranks are at their lowest rank.
+        """
         if not self.kept.ranks:
-            return self.contributions.by_rank
+            return self.contributions.by_lowest_rank
         kept = {rank: gradient for rank in self.kept.ranks if (gradient := self.kept.find(rank)) is not None}
-        return kept | self.contributions.by_rank
+        return kept | self.contributions.by_lowest_rank
 
     async def _compute(self, in_thread: InThread, work: Callable[[], Result]) -> Result:
         return work() if self.size_bytes <= _INLINE_BYTES else await in_thread(work)
@@ -297,9 +335,10 @@ class UnitShard:
         """Returns an error that names the ranks whose gradient of a segment is not finite."""
         name = self.layout.parameters[self.segments[number].parameter_index].name
         ranks = [
-            str(rank)
+            str(each)
             for rank, contribution in sorted(self._gradients().items())
             if (gradient := contribution.gradient(number)) is not None and not bool(torch.isfinite(gradient).all())
+            for each in contribution.summed or (rank,)
         ]
         whose = f"of logical dp rank {', '.join(ranks)}" if ranks else "summed over all ranks (overflow)"
         return NonFiniteError(
@@ -343,6 +382,11 @@ class UnitShard:
             raise InvalidRequestError(
                 f"{self.what} has {len(self.layout.parameters)} parameters, but the optimizer names groups "
                 f"for {len(groups)}"
+            )
+        if self.contributions.has_sums and self.kept_numbers(groups):
+            raise InvalidRequestError(
+                f"{self.what} has sums of several ranks' gradients, which cannot be kept for a later step: several "
+                "optimizers in turn need gradient_reduction='direct'"
             )
         if groups is not None:
             optimizer_checks.check_fit(optimizer, groups, self.layout, (self.start_bytes, self.stop_bytes))
