@@ -121,7 +121,9 @@ class CoordinatorServicer:
             self._coordinator.backups.set_count(run, request.config.backups)
         # Joining and waiting for the start share one limit.
         deadline = self._state.clock() + wait_s
-        member = await self._coordinator.trainers.join(run, applicant, request.incarnation, wait_s)
+        member = await self._coordinator.trainers.join(
+            run, applicant, request.incarnation, wait_s, replaced_epoch=request.replaced_epoch
+        )
         if member is None:
             line = f"another process of trainer {applicant.name!r} may be alive: waiting until its lease expires"
             return coordinator_pb2.JoinResponse(waiting_for=[line])

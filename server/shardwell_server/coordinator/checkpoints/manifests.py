@@ -12,7 +12,6 @@ from shardwell_server.coordinator.runs.run import Run
 from shardwell_server.coordinator.settings import RunSettings
 from shardwell_server.coordinator.storage.records import CommitRecord
 from shardwell_wire.checkpoints.manifest import (
-    REDUCTION_GROUPS,
     RESIDUAL_RANKS,
     FileRecord,
     Manifest,
@@ -45,11 +44,7 @@ def manifest_of(run: Run, checkpoint_id: str, created: float, commits: Iterable[
         commits=tuple(map(_commit_to_dict, commits)),
         run_state=run.commits.state,
         lineage=run.checkpoints.lineage,
-        extra={
-            "num_layers": run.settings.num_layers,
-            "min_trainers": run.settings.min_trainers,
-            REDUCTION_GROUPS: list(run.settings.reduction_groups),
-        },
+        extra={"num_layers": run.settings.num_layers, "min_trainers": run.settings.min_trainers},
     )
 
 
@@ -103,7 +98,6 @@ def require_same_run(manifest: Manifest, run: str, settings: RunSettings, where:
     for name, ours, theirs in (
         ("dp", settings.world.dp, manifest.world.dp),
         ("seed", settings.seed, manifest.seed),
-        ("reduction_groups", settings.reduction_groups, manifest.reduction_groups),
     ):
         if ours != theirs:
             raise RunMismatchError(

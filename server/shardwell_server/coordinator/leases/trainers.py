@@ -79,8 +79,17 @@ class TrainerLeases:
         run.settings.require_same(name, settings)
         return run
 
-    async def join(self, run: Run, applicant: Applicant, incarnation: str, wait_s: float) -> Member | None:
+    async def join(
+        self, run: Run, applicant: Applicant, incarnation: str, wait_s: float, *, replaced_epoch: int = 0
+    ) -> Member | None:
         """Makes a process a member of a run. A retried Join returns the existing membership.
+
+        Args:
+            run: The run.
+            applicant: The trainer.
+            incarnation: Identifies the membership.
+            wait_s: Longest time to wait.
+            replaced_epoch: Epoch of a membership of the same process, which the new one replaces. 0: none.
 
         Returns:
             None if another process of the same name may still be alive. The caller should retry.
@@ -94,6 +103,8 @@ class TrainerLeases:
         if not applicant.name:
             applicant = replace(applicant, name=run.members.free_name())
         former = run.members.by_name.get(applicant.name)
+        if former is not None and former.epoch == replaced_epoch:
+            return self._admit(run, applicant, incarnation, replaced=former)
         if former is not None and not await self._wait_for_request_or_expiry(run, former, wait_s):
             return None
         return self._admit(run, applicant, incarnation)
@@ -112,10 +123,13 @@ class TrainerLeases:
             return False
         return True
 
-    def _admit(self, run: Run, applicant: Applicant, incarnation: str) -> Member:
+    def _admit(self, run: Run, applicant: Applicant, incarnation: str, *, replaced: Member | None = None) -> Member:
         started = run.step is not None
-        self.revoke(run, run.members.expired)
+        self.revoke(run, [member for member in run.members.expired if member is not replaced])
+        if replaced is not None and run.members.is_current(replaced):
+            run.revoke_lease(replaced, keeps_place=True)
         member = run.admit(applicant, incarnation)
+        self.start_fencing(run)
         self._state.events.add(EventKind.TRAINER_JOINED, f"{member}, epoch {member.epoch}", run=run.name)
         if run.step is not None and not started:
             owners = ", ".join(f"{rank}: {owner!r}" for rank, owner in sorted(run.rank_assignments.items())[:64])

@@ -215,7 +215,6 @@ class UnitPlacer:
                 start_bytes=ranges[server_id].start_bytes,
                 stop_bytes=ranges[server_id].stop_bytes,
                 dp=run.settings.world.dp,
-                reduction_groups=run.settings.reduction_groups,
                 placement=placement,
             )
 

@@ -278,11 +278,15 @@ class Run:
         """Makes an expired lease valid again. The trainer's work was not reassigned, so its epochs are still valid."""
         self._set_state(member, MemberState.LIVE)
 
-    def revoke_lease(self, member: Member) -> None:
+    def revoke_lease(self, member: Member, *, keeps_place: bool = False) -> None:
         """Revokes a trainer's lease, and the work items that its replica computes.
 
         A trainer that joins under its name gets its ranks back. The items get new epochs. They must be fenced on the
         servers before they can be leased again.
+
+        Args:
+            member: The trainer.
+            keeps_place: True if the trainer is admitted again at once. Otherwise a spare may take its place.
         """
         if self.step is None:
             self.members.remove(member)
@@ -293,7 +297,7 @@ class Run:
                 if item.state is not WorkState.VACANT:
                     self.step.revoke(item, self.next_epoch(), self.clock())
         self._set_state(member, MemberState.GONE)
-        if self.step is not None:
+        if self.step is not None and not keeps_place:
             self._change_replicas(member)
 
     def _set_state(self, member: Member, state: MemberState) -> None:
@@ -493,11 +497,7 @@ class Run:
             if loser is not None:
                 loser.note_behind(True)
             self.touch()
-        are_last = step.finish(finished, now, written_buffers, trainer=member.name)
-        if step.unfenced:  # items were restarted: see Note: [Sums of items]
-            self.touch()
-            self.changed.notify()
-        return are_last
+        return step.finish(finished, now, written_buffers, trainer=member.name)
 
     def next_late_item(self, *, excluding: str) -> tuple[WorkItem, float] | None:
         """Returns the item that a trainer may copy next, and the clock time from which it is late."""
