@@ -14,11 +14,11 @@ from shardwell.session.config import JoinConfig
 from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell.session.heartbeats import Heartbeats, ItemInWork, TrainerReports
 from shardwell.session.membership_stream import MembershipStream
+from shardwell.session.polling import poll
 from shardwell.session.replica_epoch import ReplicaEpoch
 from shardwell_wire.credentials import Credentials
 from shardwell_wire.errors import (
     ConflictError,
-    DeadlineError,
     DuplicateError,
     RunDeletedError,
     ShardwellError,
@@ -33,12 +33,6 @@ from shardwell_wire.topology import World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
 logger = logging.getLogger(__name__)
-
-_POLL_S = 10.0
-"""Longest server-side wait of one poll. A restarted coordinator is noticed within this time."""
-
-_REPLICA_POLL_S = 1.0
-"""The same for polls that a void process group ends."""
 
 _ASK_TIMEOUT_S = 5.0
 _LEAVE_TIMEOUT_S = 2.0
@@ -70,6 +64,7 @@ class Membership:
         self._ended: ShardwellError | None = None
         self._lapse: StaleEpochError | None = None
         self._rejoins_in_a_row = 0
+        self._incarnation = ""
         self._reports = TrainerReports()
         self._when_ended: Callable[[], None] = lambda: None
         self._when_news: Callable[[], None] = lambda: None
@@ -90,17 +85,21 @@ class Membership:
 
     def _start(self, joined: coordinator_pb2.JoinResponse) -> None:
         """Starts the membership that the coordinator granted."""
-        self.joined = joined
         self.trainer: str = joined.trainer
         self.epoch: int = joined.epoch
-        self.rank_assignments: tuple[coordinator_pb2.RankAssignment, ...] = tuple(joined.rank_assignments)
         self._lease_s: float = joined.lease_s
         self._stop = threading.Event()
         self._lapse = None
         self.committed_step = joined.committed_step
+        self._note_joined(joined)
+        self._start_keeping()
+
+    def _note_joined(self, joined: coordinator_pb2.JoinResponse) -> None:
+        """Records the state of the membership."""
+        self.joined = joined
+        self.rank_assignments: tuple[coordinator_pb2.RankAssignment, ...] = tuple(joined.rank_assignments)
         self.replica_epoch.announce(joined.replica_epoch)
         self._note_news(joined.committed_step, joined.placement)
-        self._start_keeping()
 
     def _start_keeping(self) -> None:
         """Starts the threads that keep the membership which the last join began."""
@@ -199,44 +198,22 @@ class Membership:
             request,
             done,
             what=what,
-            log_level=logging.INFO,
             check=self.require_valid,
-            with_replica=with_replica,
+            replica=self.replica_epoch if with_replica else None,
         )
 
     def _poll(
-        self,
-        rpc_name: str,
-        request: Any,
-        done: Callable[[Any], bool],
-        *,
-        what: str,
-        log_level: int,
-        check: Callable[[], None],
-        with_replica: bool = False,
+        self, rpc_name: str, request: Any, done: Callable[[Any], bool], *, check: Callable[[], None], **options: Any
     ) -> Any:
-        """See ``poll``. ``check`` is called before each rpc; ``log_level`` is that of messages about the wait."""
-        waits = self._config.waits
-        started = last_report = time.monotonic()
-        while True:
-            check()
-            is_void = with_replica and self.replica_epoch.is_void  # before the rpc, whose response may be final
-            request.wait_s = 0.0 if is_void else min(self._poll_s(with_replica), waits.wait_limit_s)
-            response = self._call(rpc_name, request, timeout_s=request.wait_s + waits.rpc_timeout_s)
-            self._note_news(0, getattr(response, "placement", 0))
-            if done(response):
-                return response
-            if is_void:
-                raise self.replica_epoch.lost_error()
-            now, reasons = time.monotonic(), "; ".join(getattr(response, "waiting_for", ()))
-            if now - started > waits.wait_limit_s:
-                raise DeadlineError(f"waited {now - started:.0f} s for {what}: {reasons}", waiting_for=reasons)
-            if now - last_report > _POLL_S / 2:
-                logger.log(log_level, "waiting for %s (%.0f s): %s", what, now - started, reasons)
-                last_report = now
+        """See ``polling.poll``. ``check`` is called before each rpc."""
 
-    def _poll_s(self, with_replica: bool) -> float:
-        return _REPLICA_POLL_S if with_replica and self.replica_epoch.has_group else _POLL_S
+        def call(request: Any, timeout_s: float) -> Any:
+            check()
+            response = self._call(rpc_name, request, timeout_s=timeout_s)
+            self._note_news(0, getattr(response, "placement", 0))
+            return response
+
+        return poll(call, request, done, waits=self._config.waits, **options)
 
     def list_units(self) -> coordinator_pb2.ListUnitsResponse:
         """Returns the run's units and the present owners of their shards. Works without a valid membership, too.
@@ -342,6 +319,29 @@ class Membership:
         """Records that the run has committed a step with this trainer as a member."""
         self._rejoins_in_a_row = 0
 
+    def give_up(self, reason: str) -> None:
+        """Makes the membership lapse, because this trainer is going to join again. No effect if it is over already."""
+        if self._ended is None and self._lapse is None:
+            self._lapse = StaleEpochError(reason)
+            self._stop.set()
+
+    def refresh(self) -> coordinator_pb2.JoinResponse:
+        """Asks the coordinator for the present state of this membership, which also replaces ``joined``.
+
+        Raises:
+            StaleEpochError: The membership has lapsed.
+            DeadlineError: A trainer of the replica is gone, and was not replaced in ``wait_limit_s``.
+        """
+        self.require_valid()
+        joined = self._join(former=True, incarnation=self._incarnation)
+        if joined.epoch == self.epoch:
+            self._note_joined(joined)
+        else:  # the coordinator had revoked the former membership, and this trainer did not know it yet
+            self._stop.set()
+            self._stream.close()
+            self._start(joined)
+        return joined
+
     def rejoin(self) -> coordinator_pb2.JoinResponse:
         """Starts another membership under the same name after this one has lapsed. Called by the training thread.
 
@@ -399,9 +399,15 @@ class Membership:
             "called shardwell.join, or join in this process under another name"
         )
 
-    def _join(self, *, former: bool = False) -> coordinator_pb2.JoinResponse:
-        """Joins the run; ``former``: as the trainer that this process has been, with any rank that is free."""
+    def _join(self, *, former: bool = False, incarnation: str = "") -> coordinator_pb2.JoinResponse:
+        """Joins the run.
+
+        Args:
+            former: Whether to join as the trainer that this process has been, with any rank that is free.
+            incarnation: Identifies the membership. Empty: a new one, which replaces the former one.
+        """
         config = self._config
+        self._incarnation = incarnation or uuid.uuid4().hex
         request = coordinator_pb2.JoinRequest(
             run=config.run,
             config=config.run_config(),
@@ -410,10 +416,11 @@ class Membership:
             host=config.host,
             global_rank=None if former else config.global_rank,
             world_size=config.world_size,
-            incarnation=uuid.uuid4().hex,
+            incarnation=self._incarnation,
             process=own_identity(),
             protocol=own_versions(),
             run_id=self.identity.run_id if former else "",
+            replaced_epoch=self.epoch if former else 0,
         )
         response: coordinator_pb2.JoinResponse = self._poll(
             "Join",
