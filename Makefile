@@ -40,7 +40,7 @@ demo: install  ## Train a small GPT with 2 trainers and 2 shard servers (under 2
 	    $(BIN)/shardwell launch --num-trainers 2 --num-shards 2 examples/train_gpt.py $(DEMO_OPTIONS))
 
 demo-grid: install  ## Train the small GPT in a grid of 2 x 2 x 2: data, tensor and pipeline (8 processes, 2 minutes)
-	@$(BIN)/shardwell launch --num-trainers 8 --dp 2 --tp 2 --pp 2 examples/grid.py $(DEMO_OPTIONS)
+	@$(BIN)/shardwell launch --num-trainers 8 --dp 2 --tp 2 --pp 2 --restart 1 examples/grid.py $(DEMO_OPTIONS)
 
 larger-than-trainer: install  ## Train a model of 8 times a trainer's memory, also with FSDP2 (8 GB free, 2 minutes)
 	@$(BIN)/python examples/larger_than_trainer.py

@@ -1,6 +1,9 @@
 """Trains the small GPT in a grid: data x tensor x pipeline, with one small process per logical rank.
 
-Eight trainers on a private cluster:   shardwell launch --num-trainers 8 --dp 2 --tp 2 --pp 2 examples/grid.py
+Eight trainers on a private cluster: shardwell launch --num-trainers 8 --dp 2 --tp 2 --pp 2 --restart 1 examples/grid.py
+
+If a trainer is killed, launch starts it again. The others of its replica go on in their processes, and the hash of the
+weights stays the same.
 """
 
 from __future__ import annotations
@@ -32,22 +35,27 @@ def main() -> None:
     arguments = parse_arguments()
     corpus = Corpus.read(arguments.text, vocab_size=arguments.vocab_size)
     with shardwell.join(seed=arguments.seed) as session:
-        stages, schedule = make_stages(session, len(corpus.vocabulary), arguments)
-        parameters = [parameter for stage in stages for parameter in stage.submod.parameters()]
-        optimizer = shardwell.optim.AdamW(parameters, lr=arguments.lr, betas=(0.9, 0.95), weight_decay=0.1)
-        windows, started, idle_shares = corpus.windows(arguments.context), time.perf_counter(), list[float]()
-        for step in session.steps(arguments.num_steps):
-            for batch in step.batches(windows, batch_size=arguments.batch_size):  # [batch_size, context + 1]
-                loss = schedule.step(batch[:, :-1], target=batch[:, 1:])
-                idle_shares.append(schedule.idle_share)
-                if loss is not None and session.dp_rank == session.tp_rank == 0 and step.number % 5 == 0:
-                    print(f"step {step.number:3d}  loss {loss.item():.3f}", flush=True)
-            optimizer.clip_grad_norm_(1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-        print_summary(session, idle_shares, seconds=time.perf_counter() - started)
+        session.run_replica(lambda session: train(session, corpus, arguments))
         if session.global_rank == 0:
             print(f"SHA-256 of the weights: {hash_of(read_weights(session, len(corpus.vocabulary), arguments))}")
+
+
+def train(session: shardwell.Session, corpus: Corpus, arguments: argparse.Namespace) -> None:
+    """Trains from the run's step to the last one. Called again with new stages if this replica loses a trainer."""
+    stages, schedule = make_stages(session, len(corpus.vocabulary), arguments)
+    parameters = [parameter for stage in stages for parameter in stage.submod.parameters()]
+    optimizer = shardwell.optim.AdamW(parameters, lr=arguments.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    windows, started, idle_shares = corpus.windows(arguments.context), time.perf_counter(), list[float]()
+    for step in session.steps(arguments.num_steps):
+        for batch in step.batches(windows, batch_size=arguments.batch_size):  # [batch_size, context + 1]
+            loss = schedule.step(batch[:, :-1], target=batch[:, 1:])
+            idle_shares.append(schedule.idle_share)
+            if loss is not None and session.dp_rank == session.tp_rank == 0 and step.number % 5 == 0:
+                print(f"step {step.number:3d}  loss {loss.item():.3f}", flush=True)
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    print_summary(session, idle_shares, seconds=time.perf_counter() - started)
 
 
 def parse_arguments() -> argparse.Namespace:

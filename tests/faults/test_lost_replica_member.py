@@ -1,4 +1,7 @@
-"""Fault tests of replicas: a lost trainer is noticed by its replica, and another replica computes the work item."""
+"""Fault tests of replicas: a lost trainer is noticed by its replica, and another replica computes the work item.
+
+A replica is formed again by restarted processes, or by its survivors in process, and goes on with the same bits.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,17 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 import shardwell
 from shardwell_wire import fault_points
+from shardwell_wire.checkpoints.folder import RunFolder
 from shardwell_wire.fault_points import Fault
+from tests.faults.test_rollback import describe, lose
+from tests.support.cluster import wait_until
 from tests.support.processes import TrainerProcess
 
 STEPS, AT_STEP, LEASE_S = 5, 2, 1.5
@@ -34,30 +42,41 @@ class Grid:
     """Trainers of one run."""
 
     def __init__(self, cluster: shardwell.LocalCluster, stack: ExitStack, world: tuple[int, int, int]) -> None:
-        self._address, self._stack, self._run = cluster.address, stack, uuid.uuid4().hex
+        self._address, self._stack, self.run = cluster.address, stack, uuid.uuid4().hex
         self._options = [value for pair in zip(("--dp", "--tp", "--pp"), world, strict=True) for value in pair]
 
     def start(self, rank: int, *options: object) -> TrainerProcess:
         trainer = PipelineTrainer(
-            self._address, self._run, *self._options, "--steps", STEPS, "--global-rank", rank, *options
+            self._address, self.run, *self._options, "--steps", STEPS, "--global-rank", rank, *options
         )
         return self._stack.enter_context(trainer)
 
 
+Undisturbed = dict[tuple[int, int, int], dict[int, dict[str, Any]]]
+
+
+def state_of(result: dict[str, Any]) -> dict[str, Any]:
+    """Returns what must not depend on losses: weights, buffer and LR scheduler."""
+    assert result["returncode"] == 0, result
+    return {"sha256": result["sha256"], **{name: result["state"][name] for name in ("mean", "lr")}}
+
+
 @pytest.fixture(scope="module")
-def undisturbed(cluster: shardwell.LocalCluster) -> dict[tuple[int, int, int], str]:
-    hashes = {}
+def undisturbed(cluster: shardwell.LocalCluster) -> Undisturbed:
+    """The final state of every rank by world, without losses."""
+    states: Undisturbed = {}
     for world in ((2, 1, 2), (1, 2, 1)):
         with ExitStack() as stack:
             grid = Grid(cluster, stack, world)
             trainers = [grid.start(rank) for rank in range(world[0] * world[1] * world[2])]
-            (hashes[world],) = {trainer.finish()["sha256"] for trainer in trainers}
-    return hashes
+            states[world] = {rank: state_of(trainer.finish()) for rank, trainer in enumerate(trainers)}
+        assert len({state["sha256"] for state in states[world].values()}) == 1
+    return states
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_another_replica_takes_over_and_the_survivor_ends(
-    cluster: shardwell.LocalCluster, undisturbed: dict[tuple[int, int, int], str], number: int
+    cluster: shardwell.LocalCluster, undisturbed: Undisturbed, number: int
 ) -> None:
     with ExitStack() as stack:
         grid = Grid(cluster, stack, (2, 1, 2))
@@ -73,12 +92,12 @@ def test_another_replica_takes_over_and_the_survivor_ends(
         results = [helper.finish() for helper in helpers]
     assert ended["returncode"] == 1 and "ReplicaLostError" in ended["stderr"], ended
     assert seconds < SOON_S
-    assert [result.get("sha256") for result in results] == [undisturbed[2, 1, 2]] * 2, results
+    assert [result.get("sha256") for result in results] == [undisturbed[2, 1, 2][0]["sha256"]] * 2, results
     assert [len(result["losses"]) for result in results] == [STEPS + STEPS - AT_STEP] * 2, results
 
 
 def test_survivor_that_waits_for_the_lost_trainer_ends_and_both_go_on_after_a_restart(
-    cluster: shardwell.LocalCluster, undisturbed: dict[tuple[int, int, int], str], monkeypatch: pytest.MonkeyPatch
+    cluster: shardwell.LocalCluster, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fault = Fault(point="client.finish_work.before", action="kill", where={"step": AT_STEP})
     with ExitStack() as stack:
@@ -94,4 +113,57 @@ def test_survivor_that_waits_for_the_lost_trainer_ends_and_both_go_on_after_a_re
         assert ended["returncode"] == 1 and "ReplicaLostError" in ended["stderr"], ended
         assert time.monotonic() - noticed < SOON_S
         results = [trainer.finish() for trainer in [grid.start(rank) for rank in (0, 1)]]
-    assert [result.get("sha256") for result in results] == [undisturbed[1, 2, 1]] * 2, results
+    assert list(map(state_of, results)) == list(undisturbed[1, 2, 1].values())
+
+
+def test_survivor_forms_its_replica_again_in_process(cluster: shardwell.LocalCluster, undisturbed: Undisturbed) -> None:
+    with ExitStack() as stack:
+        grid = Grid(cluster, stack, (1, 2, 1))
+        survivor, lost = grid.start(0, "--in-process"), grid.start(1, "--at-step", AT_STEP)
+        assert lost.finish()["returncode"] == -9
+        results = [trainer.finish() for trainer in (survivor, grid.start(1))]
+    assert list(map(state_of, results)) == list(undisturbed[1, 2, 1].values())
+    assert [result["state"]["models"] for result in results] == [2, 1]
+
+
+def test_trainer_that_lost_its_lease_and_its_replica_go_on_in_process(
+    cluster: shardwell.LocalCluster, undisturbed: Undisturbed
+) -> None:
+    with ExitStack() as stack:
+        grid = Grid(cluster, stack, (2, 1, 2))
+        stopped = grid.start(1, "--in-process", "--signal", int(signal.SIGSTOP), "--at-step", AT_STEP)
+        trainers = [grid.start(0, "--in-process"), stopped, grid.start(2), grid.start(3)]
+        stopped.wait_stopped()
+        trainers[2].wait_for_step(AT_STEP + 1)  # the lease was revoked, and this replica computes both work items
+        stopped.resume()
+        results = [trainer.finish() for trainer in trainers]
+    assert list(map(state_of, results)) == list(undisturbed[2, 1, 2].values())
+    assert [result["state"]["models"] for result in results] == [2, 2, 1, 1]
+
+
+def test_replica_goes_on_in_process_after_a_rollback(tmp_path: Path) -> None:
+    def train(*, rolls_back: bool) -> list[dict[str, Any]]:
+        proceed = tmp_path / "proceed"
+        proceed.unlink(missing_ok=True)
+        with ExitStack() as stack:
+            grid = Grid(cluster, stack, (1, 1, 2))
+            options = ("--in-process", "--checkpoint-dir", tmp_path, "--checkpoint-every", AT_STEP)
+            pause = ("--pause-at-step", AT_STEP + 1, "--pause-until", proceed)
+            trainers = [grid.start(rank, *options, *pause) for rank in range(2)]
+            for trainer in trainers:
+                trainer.wait_for_step(AT_STEP + 1)
+            folder = RunFolder.of(tmp_path, grid.run)
+            wait_until(lambda: [at.step for at in folder.entries() if at.is_valid] == [AT_STEP], "saved")
+            if rolls_back:
+                lose(cluster, 1)
+            proceed.touch()
+            results = [trainer.finish() for trainer in trainers]
+        assert {result["returncode"] for result in results} == {0}, results
+        assert describe(cluster, grid.run).rollback_count == int(rolls_back)
+        assert [result["state"]["models"] for result in results] == [1 + int(rolls_back)] * 2
+        return results
+
+    with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096, lease_s=LEASE_S) as cluster:
+        undisturbed, results = train(rolls_back=False), train(rolls_back=True)
+    assert list(map(state_of, results)) == list(map(state_of, undisturbed))
+    assert [len(result["losses"]) for result in results] == [STEPS + 2] * 2, "steps 2 and 3 are computed twice"

@@ -270,6 +270,12 @@ class Units:
         self._pushes.push(unit)
         self.passes.free_unused(unit)
 
+    def close(self) -> None:
+        """Frees all units. Their modules raise from now on."""
+        self.passes.abort(Unit.free)
+        self.passes.graphs.clear()
+        self.passes.before_use = _refuse_use
+
     # The end of work items and steps.
 
     def finish_item(self, *, keeps_graphs: bool = False) -> None:
@@ -355,3 +361,10 @@ class Units:
             unit.forget_graphs()
         if len(stale) == len(self):
             self.passes.graphs.clear()
+
+
+def _refuse_use() -> None:
+    raise UsageError(
+        "this module belongs to a model that ended when the replica of its trainer was formed again: build the model "
+        "in the function that session.run_replica(train) calls, and keep no reference to it"
+    )

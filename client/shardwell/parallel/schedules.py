@@ -16,6 +16,7 @@ from shardwell.parallel.bubble import report_bubble
 from shardwell.parallel.description import ModelDescription, StageDescription, describe_model
 from shardwell.parallel.pipeline import PipelineStage
 from shardwell.session.lost_peers import first_line, is_lost_peer
+from shardwell.session.replica_epoch import START_AGAIN
 from shardwell_wire.errors import ReplicaLostError, UsageError
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -232,9 +233,7 @@ class PipelineSchedule:
                 stage.abandon()
             if is_lost_peer(error):
                 raise ReplicaLostError(
-                    "a trainer of this replica was lost, or did not answer in time: leave the run and start this "
-                    "trainer again (shardwell launch --restart does), or build the stages again on a new "
-                    f"session.replica_mesh(). {first_line(error)}"
+                    f"a trainer of this replica was lost, or did not answer in time: {START_AGAIN}. {first_line(error)}"
                 ) from error
             raise
         finally:

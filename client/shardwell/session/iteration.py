@@ -56,6 +56,10 @@ class Iteration:
         """Records that this trainer has joined the run again and that the run is at another step."""
         self._joined = joined
 
+    def restart(self, joined: coordinator_pb2.JoinResponse) -> None:
+        """Restores the tracked objects outside of an iteration, because the run is at another step."""
+        self._tracked.replace(joined.state.tracked_json)
+
     def resume(self) -> bool:
         """Restores the tracked objects after a void iteration.
 

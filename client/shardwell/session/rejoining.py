@@ -5,10 +5,11 @@ from __future__ import annotations
 from shardwell.module.units import Units
 from shardwell.session.iteration import Iteration
 from shardwell.session.membership import Membership
+from shardwell.session.replica_epoch import START_AGAIN
 from shardwell.session.run_buffers import RunBuffers
 from shardwell.session.run_store import RunStore
 from shardwell.session.step_state import StepState
-from shardwell_wire.errors import ConflictError, StepRestartedError
+from shardwell_wire.errors import ReplicaLostError, StepRestartedError
 
 
 class Rejoining:
@@ -34,7 +35,7 @@ class Rejoining:
     ) -> None:
         self._state, self._membership, self._store = state, membership, store
         self._units, self._buffers, self._iteration = units, buffers, iteration
-        self._rollbacks = 0
+        self._rollbacks = membership.joined.rollback_count
         """How often the run was rolled back before this trainer joined last."""
 
     def join_again(self) -> bool:
@@ -45,7 +46,7 @@ class Rejoining:
 
         Raises:
             StepRestartedError: In a plain loop, the gradients of the step are lost.
-            ConflictError: The trainer has another place on the tensor or pipeline axis now.
+            ReplicaLostError: The trainer has another place on the tensor or pipeline axis now.
         """
         if not self._membership.lapsed:
             return True
@@ -53,17 +54,7 @@ class Rejoining:
         computed = self._units.have_gradients
         self._store.reach_servers()
         joined = self._membership.rejoin()
-        self._check_place()
-        moved = joined.committed_step != before or joined.rollback_count != self._rollbacks
-        self._rollbacks = joined.rollback_count
-        self._state.restart(joined.committed_step, joined.work.items)
-        self._store.rejoin(joined, moved=moved)
-        self._units.zero_grad()
-        try:
-            self._units.invalidate()
-        finally:
-            self._buffers.rejoin(joined.state if moved else None, self._state.number, has_work=bool(self._state.items))
-        self._units.begin_step()
+        moved = self._take_over_step()
         if moved and self._iteration.running:
             self._iteration.move(joined)
             self._iteration.void(before, f"this trainer has joined the run again at step {self._state.number}")
@@ -74,16 +65,81 @@ class Rejoining:
             raise self.plain_loop_error()
         return True
 
+    def refresh(self) -> None:
+        """Takes over the run's step and this trainer's work items. Called when the replica's group was formed.
+
+        Both may have changed since this trainer joined: the replica's items start a new attempt whenever another of its
+        trainers joins.
+
+        Raises:
+            StaleEpochError: The membership has lapsed.
+            ReplicaLostError: The trainer has another place on the tensor or pipeline axis now.
+        """
+        joined, before = self._membership.refresh(), self._state.number
+        present = {rank: state.key for rank, state in self._state.items.items()}
+        leased = {item.global_rank: (item.epoch, item.attempt) for item in joined.work.items}
+        if (joined.committed_step, leased) == (before, present):
+            return
+        if not self._take_over_step():
+            return
+        if self._iteration.running:
+            self._iteration.move(joined)
+            self._iteration.void(before, f"the run is at step {self._state.number}")
+        else:
+            self._iteration.restart(joined)
+
+    def start_over(self, group_epoch: int) -> None:
+        """Ends the use of the model, and takes over the run's step for another one.
+
+        Joins the run again, unless this trainer has done so since the replica's process group was formed. This gives
+        the replica a new epoch, and the trainers of its former group notice that the group is void.
+
+        Args:
+            group_epoch: Epoch of the replica whose process group was formed last.
+
+        Raises as ``Membership.rejoin`` and ``refresh``.
+        """
+        self._units.close()
+        self._membership.end_item()
+        if self._membership.lapsed or self._membership.epoch < group_epoch:
+            self._store.reach_servers()
+            self._membership.give_up("this trainer left its replica, which is formed again")
+            self._membership.rejoin()
+        else:
+            self._membership.refresh()
+        self._restart_step()
+        self._store.forget_units()
+
+    def _take_over_step(self) -> bool:
+        """Makes the model ready for the run's step. Returns True if the run is at another step or was rolled back."""
+        self._check_place()
+        moved, state = self._restart_step(), self._membership.joined.state
+        self._units.zero_grad()
+        try:
+            self._units.invalidate()
+        finally:
+            self._buffers.rejoin(state if moved else None, self._state.number, has_work=bool(self._state.items))
+        self._units.begin_step()
+        return moved
+
+    def _restart_step(self) -> bool:
+        """Starts the run's step with this trainer's work items. Returns as ``_take_over_step``."""
+        joined = self._membership.joined
+        moved = joined.committed_step != self._state.number or joined.rollback_count != self._rollbacks
+        self._rollbacks = joined.rollback_count
+        self._state.restart(joined.committed_step, joined.work.items)
+        self._store.rejoin(joined, moved=moved)
+        return moved
+
     def _check_place(self) -> None:
-        """Raises ConflictError if this trainer's model belongs to other ranks than those that it has got now."""
+        """Raises ReplicaLostError if this trainer's model belongs to other ranks than those that it has got now."""
         place = self._units.place
         for assignment in self._membership.rank_assignments:
             at = assignment.coordinates
             if (at.tp_rank, at.pp_rank) != (place.tp_rank, place.pp_rank):
-                raise ConflictError(
+                raise ReplicaLostError(
                     f"this trainer has joined the run again as tp rank {at.tp_rank} and pp rank {at.pp_rank}, but its "
-                    f"model is that of tp rank {place.tp_rank} and pp rank {place.pp_rank}: start the process again, "
-                    "so that it builds the model for its new place"
+                    f"model is that of tp rank {place.tp_rank} and pp rank {place.pp_rank}: {START_AGAIN}"
                 )
 
     def plain_loop_error(self) -> StepRestartedError:

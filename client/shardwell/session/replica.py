@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -10,11 +11,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwell.session.lost_peers import first_line, is_lost_peer
 from shardwell.session.membership import Membership
 from shardwell.session.peer_connections import Connection, end_connections, open_connections
+from shardwell.session.replica_epoch import START_AGAIN
 from shardwell.session.replica_store import ReplicaStore
 from shardwell_wire.errors import DeadlineError, ReplicaLostError, StaleEpochError, UsageError
 from shardwell_wire.v1 import coordinator_pb2
@@ -51,8 +54,8 @@ class ReplicaGroup:
         self._membership, self._wait_limit_s = membership, wait_limit_s
         self._group: dist.ProcessGroup | None = None
         self._mesh: DeviceMesh | None = None
-        self._epoch = 0
-        """Epoch of the replica whose group exists."""
+        self.epoch = 0
+        """Epoch of the replica whose group was formed last, or was to be formed. Stays when the group is closed."""
         self._connections: frozenset[Connection] = frozenset()
         """TCP connections to the other trainers of the replica."""
         membership.replica_epoch.when_void = self._end_collectives
@@ -69,7 +72,7 @@ class ReplicaGroup:
         """
         while True:
             members = self._wait_for_members()
-            if self._mesh is not None and members.epoch == self._epoch:
+            if self._mesh is not None and members.epoch == self.epoch:
                 return self._mesh
             try:
                 self._form(members, device_type)
@@ -78,6 +81,7 @@ class ReplicaGroup:
 
     def _form(self, members: ReplicaMembers, device_type: str) -> None:
         self.close()
+        self.epoch = members.epoch
         if dist.is_initialized():
             raise UsageError(
                 "torch.distributed is initialised already: session.replica_mesh() makes the default process group, "
@@ -88,6 +92,8 @@ class ReplicaGroup:
         timeout = timedelta(seconds=self._wait_limit_s)
         store = ReplicaStore(self._membership, members.epoch) if size > 1 else HashStore()
         backend = "nccl" if device_type == "cuda" else "gloo"
+        # torch numbers the groups of a process, also those whose creation failed. All trainers must use the same names.
+        distributed_c10d._world.group_count = 0
         before = open_connections()
         dist.init_process_group(backend, store=store, rank=members.rank, world_size=size, timeout=timeout)
         self._group = dist.group.WORLD
@@ -96,7 +102,7 @@ class ReplicaGroup:
         except BaseException:  # such as a trainer of the replica that is lost meanwhile
             self.close()
             raise
-        self._epoch, self._connections = members.epoch, open_connections() - before
+        self._connections = open_connections() - before
         self._membership.replica_epoch.form(members.epoch, members.dp_rank)
         logger.info("replica %d: %d trainers formed a process group over %s", members.dp_rank, size, backend)
 
@@ -123,13 +129,11 @@ class ReplicaGroup:
         except Exception as error:
             if not is_lost_peer(error):
                 raise
-            raise ReplicaLostError(
-                f"a trainer of this replica was lost: start this trainer again. {first_line(error)}"
-            ) from error
+            raise ReplicaLostError(f"a trainer of this replica was lost: {START_AGAIN}. {first_line(error)}") from error
         if not torch.equal(most, torch.cat([own, -own])):
             raise ReplicaLostError(
                 f"the trainers of this replica do not start the same work item: dp rank {item.dp_rank}, attempt "
-                f"{item.attempt} is this trainer's. Start this trainer again (shardwell launch --restart does)"
+                f"{item.attempt} is this trainer's. To go on, {START_AGAIN}"
             )
 
     def _wait_for_members(self) -> ReplicaMembers:
@@ -178,6 +182,19 @@ class ReplicaGroup:
         """Ends the process group, if there is one. Its meshes and the modules that use them are unusable afterwards."""
         self._membership.replica_epoch.close()
         self._connections = frozenset()
-        group, self._group, self._mesh, self._epoch = self._group, None, None, 0
+        group, self._group, self._mesh = self._group, None, None
         if group is not None and dist.is_initialized() and dist.group.WORLD is group:
             dist.destroy_process_group()
+            _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Clears torch's caches of operations on DTensors in this thread.
+
+    Meshes are equal if they have the same shape, whatever their groups. A trainer with another place in the next mesh
+    would find the groups of its former place in the caches.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import debug
+
+        debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]

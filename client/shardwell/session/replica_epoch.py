@@ -7,6 +7,12 @@ from collections.abc import Callable
 
 from shardwell_wire.errors import ReplicaLostError
 
+START_AGAIN = (
+    "run the training in session.run_replica(train), which then forms the replica again, or start this trainer again "
+    "(shardwell launch --restart does)"
+)
+"""Advice to a trainer whose replica has lost a trainer."""
+
 
 class ReplicaEpoch:
     """Compares the epoch in which a trainer formed its replica's process group with the newest epoch. Thread-safe.
@@ -68,6 +74,5 @@ class ReplicaEpoch:
         """Returns the error for a void process group."""
         return ReplicaLostError(
             f"a trainer of replica {self._dp_rank} was lost or replaced, so the replica's process group is void (epoch "
-            f"{self._formed}, now {self._announced}): leave the run and start this trainer again (shardwell launch "
-            "--restart does), or build the stages again on a new session.replica_mesh()"
+            f"{self._formed}, now {self._announced}): {START_AGAIN}"
         )

@@ -24,11 +24,10 @@ from shardwell.data_plane.traffic_stats import TrafficStats
 from shardwell.memory.device_copies import Completable
 from shardwell.module.store import InitialValues
 from shardwell.session.buffer_store import RemoteBuffers
-from shardwell.session.config import HIERARCHICAL, JoinConfig, TransferOptions
+from shardwell.session.config import JoinConfig, TransferOptions
 from shardwell.session.item_pushes import ItemPushes
-from shardwell.session.item_sums import ItemSums
 from shardwell.session.membership import Membership
-from shardwell.session.process_groups import form_gradient_group, form_node_group
+from shardwell.session.process_groups import form_node_group
 from shardwell.session.residuals import CheckpointResiduals
 from shardwell.session.run_units import ShardMappings, UnitDeclarations
 from shardwell.session.servers import ShardServers
@@ -107,9 +106,6 @@ class RunStore:
         )
         group = form_node_group(membership, config) if config.transfers.node_group != "none" else None
         self._node = NodeGathers(group, self._fetches) if group is not None else None
-        if config.transfers.gradient_reduction == HIERARCHICAL:
-            sums = form_gradient_group(membership, config, background)
-            self.pushes.sums = None if sums is None else ItemSums(membership, state, sums)
 
     @property
     def stats(self) -> dict[str, float]:
@@ -120,7 +116,6 @@ class RunStore:
             "sent_bytes": self._servers.sent_bytes,
             "cache_hit_bytes": self._mappings.cache_hit_bytes,
             "node_shared_bytes": self._node.shared_bytes if self._node is not None else 0,
-            "node_summed_bytes": self.pushes.sums.summed_bytes if self.pushes.sums is not None else 0,
         }
 
     @property
@@ -399,6 +394,12 @@ class RunStore:
         if self._node is not None:
             self._node.leave("this trainer has joined the run again")
 
+    def forget_units(self) -> None:
+        """Forgets all units, because the model is going to be built again. Call it after ``rejoin``."""
+        self._units.clear()
+        self.buffers.units.clear()
+        self._must_check_model = self._state.number > 0
+
     def update_partitions(
         self, work: coordinator_pb2.PartitionWork, update: Callable[[int, PartitionSegment], None], *, keep_bytes: float
     ) -> None:
@@ -431,8 +432,6 @@ class RunStore:
         self._mappings.close()
         if self._node is not None:
             self._node.close()
-        if self.pushes.sums is not None:
-            self.pushes.sums.close()
         self._fetches.join(_CLOSE_LIMIT_S)
         self._background_pushes.join(_CLOSE_LIMIT_S)
         self._partition_updates.join(_CLOSE_LIMIT_S)

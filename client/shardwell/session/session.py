@@ -4,47 +4,45 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import logging
 import os
 import weakref
-from collections.abc import Iterable, Iterator
-from typing import Any, Self
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Self, TypeVar
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwell.credentials import find_credentials
 from shardwell.memory.allocator import share_heaps
-from shardwell.module import guards, torch_patches
+from shardwell.module import guards
 from shardwell.module.memory_report import MemoryReport, measure
-from shardwell.module.naming import GridPlace
-from shardwell.module.strategy import BackwardPrefetch
 from shardwell.module.units import Units
 from shardwell.monitor.report import PerformanceReport, make_report
 from shardwell.monitor.step_times import StepMonitor
-from shardwell.seeds import derive_seed
 from shardwell.session import process_groups
 from shardwell.session.checkpoints import save_checkpoint
 from shardwell.session.config import JoinConfig
 from shardwell.session.coordinator_client import CoordinatorClient
-from shardwell.session.iteration import Iteration
-from shardwell.session.measurements import SessionCounters, describe_setup
+from shardwell.session.lost_peers import is_lost_peer
+from shardwell.session.measurements import describe_setup
 from shardwell.session.membership import Membership
-from shardwell.session.parallel_plan import PlanReport
 from shardwell.session.preemption import preemption
 from shardwell.session.private_cluster import open_private_cluster
 from shardwell.session.replica import ReplicaGroup
-from shardwell.session.run_buffers import RunBuffers
 from shardwell.session.run_store import RunStore
 from shardwell.session.step import Step
 from shardwell.session.step_commit import StepCommitter
 from shardwell.session.step_in_flight import StepInFlight
 from shardwell.session.step_state import StepState
-from shardwell.session.tracked_objects import TrackedObjects
+from shardwell.session.training import Training
 from shardwell.session.training_loop import TrainingLoop
-from shardwell_wire.errors import UsageError
+from shardwell_wire.errors import ReplicaLostError, ShardwellError, UsageError
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 
 class Session:
@@ -53,14 +51,9 @@ class Session:
     Used by one training thread.
 
     Attributes:
-        units: The sharded units of this process.
         world: The grid of logical ranks.
         seed: The run's seed.
         store: Stores the units on the shard servers.
-        monitor: Measures the steps.
-        in_flight: The step in flight.
-        loop: The training loop.
-        optimizers: Optimizers of the session's parameters.
     """
 
     def __init__(self, config: JoinConfig) -> None:
@@ -79,41 +72,44 @@ class Session:
         joined = self._membership.joined
         self._replica = ReplicaGroup(self._membership, wait_limit_s=config.waits.wait_limit_s)
         self.world, self.seed = self._membership.world, self._membership.seed
-        state = StepState(joined.committed_step, joined.work.items, spare_hint=self._spare_hint())
-        self.store = RunStore(self._membership, config, state)
-        self.units = Units(
-            self.store,
-            prefetch_bytes=config.transfers.prefetch_bytes,
-            keep_bytes=config.transfers.keep_bytes,
-            max_gathers_in_flight=config.transfers.max_gathers_in_flight,
-            backward_prefetch=BackwardPrefetch(config.transfers.backward_prefetch),
-            place=self._place(),
-            init_seed=derive_seed(self.seed, "parameters"),
-        )
-        self._plan_report = PlanReport(self._membership, self.units)
-        self._tracked = TrackedObjects(joined.state.tracked_json)
-        iteration = Iteration(self._tracked)
-        self._buffers = RunBuffers(lambda: self.units.named_modules, self.store.buffers, joined.state, self.units.place)
+        self._state = StepState(joined.committed_step, joined.work.items, spare_hint=self._spare_hint())
+        self.store = RunStore(self._membership, config, self._state)
         self._committer = StepCommitter(self._membership)
-        self._counters = SessionCounters(self.store, self._committer, self.units)
-        self.monitor = StepMonitor(self._counters, self.trainer)
-        self.in_flight = StepInFlight(
-            state,
-            self._membership,
-            self._committer,
-            self.store,
-            self.units,
-            self._buffers,
-            self._tracked,
-            iteration,
-            self.monitor,
-            self._replica,
-        )
-        self.loop = TrainingLoop(self.in_flight, iteration, self._tracked, self._membership)
-        self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._training = self._start_training()
         _register(self)
-        preemption.add(self.in_flight.items)
         self._log_ranks()
+
+    def _start_training(self) -> Training:
+        """Returns a training without a model, at the run's step."""
+        transfers = self.config.transfers
+        return Training(self._membership, transfers, self._state, self.store, self._committer, self._replica)
+
+    # ---- the model ----
+
+    @property
+    def units(self) -> Units:
+        """The sharded units of this process."""
+        return self._training.units
+
+    @property
+    def in_flight(self) -> StepInFlight:
+        """The step in flight."""
+        return self._training.in_flight
+
+    @property
+    def loop(self) -> TrainingLoop:
+        """The training loop."""
+        return self._training.loop
+
+    @property
+    def monitor(self) -> StepMonitor:
+        """Measures the steps."""
+        return self._training.monitor
+
+    @property
+    def optimizers(self) -> weakref.WeakSet[Any]:
+        """Optimizers of the session's parameters."""
+        return self._training.optimizers
 
     # ---- this trainer ----
 
@@ -135,7 +131,7 @@ class Session:
     @property
     def step(self) -> int:
         """Number of committed steps."""
-        return self.in_flight.state.number
+        return self._state.number
 
     @property
     def global_rank(self) -> int | None:
@@ -189,10 +185,6 @@ class Session:
                 self.run,
             )
 
-    def _place(self) -> GridPlace:
-        """Returns the place of this trainer's units in the grid. A spare has the place of rank 0."""
-        return GridPlace(tp=self.world.tp, pp=self.world.pp, tp_rank=self.tp_rank or 0, pp_rank=self.pp_rank or 0)
-
     # ---- the loop ----
 
     def steps(self, num_steps: int, *, optimizer_steps: int = 1) -> Iterator[Step]:
@@ -212,7 +204,7 @@ class Session:
             UsageError: The loop body called ``optimizer.step()`` less or more often.
             RunMismatchError: Another trainer of the run divides its model differently (schedule, stages, styles).
         """
-        while not self._plan_report.send(self.step):
+        while not self._training.plan_report.send(self.step):
             self.in_flight.rejoining.join_again()
         return self.loop.steps(num_steps, optimizer_steps)
 
@@ -230,17 +222,16 @@ class Session:
         Raises:
             UsageError: The state of an object has values of another type.
         """
-        self._tracked.track(objects)
+        self._training.tracked.track(objects)
 
     def tracks_scheduler_of(self, optimizer: Any) -> bool:
         """True if a tracked object belongs to an optimizer, such as its LR scheduler."""
-        return self._tracked.has_owner(optimizer)
+        return self._training.tracked.has_owner(optimizer)
 
     def declare_buffers(self) -> None:
         """Declares the buffers of the complete model. The run starts with rank 0's values, which all others load."""
         guards.check_batch_norm([module for _, module in self.units.named_modules], self)
-        state = self.in_flight.state
-        self._buffers.declare(state.number, has_work=bool(state.items))
+        self._training.buffers.declare(self._state.number, has_work=bool(self._state.items))
 
     # ---- inspection ----
 
@@ -252,12 +243,12 @@ class Session:
             ``gather_wait_s`` (the training thread waited for weights), ``push_count``, ``pushed_bytes``,
             ``push_wait_s``, ``push_copy_s`` (started pushes, which copies gradients to shared memory),
             ``received_bytes`` and ``sent_bytes`` (in wire dtypes), ``cache_hit_bytes`` (found in the host cache),
-            ``node_shared_bytes`` (fetched by other trainers of the node group), ``node_summed_bytes`` (gradients of
-            other trainers that this one has added), ``finish_wait_s`` (waited for other trainers' work),
-            ``norm_wait_s``, ``commit_wait_s``, ``partition_update_s`` (part of ``commit_wait_s``: updated optimizer
-            partitions), ``live_unit_bytes``, ``peak_unit_bytes`` and ``freed_unit_bytes`` (memory of gathered weights).
+            ``node_shared_bytes`` (fetched by other trainers of the node group), ``finish_wait_s`` (waited for other
+            trainers' work), ``norm_wait_s``, ``commit_wait_s``, ``partition_update_s`` (part of ``commit_wait_s``:
+            updated optimizer partitions), ``live_unit_bytes``, ``peak_unit_bytes`` and ``freed_unit_bytes`` (memory of
+            gathered weights).
         """
-        return self._counters.stats()
+        return self._training.counters.stats()
 
     def report(self, last: int = 50) -> PerformanceReport:
         """Returns where the time of the last steps went, what slows them down, and advice. Prints as text.
@@ -348,6 +339,7 @@ class Session:
         Creates the default process group of ``torch.distributed``, which spans the trainers of one replica: no group
         spans the world, so a lost trainer breaks its own replica only. All trainers of the replica call it. If they
         have changed since the last call, the group is formed again, and modules that use the old mesh are unusable.
+        ``run_replica`` calls the function that builds the modules again.
 
         Args:
             device_type: Device type of the mesh. ``cpu`` uses gloo, ``cuda`` NCCL.
@@ -356,7 +348,55 @@ class Session:
             UsageError: This trainer plays no logical rank or several, or a default process group exists.
             DeadlineError: The other trainers of the replica did not call in ``wait_limit_s``.
         """
-        return self._replica.mesh(device_type)
+        while True:
+            epoch, mesh = self._replica.epoch, self._replica.mesh(device_type)
+            if self._replica.epoch == epoch:
+                return mesh
+            self.in_flight.rejoining.refresh()
+
+    def run_replica(self, train: Callable[[Session], Result]) -> Result:
+        """Calls ``train(session)``, and calls it again whenever the replica of this trainer must be formed again.
+
+        ``train`` builds the stages on ``session.replica_mesh()``, makes the optimizer, and runs the loop over
+        ``session.steps``. It ends with an error if another trainer of the replica is lost, if the run is rolled back to
+        a checkpoint, or if this trainer loses its lease. This trainer then joins the run again under its name. The next
+        call of ``train`` waits in ``replica_mesh`` until the replica is complete, and its loop continues at the run's
+        step with the run's weights.
+
+        A trainer may get another place in the grid: read ``pp_rank`` and the like in ``train``. The memory of the
+        former model is released before the next call, unless the script refers to the model from elsewhere.
+
+        Args:
+            train: Trains the model. What it returns is returned.
+
+        Raises:
+            DeadlineError: The replica was not complete in ``wait_limit_s``.
+            StaleEpochError: The replica was lost again and again without a commit in between.
+        """
+        while True:
+            try:
+                return train(self)
+            except Exception as error:
+                if not self._ends_replica(error):
+                    raise
+                logger.warning("trainer %r forms its replica again: %s", self.trainer, str(error))
+            self._start_over()
+
+    def _ends_replica(self, error: Exception) -> bool:
+        """True if an error means that the replica must be formed again."""
+        if self.world.replica_size == 1:
+            return False
+        lost = isinstance(error, ReplicaLostError) or is_lost_peer(error)
+        return lost or (isinstance(error, ShardwellError) and self._membership.lapsed)
+
+    def _start_over(self) -> None:
+        """Joins the run again and drops the former model."""
+        self._training.close()
+        self._replica.close()
+        self.in_flight.rejoining.start_over(self._replica.epoch)
+        self._training = self._start_training()
+        gc.collect()  # releases the former model, whose objects refer to each other
+        self._log_ranks()
 
     def exchange_address(self, name: str, address: str | None = None) -> str:
         """Publishes an address under a name; without an address, waits until another trainer publishes one."""
@@ -382,9 +422,8 @@ class Session:
 
     def _mark_closed(self) -> None:
         self._closed = True
-        preemption.remove(self.in_flight.items)
         _unregister(self)
-        torch_patches.unwatch(self.units)
+        self._training.close()
 
     def _close_connections(self) -> None:
         self._coordinator.close()
