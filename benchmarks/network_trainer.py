@@ -1,4 +1,6 @@
-"""A trainer of ``benchmarks.slow_network``. The command ``{"steps": n}`` runs n steps and returns their durations.
+"""A trainer of ``benchmarks.slow_network`` and ``benchmarks.gradient_reduction``.
+
+The command ``{"steps": n}`` runs n steps and returns their durations.
 
 Every kind trains the same GPT from the same seed on the same batches, so that the losses can be compared.
 """
@@ -108,6 +110,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--num-trainers", type=int, required=True)
     parser.add_argument("--model", type=json.loads, required=True, help="GPTConfig as JSON")
+    parser.add_argument("--gradient-reduction", default="direct")
+    parser.add_argument("--reduction-groups", default="", help="sizes with commas, such as 2,2")
     return parser.parse_args()
 
 
@@ -133,7 +137,10 @@ def main() -> None:
         run=arguments.kind,
         world=shardwell.World(dp=arguments.num_trainers),
         global_rank=arguments.rank,
-        transfers=shardwell.TransferOptions(keep_bytes=keep_bytes, **transfer.options()),
+        reduction_groups=tuple(map(int, filter(None, arguments.reduction_groups.split(",")))),
+        transfers=shardwell.TransferOptions(
+            keep_bytes=keep_bytes, gradient_reduction=arguments.gradient_reduction, **transfer.options()
+        ),
     ) as session:
         serve(sharded_steps(model, session))
 

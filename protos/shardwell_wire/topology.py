@@ -6,8 +6,9 @@ A world is a grid ``dp x tp x pp``. ``order`` lists its axes, slowest first. Wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from math import prod
 
 from shardwell_wire.errors import WorldError
 from shardwell_wire.layout import align
@@ -170,3 +171,28 @@ def check_data_ranks(dp: int) -> None:
     """Raises WorldError if a run cannot have this number of data ranks."""
     if not 1 <= dp <= MAX_WORLD_SIZE:
         raise WorldError(f"dp is {dp}: expected 1 to {MAX_WORLD_SIZE} data ranks", axis="dp")
+
+
+def checked_groups(dp: int, groups: Iterable[int]) -> tuple[int, ...]:
+    """Returns the sizes of reduction groups, innermost first. Empty: one group, in rank order.
+
+    Args:
+        dp: Number of logical data ranks.
+        groups: Sizes of the groups.
+
+    Raises:
+        WorldError: A size is no integer of at least 2, or the sizes do not multiply to ``dp``.
+    """
+    sizes = tuple(groups)
+    if sizes in ((), (dp,)):
+        return ()
+    for size in sizes:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 2:
+            raise WorldError(f"reduction_groups={sizes!r}: expected integers of at least 2, got {size!r}")
+    if prod(sizes) != dp:
+        product = " * ".join(map(str, sizes))
+        raise WorldError(
+            f"reduction_groups={sizes!r}: expected sizes that multiply to dp={dp}, the number of data ranks, got "
+            f"{product} = {prod(sizes)}"
+        )
+    return sizes

@@ -90,7 +90,7 @@ def test_killed_trainer_changes_no_bit(cluster: shardwell.LocalCluster, lost: in
     assert hashes([survivor]) == [undisturbed_sha256(dp=2, steps=STEPS)]
     assert survivor["stats"]["node_shared_bytes"] > 0
     (line,) = group_warnings(survivor)
-    assert "every unit is fetched whole from now on" in line
+    assert "this trainer fetches whole units from now on" in line
 
 
 def test_trainers_with_different_gather_orders_train_without_the_group(cluster: shardwell.LocalCluster) -> None:

@@ -1,9 +1,9 @@
-"""Plain PyTorch training that computes ranks one after another and sums gradients in rank order."""
+"""Plain PyTorch training that computes ranks one after another and sums gradients in the run's order."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,26 +25,39 @@ def train_plain(
     steps: int,
     seed: int = 0,
     first: int = 0,
+    groups: Sequence[int] = (),
 ) -> list[float]:
-    """Trains the steps ``[first, steps)`` in place. Returns the losses by step, then rank."""
+    """Trains the steps ``[first, steps)`` in place. Returns the losses by step, then rank.
+
+    ``groups`` are the reduction groups. Empty: gradients are added in rank order.
+    """
     losses = []
     for step in range(first, steps):
-        sums: dict[nn.Parameter, torch.Tensor] = {}
+        gradients: dict[nn.Parameter, list[torch.Tensor | None]] = {}
         for dp_rank in range(dp):
             torch.manual_seed(derive_seed(seed, step, dp_rank))
             loss = model(batch(step, dp_rank))
             loss.backward()
             losses.append(loss.item())
             for parameter in model.parameters():
-                if parameter.grad is not None:
-                    before = sums.get(parameter)
-                    sums[parameter] = parameter.grad if before is None else before + parameter.grad
-                    parameter.grad = None
-        for parameter, total in sums.items():
-            parameter.grad = total / dp
+                gradients.setdefault(parameter, []).append(parameter.grad)
+                parameter.grad = None
+        for parameter, terms in gradients.items():
+            sums = terms
+            for size in groups or (dp,):
+                sums = [_sum(sums[start : start + size]) for start in range(0, len(sums), size)]
+            parameter.grad = None if sums[0] is None else sums[0] / dp
         optimizer.step()
         optimizer.zero_grad()
     return losses
+
+
+def _sum(terms: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    total: torch.Tensor | None = None
+    for term in terms:
+        if term is not None:
+            total = term if total is None else total + term
+    return total
 
 
 def sha256(state: Mapping[str, torch.Tensor]) -> str:
@@ -57,13 +70,12 @@ def sha256(state: Mapping[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def undisturbed_sha256(*, dp: int, steps: int) -> str:
+def undisturbed_sha256(*, dp: int, steps: int, groups: Sequence[int] = ()) -> str:
     """Returns the weights of the small transformer after a run without failures."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     model = transformer.build()
-    train_plain(
-        model, torch.optim.AdamW(model.parameters(), fused=True, **ADAMW), transformer.batch, dp=dp, steps=steps
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
+    train_plain(model, optimizer, transformer.batch, dp=dp, steps=steps, groups=groups)
     torch.set_num_threads(threads)
     return sha256(model.state_dict())

@@ -63,8 +63,11 @@ def train(
     number: int = signal.SIGKILL,
     signal_after_s: float = 0.0,
     make_optimizer: Callable[[Iterable[torch.nn.Parameter]], shardwell.optim.ShardedOptimizer] = adamw,
+    backwards: int = 1,
 ) -> Any:
     """Trains the transformer; returns (losses by step and rank, final state).
+
+    Every work item has ``backwards`` forwards and backwards, each of which pushes its gradients.
 
     During the backward of ``signal_at_step`` the process sends the signal ``number`` to itself, after some seconds.
     """
@@ -85,8 +88,9 @@ def train(
                 model.on_backward = send_signal
             else:
                 model.on_backward = None
-            loss = model(tokens)
-            loss.backward()
+            for _ in range(backwards):
+                loss = model(tokens)
+                loss.backward()
             losses.append(loss.item())
             print(json.dumps({"step": step.number, "loss": loss.item()}), flush=True)
         if clip is not None:
@@ -116,6 +120,7 @@ def main() -> None:
     parser.add_argument("--client-side")
     parser.add_argument("--kill-in-update", type=int)
     parser.add_argument("--after", type=int, default=2)
+    parser.add_argument("--backwards", type=int, default=1)
     options = parser.parse_args()
     session = shardwell.join(
         options.address,
@@ -144,6 +149,7 @@ def main() -> None:
         number=number,
         signal_after_s=options.stop_after_s,
         make_optimizer=make,
+        backwards=options.backwards,
     )
     print(json.dumps({"sha256": sha256(state), "stats": session.stats()}), flush=True)
     session.close()

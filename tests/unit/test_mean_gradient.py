@@ -11,6 +11,7 @@ import torch
 from shardwell_server.shard.arithmetic.reduction import Reduced
 from shardwell_server.shard.memory.budget import Memory
 from shardwell_server.shard.state.mean_gradient import MeanGradient
+from shardwell_wire.sum_order import SumOrder
 
 SIZE, HALF = 128, 64
 
@@ -43,13 +44,13 @@ def term(value: float) -> torch.Tensor:
 
 def test_mean_of_one_rank_takes_no_memory(memory: Memory, mean: MeanGradient) -> None:
     only = term(3.0)
-    asyncio.run(mean.compute([[only], []], 1, None, at_once))
+    asyncio.run(mean.compute([[(0, only)], []], SumOrder(1), None, at_once))
     assert mean.reduced is not None and mean.reduced.gradients[0] is only
     assert (mean.present, memory.pool.taken_bytes, mean.in_file) == ([0], 0, False)
 
 
 def test_mean_of_several_ranks_is_in_a_buffer_until_it_is_discarded(memory: Memory, mean: MeanGradient) -> None:
-    asyncio.run(mean.compute([[term(1.0), term(3.0)], []], 2, None, at_once))
+    asyncio.run(mean.compute([[(0, term(1.0)), (1, term(3.0))], []], SumOrder(2), None, at_once))
     assert mean.reduced is not None and mean.reduced.gradients[0] is not None
     assert mean.reduced.gradients[0].eq(2.0).all()
     assert memory.pool.taken_bytes == SIZE
@@ -59,14 +60,14 @@ def test_mean_of_several_ranks_is_in_a_buffer_until_it_is_discarded(memory: Memo
 
 def test_mean_in_a_file_takes_no_buffer(memory: Memory, mean: MeanGradient) -> None:
     file = torch.zeros(SIZE, dtype=torch.uint8)
-    asyncio.run(mean.compute([[term(1.0), term(3.0)], [term(5.0)]], 2, file, at_once))
+    asyncio.run(mean.compute([[(0, term(1.0)), (1, term(3.0))], [(1, term(5.0))]], SumOrder(2), file, at_once))
     assert (mean.in_file, mean.present, memory.pool.taken_bytes) == (True, [0, 1], 0)
     assert views(file)[0].eq(2.0).all() and views(file)[1].eq(2.5).all()
 
 
 def test_failed_computation_releases_its_buffer(memory: Memory, mean: MeanGradient) -> None:
     with pytest.raises(MemoryError):
-        asyncio.run(mean.compute([[term(1.0), term(3.0)], []], 2, None, fail))
+        asyncio.run(mean.compute([[(0, term(1.0)), (1, term(3.0))], []], SumOrder(2), None, fail))
     assert (mean.reduced, memory.pool.taken_bytes) == (None, 0)
 
 

@@ -16,8 +16,9 @@ from torch._C._distributed_c10d import FileStore
 
 from shardwell.data_plane.fetches import Fetches
 from shardwell.data_plane.host_folder import HostFolder
-from shardwell.data_plane.node_gathers import MAX_FAILURES, NodeGathers
+from shardwell.data_plane.node_gathers import NodeGathers
 from shardwell.data_plane.node_group import NodeGroup, NodeRendezvous
+from shardwell.data_plane.node_rounds import MAX_FAILURES
 from shardwell.data_plane.remote_shard import RemoteShard, Wire
 from shardwell.data_plane.remote_unit import RemoteUnit
 from shardwell.data_plane.traffic_stats import TrafficStats
@@ -195,7 +196,7 @@ def test_group_is_disabled_after_consecutive_cancelled_rounds(
         for version in range(MAX_FAILURES + 1):
             first.gather(version)
     assert len(caplog.records) == MAX_FAILURES
-    assert "every unit is fetched whole from now on: in 3 consecutive steps its trainers asked" in caplog.text
+    assert "this trainer fetches whole units from now on: in 3 consecutive steps its trainers asked" in caplog.text
     assert not second.gather(MAX_FAILURES + 1).exchanged
     assert "member 0 of 2 is gone" in caplog.text
 
@@ -264,7 +265,7 @@ def test_unexpected_error_of_an_exchange_falls_back_to_whole_units(
     members = make(2)
     vectors = all_do(members, lambda member: member.gather(0, vector=Broken()))
     assert not any(vector.exchanged for vector in vectors)
-    assert caplog.messages == ["node group: every unit is fetched whole from now on: AssertionError"] * 2
+    assert caplog.messages == ["node group: this trainer fetches whole units from now on: AssertionError"] * 2
 
 
 def test_only_the_training_thread_counts_waiting_time(make: MakeMembers) -> None:
@@ -280,7 +281,7 @@ def test_only_the_training_thread_counts_waiting_time(make: MakeMembers) -> None
     future = member.gathers.gather(member.unit, 0, target, LAYOUT, vector)
     fetched.set()
     wait([future], LONG_S)
-    assert future.exception() is None and member.gathers._num_failures == 1
+    assert future.exception() is None and member.gathers._rounds._num_failures == 1
     assert member.fetches.stats.gather_wait_s == 0.0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -16,13 +17,14 @@ from shardwell_server import optimizer_checks
 from shardwell_server.shard.arithmetic.reduction import (
     block_powers,
     block_squares,
+    compute_mean,
     exact_partials,
-    mean_in_rank_order,
     reduce_shard,
 )
 from shardwell_server.shard.arithmetic.shard_optimizer import ShardOptimizer
 from shardwell_wire.errors import InvalidRequestError
 from shardwell_wire.layout import BLOCK_BYTES
+from shardwell_wire.sum_order import Scratch, SumOrder
 from shardwell_wire.v1 import common_pb2
 
 ADAM = {"lr": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "amsgrad": 0.0, "maximize": 0.0}
@@ -33,9 +35,11 @@ def bits(tensor: torch.Tensor) -> bytes:
     return tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def mean(terms: list[torch.Tensor], dp: int) -> torch.Tensor:
-    out = torch.empty_like(terms[0])
-    mean_in_rank_order(terms, dp, out)
+def mean(terms: Mapping[int, torch.Tensor] | list[torch.Tensor], dp: int, groups: Sequence[int] = ()) -> torch.Tensor:
+    """Returns the mean of the terms of some ranks."""
+    ranked = sorted((dict(enumerate(terms)) if isinstance(terms, list) else terms).items())
+    out = torch.full_like(ranked[0][1], math.nan)
+    compute_mean(ranked, SumOrder(dp, groups), out, Scratch())
     return out
 
 
@@ -55,7 +59,7 @@ def test_absent_ranks_count_as_zero() -> None:
 
 def test_a_single_rank_keeps_its_bits() -> None:
     term = torch.tensor([-0.0, 1.5])
-    reduced = reduce_shard([[term], []], 1, None, [0, 64], buffer=None)
+    reduced = reduce_shard([[(0, term)], []], SumOrder(1), None, [0, 64], buffer=None)
     assert reduced.gradients[0] is term
     assert reduced.gradients[1] is None
 
@@ -65,7 +69,7 @@ def test_reducing_in_chunks_changes_no_bit(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     terms = [torch.randn(700_001, generator=generator).to(dtype) for _ in range(3)]
     out, first_byte = torch.empty_like(terms[0]), 192
-    reduced = reduce_shard([terms], 3, [out], [first_byte], buffer=None)
+    reduced = reduce_shard([list(enumerate(terms))], SumOrder(3), [out], [first_byte], buffer=None)
     assert bits(out) == bits(mean(terms, 3))
     assert reduced.square_partials == exact_partials(block_squares(out, first_byte))
     assert reduced.max_abs() == out.abs().max().item()

@@ -20,7 +20,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from datetime import timedelta
@@ -46,7 +46,7 @@ _NCCL_LIMIT = timedelta(minutes=10)
 """Timeout after which torch ends the process. An exchange that takes too long is aborted long before."""
 
 _PAGE, _MEMBER = "rendezvous", "member-"
-_RECORD = struct.Struct("<5q")
+_RECORD = struct.Struct("<7q")
 _LOCK_LIMIT_S = 5.0
 """Timeout of the page's lock. It is held for microseconds, unless its holder is suspended."""
 
@@ -87,18 +87,29 @@ _BEFORE_ALL = Round(-1, 0)
 
 @dataclass(slots=True)
 class _Record:
-    """The contents of the page: the highest round at which any member has arrived."""
+    """The contents of the page: the highest round at which any member has arrived, and the last one that took place."""
 
     version: int
     number: int
     unit: int
     num_arrived: int
     outcome: int
+    exchanged_version: int
+    exchanged_count: int
+    """Number of the last round that took place, plus 1. 0: no round took place."""
 
     @property
     def round(self) -> Round:
         blank = not self.num_arrived and self.outcome == Outcome.OPEN  # a new file is all zeros
         return _BEFORE_ALL if blank else Round(self.version, self.number)
+
+    def outcome_of(self, former: Round) -> Outcome:
+        """Returns the outcome of a round at which the caller arrived, and after which other members are at a later one.
+
+        No later round takes place before the caller arrives there, so the last one that did is still recorded.
+        """
+        took_place = Round(self.exchanged_version, self.exchanged_count - 1) == former
+        return Outcome.EXCHANGE if took_place else Outcome.CANCELLED
 
 
 class NodeRendezvous:
@@ -165,16 +176,42 @@ class NodeRendezvous:
                 record.outcome = Outcome.CANCELLED
             elif record.num_arrived == self._size:
                 record.outcome = Outcome.EXCHANGE
+                record.exchanged_version, record.exchanged_count = this_round.version, this_round.number + 1
         return self._await(this_round, patience_s)
 
+    def wait_for(self, condition: Callable[[], bool], limit_s: float) -> bool:
+        """Waits until a condition is true that other members make true; returns False after ``limit_s``.
+
+        Raises:
+            MemberGoneError: A member is gone.
+        """
+        checked = time.monotonic()
+        for _ in polls(limit_s, self._closed):
+            if condition():
+                return True
+            if time.monotonic() - checked > _LIVENESS_INTERVAL_S:
+                checked = time.monotonic()
+                self._require_all()
+        self._require_all()
+        return condition()
+
+    def _require_all(self) -> None:
+        if self._closed.is_set():
+            raise MemberGoneError("this trainer left")
+        if missing := self._missing():
+            raise MemberGoneError(f"member {missing[0]} of {self._size} is gone")
+
     def cancel(self, this_round: Round) -> Outcome:
-        """Cancels a round unless all members have arrived; returns its outcome. Raises as ``decide``."""
+        """Cancels a round unless all members have arrived; returns its outcome. Raises as ``decide``.
+
+        May be called in any thread.
+        """
         with self._changing() as record:
             if record.round < this_round:
                 record.version, record.number, record.num_arrived = this_round.version, this_round.number, 0
                 record.outcome = Outcome.CANCELLED
             elif record.round > this_round:
-                return Outcome.CANCELLED
+                return record.outcome_of(this_round)
             elif record.outcome == Outcome.OPEN:
                 record.outcome = Outcome.CANCELLED
             return Outcome(record.outcome)
@@ -203,8 +240,8 @@ class NodeRendezvous:
         pause_s = _FIRST_PAUSE_S
         while True:
             record = self._read()
-            if record.round != this_round:  # after EXCHANGE no member advances before the exchange is done
-                return Outcome.CANCELLED
+            if record.round != this_round:
+                return record.outcome_of(this_round)
             if record.outcome != Outcome.OPEN:
                 return Outcome(record.outcome)
             if self._closed.is_set():
@@ -287,9 +324,9 @@ class NodeGroup:
         """See ``NodeRendezvous.decide``."""
         return self._rendezvous.decide(this_round, unit, patience_s)
 
-    def cancel(self, this_round: Round) -> None:
+    def cancel(self, this_round: Round) -> Outcome:
         """See ``NodeRendezvous.cancel``."""
-        self._rendezvous.cancel(this_round)
+        return self._rendezvous.cancel(this_round)
 
     def exchange(self, vector: torch.Tensor) -> None:
         """Distributes every member's part to all members. Blocks on a CPU. Runs in the current stream on a GPU.

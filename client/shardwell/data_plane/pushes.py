@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 
@@ -30,7 +30,7 @@ Excuse = Callable[[BaseException], bool]
 
 
 class Pushes:
-    """Pushes gradients in background threads. Called by the training thread.
+    """Pushes gradients in background threads. Called by the training thread, where nothing else is said.
 
     Args:
         stats: Counts pushes, bytes and waiting times.
@@ -42,6 +42,8 @@ class Pushes:
         self._push_limit = push_bytes
         self._threads = DaemonThreads(_THREADS, "shardwell-push")
         self._queues = defaultdict[ServerConnection, TransferQueue[None]](lambda: TransferQueue(self._threads))
+        self._starting = threading.Lock()
+        """Held while a push is queued, by the training thread or by the thread that adds gradients."""
         self._changed = threading.Condition()
         """Protects the next three fields, which the push threads change too."""
         self._bytes_in_flight, self._pushes_in_flight = 0, 0
@@ -66,17 +68,19 @@ class Pushes:
             gradients: ``(parameter index, gradient)`` by rising index. The caller must not change them afterwards.
             excuse: Returns whether an error of this push does not matter. Called in any thread.
         """
-        self._raise_push_error()
-        copies, copied = to_host([gradient for _, gradient in gradients])
-        flats = {index: flat for (index, _), flat in zip(gradients, copies, strict=True)}
-        size = sum(flat.nbytes for flat in flats.values())
+        flats, copied = self.start_copies(gradients)
+        size = _size_of(flats)
         # Gradients on the CPU that go through shared memory are copied before this method returns.
         on_cpu = all(gradient.device.type == "cpu" for _, gradient in gradients)
-        if on_cpu:
-            held_bytes = size if _are_streamed(unit) else 0
-            self._push(unit, lambda shard: shard.prepare_push(header, flats), size, held_bytes, excuse)
-        else:
-            self._push(unit, lambda shard: partial(_push_after_copy, copied, shard, header, flats), size, size, excuse)
+        with uninterrupted:
+            if on_cpu:
+                release = self.hold(size if _are_streamed(unit) else 0)
+                self.push_held(unit, header, flats, excuse, release)
+            else:
+                release = self.hold(size)
+                self._start(
+                    unit, lambda shard: partial(_push_after_copy, copied, shard, header, flats), size, excuse, release
+                )
 
     def push_encoded(
         self,
@@ -87,41 +91,132 @@ class Pushes:
     ) -> None:
         """Starts to push encoded gradients; see ``push``. Releases them when all shards have their part."""
         self._raise_push_error()
-        self._push(
-            unit,
-            lambda shard: shard.prepare_push_encoded(header, gradients),
-            gradients.stored_bytes,
-            len(gradients.stream) if _are_streamed(unit) else 0,
-            excuse,
-            gradients.release,
-        )
+        with uninterrupted:
+            release = self.hold(len(gradients.stream) if _are_streamed(unit) else 0)
 
-    def _push(
+            def when_pushed() -> None:
+                gradients.release()
+                release()
+
+            self._start(
+                unit,
+                lambda shard: shard.prepare_push_encoded(header, gradients),
+                gradients.stored_bytes,
+                excuse,
+                when_pushed,
+            )
+
+    def start_copies(
+        self, gradients: Sequence[tuple[int, torch.Tensor]]
+    ) -> tuple[dict[int, torch.Tensor], Callable[[], None]]:
+        """Starts to copy gradients to the host. Raises the error of an earlier push that failed.
+
+        Returns:
+            Flat gradients by parameter index, and a function that waits until they are complete.
+        """
+        self._raise_push_error()
+        copies, copied = to_host([gradient for _, gradient in gradients])
+        return {index: flat for (index, _), flat in zip(gradients, copies, strict=True)}, copied
+
+    def hold(self, size_bytes: int) -> Callable[[], None]:
+        """Counts gradients as in flight, once there is room within ``push_bytes``.
+
+        Returns:
+            A function to call in any thread when the gradients are pushed or dropped. Harmless to repeat.
+        """
+        self._reserve(size_bytes)
+        held = True
+
+        def release() -> None:
+            nonlocal held
+            with self._changed:
+                if not held:
+                    return
+                held = False
+                self._bytes_in_flight -= size_bytes
+                self._pushes_in_flight -= 1
+                self._changed.notify_all()
+
+        return release
+
+    def push_held(
+        self,
+        unit: RemoteUnit,
+        header: shard_pb2.ReduceScatterHeader,
+        flats: Mapping[int, torch.Tensor],
+        excuse: Excuse,
+        release: Callable[[], None],
+    ) -> None:
+        """Starts to push gradients on the CPU that are counted as in flight. Called in any thread.
+
+        Args:
+            unit: See ``push``.
+            header: See ``push``.
+            flats: Flat gradients by parameter index.
+            excuse: See ``push``.
+            release: The result of ``hold``.
+        """
+        self._start(unit, lambda shard: shard.prepare_push(header, flats), _size_of(flats), excuse, release)
+
+    def push_sums(
+        self,
+        unit: RemoteUnit,
+        header: shard_pb2.ReduceScatterHeader,
+        indices: Sequence[int],
+        sums: Mapping[int, torch.Tensor],
+        excuse: Excuse,
+        when_pushed: Callable[[], None],
+    ) -> None:
+        """Starts to push sums of several ranks' gradients to some shards of a unit. Called in any thread.
+
+        Args:
+            unit: The unit.
+            header: See ``push``. Names the ranks.
+            indices: Parameters that have a gradient, by rising index.
+            sums: By shard number. Each laid out like its shard. uint8. [stop_bytes - start_bytes]
+            excuse: See ``push``.
+            when_pushed: Called when all sums are pushed.
+        """
+        by_start = {unit.shards[number].start_bytes: buffer for number, buffer in sums.items()}
+        size = sum(buffer.numel() for buffer in sums.values())
+
+        def prepare(shard: RemoteShard) -> Callable[[NearlyDone], None]:
+            return shard.prepare_push_sum(header, indices, by_start[shard.start_bytes])
+
+        self._start(unit, prepare, size, excuse, when_pushed, numbers=sums.keys())
+
+    def fail(self, error: BaseException) -> None:
+        """Makes the next ``push`` or ``drain`` raise an error. Called in any thread."""
+        with self._changed:
+            self._push_error = self._push_error or error
+
+    def _start(
         self,
         unit: RemoteUnit,
         prepare: Callable[[RemoteShard], Callable[[NearlyDone], None]],
         size_bytes: int,
-        held_bytes: int,
         excuse: Excuse,
-        when_pushed: Callable[[], None] = lambda: None,
+        when_pushed: Callable[[], None],
+        numbers: Collection[int] | None = None,
     ) -> None:
-        """Starts the pushes to all shards of a unit.
+        """Starts the pushes to shards of a unit.
 
         Args:
             unit: The unit.
             prepare: Returns a function that pushes one shard's part.
             size_bytes: Size of the gradients.
-            held_bytes: Memory that is in use until all parts are pushed.
             excuse: See ``push``.
             when_pushed: Called when all parts are pushed.
+            numbers: Numbers of the shards. None: all.
         """
-        with uninterrupted:
-            self._reserve(held_bytes)
+        with uninterrupted, self._starting:
             self.stats.push_count += 1
             self.stats.pushed_bytes += size_bytes
             futures: list[Future[None]] = []
             try:
                 for number, shard in enumerate(unit.shards):
+                    if numbers is not None and number not in numbers:
+                        continue
                     previous = self._last_part.get((unit.index, number))
                     streamed_bytes = 0 if shard.server.copies_gradients else shard.stop_bytes - shard.start_bytes
                     send = partial(_send, _prepared(prepare, shard), previous)
@@ -129,7 +224,7 @@ class Pushes:
                     self._last_part[unit.index, number] = future
                     futures.append(future)
             finally:  # wait only for the parts that were started
-                self._release_when_done(futures, held_bytes, excuse, when_pushed)
+                self._call_when_done(futures, excuse, when_pushed)
 
     def drain(self) -> None:
         """Waits until every push is acknowledged; raises the first error."""
@@ -166,17 +261,8 @@ class Pushes:
             self._bytes_in_flight += size_bytes
             self._pushes_in_flight += 1
 
-    def _release_when_done(
-        self, futures: Sequence[Future[None]], size_bytes: int, excuse: Excuse, when_done: Callable[[], None]
-    ) -> None:
+    def _call_when_done(self, futures: Sequence[Future[None]], excuse: Excuse, when_done: Callable[[], None]) -> None:
         missing = len(futures)
-
-        def release() -> None:
-            when_done()
-            with self._changed:
-                self._bytes_in_flight -= size_bytes
-                self._pushes_in_flight -= 1
-                self._changed.notify_all()
 
         def done(future: Future[None]) -> None:
             nonlocal missing
@@ -189,18 +275,22 @@ class Pushes:
                 missing -= 1
                 is_last = not missing
             if is_last:
-                release()
+                when_done()
 
         for future in futures:
             future.add_done_callback(done)
         if not futures:
-            release()
+            when_done()
 
     def _raise_push_error(self) -> None:
         with uninterrupted, self._changed:
             error, self._push_error = self._push_error, None
         if error is not None:
             raise error
+
+
+def _size_of(flats: Mapping[int, torch.Tensor]) -> int:
+    return sum(flat.nbytes for flat in flats.values())
 
 
 def _are_streamed(unit: RemoteUnit) -> bool:

@@ -230,6 +230,23 @@ class RemoteShard:
         part = _EncodedPart(self._plans, indices, wire_dtype, self.start_bytes, stream)
         return self._prepare(header, indices, part)
 
+    def segments_of(self, indices: tuple[int, ...]) -> Sequence[Segment]:
+        """Returns the segments of some parameters in the range."""
+        return self._plans.segments(indices)
+
+    def prepare_push_sum(
+        self, header: shard_pb2.ReduceScatterHeader, indices: Sequence[int], memory: torch.Tensor
+    ) -> Callable[[NearlyDone], None]:
+        """Prepares a push of a sum of several ranks' gradients; see ``prepare_push``. The sum is never rounded.
+
+        Args:
+            header: Names the ranks.
+            indices: Parameters that have a gradient, by rising index.
+            memory: The sum, laid out like the range. uint8. [stop_bytes - start_bytes]
+        """
+        part = _VectorPart(self._plans, tuple(indices), self.start_bytes, memory)
+        return self._prepare(header, indices, part)
+
     def _prepare(
         self, header: shard_pb2.ReduceScatterHeader, indices: Sequence[int], part: GradientPart
     ) -> Callable[[NearlyDone], None]:
@@ -384,6 +401,27 @@ class _EncodedPart:
 
     def stream(self) -> AbstractContextManager[Sequence[memoryview]]:
         return nullcontext([self.encoded])
+
+
+@dataclass(slots=True, eq=False)
+class _VectorPart:
+    """Gradients in memory laid out like the shard. A ``GradientPart``."""
+
+    plans: RangePlans
+    indices: tuple[int, ...]
+    start_bytes: int
+    memory: torch.Tensor
+    wire_dtype: WireDtype = AS_STORED
+
+    def write_to(self, memory: memoryview) -> None:
+        bytes_tensor(memory).copy_(self.memory)
+
+    def stream(self) -> AbstractContextManager[Sequence[memoryview]]:
+        whole = memory_at(self.memory.data_ptr(), self.memory.numel(), self.memory)
+        segments = self.plans.segments(self.indices)
+        return nullcontext(
+            [whole[at.start_bytes - self.start_bytes : at.stop_bytes - self.start_bytes] for at in segments]
+        )
 
 
 def _views(plans: RangePlans, layout: UnitLayout, memory: memoryview, start_bytes: int) -> list[torch.Tensor]:

@@ -16,11 +16,13 @@ from shardwell_wire import chunk_streams
 from shardwell_wire.checkpoints.opening import absolute
 from shardwell_wire.errors import InvalidRequestError, UsageError, WorldError
 from shardwell_wire.names import check_name
-from shardwell_wire.topology import World
+from shardwell_wire.topology import World, checked_groups
 from shardwell_wire.v1 import coordinator_pb2
 from shardwell_wire.wire_dtypes import GATHER_NAMES, PUSH_NAMES, TOP_K_PERCENT
 
 ENVIRONMENT_PREFIX = "SHARDWELL_"
+DIRECT, HIERARCHICAL = "direct", "hierarchical"
+"""Values of ``TransferOptions.gradient_reduction``."""
 LATEST = "latest"
 """Value of ``resume`` for the newest checkpoint of the run."""
 _ONLY_ARGUMENT = {"environment": False}
@@ -105,11 +107,17 @@ class TransferOptions(_Options):
     ``gloo`` (CPU) or ``nccl`` (GPU; select the device first). All trainers of a host must use the same value.
     ``none`` by default: each trainer fetches whole units."""
 
+    gradient_reduction: str = DIRECT
+    """Where gradients are added first: ``direct`` (on the servers: each trainer pushes its own) or ``hierarchical`` (on
+    this host, if it has all trainers of a reduction group of the run: they push their sum). All trainers of a host must
+    use the same value. The weights are bit-identical."""
+
     def __post_init__(self) -> None:
         parse_transports(self.transports)
         if not 1 <= self.chunk_bytes <= chunk_streams.MAX_CHUNK_BYTES:
             raise UsageError(f"chunk_bytes={self.chunk_bytes!r}: expected 1 to {chunk_streams.MAX_CHUNK_BYTES}")
         choices = {"gather_dtype": GATHER_NAMES, "push_dtype": PUSH_NAMES, "node_group": ("none", *BACKENDS)}
+        choices["gradient_reduction"] = (DIRECT, HIERARCHICAL)
         for name, known in {**choices, "backward_prefetch": list(BackwardPrefetch)}.items():
             if getattr(self, name) not in known:
                 raise UsageError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(known)}")
@@ -117,6 +125,12 @@ class TransferOptions(_Options):
             if getattr(self, name) < 0:
                 raise UsageError(f"{name}={getattr(self, name)!r}: expected at least 0")
         _require_positive(self, "push_bytes")
+        if self.gradient_reduction == HIERARCHICAL and self.push_dtype != "float32":
+            raise UsageError(
+                f"gradient_reduction={HIERARCHICAL!r} with push_dtype={self.push_dtype!r}: the sums of trainers would "
+                "be rounded instead of their gradients, which changes the weights. Use push_dtype='float32', or "
+                f"gradient_reduction={DIRECT!r}"
+            )
 
     @property
     def transport_names(self) -> tuple[str, ...]:
@@ -229,6 +243,8 @@ class JoinConfig:
     """The grid of logical ranks."""
     seed: int = 0
     """Seed of the data order and of dropout."""
+    reduction_groups: tuple[int, ...] = ()
+    """Order in which the gradients of data ranks are added; see ``join``. Empty: in rank order."""
     min_trainers: int | None = None
     """Trainers that must have joined before the first step. None: one per logical rank."""
     trainer: str = ""
@@ -264,7 +280,13 @@ class JoinConfig:
         self._check_names()
         if not 0 <= self.seed < 1 << 63:
             raise UsageError(f"seed={self.seed!r}: expected 0 <= seed < 2**63")
+        object.__setattr__(self, "reduction_groups", checked_groups(self.world.dp, self.reduction_groups))
         self._check_error_feedback()
+        if self.transfers.gradient_reduction == HIERARCHICAL and self.world.replica_size > 1:
+            raise UsageError(
+                f"gradient_reduction={HIERARCHICAL!r} needs a world with tp=1 and pp=1, got {self.world}: use "
+                f"gradient_reduction={DIRECT!r}"
+            )
         self._check_durability()
         if self.min_trainers is not None and not 1 <= self.min_trainers <= self.world.size:
             raise WorldError(
@@ -317,6 +339,7 @@ class JoinConfig:
             checkpoint_every=self.checkpoint_every,
             checkpoint_keep=self.keep,
             backups=self.backups,
+            reduction_groups=self.reduction_groups,
         )
 
     @classmethod
@@ -332,7 +355,8 @@ class JoinConfig:
 
         Raises:
             UsageError: A value is invalid.
-            WorldError: The world is invalid or has fewer ranks than ``min_trainers``.
+            WorldError: The world is invalid, has fewer ranks than ``min_trainers``, or does not fit the reduction
+                groups.
         """
         source = os.environ if environment is None else environment
         values = read_environment(cls, source)
@@ -349,8 +373,8 @@ class JoinConfig:
 def read_environment(options: type[Any], environment: Mapping[str, str]) -> dict[str, Any]:
     """Returns the fields of a dataclass that ``SHARDWELL_<FIELD>`` variables set.
 
-    Fields of other types than text, numbers, booleans and tuples of text have no variable. An empty variable counts as
-    not set.
+    Fields of other types than text, numbers, booleans and tuples of text or integers have no variable. An empty
+    variable counts as not set.
     """
     values: dict[str, Any] = {}
     for option in fields(options):
@@ -368,6 +392,10 @@ def _text(variable: str, text: str) -> str:
 
 def _texts(variable: str, text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
+
+
+def _integers(variable: str, text: str) -> tuple[int, ...]:
+    return tuple(_integer(variable, part) for part in text.split(","))
 
 
 def _integer(variable: str, text: str) -> int:
@@ -396,6 +424,7 @@ _PARSERS: dict[str, Callable[[str, str], Any]] = {
     "float": _number,
     "bool": _boolean,
     "tuple[str, ...]": _texts,
+    "tuple[int, ...]": _integers,
 }
 """Functions of a variable's name and text, by the type of the field."""
 

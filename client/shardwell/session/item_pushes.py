@@ -12,6 +12,7 @@ from shardwell.data_plane.interrupts import uninterrupted
 from shardwell.data_plane.pushes import Pushes
 from shardwell.data_plane.remote_unit import RemoteUnit
 from shardwell.memory.device_copies import to_host
+from shardwell.session.item_sums import ItemSums
 from shardwell.session.membership import Membership
 from shardwell.session.servers import ShardServers
 from shardwell.session.step_state import FinishedStep, StepState, WorkItemState
@@ -32,6 +33,8 @@ class ItemPushes:
 
     feedback: ErrorFeedback | None = None
     """Rounding errors of earlier pushes, if ``push_error_feedback`` is set."""
+    sums: ItemSums | None = None
+    """Adds gradients within the node, if ``gradient_reduction`` is set. None: this trainer pushes its own."""
 
     def __init__(
         self,
@@ -59,6 +62,8 @@ class ItemPushes:
 
     def rejoin(self, *, moved: bool) -> None:
         """Called when this trainer has joined the run again; see ``RunStore.rejoin``."""
+        if self.sums is not None:
+            self.sums.leave("this trainer has joined the run again")
         self._pushes.discard()
         self._servers.release_gradient_buffers()
         if self.feedback is not None:
@@ -76,6 +81,8 @@ class ItemPushes:
         unit, current = self._units[unit_index], self._state.require_current()
         if current.abandoned or self._membership.lapsed:
             return
+        if self.sums is not None and not self.sums.allows_part(current, unit):
+            return
         context = self._membership.context(self._state.number, epoch=current.item.epoch)
         header = current.start_part(context, unit.layout.unit, unit_index, (index for index, _ in gradients))
         excuse = partial(self.excuses, current, current.key)
@@ -87,7 +94,8 @@ class ItemPushes:
             if encoded is not None:
                 self._pushes.push_encoded(unit, header, encoded, excuse)
                 return
-        self._pushes.push(unit, header, gradients, excuse)
+        if self.sums is None or not self.sums.push(current, unit, header, gradients, excuse):
+            self._pushes.push(unit, header, gradients, excuse)
 
     def excuses(self, item: WorkItemState, key: tuple[int, int], error: BaseException) -> bool:
         """Returns whether a failed push does not matter, because the attempt of its item is over. In any thread."""
@@ -128,13 +136,13 @@ class ItemPushes:
             if item.item.copy:
                 item.abandon(item.key)  # the trainer of the late work item computes it, too
             if item.abandoned:
-                self._pushes.discard()
+                self._discard()
             elif item.parts or (include_empty and item.finished):
                 self.restart(item)
 
     def restart(self, item: WorkItemState) -> None:
         """Restarts a work item whose gradients must not count."""
-        self._pushes.discard()
+        self._discard()
         step, rank = self._state.number, item.item.global_rank
         request = coordinator_pb2.ResetWorkRequest(
             context=self._membership.context(step, epoch=item.item.epoch),
@@ -154,6 +162,12 @@ class ItemPushes:
         if self.feedback is not None:
             self.feedback.reset(item.item.dp_rank)
 
+    def _discard(self) -> None:
+        """Waits until no push is in flight and drops their errors."""
+        if self.sums is not None:
+            self.sums.skip()  # otherwise a push may wait for the other trainers of the node
+        self._pushes.discard()
+
     @property
     def can_copy_items(self) -> bool:
         """True if a copy of a work item gives the same bits here as on another trainer.
@@ -162,9 +176,14 @@ class ItemPushes:
         """
         return self.feedback is None
 
+    @property
+    def may_be_copied(self) -> bool:
+        """True if another trainer may copy an item of this one. A copy would void the sums of the item."""
+        return self.sums is None or not self.sums.active
+
     def forget_pushes(self, item: WorkItemState) -> None:
         """Forgets the pushes of an attempt that is over. Call it before the item's next attempt."""
-        self._pushes.discard()
+        self._discard()
         self._servers.release_gradient_buffers(item.item.dp_rank)
         if self.feedback is not None:
             self.feedback.reset(item.item.dp_rank)

@@ -24,6 +24,7 @@ def join(
     keep: int | None = None,
     backups: int | None = None,
     resume: str | None = None,
+    reduction_groups: tuple[int, ...] | None = None,
     transfers: TransferOptions | None = None,
     waits: WaitOptions | None = None,
 ) -> Session:
@@ -57,15 +58,19 @@ def join(
         resume: Checkpoint from which to create the run, if it does not exist: ``latest`` for the newest one of this
             run in ``checkpoint_dir`` (without any, the run starts at step 0), or the path or URL of one checkpoint.
             The numbers of trainers and servers may differ from those at the time of the checkpoint.
+        reduction_groups: Order in which the gradients of data ranks are added: sizes of groups, innermost first, that
+            multiply to dp. With ``(4, 2)``, the gradients of ranks 0 to 3 are added in rank order, then those of 4 to
+            7, and then the two sums. Default: all gradients are added in rank order.
         transfers: How weights and gradients travel.
         waits: How long to wait for other processes.
 
     Raises:
-        RunMismatchError: The run exists with another world, seed or min_trainers; or the checkpoint has another world
-            or seed.
+        RunMismatchError: The run exists with another world, seed, min_trainers or reduction_groups; or the checkpoint
+            has another world, seed or reduction_groups.
         NotFoundError: The checkpoint to resume from does not exist.
         CorruptDataError: The checkpoint to resume from is damaged.
-        WorldError: The world is invalid, or does not fit ``min_trainers``, ``num_layers`` or the launcher.
+        WorldError: The world is invalid, or does not fit ``min_trainers``, ``num_layers``, ``reduction_groups`` or the
+            launcher.
         DuplicateError: A live trainer has this name or plays the requested rank.
         DeadlineError: Too few trainers joined in time.
         UnavailableError: The coordinator cannot be reached.

@@ -24,10 +24,11 @@ from shardwell.data_plane.traffic_stats import TrafficStats
 from shardwell.memory.device_copies import Completable
 from shardwell.module.store import InitialValues
 from shardwell.session.buffer_store import RemoteBuffers
-from shardwell.session.config import JoinConfig, TransferOptions
+from shardwell.session.config import HIERARCHICAL, JoinConfig, TransferOptions
 from shardwell.session.item_pushes import ItemPushes
+from shardwell.session.item_sums import ItemSums
 from shardwell.session.membership import Membership
-from shardwell.session.process_groups import form_node_group
+from shardwell.session.process_groups import form_gradient_group, form_node_group
 from shardwell.session.residuals import CheckpointResiduals
 from shardwell.session.run_units import ShardMappings, UnitDeclarations
 from shardwell.session.servers import ShardServers
@@ -106,6 +107,9 @@ class RunStore:
         )
         group = form_node_group(membership, config) if config.transfers.node_group != "none" else None
         self._node = NodeGathers(group, self._fetches) if group is not None else None
+        if config.transfers.gradient_reduction == HIERARCHICAL:
+            sums = form_gradient_group(membership, config, background)
+            self.pushes.sums = None if sums is None else ItemSums(membership, state, sums)
 
     @property
     def stats(self) -> dict[str, float]:
@@ -116,6 +120,7 @@ class RunStore:
             "sent_bytes": self._servers.sent_bytes,
             "cache_hit_bytes": self._mappings.cache_hit_bytes,
             "node_shared_bytes": self._node.shared_bytes if self._node is not None else 0,
+            "node_summed_bytes": self.pushes.sums.summed_bytes if self.pushes.sums is not None else 0,
         }
 
     @property
@@ -432,6 +437,8 @@ class RunStore:
         self._mappings.close()
         if self._node is not None:
             self._node.close()
+        if self.pushes.sums is not None:
+            self.pushes.sums.close()
         self._fetches.join(_CLOSE_LIMIT_S)
         self._background_pushes.join(_CLOSE_LIMIT_S)
         self._partition_updates.join(_CLOSE_LIMIT_S)

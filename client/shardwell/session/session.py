@@ -243,10 +243,10 @@ class Session:
             ``gather_wait_s`` (the training thread waited for weights), ``push_count``, ``pushed_bytes``,
             ``push_wait_s``, ``push_copy_s`` (started pushes, which copies gradients to shared memory),
             ``received_bytes`` and ``sent_bytes`` (in wire dtypes), ``cache_hit_bytes`` (found in the host cache),
-            ``node_shared_bytes`` (fetched by other trainers of the node group), ``finish_wait_s`` (waited for other
-            trainers' work), ``norm_wait_s``, ``commit_wait_s``, ``partition_update_s`` (part of ``commit_wait_s``:
-            updated optimizer partitions), ``live_unit_bytes``, ``peak_unit_bytes`` and ``freed_unit_bytes`` (memory of
-            gathered weights).
+            ``node_shared_bytes`` (fetched by other trainers of the node group), ``node_summed_bytes`` (gradients of
+            other trainers that this one has added), ``finish_wait_s`` (waited for other trainers' work),
+            ``norm_wait_s``, ``commit_wait_s``, ``partition_update_s`` (part of ``commit_wait_s``: updated optimizer
+            partitions), ``live_unit_bytes``, ``peak_unit_bytes`` and ``freed_unit_bytes`` (memory of gathered weights).
         """
         return self._training.counters.stats()
 

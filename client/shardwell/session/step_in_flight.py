@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from shardwell.module.units import Units
 from shardwell.monitor.step_times import StepMonitor
+from shardwell.session.config import DIRECT, HIERARCHICAL
 from shardwell.session.iteration import Iteration
 from shardwell.session.membership import Membership
 from shardwell.session.rejoining import Rejoining
@@ -85,7 +86,15 @@ class StepInFlight:
         """Sets whether several optimizers update the session's parameters in turn.
 
         If so, a commit leaves the autograd graphs of the other optimizers' units usable.
+
+        Raises:
+            UsageError: Gradients are added within the node. The servers cannot keep such sums for a later step.
         """
+        if several and self._store.transfers.gradient_reduction == HIERARCHICAL:
+            raise UsageError(
+                f"several optimizers in one session need gradient_reduction={DIRECT!r}: with {HIERARCHICAL!r} the "
+                "servers get sums of several ranks' gradients, which they cannot keep for another optimizer's step"
+            )
         self._several_optimizers = self.items.keeps_graphs = several
 
     def enter(self) -> None:

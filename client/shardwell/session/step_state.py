@@ -55,9 +55,13 @@ class WorkItemState:
     abandoned: bool = False
     """True if the attempt is over: its gradients do not count any more, and its pushes are dropped."""
     spoiled: bool = False
-    """True if the attempt read weights that may have changed meanwhile, so that it must be restarted."""
+    """True if the item must be restarted: weights that it read may have changed, or its sums are void."""
     written: list[coordinator_pb2.WrittenBuffer] = field(default_factory=list)
     """Buffers that the training script had written when the item started."""
+    summed: frozenset[int] = frozenset()
+    """Data ranks to whose gradients those of this attempt were added before they were pushed."""
+    shared_units: set[int] = field(default_factory=set)
+    """Units whose gradients other trainers of the node may have added to theirs."""
 
     def record_push(self, unit_index: int, parameter_indices: Iterable[int] = ()) -> tuple[int, list[int]]:
         """Counts one push of a unit.
@@ -112,13 +116,19 @@ class WorkItemState:
             self.abandoned = True
 
     def spoil(self) -> None:
-        """Records that the attempt read weights that may have changed meanwhile. Its pushes are dropped from now on."""
+        """Records that the attempt cannot be finished and the item is restarted. Its pushes are dropped from now on."""
         self.abandoned = self.spoiled = True
+
+    def give_up(self) -> None:
+        """Records that a spoiled item cannot be restarted: another trainer has it, or its step is committed."""
+        self.abandoned, self.spoiled = True, False
 
     def start_attempt(self, item: coordinator_pb2.WorkItem) -> None:
         """Forgets all pushes, because the coordinator has reset the item."""
         self.item.CopyFrom(item)
         self.abandoned = self.spoiled = False
+        self.summed = frozenset()
+        self.shared_units.clear()
         self.parts.clear()
         self.pushed.clear()
         self.to_drop = defaultdict(set, {unit: set(indices) for unit, indices in self.dropped.items()})
@@ -133,7 +143,32 @@ class WorkItemState:
             ],
             written_buffers=self.written,
             copy=self.item.copy,
+            summed_dp_ranks=sorted(self.summed),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class ItemAttempt:
+    """One attempt at a work item, for background threads. Without effect when the item has a later attempt."""
+
+    state: WorkItemState
+    key: tuple[int, int]
+    """``WorkItemState.key`` of the attempt."""
+
+    @property
+    def is_over(self) -> bool:
+        """True if the pushes of the attempt do not count any more."""
+        return self.state.abandoned or self.state.key != self.key
+
+    def note_summed(self, dp_ranks: Iterable[int]) -> None:
+        """Records that the servers get sums of the attempt's gradients and those of other data ranks."""
+        if self.state.key == self.key:
+            self.state.summed |= frozenset(dp_ranks)
+
+    def spoil(self) -> None:
+        """Records that the item must start another attempt."""
+        if self.state.key == self.key:
+            self.state.spoil()
 
 
 class StepState:

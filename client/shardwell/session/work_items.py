@@ -88,7 +88,8 @@ class WorkItems:
             self._state.leave_item()
             return False
         item.record_written(self._buffers.written())
-        self._membership.start_item(self._state.number, item.item.global_rank)
+        if self._store.pushes.may_be_copied:
+            self._membership.start_item(self._state.number, item.item.global_rank)
         self._replica.require_same_item(item.item)
         return True
 
@@ -106,8 +107,7 @@ class WorkItems:
             self._units.zero_grad()
             self._buffers.abandon_item()
             self._state.leave_item()
-            if current.spoiled and not self._membership.lapsed:
-                self._store.pushes.restart(current)
+            self._restart_spoiled()
             self._end_time()
             return
         self._units.finish_item(keeps_graphs=self.keeps_graphs and not self._state.in_batches)
@@ -116,6 +116,18 @@ class WorkItems:
             self._buffers.end_item(self._state.number, current)
         self._state.finish_item()
         self._end_time()
+
+    def _restart_spoiled(self) -> bool:
+        """Starts another attempt of the items that cannot be finished; returns whether there are any."""
+        spoiled = [item for item in self._state.items.values() if item.spoiled and not self._membership.lapsed]
+        for item in spoiled:
+            try:
+                self._store.pushes.restart(item)
+            except (StaleEpochError, VersionGoneError):
+                item.give_up()
+            else:
+                item.finished = False
+        return bool(spoiled)
 
     def _end_time(self) -> None:
         """Measures the item that has ended. Stops the process if it should end with the item."""
@@ -160,6 +172,8 @@ class WorkItems:
             try:
                 self._store.pushes.drain()
                 self._membership.end_item()  # not before: an item is late too if its pushes take long
+                if self._restart_spoiled():
+                    continue
                 # The pushes of an abandoned item were dropped. A plain loop reports it to learn the next attempt.
                 reported = [
                     item.to_proto()

@@ -29,6 +29,9 @@ MAX_MANIFEST_BYTES = 256 << 20
 RESIDUAL_RANKS = "residual_ranks"
 """Key in ``Manifest.extra``: data ranks whose residuals of error feedback the checkpoint has. A list of integers."""
 
+REDUCTION_GROUPS = "reduction_groups"
+"""Key in ``Manifest.extra``: sizes of the run's reduction groups, innermost first. A list of integers."""
+
 _FORMAT = "shardwell-checkpoint"
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*\.safetensors")
 _CHECKPOINT_ID = re.compile(r"[A-Za-z0-9]{1,64}")
@@ -118,6 +121,11 @@ class Manifest:
         ]
         if len(set(names)) != len(names) or len(set(parameters)) != len(parameters):
             raise ValueError("two units or two parameters have the same name")
+
+    @property
+    def reduction_groups(self) -> tuple[int, ...]:
+        """Sizes of the run's reduction groups; see ``sum_order.py``."""
+        return tuple(self.extra.get(REDUCTION_GROUPS, ()))
 
     @property
     def size_bytes(self) -> int:

@@ -500,6 +500,7 @@ class RunConfig(google.protobuf.message.Message):
     CHECKPOINT_EVERY_FIELD_NUMBER: builtins.int
     CHECKPOINT_KEEP_FIELD_NUMBER: builtins.int
     BACKUPS_FIELD_NUMBER: builtins.int
+    REDUCTION_GROUPS_FIELD_NUMBER: builtins.int
     seed: builtins.int
     """Base seed of data order, dropout and random initial values."""
     min_trainers: builtins.int
@@ -523,6 +524,13 @@ class RunConfig(google.protobuf.message.Message):
     def world(self) -> shardwell_wire.v1.common_pb2.World:
         """The grid of logical ranks."""
 
+    @property
+    def reduction_groups(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Order in which the gradients of data ranks are added: sizes of reduction groups, innermost first, that multiply to
+        world.dp. With 4 and 2, the gradients of data ranks 0 to 3 are added in rank order, then those of 4 to 7, and then
+        the two sums. Empty: all gradients are added in rank order.
+        """
+
     def __init__(
         self,
         *,
@@ -534,9 +542,10 @@ class RunConfig(google.protobuf.message.Message):
         checkpoint_every: builtins.int | None = ...,
         checkpoint_keep: builtins.int | None = ...,
         backups: builtins.int | None = ...,
+        reduction_groups: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_backups", b"_backups", "_checkpoint_dir", b"_checkpoint_dir", "_checkpoint_every", b"_checkpoint_every", "_checkpoint_keep", b"_checkpoint_keep", "backups", b"backups", "checkpoint_dir", b"checkpoint_dir", "checkpoint_every", b"checkpoint_every", "checkpoint_keep", b"checkpoint_keep", "world", b"world"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_backups", b"_backups", "_checkpoint_dir", b"_checkpoint_dir", "_checkpoint_every", b"_checkpoint_every", "_checkpoint_keep", b"_checkpoint_keep", "backups", b"backups", "checkpoint_dir", b"checkpoint_dir", "checkpoint_every", b"checkpoint_every", "checkpoint_keep", b"checkpoint_keep", "min_trainers", b"min_trainers", "num_layers", b"num_layers", "seed", b"seed", "world", b"world"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_backups", b"_backups", "_checkpoint_dir", b"_checkpoint_dir", "_checkpoint_every", b"_checkpoint_every", "_checkpoint_keep", b"_checkpoint_keep", "backups", b"backups", "checkpoint_dir", b"checkpoint_dir", "checkpoint_every", b"checkpoint_every", "checkpoint_keep", b"checkpoint_keep", "min_trainers", b"min_trainers", "num_layers", b"num_layers", "reduction_groups", b"reduction_groups", "seed", b"seed", "world", b"world"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_backups", b"_backups"]) -> typing.Literal["backups"] | None: ...
     @typing.overload
@@ -1407,6 +1416,7 @@ class FinishedItem(google.protobuf.message.Message):
     UNITS_FIELD_NUMBER: builtins.int
     WRITTEN_BUFFERS_FIELD_NUMBER: builtins.int
     COPY_FIELD_NUMBER: builtins.int
+    SUMMED_DP_RANKS_FIELD_NUMBER: builtins.int
     global_rank: builtins.int
     """The logical rank."""
     epoch: builtins.int
@@ -1423,6 +1433,12 @@ class FinishedItem(google.protobuf.message.Message):
     def written_buffers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___WrittenBuffer]:
         """Buffers that the training script had changed before the item started."""
 
+    @property
+    def summed_dp_ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Data ranks to whose gradients the item's gradients were added before they were pushed, all at the same attempt. If
+        one of them starts another attempt, this item has to be computed again, too. Empty: they were pushed alone.
+        """
+
     def __init__(
         self,
         *,
@@ -1432,8 +1448,9 @@ class FinishedItem(google.protobuf.message.Message):
         units: collections.abc.Iterable[shardwell_wire.v1.common_pb2.UnitParts] | None = ...,
         written_buffers: collections.abc.Iterable[global___WrittenBuffer] | None = ...,
         copy: builtins.bool = ...,
+        summed_dp_ranks: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "copy", b"copy", "epoch", b"epoch", "global_rank", b"global_rank", "units", b"units", "written_buffers", b"written_buffers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "copy", b"copy", "epoch", b"epoch", "global_rank", b"global_rank", "summed_dp_ranks", b"summed_dp_ranks", "units", b"units", "written_buffers", b"written_buffers"]) -> None: ...
 
 global___FinishedItem = FinishedItem
 

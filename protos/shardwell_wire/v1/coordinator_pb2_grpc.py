@@ -288,8 +288,8 @@ class CoordinatorServiceServicer(object):
     def Join(self, request, context):
         """Trainer: joins a run, and creates it if there is none of this name. Waits until enough trainers have joined.
 
-        FAILED_PRECONDITION: the run exists with another world, seed or min_trainers. ALREADY_EXISTS: a live trainer has
-        the name or the requested rank.
+        FAILED_PRECONDITION: the run exists with another world, seed, min_trainers or reduction_groups. ALREADY_EXISTS: a
+        live trainer has the name or the requested rank.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

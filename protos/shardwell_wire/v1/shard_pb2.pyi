@@ -177,6 +177,7 @@ class ReserveUnitRequest(google.protobuf.message.Message):
     DP_FIELD_NUMBER: builtins.int
     PLACEMENT_FIELD_NUMBER: builtins.int
     ROLE_FIELD_NUMBER: builtins.int
+    REDUCTION_GROUPS_FIELD_NUMBER: builtins.int
     unit_index: builtins.int
     """Index of the unit in the run. Later messages refer to the unit by it."""
     start_bytes: builtins.int
@@ -197,6 +198,10 @@ class ReserveUnitRequest(google.protobuf.message.Message):
     def unit(self) -> shardwell_wire.v1.common_pb2.UnitSpec:
         """The whole unit, which determines the flat layout."""
 
+    @property
+    def reduction_groups(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """RunConfig.reduction_groups of the run."""
+
     def __init__(
         self,
         *,
@@ -208,9 +213,10 @@ class ReserveUnitRequest(google.protobuf.message.Message):
         dp: builtins.int = ...,
         placement: builtins.int = ...,
         role: global___ShardRole.ValueType = ...,
+        reduction_groups: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["context", b"context", "unit", b"unit"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["context", b"context", "dp", b"dp", "placement", b"placement", "role", b"role", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit", "unit_index", b"unit_index"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["context", b"context", "dp", b"dp", "placement", b"placement", "reduction_groups", b"reduction_groups", "role", b"role", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit", "unit_index", b"unit_index"]) -> None: ...
 
 global___ReserveUnitRequest = ReserveUnitRequest
 
@@ -549,6 +555,7 @@ class ReduceScatterHeader(google.protobuf.message.Message):
     WIRE_DTYPE_FIELD_NUMBER: builtins.int
     DROPPED_INDICES_FIELD_NUMBER: builtins.int
     COPY_FIELD_NUMBER: builtins.int
+    SUMMED_FIELD_NUMBER: builtins.int
     unit: builtins.str
     """Name of the unit."""
     dp_rank: builtins.int
@@ -583,6 +590,14 @@ class ReduceScatterHeader(google.protobuf.message.Message):
         of earlier parts, and gradients kept from earlier steps.
         """
 
+    @property
+    def summed(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SummedRank]:
+        """The gradient is the sum of the gradients of these ranks, added in the order of the reduction groups. It counts as
+        part 0 of each of them. The ranks of one reduction group, in ascending order, with dp_rank among them. A fence of one
+        rank drops the sum. Only parameters of 32 or 64 bits, and neither wire_dtype, dropped_indices nor copy. Empty: the
+        gradient of dp_rank alone.
+        """
+
     def __init__(
         self,
         *,
@@ -597,11 +612,34 @@ class ReduceScatterHeader(google.protobuf.message.Message):
         wire_dtype: shardwell_wire.v1.common_pb2.WireDtype.ValueType = ...,
         dropped_indices: collections.abc.Iterable[builtins.int] | None = ...,
         copy: builtins.bool = ...,
+        summed: collections.abc.Iterable[global___SummedRank] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "context", b"context", "copy", b"copy", "dp_rank", b"dp_rank", "dropped_indices", b"dropped_indices", "parameter_indices", b"parameter_indices", "part", b"part", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit", "wire_dtype", b"wire_dtype"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "context", b"context", "copy", b"copy", "dp_rank", b"dp_rank", "dropped_indices", b"dropped_indices", "parameter_indices", b"parameter_indices", "part", b"part", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "summed", b"summed", "unit", b"unit", "wire_dtype", b"wire_dtype"]) -> None: ...
 
 global___ReduceScatterHeader = ReduceScatterHeader
+
+@typing.final
+class SummedRank(google.protobuf.message.Message):
+    """A logical data rank whose gradient is in a sum, at the attempt of the sum's header."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DP_RANK_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    dp_rank: builtins.int
+    """Logical rank along the data axis."""
+    epoch: builtins.int
+    """Epoch of the lease on the rank."""
+    def __init__(
+        self,
+        *,
+        dp_rank: builtins.int = ...,
+        epoch: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dp_rank", b"dp_rank", "epoch", b"epoch"]) -> None: ...
+
+global___SummedRank = SummedRank
 
 @typing.final
 class ReduceScatterRequest(google.protobuf.message.Message):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwell_wire.errors import InvalidRequestError, RunMismatchError, WorldError
-from shardwell_wire.topology import World
+from shardwell_wire.topology import World, checked_groups
 from shardwell_wire.v1 import coordinator_pb2
 
 MAX_LAYERS = 1 << 16
@@ -49,6 +49,8 @@ class RunSettings:
     """Number of layers of the model. 0: unknown."""
     backups: int = 0
     """Copies of every shard that other servers keep. May change while the run exists."""
+    reduction_groups: tuple[int, ...] = ()
+    """The order in which gradients are added; see Note: [Reduction groups] in ``sum_order.py``."""
 
     @classmethod
     def from_proto(cls, config: coordinator_pb2.RunConfig, *, world_size: int) -> RunSettings:
@@ -59,7 +61,7 @@ class RunSettings:
             world_size: Number of trainers that the launcher started. 0: unknown.
 
         Raises:
-            WorldError: The world is invalid, or does not fit the number of trainers or layers.
+            WorldError: The world is invalid, or does not fit the number of trainers or layers, or the reduction groups.
         """
         world = World.from_proto(config.world)
         world.check_fits(world_size=world_size)
@@ -86,6 +88,7 @@ class RunSettings:
             min_trainers=min_trainers,
             num_layers=config.num_layers,
             backups=config.backups,
+            reduction_groups=checked_groups(world.dp, config.reduction_groups),
         )
 
     def to_proto(self) -> coordinator_pb2.RunConfig:
@@ -95,11 +98,12 @@ class RunSettings:
             min_trainers=self.min_trainers,
             num_layers=self.num_layers,
             backups=self.backups or None,
+            reduction_groups=self.reduction_groups,
         )
 
     def require_same(self, run: str, requested: RunSettings) -> None:
         """Raises RunMismatchError if a trainer requests other settings than the run has."""
-        for name in ("world", "seed", "min_trainers", "num_layers"):
+        for name in ("world", "seed", "min_trainers", "num_layers", "reduction_groups"):
             ours, theirs = getattr(self, name), getattr(requested, name)
             if ours != theirs and not (name == "num_layers" and 0 in (ours, theirs)):
                 raise RunMismatchError(

@@ -347,7 +347,8 @@ def _restore_step(run: Run, stored: StoredRun) -> None:
     finished = {at.global_rank: at for at in stored.finished}
     attempts = {rank: item.attempt for item in step.items.values() for rank in item.members}
     if all(rank in finished and finished[rank].attempt == attempt for rank, attempt in attempts.items()):
-        step.restore_finished({rank: _restore_parts(at) for rank, at in finished.items()}, present, now)
+        reports = (coordinator_pb2.FinishedItem.FromString(at.parts) for at in stored.finished)
+        step.restore_finished(reports, present, now)
 
 
 def _restore_items(world: World, records: Collection[RankRecord], present: Set[str], now: float) -> dict[int, WorkItem]:
@@ -367,8 +368,3 @@ def _restore_items(world: World, records: Collection[RankRecord], present: Set[s
             last_attempt=record.last_attempt,
         )
     return items
-
-
-def _restore_parts(record: FinishedRecord) -> dict[int, int]:
-    finished = coordinator_pb2.FinishedItem.FromString(record.parts)
-    return {unit.unit_index: unit.part_count for unit in finished.units}

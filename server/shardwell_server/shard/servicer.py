@@ -35,6 +35,7 @@ from shardwell_server.shard.transports.shm_transport import ShmTransport
 from shardwell_wire import chunk_streams, fault_points
 from shardwell_wire.errors import InvalidRequestError, NotFoundError
 from shardwell_wire.layout import UnitLayout
+from shardwell_wire.topology import checked_groups
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
 _ABORT_WAIT_S = 5.0
@@ -92,6 +93,7 @@ class ShardServicer:
             stop_bytes=request.stop_bytes,
             dp=request.dp,
             placement=request.placement,
+            reduction_groups=checked_groups(request.dp, request.reduction_groups),
         )
         role = Role.BACKUP if request.role == shard_pb2.SHARD_ROLE_BACKUP else Role.PRIMARY
         await self._checkpoints.stop_loading(request.context.run_id, spec.unit)

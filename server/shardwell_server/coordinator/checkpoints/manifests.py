@@ -12,6 +12,7 @@ from shardwell_server.coordinator.runs.run import Run
 from shardwell_server.coordinator.settings import RunSettings
 from shardwell_server.coordinator.storage.records import CommitRecord
 from shardwell_wire.checkpoints.manifest import (
+    REDUCTION_GROUPS,
     RESIDUAL_RANKS,
     FileRecord,
     Manifest,
@@ -44,7 +45,11 @@ def manifest_of(run: Run, checkpoint_id: str, created: float, commits: Iterable[
         commits=tuple(map(_commit_to_dict, commits)),
         run_state=run.commits.state,
         lineage=run.checkpoints.lineage,
-        extra={"num_layers": run.settings.num_layers, "min_trainers": run.settings.min_trainers},
+        extra={
+            "num_layers": run.settings.num_layers,
+            "min_trainers": run.settings.min_trainers,
+            REDUCTION_GROUPS: list(run.settings.reduction_groups),
+        },
     )
 
 
@@ -98,6 +103,7 @@ def require_same_run(manifest: Manifest, run: str, settings: RunSettings, where:
     for name, ours, theirs in (
         ("dp", settings.world.dp, manifest.world.dp),
         ("seed", settings.seed, manifest.seed),
+        ("reduction_groups", settings.reduction_groups, manifest.reduction_groups),
     ):
         if ours != theirs:
             raise RunMismatchError(

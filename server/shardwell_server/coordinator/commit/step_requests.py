@@ -80,6 +80,7 @@ class StepRequests:
         if run.finish_items(member, finished, written):
             run.changed.notify()
             self._preparer.start(run)
+        self._trainers.start_fencing(run)
         if member.note_accepts_reassigned_work(accept_work):
             run.touch()
         if not accept_copies:

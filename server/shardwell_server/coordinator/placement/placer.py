@@ -215,6 +215,7 @@ class UnitPlacer:
                 start_bytes=ranges[server_id].start_bytes,
                 stop_bytes=ranges[server_id].stop_bytes,
                 dp=run.settings.world.dp,
+                reduction_groups=run.settings.reduction_groups,
                 placement=placement,
             )
 

@@ -49,6 +49,7 @@ class ShardCopies:
                 start_bytes=backup.start_bytes,
                 stop_bytes=backup.stop_bytes,
                 dp=run.settings.world.dp,
+                reduction_groups=run.settings.reduction_groups,
                 placement=placement,
                 role=shard_pb2.SHARD_ROLE_BACKUP,
             ),

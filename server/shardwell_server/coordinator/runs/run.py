@@ -497,7 +497,11 @@ class Run:
             if loser is not None:
                 loser.note_behind(True)
             self.touch()
-        return step.finish(finished, now, written_buffers, trainer=member.name)
+        are_last = step.finish(finished, now, written_buffers, trainer=member.name)
+        if step.unfenced:  # items were restarted: see Note: [Sums of items]
+            self.touch()
+            self.changed.notify()
+        return are_last
 
     def next_late_item(self, *, excluding: str) -> tuple[WorkItem, float] | None:
         """Returns the item that a trainer may copy next, and the clock time from which it is late."""

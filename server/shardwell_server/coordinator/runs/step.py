@@ -163,6 +163,7 @@ class Step:
         item = self.item_of(rank)
         member, where = item.members[rank], f"rank {rank} of step {self.number}"
         key, current = (trainer, report.epoch, report.attempt), (member.trainer, item.epoch, item.attempt)
+        summed = self._checked_sums(report)
         if item.copy is not None and key == item.copy.key:
             return FinishedWork(item, member, parts)
         if report.copy and key != current:
@@ -178,7 +179,15 @@ class Step:
             )
         if member.finished and member.parts != parts:
             raise StepStateError(f"{where} was finished before with parts {member.parts}, now with {parts}")
-        return None if member.finished else FinishedWork(item, member, parts)
+        return None if member.finished else FinishedWork(item, member, parts, summed)
+
+    def _checked_sums(self, report: coordinator_pb2.FinishedItem) -> frozenset[int]:
+        if unknown := [rank for rank in report.summed_dp_ranks if rank not in self.items]:
+            raise InvalidRequestError(
+                f"rank {report.global_rank} reports sums with the data ranks {unknown[:10]}: the run has "
+                f"{len(self.items)} data ranks"
+            )
+        return frozenset(report.summed_dp_ranks)
 
     def finish(
         self,
@@ -190,7 +199,8 @@ class Step:
     ) -> bool:
         """Marks ranks, and items all of whose ranks are finished. Returns True if these were the last unfinished ones.
 
-        The copy of an item wins if its trainer finished the item. Otherwise it has lost.
+        The copy of an item wins if its trainer finished the item. Otherwise it has lost. An item whose gradients were
+        added to those of an attempt that is over starts another attempt, and must be fenced.
 
         Args:
             finished: Result of ``check_finished``.
@@ -203,24 +213,28 @@ class Step:
             if item.copy is not None and item.copy.trainer == trainer:
                 self._adopt_copy(item)
             item.copy = None
-            member.finish(work.parts, (written_buffers or {}).get(member.global_rank, {}))
+            member.finish(work, (written_buffers or {}).get(member.global_rank, {}))
             if not item.unfinished:
                 item.state, item.since_s = WorkState.FINISHED, now
+                self._restart_outdated_sums(now)
         if self.finished_s is not None or any(item.state is not WorkState.FINISHED for item in self.items.values()):
             return False
         self.finished_s = now
         return True
 
-    def restore_finished(self, parts: Mapping[int, dict[int, int]], present: Set[str], now: float) -> None:
+    def restore_finished(self, reports: Iterable[coordinator_pb2.FinishedItem], present: Set[str], now: float) -> None:
         """Restores the finished items after a coordinator restart.
 
         Args:
-            parts: Parts by unit index of every global rank.
+            reports: What the trainers of all global ranks reported.
             present: Trainers that are not gone.
             now: Clock time.
         """
-        items = ((self.item_of(rank), rank, found) for rank, found in parts.items())
-        self.finish([FinishedWork(item, item.members[rank], found) for item, rank, found in items], now)
+        for report in reports:
+            item = self.item_of(report.global_rank)
+            parts = {unit.unit_index: unit.part_count for unit in report.units}
+            member = item.members[report.global_rank]
+            self.finish([FinishedWork(item, member, parts, frozenset(report.summed_dp_ranks))], now)
         for item in self.items.values():
             item.trainer_lost = not present >= set(item.trainers)
         self.recorded = True
@@ -245,6 +259,7 @@ class Step:
         item.fenced = False
         if item.copy is not None:
             self._adopt_copy(item)
+            self._restart_outdated_sums(now)
             return
         item.epoch = epoch
         if item.state is WorkState.LEASED:
@@ -253,12 +268,32 @@ class Step:
             for member in item.members.values():
                 member.restart()
         item.trainer_lost = item.state is WorkState.FINISHED
+        self._restart_outdated_sums(now)
+
+    def _restart_outdated_sums(self, now: float) -> None:
+        """Starts a new attempt of finished items whose sums the servers drop. See Note: [Sums of items]."""
+        for item in self.items.values():
+            others = (self.items[rank] for rank in item.summed)
+            if item.state is WorkState.FINISHED and any(other.attempt != item.attempt for other in others):
+                self._restart_item(item, now)  # its own sums are reported by the items in them
+
+    def _restart_item(self, item: WorkItem, now: float) -> None:
+        """Starts a new attempt of an item for its trainers. If one of them is gone, the item becomes vacant."""
+        vacant = item.state is WorkState.VACANT or item.trainer_lost
+        self._reset(item, "", now)
+        item.fenced, item.trainer_lost = False, False
+        if vacant:
+            item.state = WorkState.VACANT
 
     def reset(self, item: WorkItem, request_id: str, now: float) -> None:
         """Starts a new attempt of an item, for all its members.
 
         Invalidates what was prepared, proposed or staged in the step.
         """
+        self._reset(item, request_id, now)
+        self._restart_outdated_sums(now)
+
+    def _reset(self, item: WorkItem, request_id: str, now: float) -> None:
         item.attempt = item.next_attempt()
         item.copy, item.is_copy = None, False
         item.state, item.since_s, item.reset_id = WorkState.LEASED, now, request_id
@@ -296,11 +331,7 @@ class Step:
         must be fenced: servers may still have contributions of the former attempts.
         """
         for item in self.items.values():
-            vacant = item.state is WorkState.VACANT or item.trainer_lost
-            self.reset(item, "", now)
-            item.fenced, item.trainer_lost = False, False
-            if vacant:
-                item.state = WorkState.VACANT
+            self._restart_item(item, now)
 
     def mark_fenced(self, fences: Iterable[tuple[WorkItem, int, int]]) -> None:
         """Records that every server has fenced these (item, epoch, attempt). Skips items that have changed since."""

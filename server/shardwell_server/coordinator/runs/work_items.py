@@ -1,4 +1,11 @@
-"""Work items of a step: one per dp rank, computed by the trainers of one replica together."""
+"""Work items of a step: one per dp rank, computed by the trainers of one replica together.
+
+Note: [Sums of items]
+    The trainers of a node may add their gradients before they push them. The sum is the contribution of all their data
+    ranks, and the servers drop it when one of the ranks starts another attempt. The other items then have to be
+    computed again, too. A trainer therefore reports the data ranks in its sums when it has finished its item. An item
+    can only be finished while all these ranks are at its attempt.
+"""
 
 from __future__ import annotations
 
@@ -48,14 +55,18 @@ class MemberWork:
     """Number of pushed parts by unit index. Empty until the trainer has finished."""
     written_buffers: dict[tuple[int, int], int] = field(default_factory=dict)
     """Checksums, by unit and layout index, of buffers that the training script changed before the item started."""
+    summed: frozenset[int] = frozenset()
+    """Data ranks to whose gradients the trainer's were added before they were pushed. See Note: [Sums of items]."""
 
-    def finish(self, parts: dict[int, int], written_buffers: dict[tuple[int, int], int]) -> None:
+    def finish(self, work: FinishedWork, written_buffers: dict[tuple[int, int], int]) -> None:
         """Records what the trainer reported."""
-        self.finished, self.parts, self.written_buffers = True, parts, written_buffers
+        self.finished, self.parts, self.written_buffers = True, work.parts, written_buffers
+        self.summed = work.summed
 
     def restart(self) -> None:
         """Drops what the trainer reported: the item is computed again."""
         self.finished, self.parts, self.written_buffers = False, {}, {}
+        self.summed = frozenset()
 
 
 @dataclass(slots=True)
@@ -124,6 +135,11 @@ class WorkItem:
         return found
 
     @property
+    def summed(self) -> frozenset[int]:
+        """Data ranks to whose gradients those of a finished item were added. See Note: [Sums of items]."""
+        return frozenset[int]().union(*(member.summed for member in self.members.values()))
+
+    @property
     def unfinished(self) -> list[MemberWork]:
         """The members that have not finished."""
         return [member for member in self.members.values() if not member.finished]
@@ -166,7 +182,11 @@ class WorkItem:
         parts = self.members[global_rank].parts
         units = [common_pb2.UnitParts(unit_index=unit, part_count=count) for unit, count in sorted(parts.items())]
         return coordinator_pb2.FinishedItem(
-            global_rank=global_rank, epoch=self.epoch, attempt=self.attempt, units=units
+            global_rank=global_rank,
+            epoch=self.epoch,
+            attempt=self.attempt,
+            units=units,
+            summed_dp_ranks=sorted(self.members[global_rank].summed),
         )
 
     def __str__(self) -> str:
@@ -183,6 +203,8 @@ class FinishedWork:
     member: MemberWork
     parts: dict[int, int]
     """Number of pushed parts by unit index."""
+    summed: frozenset[int] = frozenset()
+    """Data ranks to whose gradients the item's were added before they were pushed."""
 
 
 def new_members(global_ranks: Iterable[int], trainers: Iterable[str]) -> dict[int, MemberWork]:

@@ -1,4 +1,4 @@
-"""Reduces gradients in logical-rank order, and sums powers of their elements for norms.
+"""Reduces gradients in the run's order of additions, and sums powers of their elements for norms.
 
 Note: [Norms]
     A term is the fp64 sum over the part of one parameter that is inside one fixed block of the flat vector. Shards are
@@ -16,6 +16,7 @@ from itertools import chain
 import torch
 
 from shardwell_wire.layout import BLOCK_BYTES
+from shardwell_wire.sum_order import Scratch, SumOrder, Term
 
 _SLICE_BYTES = 1 << 20
 """Size of the slices that are summed, divided and squared together, while they are in the cache."""
@@ -57,8 +58,8 @@ class Reduced:
 
 
 def reduce_shard(
-    terms: Sequence[Sequence[torch.Tensor]],
-    dp: int,
+    terms: Sequence[Sequence[Term]],
+    order: SumOrder,
     outs: Sequence[torch.Tensor] | None,
     first_bytes: Sequence[int],
     *,
@@ -67,22 +68,23 @@ def reduce_shard(
     """Returns the mean gradients of all segments of a shard, and their share of the norm.
 
     Args:
-        terms: Gradients of each segment by ascending logical rank. Empty: the segment has no gradient.
-        dp: Number of logical data ranks.
-        outs: Receive the results. None if ``dp`` is 1.
+        terms: Gradients of each segment by ascending data rank. Empty: the segment has no gradient.
+        order: The run's order of additions.
+        outs: Receive the results. None if there is one data rank.
         first_bytes: First byte of each segment in the flat vector.
         buffer: Memory that contains ``outs``.
     """
     gradients: list[torch.Tensor | None] = [None] * len(terms)
     squares: list[float] = []
+    scratch = Scratch()
     for number, own in enumerate(terms):
         if not own:
             continue
-        mean = own[0] if outs is None else outs[number]
+        mean = own[0][1] if outs is None else outs[number]
         found: list[float] = []
         for here in _slices(mean, first_bytes[number]):
-            if dp > 1:
-                mean_in_rank_order([term[here] for term in own], dp, mean[here])
+            if outs is not None:
+                compute_mean([(rank, term[here]) for rank, term in own], order, mean[here], scratch)
             found += block_squares(mean[here], first_bytes[number] + here.start * mean.element_size())
         # A sum of squares may overflow even if all values are finite.
         if not all(map(math.isfinite, found)) and not bool(torch.isfinite(mean).all()):
@@ -102,29 +104,22 @@ def _slices(values: torch.Tensor, first_byte: int) -> Iterator[slice]:
         yield slice(start, stop)
 
 
-def mean_in_rank_order(terms: Sequence[torch.Tensor], dp: int, out: torch.Tensor) -> None:
+def compute_mean(terms: Sequence[Term], order: SumOrder, out: torch.Tensor, scratch: Scratch) -> None:
     """Computes the mean gradient of consecutive elements of one parameter.
 
-    The result depends only on the terms and their order. 16-bit terms are added in fp32 and rounded once.
+    The result depends only on the terms and their ranks. 16-bit terms are added in fp32 and rounded once.
 
     Args:
-        terms: Gradients by ascending logical rank, without ranks that have none, which count as 0. Each [numel].
-        dp: Number of logical data ranks: the divisor.
+        terms: Gradients by ascending data rank, without ranks that have none, which count as 0.
+        order: The run's order of additions. The sum is divided by its number of data ranks.
         out: Receives the result. [numel]
+        scratch: Memory for the sums of inner groups.
     """
     if out.element_size() < 4:
-        total = terms[0].float()
-        for term in terms[1:]:
-            total += term
-        out.copy_(_divide(total, dp, out=total))
-        return
-    if len(terms) == 1:
-        _divide(terms[0], dp, out=out)
-        return
-    torch.add(terms[0], terms[1], out=out)
-    for term in terms[2:]:
-        out += term
-    _divide(out, dp, out=out)
+        total = order.add(terms, torch.empty_like(out, dtype=torch.float32), scratch).float()
+        out.copy_(_divide(total, order.dp, out=total))
+    else:
+        _divide(order.add(terms, out, scratch), order.dp, out=out)
 
 
 def _divide(values: torch.Tensor, dp: int, *, out: torch.Tensor) -> torch.Tensor:

@@ -43,6 +43,8 @@ class Push:
         self._store, self._run, self._shard, self._header = store, run, shard, header
         self._step, self._epoch = header.context.step, header.context.epoch
         self._dp_rank, self._attempt, self._part = header.dp_rank, header.attempt, header.part
+        self._epochs = {each.dp_rank: each.epoch for each in header.summed} or {self._dp_rank: self._epoch}
+        """Epochs of the ranks whose gradients the push contains, by rank."""
         self._what = f"gradient of {shard.what}, rank {self._dp_rank}, attempt {self._attempt}, part {self._part}"
 
     async def receive(self, incoming: IncomingStream, wait_s: float) -> bool:
@@ -149,6 +151,8 @@ class Push:
         shard.check_range(self._header.start_bytes, self._header.stop_bytes)
         self._check_indices("parameter_indices", list(self._header.parameter_indices))
         self._check_indices("dropped_indices", list(self._header.dropped_indices))
+        if self._header.summed:
+            shard.check_sum(self._header)
 
     def _check_indices(self, name: str, indices: list[int]) -> None:
         count = len(self._shard.layout.parameters)
@@ -161,7 +165,8 @@ class Push:
         shard, step = self._shard, self._step
         self._store.lease.check()
         shard.check_primary()
-        self._run.fences.check_epoch(self._dp_rank, self._epoch)
+        for rank, epoch in self._epochs.items():
+            self._run.fences.check_epoch(rank, epoch)
         if shard.version is None:
             raise StepStateError(f"{shard.what} has no published values yet")
         if step < shard.version:
@@ -172,12 +177,10 @@ class Push:
             raise StepStateError(
                 f"gradient of step {step} of {shard.what} is too early: the unit is at version {shard.version}"
             )
-        oldest = max(
-            self._run.fences.attempt(self._dp_rank, step),
-            self._contributions.attempt(self._dp_rank),
-        )
-        if self._attempt < oldest:
-            raise StaleEpochError(f"{self._what}: the attempt is over, attempt {oldest} has begun")
+        for rank in self._epochs:
+            oldest = max(self._run.fences.attempt(rank, step), self._contributions.attempt(rank))
+            if self._attempt < oldest:
+                raise StaleEpochError(f"{self._what}: rank {rank} has begun attempt {oldest}")
 
     @property
     def _contributions(self) -> Contributions:
@@ -185,7 +188,9 @@ class Push:
         return self._shard.contributions_of(self._dp_rank, self._attempt, copy=self._header.copy)
 
     def _is_duplicate(self) -> bool:
-        accepted = self._contributions.part_count(self._dp_rank, self._epoch, self._attempt)
+        counts = [self._contributions.part_count(rank, at, self._attempt) for rank, at in self._epochs.items()]
+        accepted = min(counts)
+        self._check_same_sum(accepted, max(counts))
         if self._part < accepted:
             return True
         if self._run.is_prepared(self._step):
@@ -195,6 +200,22 @@ class Push:
         if self._part > accepted:
             raise StepStateError(f"{self._what}: part {accepted} must be pushed first")
         return False
+
+    def _check_same_sum(self, least: int, most: int) -> None:
+        """Raises unless all parts of the ranks in one attempt are their own gradients, or the sum of the same ranks.
+
+        Args:
+            least: Smallest number of accepted parts of a rank in the push.
+            most: Largest number.
+        """
+        former = self._contributions.by_rank.get(self._dp_rank)
+        ranks = {each.dp_rank for each in self._header.summed}
+        if most and (least != most or former is None or former.summed.keys() != ranks):
+            raise StepStateError(
+                f"{self._what}: in one attempt, gradients are added to those of other ranks either before they are "
+                f"pushed or on the server. The push names the sum of ranks {sorted(ranks)}, and the server has one of "
+                f"{sorted(former.summed) if former is not None else 'other ranks'}"
+            )
 
     # ---- accepting ----
 

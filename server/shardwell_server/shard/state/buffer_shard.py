@@ -12,7 +12,7 @@ from shardwell_server.shard.state.contributions import Contribution
 from shardwell_server.shard.state.shard_record import PreparedRecord
 from shardwell_server.shard.state.unit_shard import UnitShard
 from shardwell_wire.errors import InvalidRequestError
-from shardwell_wire.v1 import common_pb2
+from shardwell_wire.v1 import common_pb2, shard_pb2
 
 
 class BufferShard(UnitShard):
@@ -40,6 +40,9 @@ class BufferShard(UnitShard):
             raise InvalidRequestError(
                 f"dp_rank is {dp_rank}, but {self.what} holds buffers, whose values come from data rank 0 only"
             )
+
+    def check_sum(self, header: shard_pb2.ReduceScatterHeader) -> None:
+        raise InvalidRequestError(f"{self.what} holds buffers, whose values are not added: leave summed empty")
 
     @property
     def seems_complete(self) -> bool:

@@ -28,7 +28,7 @@ class ContributionMemory(Protocol):
 
 @dataclass
 class Contribution:
-    """The gradient that one dp rank pushed to one shard in the step in flight."""
+    """The gradient that one dp rank pushed to one shard in the step in flight, or the sum of several ranks."""
 
     epoch: int
     """Epoch of the lease under which the gradient was pushed."""
@@ -43,6 +43,8 @@ class Contribution:
     """Numbers of the segments that have a gradient. The bytes of other segments are undefined."""
     checksums: list[int | None] = field(default_factory=list)
     """Checksums of the accepted parts, in order. None for a part that came through shared memory."""
+    summed: Mapping[int, int] = field(default_factory=dict)
+    """Epochs of the ranks whose gradients were added before they were pushed, by rank. Empty: one rank's gradient."""
 
     @property
     def part_count(self) -> int:
@@ -89,12 +91,24 @@ class Contributions:
 
     def __init__(self) -> None:
         self.by_rank: dict[int, Contribution] = {}
+        """The sum of several ranks' gradients is the contribution of each of them."""
         self._usual: Mapping[int, int] = {}
         """Number of parts of each rank in the last step."""
 
     @property
+    def by_lowest_rank(self) -> dict[int, Contribution]:
+        """Each contribution once, by the lowest rank in it."""
+        found = self.by_rank.items()
+        return {rank: own for rank, own in found if not own.summed or rank == min(own.summed)}
+
+    @property
+    def has_sums(self) -> bool:
+        """True if a contribution is the sum of several ranks' gradients."""
+        return any(contribution.summed for contribution in self.by_rank.values())
+
+    @property
     def size_bytes(self) -> int:
-        return sum(contribution.buffer.numel() for contribution in self.by_rank.values())
+        return sum(contribution.buffer.numel() for contribution in self.by_lowest_rank.values())
 
     def attempt(self, dp_rank: int) -> int:
         """The attempt of a rank's contribution. 0 if the rank has none."""
@@ -104,9 +118,10 @@ class Contributions:
     def part_count(self, dp_rank: int, epoch: int, attempt: int) -> int:
         """Number of parts that a rank pushed in one attempt under one lease."""
         contribution = self.by_rank.get(dp_rank)
-        if contribution is None or (contribution.epoch, contribution.attempt) != (epoch, attempt):
+        if contribution is None:
             return 0
-        return contribution.part_count
+        own_epoch = contribution.summed.get(dp_rank, contribution.epoch)
+        return contribution.part_count if (own_epoch, contribution.attempt) == (epoch, attempt) else 0
 
     def seem_complete(self, dp: int) -> bool:
         """True if every rank has pushed as many parts as in the last step, or one part in the first step."""
@@ -117,9 +132,10 @@ class Contributions:
         return all(rank in self.by_rank and self.by_rank[rank].part_count >= count for rank, count in usual.items())
 
     def add(self, dp_rank: int, contribution: Contribution) -> None:
-        """Stores the first part of a rank that has no contribution."""
-        assert dp_rank not in self.by_rank
-        self.by_rank[dp_rank] = contribution
+        """Stores the first part of a rank that has no contribution, or of all ranks of a sum."""
+        for rank in contribution.summed or (dp_rank,):
+            assert rank not in self.by_rank
+            self.by_rank[rank] = contribution
 
     def drop_older(self, dp_rank: int, attempt: int) -> bool:
         """Drops a rank's contribution if it belongs to an older attempt; returns True if it was dropped."""
@@ -130,15 +146,21 @@ class Contributions:
         return self.by_rank.pop(dp_rank)
 
     def drop(self, dp_rank: int) -> bool:
-        """Drops a rank's contribution; returns True if there was one."""
-        contribution = self.by_rank.pop(dp_rank, None)
-        if contribution is not None:
-            contribution.release()
-        return contribution is not None
+        """Drops a rank's contribution; returns True if there was one.
+
+        A sum is dropped for all its ranks: the gradient of one of them cannot be taken out.
+        """
+        contribution = self.by_rank.get(dp_rank)
+        if contribution is None:
+            return False
+        for rank in contribution.summed or (dp_rank,):
+            del self.by_rank[rank]
+        contribution.release()
+        return True
 
     def clear(self) -> None:
         """Drops all contributions."""
-        for contribution in self.by_rank.values():
+        for contribution in self.by_lowest_rank.values():
             contribution.release()
         self.by_rank.clear()
 

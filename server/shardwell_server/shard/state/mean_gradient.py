@@ -9,6 +9,7 @@ import torch
 
 from shardwell_server.shard.arithmetic.reduction import Reduced, reduce_shard
 from shardwell_server.shard.memory.budget import Memory
+from shardwell_wire.sum_order import SumOrder, Term
 
 Compute = Callable[[Callable[[], Reduced]], Awaitable[Reduced]]
 """Runs tensor work, in a thread if that is worth it."""
@@ -64,22 +65,22 @@ class MeanGradient:
         self.reduced = Reduced([None] * len(self._starts), None, [], skipped=skipped)
 
     async def compute(
-        self, terms: Sequence[Sequence[torch.Tensor]], dp: int, file: torch.Tensor | None, compute: Compute
+        self, terms: Sequence[Sequence[Term]], order: SumOrder, file: torch.Tensor | None, compute: Compute
     ) -> None:
-        """Computes the mean in rank order.
+        """Computes the mean in the run's order of additions.
 
         Args:
-            terms: Gradients of each segment, by rank.
-            dp: Number of data ranks.
+            terms: Gradients of each segment, by ascending data rank.
+            order: The order of additions.
             file: Where to write the mean. None: to a buffer, or nowhere if one rank's gradient is the mean.
             compute: Runs the work.
         """
-        several = dp > 1 and any(terms)
+        several = order.dp > 1 and any(terms)
         buffer = self._memory.pool.acquire(self._size_bytes) if several and file is None else None
         out = buffer if file is None else file
         outs = None if out is None else self._views(out)
         try:
-            self.reduced = await compute(partial(reduce_shard, terms, dp, outs, self._starts, buffer=buffer))
+            self.reduced = await compute(partial(reduce_shard, terms, order, outs, self._starts, buffer=buffer))
         except BaseException:
             self.release(buffer)
             raise

@@ -17,7 +17,7 @@ from shardwell_wire.layout import UnitLayout
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.v1 import common_pb2
 
-FORMAT = 1
+FORMAT = 2
 """Changes with every change of the record or of the pieces of updates."""
 
 
@@ -109,6 +109,7 @@ def encode_spec(spec: ShardSpec) -> dict[str, Any]:
         "run": spec.run.name,
         "run_id": spec.run.run_id,
         "unit": base64.b64encode(spec.layout.to_proto().SerializeToString(deterministic=True)).decode(),
+        "reduction_groups": spec.reduction_groups,
         **{name: getattr(spec, name) for name in _NUMBERS},
     }
 
@@ -127,7 +128,8 @@ def decode(data: bytes) -> ShardDescription:
         raise ValueError(f"it has format {content['format']}, expected {FORMAT}")
     layout = UnitLayout.from_proto(common_pb2.UnitSpec.FromString(base64.b64decode(content["unit"])))
     run = RunIdentity(content["run"], content["run_id"])
-    spec = ShardSpec(run=run, layout=layout, **{name: content[name] for name in _NUMBERS})
+    numbers = {name: content[name] for name in _NUMBERS}
+    spec = ShardSpec(run=run, layout=layout, reduction_groups=tuple(content["reduction_groups"]), **numbers)
     fields = {name: content[name] for name in _FIELDS}
     fields["parts"] = [_part(part) for part in content["parts"]]
     fields["prepared"] = None if content["prepared"] is None else PreparedRecord(**content["prepared"])

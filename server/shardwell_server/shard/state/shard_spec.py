@@ -40,6 +40,8 @@ class ShardSpec:
     """Number of logical data ranks."""
     placement: int = 0
     """Number of the placement that the shard belongs to."""
+    reduction_groups: tuple[int, ...] = ()
+    """Sizes of the run's reduction groups, as ``SumOrder`` takes them."""
 
     @property
     def unit(self) -> str:
@@ -62,8 +64,8 @@ class ShardSpec:
             other: The other shard.
             any_placement: Whether shards of different placements may be beside each other.
         """
-        own = (self.run, self.layout, self.index, self.dp)
-        alike = own == (other.run, other.layout, other.index, other.dp)
+        own = (self.run, self.layout, self.index, self.dp, self.reduction_groups)
+        alike = own == (other.run, other.layout, other.index, other.dp, other.reduction_groups)
         return alike and (any_placement or self.placement == other.placement) and not self.overlaps(other)
 
     def overlaps(self, other: ShardSpec) -> bool:

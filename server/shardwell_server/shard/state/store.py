@@ -162,7 +162,7 @@ class ShardStore:
                 raise UnitMismatchError(
                     f"this server holds {shard.what} as unit {shard.index}, range [{shard.start_bytes}, "
                     f"{shard.stop_bytes}) of {shard.layout.size_bytes} bytes, dp {shard.dp}; the request reserves unit "
-                    f"{spec.unit!r} as unit {spec.index} with another layout, range or dp",
+                    f"{spec.unit!r} as unit {spec.index} with another layout, range, dp or reduction groups",
                     unit=spec.unit,
                 )
             replaced.append(shard)

@@ -36,6 +36,7 @@ from shardwell_wire.errors import (
 from shardwell_wire.optimizers import KEPT_GROUP
 from shardwell_wire.partitions import runs_on_trainers
 from shardwell_wire.stream_plan import RangePlans
+from shardwell_wire.sum_order import SumOrder
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
 Result = TypeVar("Result")
@@ -75,6 +76,8 @@ class UnitShard:
         """Why this shard, a backup, can never become a primary. Empty: it can."""
         self.run, self.layout, self.index, self.dp = spec.run, spec.layout, spec.index, spec.dp
         self.start_bytes, self.stop_bytes, self.size_bytes = spec.start_bytes, spec.stop_bytes, spec.size_bytes
+        self.order = SumOrder(spec.dp, spec.reduction_groups)
+        """The order in which gradients of data ranks are added."""
         self.unit, self.what, self.placement = spec.unit, spec.what, spec.placement
         self.plans = RangePlans(spec.layout, spec.start_bytes, spec.stop_bytes)
         self.segments = self.plans.segments(None)
@@ -137,6 +140,39 @@ class UnitShard:
         """Raises InvalidRequestError unless a data rank may push to this shard."""
         if not 0 <= dp_rank < self.dp:
             raise InvalidRequestError(f"dp_rank is {dp_rank}, but {self.what} has {self.dp} data ranks")
+
+    def check_sum(self, header: shard_pb2.ReduceScatterHeader) -> None:
+        """Raises unless a push of the sum of several ranks' gradients can become a contribution.
+
+        Raises:
+            InvalidRequestError: The ranks are no reduction group, or the push has what a sum cannot have.
+            StepStateError: The shard has gradients of earlier steps, which belong to single ranks.
+        """
+        ranks = [summed.dp_rank for summed in header.summed]
+        own = [summed.epoch for summed in header.summed if summed.dp_rank == header.dp_rank]
+        if not self.order.is_group(ranks) or ranks[-1] >= self.dp or own != [header.context.epoch]:
+            raise InvalidRequestError(
+                f"{self.what}: summed names the ranks {ranks[:20]}; expected a reduction group, in ascending order, of "
+                f"{self.dp} data ranks in groups of {self.order.groups or self.dp}, with rank {header.dp_rank} under "
+                f"epoch {header.context.epoch}"
+            )
+        if header.part or header.copy or header.wire_dtype or header.dropped_indices:
+            raise InvalidRequestError(
+                f"{self.what}: a sum of several ranks is part 0 as stored, without copy and dropped_indices; got part "
+                f"{header.part}, copy {header.copy}, wire_dtype {header.wire_dtype}, "
+                f"{len(header.dropped_indices)} dropped_indices"
+            )
+        parameters = [self.layout.parameters[index] for index in header.parameter_indices]
+        if small := next((parameter for parameter in parameters if parameter.item_size < 4), None):
+            raise InvalidRequestError(
+                f"{self.what}: a sum of several ranks has parameter {small.name!r} in {small.dtype}: each rank must "
+                "push its own, because the server adds 16-bit gradients in float32 and rounds once"
+            )
+        if self.kept.ranks:
+            raise StepStateError(
+                f"{self.what} has gradients of earlier steps of ranks {sorted(self.kept.ranks)}: each rank must "
+                "its own gradient"
+            )
 
     def evict(self) -> None:
         """Releases everything that can be recreated or reread."""
@@ -204,9 +240,11 @@ class UnitShard:
         if header.part == 0:
             # The replaced contribution belongs to an older attempt or another lease: parts of two trainers are never
             # added. It is dropped before the claim, so that its quota is free.
-            contributions.drop(header.dp_rank)
+            summed = {each.dp_rank: each.epoch for each in header.summed}
+            for rank in summed or (header.dp_rank,):
+                contributions.drop(rank)
             epoch, attempt = header.context.epoch, header.attempt
-            first = Contribution(epoch, attempt, memory.claim(), views, memory.release, set(numbers))
+            first = Contribution(epoch, attempt, memory.claim(), views, memory.release, set(numbers), summed=summed)
             contributions.add(header.dp_rank, first)
             if (kept := self.kept.find(header.dp_rank, excluding=dropped)) is not None:
                 await uninterrupted(in_thread(lambda: first.compute_add_kept(kept)))
@@ -236,7 +274,7 @@ class UnitShard:
     # ---- reducing ----
 
     async def reduce(self, in_thread: InThread) -> Reduced:
-        """Computes the mean of the contributions in rank order. Returns the same result when repeated.
+        """Computes the mean of the contributions. Returns the same result when repeated.
 
         Raises:
             NonFiniteError: The mean has NaN or infinity. The error names the parameter and the ranks.
@@ -272,20 +310,23 @@ class UnitShard:
         return self.reduced is None and self.contributions.seem_complete(self.dp)
 
     async def _reduce(self, in_thread: InThread) -> None:
-        ranks = [contribution for _, contribution in sorted(self._gradients().items())]
+        found = sorted(self._gradients().items())
         terms = [
-            [gradient for rank in ranks if (gradient := rank.gradient(number)) is not None]
+            [(rank, gradient) for rank, own in found if (gradient := own.gradient(number)) is not None]
             for number in range(len(self.segments))
         ]
-        file = self._files.acquire_mean(self) if self._files is not None and self.dp > 1 and ranks else None
-        await self.mean.compute(terms, self.dp, file, partial(self._compute, in_thread))
+        file = self._files.acquire_mean(self) if self._files is not None and self.dp > 1 and found else None
+        await self.mean.compute(terms, self.order, file, partial(self._compute, in_thread))
 
     def _gradients(self) -> Mapping[int, Contribution]:
-        """The gradient of each rank: its contribution, or its kept gradient if it pushed nothing."""
+        """The gradient of each rank: its contribution, or its kept gradient if it pushed nothing.
+
+        Sums of several ranks are at their lowest rank.
+        """
         if not self.kept.ranks:
-            return self.contributions.by_rank
+            return self.contributions.by_lowest_rank
         kept = {rank: gradient for rank in self.kept.ranks if (gradient := self.kept.find(rank)) is not None}
-        return kept | self.contributions.by_rank
+        return kept | self.contributions.by_lowest_rank
 
     async def _compute(self, in_thread: InThread, work: Callable[[], Result]) -> Result:
         return work() if self.size_bytes <= _INLINE_BYTES else await in_thread(work)
@@ -294,9 +335,10 @@ class UnitShard:
         """Returns an error that names the ranks whose gradient of a segment is not finite."""
         name = self.layout.parameters[self.segments[number].parameter_index].name
         ranks = [
-            str(rank)
+            str(each)
             for rank, contribution in sorted(self._gradients().items())
             if (gradient := contribution.gradient(number)) is not None and not bool(torch.isfinite(gradient).all())
+            for each in contribution.summed or (rank,)
         ]
         whose = f"of logical dp rank {', '.join(ranks)}" if ranks else "summed over all ranks (overflow)"
         return NonFiniteError(
@@ -340,6 +382,11 @@ class UnitShard:
             raise InvalidRequestError(
                 f"{self.what} has {len(self.layout.parameters)} parameters, but the optimizer names groups "
                 f"for {len(groups)}"
+            )
+        if self.contributions.has_sums and self.kept_numbers(groups):
+            raise InvalidRequestError(
+                f"{self.what} has sums of several ranks' gradients, which cannot be kept for a later step: several "
+                "optimizers in turn need gradient_reduction='direct'"
             )
         if groups is not None:
             optimizer_checks.check_fit(optimizer, groups, self.layout, (self.start_bytes, self.stop_bytes))

@@ -1,0 +1,154 @@
+"""Memory in which the trainers of a node show each other their gradients, before they add them.
+
+Note: [Gradient slots]
+    Every member has two slots, which the rounds of a group use in turn. A member writes the gradient of a unit into its
+    slot before it arrives at the round. When the round takes place, all slots are complete, and every member reads
+    them. Afterwards the member records that it is done with the round. A slot is written again when all members are
+    done with the last round in which it was read. A slot stays readable when its member dies.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from shardwell.data_plane.node_group import Round
+from shardwell.transport.shared_vector import map_shared
+from shardwell_wire.layout import ALIGNMENT_BYTES, UnitLayout
+from shardwell_wire.quantization_blocks import bytes_tensor
+from shardwell_wire.shared_files import open_file, opened
+
+_SLOTS = 2
+_HEADER = struct.Struct("<4q")
+_DONE = "done"
+_ROUNDS_PER_VERSION = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class SharedGradient:
+    """The gradient of one unit that one member has written."""
+
+    epoch: int
+    """Epoch of the lease on the member's work item."""
+    attempt: int
+    """Attempt at the work item."""
+    cuts: int
+    """Identifies how the unit is cut into shards. Members with different cuts cannot share the work."""
+    flats: Mapping[int, torch.Tensor]
+    """Flattened gradients by parameter index. Views of shared memory. Each [numel]."""
+
+
+class SharedGradients:
+    """The slots of all members. See Note: [Gradient slots]. For one thread.
+
+    Args:
+        folder: Shared by the members and by no other process.
+        position: Index of this member.
+        size: Number of members.
+
+    Raises:
+        OSError: The memory cannot be mapped.
+    """
+
+    def __init__(self, folder: Path, position: int, size: int) -> None:
+        self._folder, self._position, self._size = folder, position, size
+        self._maps: dict[tuple[int, int], memoryview] = {}
+        """Mapped slots, by member and slot."""
+        self._last_read = [0] * _SLOTS
+        """The last round in which each own slot was read."""
+        with opened(open_file(folder / _DONE, write=True, create=True)) as descriptor:
+            size_bytes = size * np.dtype(np.int64).itemsize
+            os.posix_fallocate(descriptor, 0, size_bytes)
+            self._done = np.frombuffer(map_shared(descriptor, size_bytes, _READ_WRITE), np.int64)
+
+    def is_free(self, this_round: Round) -> bool:
+        """True if all members are done with this member's slot of the round."""
+        last = self._last_read[this_round.number % _SLOTS]
+        return bool((np.delete(self._done, self._position) >= last).all())
+
+    def write(self, this_round: Round, layout: UnitLayout, gradient: SharedGradient) -> None:
+        """Writes the gradient of a unit into this member's slot, which is free.
+
+        Raises:
+            OSError: There is not enough shared memory.
+        """
+        offset, indices = _offset(layout), sorted(gradient.flats)
+        memory = self._own_slot(this_round.number % _SLOTS, offset + layout.size_bytes)
+        _HEADER.pack_into(memory, 0, gradient.epoch, gradient.attempt, gradient.cuts, len(indices))
+        np.frombuffer(memory, np.int32, len(indices), _HEADER.size)[:] = indices
+        for index in indices:
+            _view(memory, offset, layout, index).copy_(gradient.flats[index])
+
+    def read_all(self, this_round: Round, layout: UnitLayout) -> list[SharedGradient]:
+        """Returns the gradients of all members, after all of them arrived at the round. Valid until ``end_round``.
+
+        Raises:
+            OSError: The memory of another member cannot be mapped.
+        """
+        self._last_read[this_round.number % _SLOTS] = _position_of(this_round)
+        return [self._read(member, this_round.number % _SLOTS, layout) for member in range(self._size)]
+
+    def end_round(self, this_round: Round) -> None:
+        """Records that this member does not read the slots of the round any more."""
+        self._done[self._position] = _position_of(this_round)
+
+    def _read(self, member: int, slot: int, layout: UnitLayout) -> SharedGradient:
+        offset = _offset(layout)
+        memory = self._slot(member, slot, offset + layout.size_bytes)
+        epoch, attempt, cuts, count = _HEADER.unpack_from(memory, 0)
+        indices = np.frombuffer(memory, np.int32, count, _HEADER.size).tolist()
+        flats = {index: _view(memory, offset, layout, index) for index in indices}
+        return SharedGradient(epoch, attempt, cuts, flats)
+
+    def _own_slot(self, slot: int, size_bytes: int) -> memoryview:
+        """Returns this member's slot, enlarged to at least ``size_bytes``."""
+        memory = self._maps.get((self._position, slot))
+        if memory is None or len(memory) < size_bytes:
+            with opened(open_file(self._path(self._position, slot), write=True, create=True)) as descriptor:
+                os.posix_fallocate(descriptor, 0, size_bytes)  # writes to memory that does not exist would kill
+                memory = self._maps[self._position, slot] = map_shared(descriptor, size_bytes, _READ_WRITE)
+        return memory
+
+    def _slot(self, member: int, slot: int, size_bytes: int) -> memoryview:
+        """Returns a member's slot, which has at least ``size_bytes``."""
+        memory = self._maps.get((member, slot))
+        if memory is None or len(memory) < size_bytes:
+            with opened(open_file(self._path(member, slot))) as descriptor:
+                size_bytes = os.fstat(descriptor).st_size
+                memory = self._maps[member, slot] = map_shared(descriptor, size_bytes, mmap.PROT_READ)
+        return memory
+
+    def _path(self, member: int, slot: int) -> Path:
+        return self._folder / f"gradient-{member}-{slot}"
+
+
+_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+
+
+def _position_of(this_round: Round) -> int:
+    """Returns a number above 0 that rises with the rounds."""
+    return this_round.version * _ROUNDS_PER_VERSION + this_round.number + 1
+
+
+def _offset(layout: UnitLayout) -> int:
+    """Returns the start of the flat vector in a slot, after the header and the indices."""
+    size_bytes = _HEADER.size + len(layout.parameters) * np.dtype(np.int32).itemsize
+    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _view(memory: memoryview, offset: int, layout: UnitLayout, index: int) -> torch.Tensor:
+    parameter, start = layout.parameters[index], offset + layout.starts[index]
+    dtype: torch.dtype = getattr(torch, parameter.dtype)
+    return bytes_tensor(memory)[start : start + parameter.size_bytes].view(dtype)
+
+
+def identify_cuts(ranges: Sequence[tuple[int, int]]) -> int:
+    """Returns a number that differs for different ranges of shards, with the bits of a positive int64."""
+    return hash(tuple(ranges)) & ((1 << 62) - 1)

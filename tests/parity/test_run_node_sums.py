@@ -1,0 +1,144 @@
+"""Trainers of one node that add their gradients before they push them get the same bits and send fewer bytes."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+import shardwell
+from shardwell_wire.errors import UsageError
+from tests.support import transformer
+from tests.support.processes import TrainerProcess
+from tests.support.reference import undisturbed_sha256
+from tests.support.shared_files import wait_for_no_folder
+
+STEPS = 4
+
+
+@pytest.fixture
+def cluster(cluster_with_short_leases: shardwell.LocalCluster) -> shardwell.LocalCluster:
+    return cluster_with_short_leases
+
+
+@pytest.fixture(autouse=True)
+def _hierarchical(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # Without shared memory, a server on this host behaves as a server on another host.
+    monkeypatch.setenv("SHARDWELL_TRANSPORTS", "socket,grpc")
+    monkeypatch.setenv("SHARDWELL_GRADIENT_REDUCTION", "hierarchical")
+    yield
+    wait_for_no_folder()
+
+
+def train_ranks(
+    cluster: shardwell.LocalCluster,
+    dp: int,
+    *options: Sequence[object],
+    environments: Sequence[Mapping[str, str]] = (),
+) -> list[dict[str, Any]]:
+    """Runs one trainer per rank, each with its own options and variables; returns their results in rank order."""
+    run, trainers = uuid.uuid4().hex, list[TrainerProcess]()
+    with ExitStack() as stack:
+        for rank in range(dp):
+            own = options[rank] if options else ()
+            with pytest.MonkeyPatch.context() as patch:
+                for name, value in (environments[rank] if environments else {}).items():
+                    patch.setenv(name, value)
+                trainer = TrainerProcess(
+                    cluster.address, run, "--dp", dp, "--steps", STEPS, "--global-rank", rank, *own
+                )
+            trainers.append(stack.enter_context(trainer))
+        return [trainer.finish() for trainer in trainers]
+
+
+def hashes(results: Sequence[dict[str, Any]]) -> list[str]:
+    return [result.get("sha256", str(result)) for result in results]
+
+
+def total(results: Sequence[dict[str, Any]], name: str) -> float:
+    """Returns the sum of a statistic over all trainers."""
+    return float(sum(result["stats"][name] for result in results))
+
+
+def gradient_bytes() -> int:
+    """Returns the bytes of one rank's gradients in one step."""
+    return sum(parameter.nbytes for parameter in transformer.build().parameters())
+
+
+def warnings_of(result: dict[str, Any]) -> list[str]:
+    """Returns the log lines of a trainer about the node group."""
+    return [line for line in result["stderr"].splitlines() if line.startswith("node group")]
+
+
+def test_a_node_sends_one_gradient_for_all_its_trainers(
+    cluster: shardwell.LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together = train_ranks(cluster, 2)
+    assert hashes(together) == [undisturbed_sha256(dp=2, steps=STEPS)] * 2
+    assert not any(map(warnings_of, together))
+    monkeypatch.setenv("SHARDWELL_GRADIENT_REDUCTION", "direct")
+    alone = train_ranks(cluster, 2)
+    assert hashes(alone) == hashes(together)
+    saved = total(alone, "sent_bytes") - total(together, "sent_bytes")
+    assert saved == STEPS * gradient_bytes(), "two gradients per step alone, and one together"
+    assert (total(alone, "node_summed_bytes"), total(together, "node_summed_bytes")) == (
+        0,
+        total(together, "pushed_bytes"),
+    )
+
+
+def test_each_node_adds_one_reduction_group(cluster: shardwell.LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDWELL_REDUCTION_GROUPS", "2,2")
+    hosts = [{"SHARDWELL_HOST": "left" if rank < 2 else "right"} for rank in range(4)]
+    results = train_ranks(cluster, 4, environments=hosts)
+    assert hashes(results) == [undisturbed_sha256(dp=4, steps=STEPS, groups=(2, 2))] * 4
+    for node in (results[:2], results[2:]):
+        assert total(node, "node_summed_bytes") == total(node, "pushed_bytes") > 0
+
+
+def test_incomplete_group_pushes_its_own_gradients(cluster: shardwell.LocalCluster) -> None:
+    """Without reduction groups, the only group has all ranks, and no node has them."""
+    results = train_ranks(cluster, 2, environments=[{"SHARDWELL_HOST": "left"}, {"SHARDWELL_HOST": "right"}])
+    assert hashes(results) == [undisturbed_sha256(dp=2, steps=STEPS)] * 2
+    assert total(results, "node_summed_bytes") == 0
+    assert not any(map(warnings_of, results))
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_killed_trainer_changes_no_bit(cluster: shardwell.LocalCluster, lost: int) -> None:
+    results = train_ranks(cluster, 2, *([("--kill-at-step", 1) if rank == lost else () for rank in range(2)]))
+    assert results[lost]["returncode"] == -9, results[lost]
+    survivor = results[1 - lost]
+    assert hashes([survivor]) == [undisturbed_sha256(dp=2, steps=STEPS)]
+    assert survivor["stats"]["node_summed_bytes"] > 0
+    (line,) = warnings_of(survivor)
+    assert "this trainer pushes its own gradients from now on: member" in line
+
+
+def test_several_backwards_are_added_per_rank_first(
+    cluster: shardwell.LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twice = [("--backwards", 2)] * 2
+    together = train_ranks(cluster, 2, *twice)
+    monkeypatch.setenv("SHARDWELL_GRADIENT_REDUCTION", "direct")
+    assert hashes(together) == hashes(train_ranks(cluster, 2, *twice))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"push_dtype": "bfloat16"}, "gradient_reduction='hierarchical' with push_dtype='bfloat16': the sums of"),
+        ({"gradient_reduction": "tree"}, "gradient_reduction='tree': expected one of direct, hierarchical"),
+    ],
+)
+def test_options_that_change_bits_or_do_not_exist_are_refused(options: dict[str, str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        shardwell.TransferOptions(**{"gradient_reduction": "hierarchical"} | options)
+
+
+def test_grids_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"needs a world with tp=1 and pp=1, got World\(dp=2, tp=2, pp=1\)"):
+        shardwell.join("localhost:1", world=shardwell.World(dp=2, tp=2))
