@@ -2,58 +2,39 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import uuid
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import shardwell
-from tests.support.processes import ROOT
+from tests.support import gloo
+from tests.support.processes import run_ranks
+
+
+def worker(_: int, address: str, run: str, order: str) -> None:
+    world = shardwell.World(2, 2, 1, tuple(order.split(",")))
+    waits = shardwell.WaitOptions(wait_limit_s=60)
+    with shardwell.join(address, run=run, world=world, host="127.0.0.1", waits=waits) as session:
+        mesh, rank = session.device_mesh(), session.global_rank
+        assert rank is not None
+        at = world.coordinates(rank)
+        assert (session.dp_rank, session.tp_rank, session.pp_rank) == (at.dp_rank, at.tp_rank, at.pp_rank)
+        assert mesh.mesh_dim_names == world.order
+        for axis in world.order:
+            total = torch.tensor(float(rank))
+            dist.all_reduce(total, group=mesh.get_group(axis))
+            assert total.item() == sum(world.group(rank, axis)), axis
+        ranks = torch.tensor(1 << rank)
+        dist.all_reduce(ranks)
+        assert ranks.item() == (1 << world.size) - 1, "each rank is there once"
+    gloo.leave()
 
 
 @pytest.mark.parametrize("order", ["dp,tp,pp", "pp,tp,dp"])
 def test_mesh_groups_equal_the_groups_of_the_world(cluster: shardwell.LocalCluster, order: str) -> None:
-    world = shardwell.World(2, 2, 1, tuple(order.split(",")))
-    command = [
-        sys.executable,
-        "-m",
-        "tests.support.mesh_member",
-        cluster.address,
-        uuid.uuid4().hex,
-        "2",
-        "2",
-        "1",
-        order,
-    ]
-    members = [
-        subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(world.size)
-    ]
-    try:
-        outputs = [member.communicate(timeout=90) for member in members]
-    finally:
-        for member in members:
-            if member.poll() is None:
-                member.kill()
-                member.communicate()
-    assert [member.returncode for member in members] == [0] * world.size, outputs
-    found = {said["rank"]: said for said in (json.loads(output) for output, _ in outputs)}
-    assert sorted(found) == list(range(world.size))
-    for rank, said in found.items():
-        at = world.coordinates(rank)
-        assert said["place"] == [at.dp_rank, at.tp_rank, at.pp_rank]
-        assert said["axes"] == list(world.order)
-        assert said["sums"] == {axis: float(sum(world.group(rank, axis))) for axis in world.order}
+    run_ranks(worker, cluster.address, uuid.uuid4().hex, order, count=4)
 
 
 def test_mesh_requires_one_trainer_per_rank(cluster: shardwell.LocalCluster) -> None:
