@@ -72,7 +72,6 @@ def train(
     disturb: Callable[[shardwell.LocalCluster, str], None],
     *,
     backups: int = 1,
-    client_side: bool = False,
     **options: Any,
 ) -> str:
     """Trains two ranks in this process and disturbs step ``LOST_AT``; returns the hash of weights and buffers."""
@@ -93,12 +92,7 @@ def train(
         model = Net()
         shardwell.fully_shard(model.first, session, name="first")
         shardwell.fully_shard(model, session, name="rest")
-        parameters = model.parameters()
-        optimizer: Any = (
-            shardwell.ClientSide(parameters, torch.optim.AdamW, lr=0.05)
-            if client_side
-            else shardwell.optim.AdamW(parameters, lr=0.05)
-        )
+        optimizer = shardwell.optim.AdamW(model.parameters(), lr=0.05)
         if backups:
             call(cluster.address, "SetBackups", coordinator_pb2.SetBackupsRequest(run=run, backups=backups))
         if at.startswith("client."):
@@ -120,8 +114,9 @@ def train(
         return sha256({**shardwell.full_state_dict(model), **dict(model.named_buffers())})
 
 
-def undisturbed(cluster: shardwell.LocalCluster, **options: Any) -> str:
-    return train(cluster, "before batches", lambda *_: None, backups=0, **options)
+@pytest.fixture(scope="module")
+def undisturbed(cluster_of_one: shardwell.LocalCluster) -> str:
+    return train(cluster_of_one, "before batches", lambda *_: None, backups=0)
 
 
 def kill_first(cluster: shardwell.LocalCluster, run: str) -> None:
@@ -140,6 +135,7 @@ def kill_first(cluster: shardwell.LocalCluster, run: str) -> None:
         ("grpc", "client.commit.before"),
     ],
 )
-def test_killed_primary_is_replaced_by_its_backup(cluster: shardwell.LocalCluster, transports: str, at: str) -> None:
-    expected = undisturbed(cluster, transports=transports)
-    assert train(cluster, at, kill_first, transports=transports) == expected
+def test_killed_primary_is_replaced_by_its_backup(
+    cluster: shardwell.LocalCluster, undisturbed: str, transports: str, at: str
+) -> None:
+    assert train(cluster, at, kill_first, transports=transports) == undisturbed

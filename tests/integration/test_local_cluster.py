@@ -27,15 +27,10 @@ with shardwell.LocalCluster(num_shards=2) as cluster:
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _started_servers() -> Iterator[None]:
-    with started_servers():
-        yield
-
-
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[shardwell.LocalCluster]:
-    with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096) as running:
+    """Its servers are new interpreters, as in production. Those of the other clusters of this process are forked."""
+    with started_servers(), shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096) as running:
         yield running
 
 
@@ -139,7 +134,7 @@ def test_server_that_fails_to_start_is_explained() -> None:
 
 def test_server_that_starts_too_slowly_is_explained() -> None:
     with pytest.raises(shardwell.UnavailableError, match="coordinator was not ready in time"):
-        shardwell.LocalCluster(num_shards=1, start_limit_s=0.01).start()
+        shardwell.LocalCluster(num_shards=1, start_limit_s=0.0).start()
 
 
 def test_cluster_without_shards_is_rejected() -> None:

@@ -84,6 +84,11 @@ def _make_optimizer(kind: str, model: nn.Module) -> Any:
 KINDS = ("sgd", "adamw", "client-side", "adafactor", "muon", "gan", "error-feedback")
 
 
+def transfers(kind: str) -> dict[str, Any]:
+    """Returns the options of ``join_options`` for a kind."""
+    return {"push_dtype": "int8", "push_error_feedback": True} if kind == "error-feedback" else {}
+
+
 class Pause:
     """Waits in the first batch of one step until a file exists.
 
@@ -173,7 +178,6 @@ def main() -> None:
     parser.add_argument("--transports")
     parser.add_argument("--chunk-bytes", type=int)
     options = parser.parse_args()
-    has_feedback = options.kind == "error-feedback"
     session = shardwell.join(
         options.address,
         run=options.run,
@@ -187,9 +191,8 @@ def main() -> None:
             resume=options.resume,
             transports=options.transports,
             chunk_bytes=options.chunk_bytes,
-            push_dtype="int8" if has_feedback else None,
-            push_error_feedback=True if has_feedback else None,
             wait_limit_s=90,
+            **transfers(options.kind),
         ),
     )
     state = train(session, options.kind, options.steps, Pause(options.pause_at_step, options.pause_until))
