@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 
 import shardwell
-from shardwell_wire import fault_points
-from shardwell_wire.fault_points import Fault
-from tests.support.cluster import events
+from tests.support.cluster import events, wait_until
 from tests.support.processes import TrainerProcess
 from tests.support.reference import undisturbed_sha256
 
@@ -48,22 +46,20 @@ def test_run_goes_on_without_a_trainer_that_hangs(rank: int, spares: int, transp
     assert "lease_expired" not in kinds
 
 
-def test_item_is_late_while_its_gradient_is_pushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, mark = uuid.uuid4().hex, tmp_path / "delayed"
+def test_item_is_late_while_its_gradient_is_pushed(tmp_path: Path) -> None:
+    run, proceed = uuid.uuid4().hex, tmp_path / "proceed"
     options = ("--dp", 2, "--steps", STEPS, "--transports", "socket,grpc", "--min-trainers", 2)
-    fault = Fault(
-        point="client.push.before", action="delay", nth=30, where={"dp_rank": 1}, delay_s=20.0, once=str(mark)
-    )
-    for name, value in fault_points.environment(fault).items():
-        monkeypatch.setenv(name, value)
+    late = ("--global-rank", 1, "--wait-in-push", 30, "--until", proceed)
     with (
-        ExitStack() as stack,
         shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096, lease_s=LEASE_S) as cluster,
+        TrainerProcess(cluster.address, run, *options, *late) as straggler,
+        TrainerProcess(cluster.address, run, *options, "--global-rank", 0) as other,
     ):
-        trainers = [stack.enter_context(TrainerProcess(cluster.address, run, *options)) for _ in range(2)]
-        results = [trainer.finish() for trainer in trainers]
-        kinds = [event.kind for event in events(cluster.address, run)]
-    assert mark.exists()
+        wait_until(
+            lambda: "work_copied" in [event.kind for event in events(cluster.address, run)], "a copy", timeout_s=60.0
+        )
+        other.wait_for_step(STOP_AT + 1)
+        proceed.touch()
+        results = [straggler.finish(), other.finish()]
     expected = undisturbed_sha256(dp=2, steps=STEPS)
     assert [result.get("sha256") for result in results] == [expected] * len(results), results
-    assert "work_copied" in kinds

@@ -55,6 +55,7 @@ class Training:
     def __init__(self, address: str, run: str = "") -> None:
         self.run, self.states = run or uuid.uuid4().hex, dict[int, dict[str, torch.Tensor]]()
         self.step, self._address, self._stop, self._go = 0, address, threading.Event(), threading.Event()
+        self._paused = threading.Event()
         self._failures: list[Exception] = []
         self._thread = threading.Thread(target=self._train)
         self._go.set()
@@ -74,7 +75,7 @@ class Training:
             for step in session.steps(10**6):
                 self.states[step.number], self.step = shardwell.full_state_dict(model), step.number
                 while not self._go.wait(0.01) and not self._stop.is_set():
-                    pass
+                    self._paused.set()
                 if self._stop.is_set():
                     return
                 for batch in step.batches(lambda step, rank: torch.randn(8, 300)):
@@ -85,11 +86,9 @@ class Training:
     def pause(self) -> int:
         """Stops before the next step; returns its number, which is the newest version."""
         self._go.clear()
-        step = -1
-        while step != self.step:
-            step = self.step
-            threading.Event().wait(0.1)
-        return step
+        self._paused.clear()
+        assert self._paused.wait(60), self._failures
+        return self.step
 
     def resume(self) -> None:
         self._go.set()

@@ -300,8 +300,7 @@ def test_server_stops_serving_while_no_heartbeat_is_acknowledged() -> None:
             with pytest.raises(UnavailableError, match="has not registered"):
                 lease.check()
             async with registration.running("here:1"):
-                await until(coordinator.done.is_set)
-                assert lease.valid
+                await until(lambda: lease.valid)
                 coordinator.answers = False
                 await until(lambda: not lease.valid)
                 with pytest.raises(UnavailableError, match="lease of this server expired"):

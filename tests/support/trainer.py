@@ -3,6 +3,8 @@
 ``python -m tests.support.trainer --address A --run R --dp 2 --steps 10 [--kill-at-step K | --stop-at-step K |
 --term-at-step K]``
 
+``--wait-in-push N --until FILE`` blocks the Nth push of a shard's part of a gradient until the file exists.
+
 ``--client-side NAME`` selects torch's optimizer of that name on the trainers, or ``flat_adam`` of
 ``tests.support.flat_updates``. ``--kill-in-update K`` kills the process during the update of step K, with ``--after N``
 after N segments of partitions are updated, while other segments are read ahead and staged.
@@ -16,13 +18,17 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import shardwell
+from shardwell_wire import fault_points
 from tests.support import transformer
-from tests.support.cluster import join_options
+from tests.support.cluster import join_options, wait_until
 from tests.support.flat_updates import FLAT_ADAM, flat_adam
 from tests.support.reference import ADAMW, sha256
 
@@ -117,6 +123,8 @@ def main() -> None:
     parser.add_argument("--stop-at-step", type=int)
     parser.add_argument("--stop-after-s", type=float, default=0.0)
     parser.add_argument("--term-at-step", type=int)
+    parser.add_argument("--wait-in-push", type=int)
+    parser.add_argument("--until", type=Path)
     parser.add_argument("--client-side")
     parser.add_argument("--kill-in-update", type=int)
     parser.add_argument("--after", type=int, default=2)
@@ -141,16 +149,21 @@ def main() -> None:
         if options.client_side is None
         else client_side(options.client_side, options.kill_in_update, options.after)
     )
-    _, state = train(
-        session,
-        steps=options.steps,
-        clip=options.clip,
-        signal_at_step=at_step,
-        number=number,
-        signal_after_s=options.stop_after_s,
-        make_optimizer=make,
-        backwards=options.backwards,
-    )
+    with ExitStack() as stack:
+        if options.wait_in_push is not None:
+            wait = partial(wait_until, options.until.exists, f"{options.until} exists", timeout_s=90.0)
+            point = fault_points.armed("client.push.before", lambda _: wait(), nth=options.wait_in_push)
+            stack.enter_context(point)
+        _, state = train(
+            session,
+            steps=options.steps,
+            clip=options.clip,
+            signal_at_step=at_step,
+            number=number,
+            signal_after_s=options.stop_after_s,
+            make_optimizer=make,
+            backwards=options.backwards,
+        )
     print(json.dumps({"sha256": sha256(state), "stats": session.stats()}), flush=True)
     session.close()
 
