@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 
 from shardwell.processes import local_cluster
-from shardwell.processes.local_cluster import ServerProcess
+from shardwell.processes.local_cluster import LocalCluster, ServerProcess
 from shardwell_wire import fault_points
-from tests.support.processes import fork_context
+from tests.support.processes import fork_context, wait_for_fork_server
 
 
 class ForkedServer:
@@ -90,11 +90,18 @@ _start_interpreter = ServerProcess._start
 def forked_servers() -> Iterator[None]:
     """Makes every ``ServerProcess`` of this process a ``ForkedServer`` while the block runs."""
 
+    start_cluster = LocalCluster.start
+
     def start(server: ServerProcess) -> ForkedServer:
         return ForkedServer(server._arguments, local_cluster._server_environment(), server.log_path)
 
+    def start_after_fork_server(cluster: LocalCluster) -> None:
+        wait_for_fork_server()
+        start_cluster(cluster)
+
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(ServerProcess, "_start", start)
+        patched.setattr(LocalCluster, "start", start_after_fork_server)
         yield
 
 

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,6 +27,14 @@ ROOT = Path(__file__).resolve().parents[2]
 # pytest process, and forks trainers and servers. It has one thread and no gRPC channel, which makes the fork safe.
 fork_context = multiprocessing.get_context("forkserver")
 fork_context.set_forkserver_preload(["tests.support.preloaded"])
+
+
+@cache
+def wait_for_fork_server() -> None:
+    """Returns when the fork server has its imports, which may take a minute on a busy machine."""
+    process = fork_context.Process(target=int)
+    process.start()
+    process.join()
 
 
 def run_ranks(function: Callable[..., None], *arguments: object, count: int = 2) -> None:
