@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardwell.session.residuals import RestoredResiduals
 from shardwell_server.shard.checkpoints.contents import describe_shard, fill_shard
 from shardwell_server.shard.state.portable_state import PartState, ShardState
 from shardwell_wire.boxes import Box, common_runs
@@ -23,7 +24,7 @@ from shardwell_wire.layout import BLOCK_BYTES, Parameter, UnitLayout
 from tests.support.checkpoints import write_checkpoint
 
 SHAPE = (90, 70)
-STATES = ("values", "exp_avg", "ema", "kept_gradient.1")
+STATES = ("values", "exp_avg", "ema", "kept_gradient.1", "residual.0")
 WHOLE = {state: torch.randn(SHAPE, generator=torch.Generator().manual_seed(n)) for n, state in enumerate(STATES)}
 
 
@@ -152,6 +153,16 @@ def test_aliases_name_the_same_parameter(tmp_path: Path) -> None:
     for name, aliases in (("w", ()), ("first", ("w",)), ("tied", ())):
         parameter = Parameter(name, SHAPE, "float32", aliases)
         assert [entry.name for entry, _ in pieces_of(checkpoint, parameter, "values", 0, 10)] == ["tied"]
+
+
+@pytest.mark.parametrize("present", DIVISIONS)
+def test_residuals_follow_their_elements(present: str, tmp_path: Path) -> None:
+    restored = RestoredResiduals(saved(tmp_path, ROWS).url)
+    for layout in units(DIVISIONS[present]):
+        (parameter,), found = layout.parameters, restored(0, layout)
+        assert restored(1, layout) == {}
+        if parameter.numel:
+            assert torch.equal(found[0].view(parameter.shape), WHOLE["residual.0"][parameter.box.slices])
 
 
 def test_elements_that_are_missing_are_an_error(tmp_path: Path) -> None:
