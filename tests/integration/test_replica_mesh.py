@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import shardwell
+from shardwell_wire.errors import StaleEpochError
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support import gloo
 from tests.support.cluster import wait_until
@@ -45,8 +46,18 @@ def check(session: shardwell.Session) -> None:
         replica.require_same_item(coordinator_pb2.WorkItem(dp_rank=1, attempt=session.pp_rank))
 
 
+class EndedStore(dist.Store):
+    """A store of a replica that has lost a trainer."""
+
+    def set(self, key: str, value: str) -> None:
+        raise StaleEpochError("the epoch has ended")
+
+
 def worker(rank: int, address: str, run: str, folder: str) -> None:
     session = join(address, run, rank)
+    if rank == 3:  # torch has numbered a group whose creation failed; the group of the replica needs the same name
+        with pytest.raises(StaleEpochError):
+            dist.init_process_group("gloo", store=EndedStore(), rank=1, world_size=2)
     check(session)
     left = Path(folder, "left")
     if rank == 3:
