@@ -72,6 +72,18 @@ def test_member_at_a_lower_round_does_not_wait(make: MakeRendezvous) -> None:
     assert (behind, ahead) == (Outcome.CANCELLED, Outcome.CANCELLED)
 
 
+def test_round_that_took_place_keeps_its_outcome_when_a_member_goes_on(make: MakeRendezvous) -> None:
+    """A member that reads the page late must not take the round for cancelled."""
+    ahead, behind = make(2)
+    for this_round in (Round(0, 0), Round(3, 0)):
+        assert decide_all([ahead, behind], this_round, [7, 7]) == [Outcome.EXCHANGE] * 2
+        later = Round(this_round.version, 5)
+        assert ahead.cancel(later) is Outcome.CANCELLED
+        assert behind.cancel(this_round) is Outcome.EXCHANGE
+        assert behind.decide(Round(this_round.version, 1), 7, LONG_S) is Outcome.CANCELLED
+        assert behind.cancel(later) is Outcome.CANCELLED
+
+
 def test_cancelled_round_returns_at_once(make: MakeRendezvous) -> None:
     first, second = make(2)
     assert first.cancel(Round(0, 0)) is Outcome.CANCELLED
