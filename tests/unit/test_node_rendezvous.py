@@ -165,4 +165,4 @@ def test_concurrent_reads_see_whole_records(make: MakeRendezvous) -> None:
     finally:
         process.kill()
         process.communicate()
-    assert seen == {(7, 3, 5, 1, Outcome.OPEN)}
+    assert seen == {(7, 3, 5, 1, Outcome.OPEN, 0, 0)}
