@@ -23,7 +23,13 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 STEPS = 4
 TRANSPORTS = ("grpc", "socket,grpc", "shm,grpc")
+CLUSTERS = ("single", "triple", "mixed")
 PLENTY = 1 << 30
+
+
+def pairs(turn: int) -> list[tuple[str, str]]:
+    """Returns pairs of a cluster and transports that have each of them once. Three turns have all pairs."""
+    return [(where, TRANSPORTS[(turn + at) % len(TRANSPORTS)]) for at, where in enumerate(CLUSTERS)]
 
 
 @pytest.fixture
@@ -73,21 +79,34 @@ def trained(address: str, *, dp: int = 2, steps: int = STEPS, clip: float | None
         return sha256(train(session, steps=steps, clip=clip)[1])
 
 
+def trained_on_pairs(addresses: dict[str, str], turn: int, **options: Any) -> set[str]:
+    """Trains on the pairs of a turn and returns the hashes of the weights."""
+    return {trained(addresses[where], transports=transports, **options) for where, transports in pairs(turn)}
+
+
+@pytest.fixture
+def addresses(single: str, triple: str, mixed: str) -> dict[str, str]:
+    """Returns the addresses of the clusters by name."""
+    return {"single": single, "triple": triple, "mixed": mixed}
+
+
 # Exact dtypes match plain PyTorch.
 
 
-@pytest.mark.parametrize("transports", TRANSPORTS)
-@pytest.mark.parametrize("dp", [2, 3])
-@pytest.mark.parametrize("where", ["single", "triple", "mixed"])
+@pytest.mark.parametrize(
+    ("where", "transports", "dp"),
+    [(where, transports, 2 + turn % 2) for turn in range(3) for where, transports in pairs(turn)],
+)
 def test_every_transport_matches_plain_pytorch(
-    request: pytest.FixtureRequest, where: str, dp: int, transports: str
+    request: pytest.FixtureRequest, where: str, transports: str, dp: int
 ) -> None:
     assert trained(request.getfixturevalue(where), dp=dp, transports=transports) == plain_hash(dp)
 
 
-@pytest.mark.parametrize("where", ["triple", "mixed"])
-@pytest.mark.parametrize("prefetch_bytes", [0, PLENTY])
-@pytest.mark.parametrize("keep_bytes", [0, PLENTY])
+@pytest.mark.parametrize(
+    ("where", "prefetch_bytes", "keep_bytes"),
+    [("triple", 0, 0), ("triple", PLENTY, PLENTY), ("mixed", 0, PLENTY), ("mixed", PLENTY, 0)],
+)
 def test_keeping_and_prefetching_change_no_bit_in_shared_memory(
     request: pytest.FixtureRequest, where: str, prefetch_bytes: int, keep_bytes: int
 ) -> None:
@@ -129,44 +148,30 @@ def test_trainers_on_different_transports_match_plain_pytorch(mixed: str) -> Non
     assert [result.get("sha256") for result in results] == [plain_hash(2)] * 2, results
 
 
-def test_clipping_gives_the_same_bits_on_every_transport_and_server_count(single: str, triple: str, mixed: str) -> None:
-    hashes = {
-        trained(address, clip=0.05, steps=3, transports=transports)
-        for address in (single, triple, mixed)
-        for transports in TRANSPORTS
-    }
-    assert len(hashes) == 1
+def test_clipping_gives_the_same_bits_on_every_transport_and_server_count(addresses: dict[str, str]) -> None:
+    assert len(trained_on_pairs(addresses, 0, clip=0.05, steps=3)) == 1
 
 
 # Lossy dtypes round in the same way everywhere.
 
 
 @pytest.mark.parametrize(
-    ("gather_dtype", "push_dtype"),
-    [("bfloat16", "bfloat16"), ("float16", "float16"), ("int8", "int8"), ("float32", "int8")],
+    ("gather_dtype", "push_dtype", "turn"),
+    [("bfloat16", "bfloat16", 0), ("float16", "float16", 1), ("int8", "int8", 2), ("float32", "int8", 0)],
 )
 def test_lossy_dtypes_give_the_same_bits_on_every_transport_and_server_count(
-    single: str, triple: str, mixed: str, gather_dtype: str, push_dtype: str
+    addresses: dict[str, str], gather_dtype: str, push_dtype: str, turn: int
 ) -> None:
-    hashes = {
-        trained(address, steps=2, transports=transports, gather_dtype=gather_dtype, push_dtype=push_dtype)
-        for address in (single, triple, mixed)
-        for transports in TRANSPORTS
-    }
+    hashes = trained_on_pairs(addresses, turn, steps=2, gather_dtype=gather_dtype, push_dtype=push_dtype)
     assert len(hashes) == 1
     assert hashes != {plain_hash(2, steps=2)}, "nothing was rounded"
 
 
-@pytest.mark.parametrize("push_dtype", ["int8", "float8", "topk-1%"])
+@pytest.mark.parametrize(("push_dtype", "turn"), [("int8", 0), ("float8", 1), ("topk-1%", 2)])
 def test_error_feedback_gives_the_same_bits_on_every_transport(
-    single: str, triple: str, mixed: str, push_dtype: str
+    addresses: dict[str, str], push_dtype: str, turn: int
 ) -> None:
-    hashes = {
-        trained(address, steps=3, transports=transports, push_dtype=push_dtype, push_error_feedback=True)
-        for address in (single, triple, mixed)
-        for transports in TRANSPORTS
-    }
-    assert len(hashes) == 1
+    assert len(trained_on_pairs(addresses, turn, steps=3, push_dtype=push_dtype, push_error_feedback=True)) == 1
 
 
 @pytest.mark.parametrize("transports", TRANSPORTS)
