@@ -19,7 +19,7 @@ class GPTConfig:
     num_heads: int = 4
     width: int = 128
     tied: bool = True
-    """Whether the head uses the token embedding. A pipeline with the two in different stages cannot tie them."""
+    """Whether the head uses the weight of the token embedding."""
 
 
 class Block(nn.Module):

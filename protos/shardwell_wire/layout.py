@@ -158,8 +158,8 @@ class UnitLayout:
     tp_rank: int = 0
     """Tensor-parallel rank that pushes the unit. Units without parts are held by all tensor-parallel ranks, and pushed
     by rank 0."""
-    pp_rank: int = 0
-    """Pipeline rank of the trainers that hold the unit."""
+    pp_ranks: tuple[int, ...] = (0,)
+    """Pipeline ranks of the trainers that hold the unit, rising. Several for a parameter that stages share."""
     starts: tuple[int, ...] = field(init=False)
     """First byte of each parameter."""
     size_bytes: int = field(init=False)
@@ -197,6 +197,14 @@ class UnitLayout:
             raise InvalidRequestError(
                 f"unit {self.unit!r} has {len(self.parameters)} parameters, more than {MAX_UNIT_PARAMETERS}",
                 unit=self.unit,
+            )
+        if not self.pp_ranks or list(self.pp_ranks) != sorted(set(self.pp_ranks)):
+            raise InvalidRequestError(
+                f"unit {self.unit!r} has pp_ranks {list(self.pp_ranks)}: expected strictly rising ranks", unit=self.unit
+            )
+        if self.holds_buffers and len(self.pp_ranks) > 1:
+            raise InvalidRequestError(
+                f"unit {self.unit!r} of buffers has pp_ranks {list(self.pp_ranks)}: expected one", unit=self.unit
             )
         names = [name for parameter in self.parameters for name in (parameter.name, *parameter.aliases)]
         if len(set(names)) != len(names) or not all(names):
@@ -244,6 +252,26 @@ class UnitLayout:
     def holds_buffers(self) -> bool:
         """True for units of buffers, False for units of parameters."""
         return self.kind == "buffers"
+
+    @property
+    def pp_rank(self) -> int:
+        """The first of ``pp_ranks``, whose trainers send the initial values."""
+        return self.pp_ranks[0]
+
+    def contributor(self, dp_rank: int, pp_rank: int) -> int:
+        """Returns the number of the contribution of a data rank and pipeline rank.
+
+        Contributions are added in this order. The number is the data rank, unless the unit has several pipeline ranks.
+
+        Raises:
+            InvalidRequestError: Trainers of the pipeline rank do not hold the unit.
+        """
+        if pp_rank not in self.pp_ranks:
+            raise InvalidRequestError(
+                f"pp_rank is {pp_rank}, but unit {self.unit!r} belongs to the pipeline ranks {list(self.pp_ranks)}",
+                unit=self.unit,
+            )
+        return dp_rank * len(self.pp_ranks) + self.pp_ranks.index(pp_rank)
 
     @cached_property
     def index_by_name(self) -> dict[str, int]:
@@ -315,7 +343,7 @@ class UnitLayout:
             placement=PLACEMENT_NUMBERS[self.placement],
             kind=KIND_NUMBERS[self.kind],
             tp_rank=self.tp_rank,
-            pp_rank=self.pp_rank,
+            pp_ranks=self.pp_ranks,
         )
 
     @classmethod
@@ -334,7 +362,7 @@ class UnitLayout:
         )
         placement = _PLACEMENT_NAMES.get(spec.placement, str(spec.placement))
         kind = _KIND_NAMES.get(spec.kind, str(spec.kind))
-        return cls(spec.name, tuple(parameters), placement, kind, spec.tp_rank, spec.pp_rank)
+        return cls(spec.name, tuple(parameters), placement, kind, spec.tp_rank, tuple(spec.pp_ranks) or (0,))
 
 
 def align(position: int, alignment: int = ALIGNMENT_BYTES) -> int:

@@ -30,15 +30,18 @@ class SumOrder:
     Args:
         dp: Number of logical data ranks.
         groups: Sizes of the reduction groups, innermost first. Empty: one group.
+        num_stages: Number of pipeline stages that contribute to a rank's gradient. If these are several, the terms are
+            numbered by ``UnitLayout.contributor`` in place of ranks, and the stages of a rank are added first.
 
     Raises:
         WorldError: The sizes do not fit ``dp``.
     """
 
-    def __init__(self, dp: int, groups: Iterable[int] = ()) -> None:
+    def __init__(self, dp: int, groups: Iterable[int] = (), *, num_stages: int = 1) -> None:
         self.dp, self.groups = dp, checked_groups(dp, groups)
-        self._spans = tuple(accumulate(self.groups or (dp,), mul))
-        """Number of ranks in a group of each level. The last one is ``dp``."""
+        own = self.groups or (dp,)
+        self._spans = tuple(accumulate(own if num_stages == 1 else (num_stages, *own), mul))
+        """Number of terms in a group of each level. The last one is ``dp * num_stages``."""
 
     def groups_of(self, dp_rank: int) -> list[range]:
         """Returns the ranks of the groups that contain a rank, innermost first. The last one has all ranks."""

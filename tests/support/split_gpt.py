@@ -10,10 +10,15 @@ from examples.gpt import GPT, GPTConfig
 LENGTH, VOCABULARY = 5, 32
 
 
-def gpt(num_layers: int) -> GPT:
-    """Returns the model, with the same values each time. Its head is not tied to its embedding."""
+def gpt(num_layers: int, *, tied: bool = False) -> GPT:
+    """Returns the model, with the same values each time.
+
+    Args:
+        num_layers: Number of blocks.
+        tied: Whether the head shares the embedding's weight.
+    """
     torch.manual_seed(0)
-    sizes = GPTConfig(vocab_size=VOCABULARY, context=LENGTH, num_layers=num_layers, num_heads=2, width=12, tied=False)
+    sizes = GPTConfig(vocab_size=VOCABULARY, context=LENGTH, num_layers=num_layers, num_heads=2, width=12, tied=tied)
     return GPT(sizes)
 
 

@@ -228,8 +228,8 @@ def test_units_table_names_units_without_initial_values() -> None:
 
 def test_tables_name_the_parts_of_tensor_parallel_ranks() -> None:
     shard = common_pb2.ShardRange(server_id="s0", stop_bytes=64)
-    whole = coordinator_pb2.UnitSummary(unit="blocks.9", pp_rank=3, shards=[shard])
-    part = coordinator_pb2.UnitSummary(unit="blocks.9@tp5", pp_rank=3, tp_rank=5, shards=[shard])
+    whole = coordinator_pb2.UnitSummary(unit="blocks.9", pp_ranks=[3], shards=[shard])
+    part = coordinator_pb2.UnitSummary(unit="blocks.9@tp5", pp_ranks=[3], tp_rank=5, shards=[shard])
     rows = [
         line.split() for line in text(tables.units(coordinator_pb2.ListUnitsResponse(units=[whole, part]))).splitlines()
     ]

@@ -13,7 +13,7 @@ from shardwell_wire.errors import InvalidRequestError, StaleEpochError, StepRest
 from shardwell_wire.partitions import TRAINER_PREFIX
 from shardwell_wire.topology import World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
-from tests.support.coordinator import Harness, Trainer, config, finished_item, harness, optimizer, run_async
+from tests.support.coordinator import Harness, Trainer, config, finished_item, harness, optimizer, run_async, unit
 from tests.unit.test_coordinator_connections import keep
 
 WORLDS = [World(dp=2, tp=2), World(dp=2, pp=2), World(dp=2, tp=2, pp=2), World(dp=4, pp=2)]
@@ -132,6 +132,29 @@ def test_unit_that_several_members_push_is_in_the_manifest_once(tmp_path: Path) 
                 [(0, 1)],
                 [(0, 1)],
             ]
+
+    run_async(scenario())
+
+
+def test_unit_that_stages_share_is_in_the_manifest_once_per_stage(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=1) as cluster:
+            world = World(dp=2, tp=2, pp=2)
+            trainers = await cluster.team(*NAMES, world=world)
+            spec = unit("u", (64, 64))
+            spec.pp_ranks.extend((0, 1))
+            for trainer in trainers:
+                declared = await trainer.declare(spec)
+                assert declared.initialize == (trainer is trainers[0]), "the first stage sends the initial values"
+                if declared.initialize:
+                    await trainer.publish("u", declared.epoch)
+            for trainer in trainers:
+                at = world.coordinates(trainer.ranks[0])
+                await trainer.finish(0, parts={0: 1 + at.pp_rank} if at.tp_rank == 0 else {})
+            await asyncio.gather(*(trainer.commit(0, wait_s=5) for trainer in trainers))
+            (manifest,) = cluster.shards["s0"].manifests
+            parts = [[(part.pp_rank, part.part_count) for part in rank.units] for rank in manifest.ranks]
+            assert parts == [[(0, 1), (1, 2)]] * 2
 
     run_async(scenario())
 

@@ -16,7 +16,7 @@ WORLD = World(dp=2, tp=2, pp=2)
 
 
 def layout(*, tp_rank: int = 0, pp_rank: int = 0) -> UnitLayout:
-    return UnitLayout("u", (Parameter("w", (3,), "float32"),), tp_rank=tp_rank, pp_rank=pp_rank)
+    return UnitLayout("u", (Parameter("w", (3,), "float32"),), tp_rank=tp_rank, pp_ranks=(pp_rank,))
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwell_server.coordinator.runs.proposals import Proposals, StepProposal, union_of
+from shardwell_server.coordinator.runs.proposals import Proposals, StepProposal, require_same_proposal, union_of
 from shardwell_wire.errors import HyperparameterMismatchError
 from shardwell_wire.layout import Parameter, UnitLayout
 from shardwell_wire.v1 import common_pb2
@@ -17,7 +17,7 @@ def part(rank: int) -> Parameter:
 LAYOUTS = [
     UnitLayout("a", (Parameter("a", (3,), "float32"),)),
     UnitLayout("b@tp0", (part(0),)),
-    UnitLayout("c", (Parameter("c", (3,), "float32"),), pp_rank=1),
+    UnitLayout("c", (Parameter("c", (3,), "float32"),), pp_ranks=(1,)),
     UnitLayout("b@tp1", (part(1),), tp_rank=1),
 ]
 """Units of a grid with two tensor-parallel ranks and two stages."""
@@ -106,3 +106,14 @@ def test_without_a_grid_a_missing_unit_is_a_difference() -> None:
         HyperparameterMismatchError, match=r"parameter group of 'a' is 0 at trainer x.* -1 at trainer z"
     ):
         proposals.reject_if_different("z", ["x"], layouts)
+
+
+def test_leaders_agree_on_a_unit_that_their_stages_share() -> None:
+    layouts = [*LAYOUTS, UnitLayout("w", (Parameter("w", (3,), "float32"),), pp_ranks=(0, 1))]
+    first, last = proposal("t0p0", units=(1, 0, 4)), proposal("t0p1", units=(4, 2))
+    union = union_of([first, last], layouts)
+    assert [unit.unit_index for unit in union.optimizer.units] == [0, 1, 2, 4]
+    assert union.unit_order == (1, 0, 4, 2), "the shared unit has the place that the first stage gives it"
+    require_same_proposal(first, last, layouts)
+    with pytest.raises(HyperparameterMismatchError, match="parameter group of 'w' is 0 at .*, but 1 at"):
+        require_same_proposal(first, proposal("t0p1", units=(4, 2), group=1), layouts)

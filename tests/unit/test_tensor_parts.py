@@ -42,7 +42,7 @@ COLUMNS = split([part((0, 6), (0, 3)), part((0, 6), (3, 5))])
 
 
 def test_parts_round_trip_through_the_proto() -> None:
-    layout = UnitLayout("u@tp1", (part((4, 6)), Parameter("b", (), "float32")), tp_rank=1, pp_rank=2)
+    layout = UnitLayout("u@tp1", (part((4, 6)), Parameter("b", (), "float32")), tp_rank=1, pp_ranks=(2,))
     assert UnitLayout.from_proto(layout.to_proto()) == layout
     assert layout.holds_parts and not UnitLayout("u", (Parameter("b", (), "float32"),)).holds_parts
     assert [(at.key, at.is_part, at.box.is_whole) for at in layout.parameters] == [
@@ -115,7 +115,7 @@ def test_parts_that_do_not_fit_are_refused(other: Parameter, message: str) -> No
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (replace(ROWS[0], pp_rank=1), "declared by pipeline stage 0, now by stage 1: .* fully_shard"),
+        (replace(ROWS[0], pp_ranks=(1,)), "declared by pipeline stage 0, now by stage 1: .* fully_shard"),
         (replace(ROWS[0], tp_rank=1), "declared for tensor-parallel rank 0, now for rank 1"),
         (UnitLayout("u@tp0", (part((1, 5)),)), r"'w' was declared with offsets \(0, 0\), now with \(1, 0\)"),
     ],

@@ -206,7 +206,7 @@ def _stages(rank_assignment: coordinator_pb2.RankAssignment) -> str:
 
 def units(response: coordinator_pb2.ListUnitsResponse) -> RenderableType:
     """Renders ``shardwell units``."""
-    in_grid = any(unit.pp_rank or unit.HasField("tp_rank") for unit in response.units)
+    in_grid = any(any(unit.pp_ranks) or unit.HasField("tp_rank") for unit in response.units)
     places = ("STAGE", "TP RANK") if in_grid else ()
     table = _table("UNIT", "NAME", *places, "PARAMETERS", "ELEMENTS", "SIZE", "PRIMARY", "BYTE RANGE", "BACKUPS")
     for unit in response.units:
@@ -217,7 +217,7 @@ def units(response: coordinator_pb2.ListUnitsResponse) -> RenderableType:
         cells: tuple[str, ...] = (
             str(unit.unit_index),
             unit.unit,
-            *((str(unit.pp_rank), str(unit.tp_rank) if unit.HasField("tp_rank") else "all") if in_grid else ()),
+            *((_ranks(unit.pp_ranks), str(unit.tp_rank) if unit.HasField("tp_rank") else "all") if in_grid else ()),
             str(unit.parameter_count),
             f"{unit.element_count:,}",
             format_size(unit.size_bytes),

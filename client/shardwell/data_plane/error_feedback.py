@@ -55,6 +55,8 @@ class CapturedResidual:
     """``layout.Parameter.key``, the name of the parameter or of its part in checkpoints."""
     values: torch.Tensor
     """[numel]"""
+    in_stages: bool
+    """True if several pipeline stages push the parameter, each with residuals of its own."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,7 +132,12 @@ class _Residual:
         """Returns the errors at the start of the step, without a copy: the next ``commit`` leaves their memory."""
         self._captured = True
         return [
-            CapturedResidual(dp_rank, self._layout.parameters[index].key, self._committed[self.range_of(index)])
+            CapturedResidual(
+                dp_rank,
+                self._layout.parameters[index].key,
+                self._committed[self.range_of(index)],
+                in_stages=len(self._layout.pp_ranks) > 1,
+            )
             for index in sorted(self._touched)
         ]
 

@@ -3,6 +3,9 @@
 A parameter that tensor parallelism splits is stored as one part per tensor-parallel rank. All other parameters are the
 same on every tensor-parallel rank, and are stored and pushed once. The two kinds are in different units. A call of
 ``fully_shard`` makes ``NAME`` with the whole parameters, and ``NAME@tpK`` with the parts of tensor-parallel rank ``K``.
+
+A parameter that several pipeline stages share is a unit of its own, which is named after the parameter. The trainers of
+all these stages declare, gather and push it.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardwell.module.stage_ties import StageTie, tie_of
 from shardwell.module.tensors import is_split
 from shardwell.module.unit_parameters import FoundParameter
 from shardwell_wire.errors import UsageError
@@ -59,14 +63,37 @@ class NewUnit:
 
 
 def plan_units(name: str, found: Sequence[FoundParameter], placement: str, place: GridPlace) -> list[NewUnit]:
-    """Divides the parameters of one ``fully_shard`` call into units: at most two, and none without parameters.
+    """Divides the parameters of one ``fully_shard`` call into units without empty ones.
+
+    Without parameters that stages share, there are at most two units.
 
     Args:
         name: Name of the modules.
         found: All parameters.
         placement: Placement of the units, as in ``UnitLayout``.
         place: Place of the trainer in the grid.
+
+    Raises:
+        TiedParameterError: Stages that share a parameter belong to one trainer.
     """
+    ties = {id(entry): tie for entry in found if place.pp > 1 and (tie := tie_of(entry.sites)) is not None}
+    own = [entry for entry in found if id(entry) not in ties]
+    units = _plan(name, own, placement, place, (place.pp_rank,))
+    for entry in found:
+        if (tie := ties.get(id(entry))) is not None:
+            units += _plan_tied(entry, tie, placement, place)
+    return units
+
+
+def _plan_tied(entry: FoundParameter, tie: StageTie, placement: str, place: GridPlace) -> list[NewUnit]:
+    entry.names = list(tie.names)  # the same in all stages
+    return _plan(tie.names[0], [entry], placement, place, tie.pp_ranks(place.pp, place.pp_rank))
+
+
+def _plan(
+    name: str, found: Sequence[FoundParameter], placement: str, place: GridPlace, pp_ranks: tuple[int, ...]
+) -> list[NewUnit]:
+    """Returns a unit of the parameters that are whole, and one of those that tensor parallelism splits."""
     divided = [(name, 0, list(found))]
     if place.tp > 1:
         split = [entry for entry in found if is_split(entry.parameter)]
@@ -75,11 +102,7 @@ def plan_units(name: str, found: Sequence[FoundParameter], placement: str, place
     return [
         NewUnit(
             UnitLayout(
-                unit_name,
-                tuple(entry.describe() for entry in entries),
-                placement,
-                tp_rank=tp_rank,
-                pp_rank=place.pp_rank,
+                unit_name, tuple(entry.describe() for entry in entries), placement, tp_rank=tp_rank, pp_ranks=pp_ranks
             ),
             entries,
         )

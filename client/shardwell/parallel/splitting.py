@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 from shardwell.module.sharded_module import ShardedModule
+from shardwell.module.stage_ties import mark_ties
 from shardwell.parallel.collectives import ActivationShape
 from shardwell.parallel.description import ModelDescription, StageDescription
 from shardwell.parallel.layers import find_blocks, list_layers
@@ -52,7 +53,7 @@ class ModelSplit:
         ]
         for module in self._modules:
             module._no_split_modules = list(block_classes)  # type: ignore[assignment]  # read by auto_wrap
-        _check_ties(self._modules)
+        self._ties = mark_ties(model, self._modules)
         self.stages = tuple(
             StageDescription(index, tuple(_calls(graph)), tuple(list_layers(module)))
             for index, (graph, module) in enumerate(zip(graphs, self._modules, strict=True))
@@ -70,7 +71,9 @@ class ModelSplit:
     def module(self, index: int) -> nn.Module:
         """Returns the module of a stage. Its parameters are the model's, with the model's names.
 
-        The forward takes what the previous stage returns. Call ``fully_shard`` on its layers, or ``auto_wrap``.
+        The forward takes what the previous stage returns. Call ``fully_shard`` on its layers, or ``auto_wrap``. A
+        parameter that several stages share, such as the weight of an embedding that is tied to the head, becomes a unit
+        of its own, which the trainers of all these stages gather and push.
         """
         return self._modules[index]
 
@@ -129,6 +132,8 @@ class ModelSplit:
             share = 100 * stage.num_parameters / total
             lines.append(f"  stage {stage.index}: {_span(stage.calls)}")
             lines.append(f"    {stage.num_parameters:,} parameters ({share:.0f}%): {kinds}")
+        for tie in self._ties:
+            lines.append(f"  {' = '.join(tie.names)}: shared by the stages {', '.join(map(str, tie.stages))}")
         return "\n".join(lines)
 
 
@@ -157,7 +162,7 @@ def split_model(
     Raises:
         UsageError: The model is wrapped or split already, has too few layers, or cannot be traced; a stage has no
             parameters; or ``starts`` names no layers in the forward's order.
-        TiedParameterError: Two stages share a parameter.
+        TiedParameterError: Two stages call the same layer.
     """
     _check_plain(model)
     if num_stages < 1:
@@ -244,24 +249,10 @@ def _check_repeated(calls: Sequence[torch.fx.Node], firsts: Sequence[torch.fx.No
         stage += node in firsts
         if found.setdefault(str(node.target), stage) != stage:
             raise TiedParameterError(
-                f"layer {node.target!r} is called in stages {found[str(node.target)]} and {stage}: a parameter belongs "
-                "to one stage. Choose other stages with starts=, or use two layers",
+                f"layer {node.target!r} is called in stages {found[str(node.target)]} and {stage}: a layer belongs to "
+                "one stage. Choose other stages with starts=, or use two layers that share their parameters",
                 parameter=str(node.target),
             )
-
-
-def _check_ties(modules: Sequence[nn.Module]) -> None:
-    """Raises if two stages share a parameter."""
-    owners: dict[int, tuple[int, str]] = {}
-    for index, module in enumerate(modules):
-        for name, parameter in module.named_parameters():
-            stage, first = owners.setdefault(id(parameter), (index, name))
-            if stage != index:
-                raise TiedParameterError(
-                    f"parameter {first!r} of stage {stage} is tied to {name!r} of stage {index}: a parameter belongs "
-                    "to one stage. Untie them, or keep both layers in one stage",
-                    parameter=first,
-                )
 
 
 def _cast(values: tuple[torch.Tensor, ...], dtype: torch.dtype | None) -> tuple[torch.Tensor, ...]:

@@ -85,6 +85,7 @@ class ItemPushes:
             return
         context = self._membership.context(self._state.number, epoch=current.item.epoch)
         header = current.start_part(context, unit.layout.unit, unit_index, (index for index, _ in gradients))
+        header.pp_rank = self._membership.pp_rank
         excuse = partial(self.excuses, current, current.key)
         if self.feedback is not None and gradients:
             copies, copied = to_host([gradient for _, gradient in gradients])

@@ -101,6 +101,11 @@ class Membership:
         self.replica_epoch.announce(joined.replica_epoch)
         self._note_news(joined.committed_step, joined.placement)
 
+    @property
+    def pp_rank(self) -> int:
+        """Pipeline rank of all logical ranks of this trainer. 0 if it has none."""
+        return self.rank_assignments[0].coordinates.pp_rank if self.rank_assignments else 0
+
     def _start_keeping(self) -> None:
         """Starts the threads that keep the membership which the last join began."""
         run, run_id, trainer, epoch = self.run, self.identity.run_id, self.trainer, self.epoch

@@ -25,7 +25,7 @@ from shardwell.data_plane.error_feedback import CapturedResiduals
 from shardwell.session.item_pushes import ItemPushes
 from shardwell.session.membership import Membership
 from shardwell_wire.checkpoints.elements import pieces_of, read_elements
-from shardwell_wire.checkpoints.format import RESIDUAL, FilePlan, Piece
+from shardwell_wire.checkpoints.format import FilePlan, Piece, residual_state
 from shardwell_wire.checkpoints.manifest import RESIDUAL_RANKS
 from shardwell_wire.checkpoints.opening import open_storage
 from shardwell_wire.checkpoints.reading import Checkpoint
@@ -48,22 +48,24 @@ class RestoredResiduals:
 
     Args:
         url: The checkpoint.
+        pp_rank: Pipeline rank of this trainer.
 
     Raises:
         ShardwellError: The checkpoint is damaged, or cannot be reached from this host.
     """
 
-    def __init__(self, url: str) -> None:
-        self._checkpoint = Checkpoint.open(url)
+    def __init__(self, url: str, pp_rank: int) -> None:
+        self._checkpoint, self._pp_rank = Checkpoint.open(url), pp_rank
         self.dp_ranks = frozenset(self._checkpoint.manifest.extra.get(RESIDUAL_RANKS, ()))
         """Ranks whose residuals the checkpoint has."""
 
     def __call__(self, dp_rank: int, layout: UnitLayout) -> Mapping[int, torch.Tensor]:
         """Returns the residuals of a rank by parameter index, each [numel]. Logs what cannot be read."""
-        found, label = {}, f"{RESIDUAL}{dp_rank}"
+        found = {}
+        state = residual_state(dp_rank, self._pp_rank if len(layout.pp_ranks) > 1 else None)
         for index, parameter in enumerate(layout.parameters):
             try:
-                stored = list(pieces_of(self._checkpoint, parameter, label, 0, parameter.numel))
+                stored = list(pieces_of(self._checkpoint, parameter, state, 0, parameter.numel))
                 if stored:
                     values = torch.zeros(parameter.numel, dtype=torch.float32, device="cpu")
                     memory = memory_at(values.data_ptr(), values.nbytes, values)
@@ -104,7 +106,7 @@ class CheckpointResiduals:
         missing, reason = sorted(dp_ranks), "no checkpoint has this step"
         if url:
             try:
-                restored = RestoredResiduals(url)
+                restored = RestoredResiduals(url, self._membership.pp_rank)
             except ShardwellError as error:
                 reason = str(error)
             else:
@@ -186,7 +188,14 @@ class CheckpointResiduals:
     def _write(self, wanted: coordinator_pb2.WantedResiduals, captured: CapturedResiduals, name: str) -> str:
         """Writes the file. Returns its entry in the manifest."""
         pieces = [
-            Piece(at.parameter, f"{RESIDUAL}{at.dp_rank}", 0, at.values.numel(), "float32", (at.values.numel(),))
+            Piece(
+                at.parameter,
+                residual_state(at.dp_rank, self._membership.pp_rank if at.in_stages else None),
+                0,
+                at.values.numel(),
+                "float32",
+                (at.values.numel(),),
+            )
             for at in captured.residuals
         ]
         plan = FilePlan(pieces, [], run_id=self._membership.identity.run_id, step=captured.step)

@@ -91,7 +91,7 @@ class RunBuffers:
         described = [found.describe() for found in new]
         values = [copy_value(found.tensor) for found in new]
         name = self._place.buffers_name(self._unit_count)
-        layout = UnitLayout(name, tuple(described), kind="buffers", pp_rank=self._place.pp_rank)
+        layout = UnitLayout(name, tuple(described), kind="buffers", pp_ranks=(self._place.pp_rank,))
         unit_index = self._store.declare(layout, InitialBuffers(values), step)
         self._unit_count += 1
         for index, (parameter, value) in enumerate(zip(described, values, strict=True)):

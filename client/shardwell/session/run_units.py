@@ -113,7 +113,7 @@ class UnitDeclarations:
     def _is_own(self, unit: coordinator_pb2.UnitSummary) -> bool:
         """True if trainers of this trainer's tp rank and pp rank hold a unit."""
         at = next((each.coordinates for each in self._membership.rank_assignments), common_pb2.Coordinates())
-        return unit.pp_rank == at.pp_rank and (not unit.HasField("tp_rank") or unit.tp_rank == at.tp_rank)
+        return at.pp_rank in (unit.pp_ranks or [0]) and (not unit.HasField("tp_rank") or unit.tp_rank == at.tp_rank)
 
     def _declare(self, layout: UnitLayout, step: int) -> coordinator_pb2.DeclareUnitResponse:
         request = coordinator_pb2.DeclareUnitRequest(

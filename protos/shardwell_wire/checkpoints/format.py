@@ -37,9 +37,20 @@ AVERAGE = "ema"
 TRAINER_STATE = "trainer."
 """Prefix of ``Piece.state`` for the state of optimizers that run on the trainers, before torch's name."""
 KEPT_GRADIENT = "kept_gradient."
-"""Prefix of ``Piece.state`` for gradients that are kept for another optimizer, before the logical dp rank."""
+"""Prefix of ``Piece.state`` for gradients that are kept for another optimizer, before the number of the contributor."""
 RESIDUAL = "residual."
-"""Prefix of ``Piece.state`` for residuals of error feedback, before the logical dp rank."""
+"""Prefix of ``Piece.state`` for residuals of error feedback."""
+
+
+def residual_state(dp_rank: int, pp_rank: int | None) -> str:
+    """Returns the ``Piece.state`` of a residual.
+
+    Args:
+        dp_rank: The logical dp rank.
+        pp_rank: The pipeline rank, if several stages push the parameter. None: one stage pushes it.
+    """
+    return f"{RESIDUAL}{dp_rank}" if pp_rank is None else f"{RESIDUAL}{dp_rank}.{pp_rank}"
+
 
 PieceKind = Literal["elements", "whole", "number"]
 

@@ -14,7 +14,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eshardwell_wire/v1/common.proto\x12\x11shardwell_wire.v1\"S\n\x05World\x12\n\n\x02\x64p\x18\x01 \x01(\r\x12\n\n\x02tp\x18\x02 \x01(\r\x12\n\n\x02pp\x18\x03 \x01(\r\x12&\n\x05order\x18\x04 \x03(\x0e\x32\x17.shardwell_wire.v1.Axis\"U\n\x0b\x43oordinates\x12\x13\n\x0bglobal_rank\x18\x01 \x01(\r\x12\x0f\n\x07\x64p_rank\x18\x02 \x01(\r\x12\x0f\n\x07tp_rank\x18\x03 \x01(\r\x12\x0f\n\x07pp_rank\x18\x04 \x01(\r\"^\n\x0eRequestContext\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x0e\n\x06run_id\x18\x05 \x01(\t\"\x8c\x01\n\rParameterSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\x12\'\n\x05\x64type\x18\x03 \x01(\x0e\x32\x18.shardwell_wire.v1.Dtype\x12\x0f\n\x07\x61liases\x18\x04 \x03(\t\x12\x13\n\x0bwhole_shape\x18\x05 \x03(\x04\x12\x0f\n\x07offsets\x18\x06 \x03(\x04\"\xcc\x01\n\x08UnitSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x34\n\nparameters\x18\x02 \x03(\x0b\x32 .shardwell_wire.v1.ParameterSpec\x12/\n\tplacement\x18\x03 \x01(\x0e\x32\x1c.shardwell_wire.v1.Placement\x12)\n\x04kind\x18\x04 \x01(\x0e\x32\x1b.shardwell_wire.v1.UnitKind\x12\x0f\n\x07tp_rank\x18\x05 \x01(\r\x12\x0f\n\x07pp_rank\x18\x06 \x01(\r\"n\n\nShardRange\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0bstart_bytes\x18\x03 \x01(\x04\x12\x12\n\nstop_bytes\x18\x04 \x01(\x04\x12\x13\n\x0bincarnation\x18\x05 \x01(\t\"R\n\x05\x43hunk\x12\x14\n\x0coffset_bytes\x18\x01 \x01(\x04\x12\x15\n\x08\x63hecksum\x18\x02 \x01(\x06H\x00\x88\x01\x01\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\x42\x0b\n\t_checksum\"\xac\x01\n\x0eParameterGroup\x12O\n\x0fhyperparameters\x18\x01 \x03(\x0b\x32\x36.shardwell_wire.v1.ParameterGroup.HyperparametersEntry\x12\x11\n\talgorithm\x18\x02 \x01(\t\x1a\x36\n\x14HyperparametersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"7\n\nUnitGroups\x12\x12\n\nunit_index\x18\x01 \x01(\r\x12\x15\n\rgroup_indices\x18\x02 \x03(\x11\"\xea\x01\n\rOptimizerStep\x12\x11\n\talgorithm\x18\x01 \x01(\t\x12\x31\n\x06groups\x18\x02 \x03(\x0b\x32!.shardwell_wire.v1.ParameterGroup\x12,\n\x05units\x18\x03 \x03(\x0b\x32\x1d.shardwell_wire.v1.UnitGroups\x12\x17\n\x0fskip_non_finite\x18\x04 \x01(\x08\x12\x16\n\tema_decay\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x17\n\nclip_value\x18\x06 \x01(\x01H\x01\x88\x01\x01\x42\x0c\n\n_ema_decayB\r\n\x0b_clip_value\"3\n\tUnitParts\x12\x12\n\nunit_index\x18\x01 \x01(\r\x12\x12\n\npart_count\x18\x02 \x01(\r*\xfa\x01\n\x05\x44type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT32\x10\x01\x12\x11\n\rDTYPE_FLOAT64\x10\x02\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x03\x12\x11\n\rDTYPE_FLOAT16\x10\x04\x12\x0f\n\x0b\x44TYPE_INT64\x10\x05\x12\x0f\n\x0b\x44TYPE_INT32\x10\x06\x12\x0f\n\x0b\x44TYPE_INT16\x10\x07\x12\x0e\n\nDTYPE_INT8\x10\x08\x12\x0f\n\x0b\x44TYPE_UINT8\x10\t\x12\x0e\n\nDTYPE_BOOL\x10\n\x12\x13\n\x0f\x44TYPE_COMPLEX64\x10\x0b\x12\x14\n\x10\x44TYPE_COMPLEX128\x10\x0c*\xc5\x01\n\tWireDtype\x12\x1a\n\x16WIRE_DTYPE_UNSPECIFIED\x10\x00\x12\x17\n\x13WIRE_DTYPE_BFLOAT16\x10\x01\x12\x16\n\x12WIRE_DTYPE_FLOAT16\x10\x02\x12\x13\n\x0fWIRE_DTYPE_INT8\x10\x03\x12\x15\n\x11WIRE_DTYPE_FLOAT8\x10\x04\x12\x1e\n\x1aWIRE_DTYPE_TOP_K_1_PERCENT\x10\x05\x12\x1f\n\x1bWIRE_DTYPE_TOP_K_10_PERCENT\x10\x06*{\n\rTransportKind\x12\x1e\n\x1aTRANSPORT_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13TRANSPORT_KIND_GRPC\x10\x01\x12\x19\n\x15TRANSPORT_KIND_SOCKET\x10\x02\x12\x16\n\x12TRANSPORT_KIND_SHM\x10\x03*<\n\tPlacement\x12\x19\n\x15PLACEMENT_UNSPECIFIED\x10\x00\x12\x14\n\x10PLACEMENT_TENSOR\x10\x01*O\n\x04\x41xis\x12\x14\n\x10\x41XIS_UNSPECIFIED\x10\x00\x12\r\n\tAXIS_DATA\x10\x01\x12\x0f\n\x0b\x41XIS_TENSOR\x10\x02\x12\x11\n\rAXIS_PIPELINE\x10\x03*<\n\x08UnitKind\x12\x19\n\x15UNIT_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11UNIT_KIND_BUFFERS\x10\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eshardwell_wire/v1/common.proto\x12\x11shardwell_wire.v1\"S\n\x05World\x12\n\n\x02\x64p\x18\x01 \x01(\r\x12\n\n\x02tp\x18\x02 \x01(\r\x12\n\n\x02pp\x18\x03 \x01(\r\x12&\n\x05order\x18\x04 \x03(\x0e\x32\x17.shardwell_wire.v1.Axis\"U\n\x0b\x43oordinates\x12\x13\n\x0bglobal_rank\x18\x01 \x01(\r\x12\x0f\n\x07\x64p_rank\x18\x02 \x01(\r\x12\x0f\n\x07tp_rank\x18\x03 \x01(\r\x12\x0f\n\x07pp_rank\x18\x04 \x01(\r\"^\n\x0eRequestContext\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x0e\n\x06run_id\x18\x05 \x01(\t\"\x8c\x01\n\rParameterSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\x12\'\n\x05\x64type\x18\x03 \x01(\x0e\x32\x18.shardwell_wire.v1.Dtype\x12\x0f\n\x07\x61liases\x18\x04 \x03(\t\x12\x13\n\x0bwhole_shape\x18\x05 \x03(\x04\x12\x0f\n\x07offsets\x18\x06 \x03(\x04\"\xcd\x01\n\x08UnitSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x34\n\nparameters\x18\x02 \x03(\x0b\x32 .shardwell_wire.v1.ParameterSpec\x12/\n\tplacement\x18\x03 \x01(\x0e\x32\x1c.shardwell_wire.v1.Placement\x12)\n\x04kind\x18\x04 \x01(\x0e\x32\x1b.shardwell_wire.v1.UnitKind\x12\x0f\n\x07tp_rank\x18\x05 \x01(\r\x12\x10\n\x08pp_ranks\x18\x06 \x03(\r\"n\n\nShardRange\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0bstart_bytes\x18\x03 \x01(\x04\x12\x12\n\nstop_bytes\x18\x04 \x01(\x04\x12\x13\n\x0bincarnation\x18\x05 \x01(\t\"R\n\x05\x43hunk\x12\x14\n\x0coffset_bytes\x18\x01 \x01(\x04\x12\x15\n\x08\x63hecksum\x18\x02 \x01(\x06H\x00\x88\x01\x01\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\x42\x0b\n\t_checksum\"\xac\x01\n\x0eParameterGroup\x12O\n\x0fhyperparameters\x18\x01 \x03(\x0b\x32\x36.shardwell_wire.v1.ParameterGroup.HyperparametersEntry\x12\x11\n\talgorithm\x18\x02 \x01(\t\x1a\x36\n\x14HyperparametersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"7\n\nUnitGroups\x12\x12\n\nunit_index\x18\x01 \x01(\r\x12\x15\n\rgroup_indices\x18\x02 \x03(\x11\"\xea\x01\n\rOptimizerStep\x12\x11\n\talgorithm\x18\x01 \x01(\t\x12\x31\n\x06groups\x18\x02 \x03(\x0b\x32!.shardwell_wire.v1.ParameterGroup\x12,\n\x05units\x18\x03 \x03(\x0b\x32\x1d.shardwell_wire.v1.UnitGroups\x12\x17\n\x0fskip_non_finite\x18\x04 \x01(\x08\x12\x16\n\tema_decay\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x17\n\nclip_value\x18\x06 \x01(\x01H\x01\x88\x01\x01\x42\x0c\n\n_ema_decayB\r\n\x0b_clip_value\"D\n\tUnitParts\x12\x12\n\nunit_index\x18\x01 \x01(\r\x12\x12\n\npart_count\x18\x02 \x01(\r\x12\x0f\n\x07pp_rank\x18\x03 \x01(\r*\xfa\x01\n\x05\x44type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT32\x10\x01\x12\x11\n\rDTYPE_FLOAT64\x10\x02\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x03\x12\x11\n\rDTYPE_FLOAT16\x10\x04\x12\x0f\n\x0b\x44TYPE_INT64\x10\x05\x12\x0f\n\x0b\x44TYPE_INT32\x10\x06\x12\x0f\n\x0b\x44TYPE_INT16\x10\x07\x12\x0e\n\nDTYPE_INT8\x10\x08\x12\x0f\n\x0b\x44TYPE_UINT8\x10\t\x12\x0e\n\nDTYPE_BOOL\x10\n\x12\x13\n\x0f\x44TYPE_COMPLEX64\x10\x0b\x12\x14\n\x10\x44TYPE_COMPLEX128\x10\x0c*\xc5\x01\n\tWireDtype\x12\x1a\n\x16WIRE_DTYPE_UNSPECIFIED\x10\x00\x12\x17\n\x13WIRE_DTYPE_BFLOAT16\x10\x01\x12\x16\n\x12WIRE_DTYPE_FLOAT16\x10\x02\x12\x13\n\x0fWIRE_DTYPE_INT8\x10\x03\x12\x15\n\x11WIRE_DTYPE_FLOAT8\x10\x04\x12\x1e\n\x1aWIRE_DTYPE_TOP_K_1_PERCENT\x10\x05\x12\x1f\n\x1bWIRE_DTYPE_TOP_K_10_PERCENT\x10\x06*{\n\rTransportKind\x12\x1e\n\x1aTRANSPORT_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13TRANSPORT_KIND_GRPC\x10\x01\x12\x19\n\x15TRANSPORT_KIND_SOCKET\x10\x02\x12\x16\n\x12TRANSPORT_KIND_SHM\x10\x03*<\n\tPlacement\x12\x19\n\x15PLACEMENT_UNSPECIFIED\x10\x00\x12\x14\n\x10PLACEMENT_TENSOR\x10\x01*O\n\x04\x41xis\x12\x14\n\x10\x41XIS_UNSPECIFIED\x10\x00\x12\r\n\tAXIS_DATA\x10\x01\x12\x0f\n\x0b\x41XIS_TENSOR\x10\x02\x12\x11\n\rAXIS_PIPELINE\x10\x03*<\n\x08UnitKind\x12\x19\n\x15UNIT_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11UNIT_KIND_BUFFERS\x10\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -23,18 +23,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PARAMETERGROUP_HYPERPARAMETERSENTRY']._loaded_options = None
   _globals['_PARAMETERGROUP_HYPERPARAMETERSENTRY']._serialized_options = b'8\001'
-  _globals['_DTYPE']._serialized_start=1390
-  _globals['_DTYPE']._serialized_end=1640
-  _globals['_WIREDTYPE']._serialized_start=1643
-  _globals['_WIREDTYPE']._serialized_end=1840
-  _globals['_TRANSPORTKIND']._serialized_start=1842
-  _globals['_TRANSPORTKIND']._serialized_end=1965
-  _globals['_PLACEMENT']._serialized_start=1967
-  _globals['_PLACEMENT']._serialized_end=2027
-  _globals['_AXIS']._serialized_start=2029
-  _globals['_AXIS']._serialized_end=2108
-  _globals['_UNITKIND']._serialized_start=2110
-  _globals['_UNITKIND']._serialized_end=2170
+  _globals['_DTYPE']._serialized_start=1408
+  _globals['_DTYPE']._serialized_end=1658
+  _globals['_WIREDTYPE']._serialized_start=1661
+  _globals['_WIREDTYPE']._serialized_end=1858
+  _globals['_TRANSPORTKIND']._serialized_start=1860
+  _globals['_TRANSPORTKIND']._serialized_end=1983
+  _globals['_PLACEMENT']._serialized_start=1985
+  _globals['_PLACEMENT']._serialized_end=2045
+  _globals['_AXIS']._serialized_start=2047
+  _globals['_AXIS']._serialized_end=2126
+  _globals['_UNITKIND']._serialized_start=2128
+  _globals['_UNITKIND']._serialized_end=2188
   _globals['_WORLD']._serialized_start=53
   _globals['_WORLD']._serialized_end=136
   _globals['_COORDINATES']._serialized_start=138
@@ -44,19 +44,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PARAMETERSPEC']._serialized_start=322
   _globals['_PARAMETERSPEC']._serialized_end=462
   _globals['_UNITSPEC']._serialized_start=465
-  _globals['_UNITSPEC']._serialized_end=669
-  _globals['_SHARDRANGE']._serialized_start=671
-  _globals['_SHARDRANGE']._serialized_end=781
-  _globals['_CHUNK']._serialized_start=783
-  _globals['_CHUNK']._serialized_end=865
-  _globals['_PARAMETERGROUP']._serialized_start=868
-  _globals['_PARAMETERGROUP']._serialized_end=1040
-  _globals['_PARAMETERGROUP_HYPERPARAMETERSENTRY']._serialized_start=986
-  _globals['_PARAMETERGROUP_HYPERPARAMETERSENTRY']._serialized_end=1040
-  _globals['_UNITGROUPS']._serialized_start=1042
-  _globals['_UNITGROUPS']._serialized_end=1097
-  _globals['_OPTIMIZERSTEP']._serialized_start=1100
-  _globals['_OPTIMIZERSTEP']._serialized_end=1334
-  _globals['_UNITPARTS']._serialized_start=1336
-  _globals['_UNITPARTS']._serialized_end=1387
+  _globals['_UNITSPEC']._serialized_end=670
+  _globals['_SHARDRANGE']._serialized_start=672
+  _globals['_SHARDRANGE']._serialized_end=782
+  _globals['_CHUNK']._serialized_start=784
+  _globals['_CHUNK']._serialized_end=866
+  _globals['_PARAMETERGROUP']._serialized_start=869
+  _globals['_PARAMETERGROUP']._serialized_end=1041
+  _globals['_PARAMETERGROUP_HYPERPARAMETERSENTRY']._serialized_start=987
+  _globals['_PARAMETERGROUP_HYPERPARAMETERSENTRY']._serialized_end=1041
+  _globals['_UNITGROUPS']._serialized_start=1043
+  _globals['_UNITGROUPS']._serialized_end=1098
+  _globals['_OPTIMIZERSTEP']._serialized_start=1101
+  _globals['_OPTIMIZERSTEP']._serialized_end=1335
+  _globals['_UNITPARTS']._serialized_start=1337
+  _globals['_UNITPARTS']._serialized_end=1405
 # @@protoc_insertion_point(module_scope)

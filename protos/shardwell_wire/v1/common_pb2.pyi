@@ -402,7 +402,7 @@ class UnitSpec(google.protobuf.message.Message):
     PLACEMENT_FIELD_NUMBER: builtins.int
     KIND_FIELD_NUMBER: builtins.int
     TP_RANK_FIELD_NUMBER: builtins.int
-    PP_RANK_FIELD_NUMBER: builtins.int
+    PP_RANKS_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Qualified name of the module, unique in the run. With parts: followed by "@tp" and the tensor-parallel rank."""
     placement: global___Placement.ValueType
@@ -413,11 +413,15 @@ class UnitSpec(google.protobuf.message.Message):
     """Tensor-parallel rank whose trainers push the unit. A unit without parts is declared by the trainers of all
     tensor-parallel ranks and pushed by those of rank 0.
     """
-    pp_rank: builtins.int
-    """Pipeline rank of the trainers that declare the unit."""
     @property
     def parameters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ParameterSpec]:
         """In layout order."""
+
+    @property
+    def pp_ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Pipeline ranks of the trainers that declare and push the unit, rising. Several for a parameter that stages share, such
+        as an embedding that is tied to the head. Empty: rank 0.
+        """
 
     def __init__(
         self,
@@ -427,9 +431,9 @@ class UnitSpec(google.protobuf.message.Message):
         placement: global___Placement.ValueType = ...,
         kind: global___UnitKind.ValueType = ...,
         tp_rank: builtins.int = ...,
-        pp_rank: builtins.int = ...,
+        pp_ranks: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["kind", b"kind", "name", b"name", "parameters", b"parameters", "placement", b"placement", "pp_rank", b"pp_rank", "tp_rank", b"tp_rank"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["kind", b"kind", "name", b"name", "parameters", b"parameters", "placement", b"placement", "pp_ranks", b"pp_ranks", "tp_rank", b"tp_rank"]) -> None: ...
 
 global___UnitSpec = UnitSpec
 
@@ -619,22 +623,28 @@ global___OptimizerStep = OptimizerStep
 
 @typing.final
 class UnitParts(google.protobuf.message.Message):
-    """Number of gradient parts that one logical rank pushed for a unit."""
+    """Number of gradient parts that one logical rank pushed for a unit. In a RankManifest, a unit of several pipeline ranks
+    has an entry for each of them.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     UNIT_INDEX_FIELD_NUMBER: builtins.int
     PART_COUNT_FIELD_NUMBER: builtins.int
+    PP_RANK_FIELD_NUMBER: builtins.int
     unit_index: builtins.int
     """Index of the unit in the run."""
     part_count: builtins.int
     """Pushes of the unit by this work item. Units that are not listed have none."""
+    pp_rank: builtins.int
+    """Pipeline rank that pushed the parts. Set in RankManifest only."""
     def __init__(
         self,
         *,
         unit_index: builtins.int = ...,
         part_count: builtins.int = ...,
+        pp_rank: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["part_count", b"part_count", "unit_index", b"unit_index"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["part_count", b"part_count", "pp_rank", b"pp_rank", "unit_index", b"unit_index"]) -> None: ...
 
 global___UnitParts = UnitParts

@@ -3106,7 +3106,7 @@ class UnitSummary(google.protobuf.message.Message):
     SHARDS_FIELD_NUMBER: builtins.int
     PUBLISHED_FIELD_NUMBER: builtins.int
     BACKUPS_FIELD_NUMBER: builtins.int
-    PP_RANK_FIELD_NUMBER: builtins.int
+    PP_RANKS_FIELD_NUMBER: builtins.int
     TP_RANK_FIELD_NUMBER: builtins.int
     unit_index: builtins.int
     """Index of the unit in the run."""
@@ -3120,8 +3120,6 @@ class UnitSummary(google.protobuf.message.Message):
     """Size of the flat vector."""
     published: builtins.bool
     """Whether version 0 has been published."""
-    pp_rank: builtins.int
-    """Pipeline rank of the trainers that hold the unit."""
     tp_rank: builtins.int
     """Tensor-parallel rank of the trainers that hold the unit, if it has parts of parameters. Unset: all ranks hold it."""
     @property
@@ -3131,6 +3129,10 @@ class UnitSummary(google.protobuf.message.Message):
     @property
     def backups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___BackupSummary]:
         """The backups, in the order of their ranges."""
+
+    @property
+    def pp_ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Pipeline ranks of the trainers that hold the unit, rising."""
 
     def __init__(
         self,
@@ -3143,11 +3145,11 @@ class UnitSummary(google.protobuf.message.Message):
         shards: collections.abc.Iterable[shardwell_wire.v1.common_pb2.ShardRange] | None = ...,
         published: builtins.bool = ...,
         backups: collections.abc.Iterable[global___BackupSummary] | None = ...,
-        pp_rank: builtins.int = ...,
+        pp_ranks: collections.abc.Iterable[builtins.int] | None = ...,
         tp_rank: builtins.int | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_tp_rank", b"_tp_rank", "tp_rank", b"tp_rank"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_tp_rank", b"_tp_rank", "backups", b"backups", "element_count", b"element_count", "parameter_count", b"parameter_count", "pp_rank", b"pp_rank", "published", b"published", "shards", b"shards", "size_bytes", b"size_bytes", "tp_rank", b"tp_rank", "unit", b"unit", "unit_index", b"unit_index"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_tp_rank", b"_tp_rank", "backups", b"backups", "element_count", b"element_count", "parameter_count", b"parameter_count", "pp_ranks", b"pp_ranks", "published", b"published", "shards", b"shards", "size_bytes", b"size_bytes", "tp_rank", b"tp_rank", "unit", b"unit", "unit_index", b"unit_index"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_tp_rank", b"_tp_rank"]) -> typing.Literal["tp_rank"] | None: ...
 
 global___UnitSummary = UnitSummary

@@ -556,6 +556,7 @@ class ReduceScatterHeader(google.protobuf.message.Message):
     DROPPED_INDICES_FIELD_NUMBER: builtins.int
     COPY_FIELD_NUMBER: builtins.int
     SUMMED_FIELD_NUMBER: builtins.int
+    PP_RANK_FIELD_NUMBER: builtins.int
     unit: builtins.str
     """Name of the unit."""
     dp_rank: builtins.int
@@ -575,6 +576,10 @@ class ReduceScatterHeader(google.protobuf.message.Message):
     copy: builtins.bool
     """WorkItem.copy. The server keeps the contribution of a copy apart until PrepareStep names the attempt that counts.
     RESOURCE_EXHAUSTED: there is no memory beyond the reservation. The copy must then be given up.
+    """
+    pp_rank: builtins.int
+    """Pipeline rank of the trainer, one of UnitSpec.pp_ranks if these are several. The parts of each pipeline rank are
+    numbered by themselves.
     """
     @property
     def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
@@ -613,9 +618,10 @@ class ReduceScatterHeader(google.protobuf.message.Message):
         dropped_indices: collections.abc.Iterable[builtins.int] | None = ...,
         copy: builtins.bool = ...,
         summed: collections.abc.Iterable[global___SummedRank] | None = ...,
+        pp_rank: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "context", b"context", "copy", b"copy", "dp_rank", b"dp_rank", "dropped_indices", b"dropped_indices", "parameter_indices", b"parameter_indices", "part", b"part", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "summed", b"summed", "unit", b"unit", "wire_dtype", b"wire_dtype"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "context", b"context", "copy", b"copy", "dp_rank", b"dp_rank", "dropped_indices", b"dropped_indices", "parameter_indices", b"parameter_indices", "part", b"part", "pp_rank", b"pp_rank", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "summed", b"summed", "unit", b"unit", "wire_dtype", b"wire_dtype"]) -> None: ...
 
 global___ReduceScatterHeader = ReduceScatterHeader
 
@@ -2120,7 +2126,7 @@ class PartContent(google.protobuf.message.Message):
     STEP_COUNT_FIELD_NUMBER: builtins.int
     STATE_FIELD_NUMBER: builtins.int
     HAS_AVERAGE_FIELD_NUMBER: builtins.int
-    KEPT_DP_RANKS_FIELD_NUMBER: builtins.int
+    KEPT_CONTRIBUTORS_FIELD_NUMBER: builtins.int
     algorithm: builtins.str
     """Optimizer of the last update. Empty: none."""
     step_count: builtins.int
@@ -2132,8 +2138,10 @@ class PartContent(google.protobuf.message.Message):
         """The tensors that exist, in the order of the stream."""
 
     @property
-    def kept_dp_ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Data ranks with a gradient that is kept for another optimizer's step, ascending."""
+    def kept_contributors(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Numbers of the contributors with a gradient that is kept for another optimizer's step, ascending: see
+        ReplicatedContribution.
+        """
 
     def __init__(
         self,
@@ -2142,9 +2150,9 @@ class PartContent(google.protobuf.message.Message):
         step_count: builtins.int = ...,
         state: collections.abc.Iterable[global___StateTensor] | None = ...,
         has_average: builtins.bool = ...,
-        kept_dp_ranks: collections.abc.Iterable[builtins.int] | None = ...,
+        kept_contributors: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["algorithm", b"algorithm", "has_average", b"has_average", "kept_dp_ranks", b"kept_dp_ranks", "state", b"state", "step_count", b"step_count"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["algorithm", b"algorithm", "has_average", b"has_average", "kept_contributors", b"kept_contributors", "state", b"state", "step_count", b"step_count"]) -> None: ...
 
 global___PartContent = PartContent
 
@@ -2289,14 +2297,16 @@ global___ReceiveShardStateResponse = ReceiveShardStateResponse
 
 @typing.final
 class ReplicatedContribution(google.protobuf.message.Message):
-    """Gradient of one rank."""
+    """Gradient of one contributor."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    DP_RANK_FIELD_NUMBER: builtins.int
+    CONTRIBUTOR_FIELD_NUMBER: builtins.int
     PARAMETER_INDICES_FIELD_NUMBER: builtins.int
-    dp_rank: builtins.int
-    """Data rank."""
+    contributor: builtins.int
+    """Number of the contributor: the data rank, times the number of UnitSpec.pp_ranks, plus the position of the pipeline
+    rank among them.
+    """
     @property
     def parameter_indices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Parameters whose gradient is sent, as ascending layout indices."""
@@ -2304,10 +2314,10 @@ class ReplicatedContribution(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        dp_rank: builtins.int = ...,
+        contributor: builtins.int = ...,
         parameter_indices: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["dp_rank", b"dp_rank", "parameter_indices", b"parameter_indices"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["contributor", b"contributor", "parameter_indices", b"parameter_indices"]) -> None: ...
 
 global___ReplicatedContribution = ReplicatedContribution
 
@@ -2889,11 +2899,11 @@ class ShardContributions(google.protobuf.message.Message):
     """Memory of the contributions."""
     @property
     def present_dp_ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Logical data ranks with at least one part."""
+        """Logical data ranks with at least one part. If several pipeline ranks hold the unit: with a part of each of them."""
 
     @property
     def missing_dp_ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Logical data ranks without any part."""
+        """All other logical data ranks."""
 
     def __init__(
         self,

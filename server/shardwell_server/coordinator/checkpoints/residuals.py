@@ -17,7 +17,7 @@ from shardwell_server.coordinator.runs.residuals import ResidualReport
 from shardwell_server.coordinator.runs.run import Run
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.waiting import poll
-from shardwell_wire.checkpoints.format import RESIDUAL
+from shardwell_wire.checkpoints.format import residual_state
 from shardwell_wire.checkpoints.manifest import FileRecord, Manifest
 from shardwell_wire.checkpoints.opening import open_storage
 from shardwell_wire.checkpoints.reading import read_index
@@ -81,7 +81,8 @@ def usable_files(
                 problem = str(error)
             else:
                 own = {placed.piece.name for placed in index.pieces}
-                expected = {f"{RESIDUAL}{rank}" for rank in report.dp_ranks}
+                stages = (None, *range(replica_size))
+                expected = {residual_state(rank, stage) for rank in report.dp_ranks for stage in stages}
                 if index.parts or own & names or not {placed.piece.state for placed in index.pieces} <= expected:
                     problem = "its file has other tensors than the residuals of its ranks"
                 else:

@@ -187,8 +187,8 @@ def _manifest(run: Run, step: Step, server_id: str) -> list[shard_pb2.RankManife
             dp_rank=item.dp_rank,
             attempt=item.attempt,
             units=[
-                common_pb2.UnitParts(unit_index=unit, part_count=count)
-                for unit, count in sorted(item.parts.items())
+                common_pb2.UnitParts(unit_index=unit, part_count=count, pp_rank=pp_rank)
+                for (unit, pp_rank), count in sorted(item.parts(run.settings.world).items())
                 if unit in owned
             ],
         )

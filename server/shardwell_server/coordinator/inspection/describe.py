@@ -228,7 +228,7 @@ def list_units(run: Run, cluster: Cluster) -> coordinator_pb2.ListUnitsResponse:
             coordinator_pb2.UnitSummary(
                 unit_index=unit.index,
                 unit=unit.layout.unit,
-                pp_rank=unit.layout.pp_rank,
+                pp_ranks=unit.layout.pp_ranks,
                 tp_rank=unit.layout.tp_rank if unit.layout.holds_parts else None,
                 parameter_count=len(unit.layout.parameters),
                 element_count=sum(parameter.numel for parameter in unit.layout.parameters),

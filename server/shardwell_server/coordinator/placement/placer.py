@@ -322,9 +322,9 @@ def _check_new(run: Run, layout: UnitLayout) -> None:
             "every unit before the first step, under the same name in every trainer",
             unit=layout.unit,
         )
-    if layout.tp_rank >= run.settings.world.tp or layout.pp_rank >= run.settings.world.pp:
+    if layout.tp_rank >= run.settings.world.tp or layout.pp_ranks[-1] >= run.settings.world.pp:
         raise InvalidRequestError(
-            f"unit {layout.unit!r} has tp_rank={layout.tp_rank} and pp_rank={layout.pp_rank}, which "
+            f"unit {layout.unit!r} has tp_rank={layout.tp_rank} and pp_rank={layout.pp_ranks[-1]}, which "
             f"{run.settings.world} does not have",
             unit=layout.unit,
         )

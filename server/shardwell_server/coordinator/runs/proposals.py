@@ -289,6 +289,6 @@ def _first_group_difference(
     return None
 
 
-def _place(layout: UnitLayout) -> tuple[int | None, int]:
-    """Returns which trainers hold a unit: tp rank, or None for all of them, and pp rank."""
-    return layout.tp_rank if layout.holds_parts else None, layout.pp_rank
+def _place(layout: UnitLayout) -> tuple[int | None, tuple[int, ...]]:
+    """Returns which trainers hold a unit: tp rank, or None for all of them, and pp ranks."""
+    return layout.tp_rank if layout.holds_parts else None, layout.pp_ranks

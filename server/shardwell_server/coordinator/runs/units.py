@@ -277,6 +277,10 @@ def tensor_noun(layout: UnitLayout) -> str:
     return "buffer" if layout.holds_buffers else "parameter"
 
 
+def _stages(layout: UnitLayout) -> str:
+    return f"stage{'s' if len(layout.pp_ranks) > 1 else ''} {', '.join(map(str, layout.pp_ranks))}"
+
+
 def require_same_layout(declared: UnitLayout, layout: UnitLayout) -> None:
     """Raises UnitMismatchError, naming the first difference, if two declarations of a unit differ."""
     unit = layout.unit
@@ -295,14 +299,14 @@ def require_same_layout(declared: UnitLayout, layout: UnitLayout) -> None:
             expected=declared.kind,
             actual=layout.kind,
         )
-    if declared.pp_rank != layout.pp_rank:
+    if declared.pp_ranks != layout.pp_ranks:
         raise UnitMismatchError(
-            f"unit {unit!r} was declared by pipeline stage {declared.pp_rank}, now by stage {layout.pp_rank}: names of "
-            "units are unique over all stages. Wrap with auto_wrap, which uses the names in the model, or pass "
+            f"unit {unit!r} was declared by pipeline {_stages(declared)}, now by {_stages(layout)}: names of units are "
+            "unique over all stages. Wrap with auto_wrap, which uses the names in the model, or pass "
             "fully_shard(..., name=)",
             unit=unit,
-            expected=declared.pp_rank,
-            actual=layout.pp_rank,
+            expected=_stages(declared),
+            actual=_stages(layout),
         )
     if declared.tp_rank != layout.tp_rank:
         raise UnitMismatchError(

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from shardwell_wire.topology import World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
 
@@ -125,13 +126,14 @@ class WorkItem:
         if (member := self.member_of(trainer)) is not None:
             self.lost_rank, self.lost_trainer = member.global_rank, trainer
 
-    @property
-    def parts(self) -> dict[int, int]:
-        """Number of pushed parts by unit index, of all members. A unit that several members push counts once."""
-        found: dict[int, int] = {}
+    def parts(self, world: World) -> dict[tuple[int, int], int]:
+        """Returns the number of pushed parts by unit index and pipeline rank, of all members."""
+        found: dict[tuple[int, int], int] = {}
         for member in self.members.values():
+            pp_rank = world.coordinates(member.global_rank).pp_rank
             for unit, count in member.parts.items():
-                found[unit] = max(count, found.get(unit, 0))
+                key = unit, pp_rank
+                found[key] = max(count, found.get(key, 0))
         return found
 
     @property

@@ -70,7 +70,7 @@ def reduce_shard(
     Args:
         terms: Gradients of each segment by ascending data rank. Empty: the segment has no gradient.
         order: The run's order of additions.
-        outs: Receive the results. None if there is one data rank.
+        outs: Receive the results. None if no segment has more than one gradient, and there is one data rank.
         first_bytes: First byte of each segment in the flat vector.
         buffer: Memory that contains ``outs``.
     """

@@ -35,14 +35,15 @@ def default_budget_bytes(servers_on_host: int = 1) -> int:
     return int(usable_memory_bytes() * DEFAULT_SHARE) // servers_on_host
 
 
-def shard_need_bytes(shard_bytes: int, dp: int, *, holds_buffers: bool = False) -> int:
+def shard_need_bytes(shard_bytes: int, max_contributions: int, *, holds_buffers: bool = False) -> int:
     """Returns the memory that a shard needs for parameters, optimizer state, contributions and their mean.
 
     A shard of buffers needs memory for its values and for those that data rank 0 pushed for the next version.
     """
     if holds_buffers:
         return 2 * shard_bytes
-    return shard_bytes * (1 + _OPTIMIZER_STATES + dp + (1 if dp > 1 else 0))
+    mean = 1 if max_contributions > 1 else 0
+    return shard_bytes * (1 + _OPTIMIZER_STATES + max_contributions + mean)
 
 
 @dataclass(slots=True)
@@ -178,20 +179,20 @@ class Memory:
 
     # ---- reservations ----
 
-    def reserve(self, key: ShardKey, shard_bytes: int, dp: int, *, holds_buffers: bool = False) -> None:
+    def reserve(self, key: ShardKey, shard_bytes: int, max_contributions: int, *, holds_buffers: bool = False) -> None:
         """Reserves memory for a shard.
 
         Args:
             key: The shard: run, unit and first byte.
             shard_bytes: Size of the shard.
-            dp: Number of logical data ranks.
+            max_contributions: Number of contributions to one step.
             holds_buffers: True for a shard of buffers.
 
         Raises:
             CapacityError: The shard does not fit; nothing changed.
         """
         run, unit, _ = key
-        need = shard_need_bytes(shard_bytes, dp, holds_buffers=holds_buffers)
+        need = shard_need_bytes(shard_bytes, max_contributions, holds_buffers=holds_buffers)
         # If this is the largest shard, the unreserved memory must grow to the size of the shard.
         set_aside = max(self._largest_bytes(), self.unreserved.used_bytes)
         total = need + max(0, shard_bytes - set_aside)
@@ -200,7 +201,7 @@ class Memory:
                 (f"{shard_bytes} of buffers, and as many for their next values", "use smaller buffers")
                 if holds_buffers
                 else (
-                    f"{shard_bytes} of parameters, with optimizer state and the gradients of {dp} ranks",
+                    f"{shard_bytes} of parameters, with optimizer state and {max_contributions} gradients",
                     "use fewer data ranks",
                 )
             )

@@ -96,14 +96,19 @@ def describe_step(run: HostedRun) -> shard_pb2.DescribeStepResponse:
         shards=[
             shard_pb2.ShardContributions(
                 unit=shard.unit,
-                present_dp_ranks=sorted(shard.contributions.by_rank),
-                missing_dp_ranks=[rank for rank in range(shard.dp) if rank not in shard.contributions.by_rank],
+                present_dp_ranks=[rank for rank in range(shard.dp) if _has_pushed(shard, rank)],
+                missing_dp_ranks=[rank for rank in range(shard.dp) if not _has_pushed(shard, rank)],
                 bytes=shard.contributions.size_bytes,
             )
             for shard in run.shards.values()
             if shard.role is Role.PRIMARY
         ],
     )
+
+
+def _has_pushed(shard: UnitShard, dp_rank: int) -> bool:
+    """True if all pipeline stages of a data rank that hold the unit have pushed a gradient."""
+    return all(contributor in shard.contributions.by_rank for contributor in shard.spec.contributors_of(dp_rank))
 
 
 async def peek(store: ShardStore, request: shard_pb2.PeekRequest) -> shard_pb2.PeekResponse:

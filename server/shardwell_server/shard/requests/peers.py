@@ -82,7 +82,7 @@ def write_content(state: ShardState, header: shard_pb2.ReceiveShardStateHeader) 
                 for name, tensor in sorted(part.state.items())
             ],
             has_average=part.average is not None,
-            kept_dp_ranks=sorted(part.kept),
+            kept_contributors=sorted(part.kept),
         )
     header.averages_begun = state.averages_begun
     for partition in sorted(state.partitions, key=lambda partition: partition.dp_rank):
@@ -119,7 +119,7 @@ def read_content(shard: UnitShard, header: shard_pb2.ReceiveShardStateHeader) ->
                 step_count=content.step_count,
                 state={tensor.name: _meta(tensor) for tensor in content.state},
                 average=values if content.has_average else None,
-                kept=dict.fromkeys(content.kept_dp_ranks, values),
+                kept=dict.fromkeys(content.kept_contributors, values),
             )
         )
     state = ShardState(

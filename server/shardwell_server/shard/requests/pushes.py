@@ -35,6 +35,9 @@ class Push:
         run: Run that the push belongs to.
         shard: Shard that the push belongs to.
         header: The push's header.
+
+    Raises:
+        InvalidRequestError: Trainers of the pipeline rank do not hold the unit.
     """
 
     def __init__(
@@ -45,7 +48,9 @@ class Push:
         self._dp_rank, self._attempt, self._part = header.dp_rank, header.attempt, header.part
         self._epochs = {each.dp_rank: each.epoch for each in header.summed} or {self._dp_rank: self._epoch}
         """Epochs of the ranks whose gradients the push contains, by rank."""
-        self._what = f"gradient of {shard.what}, rank {self._dp_rank}, attempt {self._attempt}, part {self._part}"
+        self._contributor = self._contributor_of(self._dp_rank)
+        who = shard.spec.name_of(self._contributor)
+        self._what = f"gradient of {shard.what}, {who}, attempt {self._attempt}, part {self._part}"
 
     async def receive(self, incoming: IncomingStream, wait_s: float) -> bool:
         """Receives the gradient from a stream; returns True if the part had been accepted before.
@@ -80,7 +85,7 @@ class Push:
                 checksum = await self._receive(incoming, received)
                 return await self._accept_exclusively(received, checksum)
 
-        return await self._shard.streams.replace(self._dp_rank, (self._epoch, self._attempt), self._what, receive)
+        return await self._shard.streams.replace(self._contributor, (self._epoch, self._attempt), self._what, receive)
 
     async def adopt(self, source: AdoptableMemory, wait_s: float) -> bool:
         """Makes memory that a trainer wrote a contribution without a copy; returns as ``receive`` does.
@@ -178,17 +183,23 @@ class Push:
                 f"gradient of step {step} of {shard.what} is too early: the unit is at version {shard.version}"
             )
         for rank in self._epochs:
-            oldest = max(self._run.fences.attempt(rank, step), self._contributions.attempt(rank))
+            oldest = max(self._run.fences.attempt(rank, step), self._contributions.attempt(self._contributor_of(rank)))
             if self._attempt < oldest:
                 raise StaleEpochError(f"{self._what}: rank {rank} has begun attempt {oldest}")
+
+    def _contributor_of(self, dp_rank: int) -> int:
+        return self._shard.layout.contributor(dp_rank, self._header.pp_rank)
 
     @property
     def _contributions(self) -> Contributions:
         """The contributions that the push belongs to."""
-        return self._shard.contributions_of(self._dp_rank, self._attempt, copy=self._header.copy)
+        return self._shard.contributions_of(self._contributor, self._attempt, copy=self._header.copy)
 
     def _is_duplicate(self) -> bool:
-        counts = [self._contributions.part_count(rank, at, self._attempt) for rank, at in self._epochs.items()]
+        counts = [
+            self._contributions.part_count(self._contributor_of(rank), epoch, self._attempt)
+            for rank, epoch in self._epochs.items()
+        ]
         accepted = min(counts)
         self._check_same_sum(accepted, max(counts))
         if self._part < accepted:
@@ -208,7 +219,7 @@ class Push:
             least: Smallest number of accepted parts of a rank in the push.
             most: Largest number.
         """
-        former = self._contributions.by_rank.get(self._dp_rank)
+        former = self._contributions.by_rank.get(self._contributor)
         ranks = {each.dp_rank for each in self._header.summed}
         if most and (least != most or former is None or former.summed.keys() != ranks):
             raise StepStateError(
@@ -237,7 +248,7 @@ class Push:
         return False
 
     def _count_duplicate(self, checksum: int | None) -> None:
-        contribution = self._contributions.by_rank.get(self._dp_rank)
+        contribution = self._contributions.by_rank.get(self._contributor)
         self._run.count_duplicate(differs=contribution is not None and contribution.part_differs(self._part, checksum))
 
     # ---- the stream ----

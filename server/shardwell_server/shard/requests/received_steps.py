@@ -136,6 +136,13 @@ def _read_file(path: str, size_bytes: int, starts: Sequence[int], memory: Sequen
         raise NotFoundError(f"cannot read {path!r}, a file of the primary's server: {error}") from error
 
 
+def _check_contributor(shard: UnitShard, contributor: int) -> None:
+    if contributor >= shard.max_contributions:
+        raise InvalidRequestError(
+            f"contributor is {contributor}, but {shard.what} has {shard.max_contributions} contributors"
+        )
+
+
 async def _receive_contributions(
     store: ShardStore,
     run: HostedRun,
@@ -148,7 +155,7 @@ async def _receive_contributions(
     memory: list[memoryview] = []
     with ExitStack() as undo:
         for sent in header.contributions:
-            shard.check_rank(sent.dp_rank)
+            _check_contributor(shard, sent.contributor)
             numbers = _numbers(shard, sent.parameter_indices, what)
             grant = store.memory.grant(shard.size_bytes, shard.contribution_quota, what)
             incoming_buffer = IncomingBuffer(grant.acquire_buffer(shard.size_bytes), grant)
@@ -156,13 +163,13 @@ async def _receive_contributions(
             buffer, release = incoming_buffer.buffer, incoming_buffer.release
             views = shard.views(buffer)
             contribution = Contribution(_REPLICATED_EPOCH, 0, buffer, views, release, set(numbers))
-            received.append((sent.dp_rank, contribution))
+            received.append((sent.contributor, contribution))
             memory += [tensor_memory(views[number]) for number in numbers]
         await incoming.into(memory, what)
         replica = _accept(run, shard, header)
         shard.contributions.clear()
-        for rank, contribution in received:
-            shard.contributions.add(rank, contribution)
+        for contributor, contribution in received:
+            shard.contributions.add(contributor, contribution)
         replica.contents.add(_CONTRIBUTIONS)
         undo.pop_all()
 

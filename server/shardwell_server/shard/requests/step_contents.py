@@ -66,10 +66,10 @@ def _write_contributions(
 ) -> list[Buffer]:
     pieces: list[Buffer] = []
     numbers = _replicated_numbers(shard, optimizer)
-    for rank, contribution in sorted(shard.contributions.by_rank.items()):
+    for contributor, contribution in sorted(shard.contributions.by_rank.items()):
         own = sorted(numbers & contribution.present)
         header.contributions.add(
-            dp_rank=rank, parameter_indices=[shard.segments[number].parameter_index for number in own]
+            contributor=contributor, parameter_indices=[shard.segments[number].parameter_index for number in own]
         )
         pieces += [tensor_memory(contribution.views[number]) for number in own]
     return pieces

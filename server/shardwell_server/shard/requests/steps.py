@@ -41,7 +41,9 @@ def fence(run: HostedRun, request: shard_pb2.FenceRequest) -> None:
         for fenced in request.ranks:
             rank = fenced.dp_rank
             oldest = (run.fences.epoch(rank), run.fences.attempt(rank, step))
-            shard.streams.end(rank, oldest, StaleEpochError(f"{shard.what}, rank {rank}: the lease or attempt is over"))
+            over = StaleEpochError(f"{shard.what}, rank {rank}: the lease or attempt is over")
+            for contributor in shard.spec.contributors_of(rank):
+                shard.streams.end(contributor, oldest, over)
     # The reduced gradient may contain a contribution that was dropped.
     if risen and run.is_prepared(step):
         run.clear_prepared()
@@ -255,7 +257,7 @@ def _check_complete(run: HostedRun, request: shard_pb2.PrepareStepRequest) -> No
             raise InvalidRequestError(f"dp is {request.dp}, but {shard.what} was reserved with {shard.dp} data ranks")
         found.add(shard.index)
         shard.choose({rank.dp_rank: rank.attempt for rank in request.ranks})
-        differences = shard.contributions.differences(expected.get(shard.index, {}))
+        differences = shard.contributions.differences(expected.get(shard.index, {}), shard.spec.name_of)
         lines += [f"unit {shard.unit!r}: {line}" for line in differences]
     lines += [f"unit {index}: this server has no shard of the unit" for index in expected if index not in found]
     if lines:
@@ -264,22 +266,24 @@ def _check_complete(run: HostedRun, request: shard_pb2.PrepareStepRequest) -> No
 
 
 def _expected(run: HostedRun, request: shard_pb2.PrepareStepRequest) -> dict[int, dict[int, tuple[int, int]]]:
-    """Returns ``(attempt, part_count)`` by unit index and rank. Omits units and ranks without a part."""
+    """Returns ``(attempt, part_count)`` by unit index and contributor. Omits units and contributors without a part."""
     named = {manifest.dp_rank for manifest in request.ranks}
     if len(named) != request.dp or max(named, default=0) >= request.dp:
         raise InvalidRequestError(
             f"step {request.context.step} of run {run.name!r}: expected one manifest from each of {request.dp} data "
             f"ranks, got manifests of ranks {sorted(named)[:10]}"
         )
+    layouts = {shard.index: shard.layout for shard in run.published}
     expected: dict[int, dict[int, tuple[int, int]]] = {}
     for manifest in request.ranks:
         for unit in manifest.units:
-            ranks = expected.setdefault(unit.unit_index, {})
-            if manifest.dp_rank in ranks:
+            found, layout = expected.setdefault(unit.unit_index, {}), layouts.get(unit.unit_index)
+            contributor = manifest.dp_rank if layout is None else layout.contributor(manifest.dp_rank, unit.pp_rank)
+            if contributor in found:
                 raise InvalidRequestError(f"the manifests name unit {unit.unit_index}, rank {manifest.dp_rank}, twice")
             if unit.part_count:
-                ranks[manifest.dp_rank] = (manifest.attempt, unit.part_count)
-    return {index: ranks for index, ranks in expected.items() if ranks}
+                found[contributor] = (manifest.attempt, unit.part_count)
+    return {index: found for index, found in expected.items() if found}
 
 
 def _manifest(request: shard_pb2.PrepareStepRequest) -> bytes:

@@ -28,7 +28,7 @@ class ContributionMemory(Protocol):
 
 @dataclass
 class Contribution:
-    """The gradient that one dp rank pushed to one shard in the step in flight, or the sum of several ranks."""
+    """The gradient that a dp rank, or one of its stages, pushed in the step in flight, or the sum of several ranks."""
 
     epoch: int
     """Epoch of the lease under which the gradient was pushed."""
@@ -87,13 +87,17 @@ class Contribution:
 
 
 class Contributions:
-    """The contributions to one shard in the step in flight, by dp rank."""
+    """The contributions to one shard in the step in flight.
+
+    They are kept by the numbers of their contributors, see ``UnitLayout.contributor``. A contributor is a dp rank, or
+    one stage of a dp rank if several pipeline stages hold the unit.
+    """
 
     def __init__(self) -> None:
         self.by_rank: dict[int, Contribution] = {}
         """The sum of several ranks' gradients is the contribution of each of them."""
         self._usual: Mapping[int, int] = {}
-        """Number of parts of each rank in the last step."""
+        """Number of parts of each contributor in the last step."""
 
     @property
     def by_lowest_rank(self) -> dict[int, Contribution]:
@@ -110,50 +114,54 @@ class Contributions:
     def size_bytes(self) -> int:
         return sum(contribution.buffer.numel() for contribution in self.by_lowest_rank.values())
 
-    def attempt(self, dp_rank: int) -> int:
-        """The attempt of a rank's contribution. 0 if the rank has none."""
-        contribution = self.by_rank.get(dp_rank)
+    def attempt(self, contributor: int) -> int:
+        """The attempt of a contribution. 0 if there is none."""
+        contribution = self.by_rank.get(contributor)
         return 0 if contribution is None else contribution.attempt
 
-    def part_count(self, dp_rank: int, epoch: int, attempt: int) -> int:
-        """Number of parts that a rank pushed in one attempt under one lease."""
-        contribution = self.by_rank.get(dp_rank)
+    def part_count(self, contributor: int, epoch: int, attempt: int) -> int:
+        """Number of parts that a contributor pushed in one attempt under one lease."""
+        contribution = self.by_rank.get(contributor)
         if contribution is None:
             return 0
-        own_epoch = contribution.summed.get(dp_rank, contribution.epoch)
+        own_epoch = contribution.summed.get(contributor, contribution.epoch)
         return contribution.part_count if (own_epoch, contribution.attempt) == (epoch, attempt) else 0
 
-    def seem_complete(self, dp: int) -> bool:
-        """True if every rank has pushed as many parts as in the last step, or one part in the first step."""
-        # Called after every push: cheap until the last rank has pushed.
-        if not self.by_rank or len(self.by_rank) < (len(self._usual) or dp):
+    def seem_complete(self, count: int) -> bool:
+        """True if every contributor pushed as many parts as in the last step, or one part in the first step.
+
+        Args:
+            count: Number of contributors.
+        """
+        # Called after every push: cheap until the last contributor has pushed.
+        if not self.by_rank or len(self.by_rank) < (len(self._usual) or count):
             return False
-        usual = self._usual or dict.fromkeys(range(dp), 1)
+        usual = self._usual or dict.fromkeys(range(count), 1)
         return all(rank in self.by_rank and self.by_rank[rank].part_count >= count for rank, count in usual.items())
 
-    def add(self, dp_rank: int, contribution: Contribution) -> None:
-        """Stores the first part of a rank that has no contribution, or of all ranks of a sum."""
-        for rank in contribution.summed or (dp_rank,):
+    def add(self, contributor: int, contribution: Contribution) -> None:
+        """Stores the first part of a contributor that has no contribution, or of all ranks of a sum."""
+        for rank in contribution.summed or (contributor,):
             assert rank not in self.by_rank
             self.by_rank[rank] = contribution
 
-    def drop_older(self, dp_rank: int, attempt: int) -> bool:
-        """Drops a rank's contribution if it belongs to an older attempt; returns True if it was dropped."""
-        return self.attempt(dp_rank) < attempt and self.drop(dp_rank)
+    def drop_older(self, contributor: int, attempt: int) -> bool:
+        """Drops a contribution if it belongs to an older attempt; returns True if it was dropped."""
+        return self.attempt(contributor) < attempt and self.drop(contributor)
 
-    def take(self, dp_rank: int) -> Contribution:
-        """Removes a rank's contribution and returns it."""
-        return self.by_rank.pop(dp_rank)
+    def take(self, contributor: int) -> Contribution:
+        """Removes a contribution and returns it."""
+        return self.by_rank.pop(contributor)
 
-    def drop(self, dp_rank: int) -> bool:
-        """Drops a rank's contribution; returns True if there was one.
+    def drop(self, contributor: int) -> bool:
+        """Drops a contribution; returns True if there was one.
 
         A sum is dropped for all its ranks: the gradient of one of them cannot be taken out.
         """
-        contribution = self.by_rank.get(dp_rank)
+        contribution = self.by_rank.get(contributor)
         if contribution is None:
             return False
-        for rank in contribution.summed or (dp_rank,):
+        for rank in contribution.summed or (contributor,):
             del self.by_rank[rank]
         contribution.release()
         return True
@@ -171,18 +179,21 @@ class Contributions:
         }
         self.clear()
 
-    def differences(self, expected: Mapping[int, tuple[int, int]]) -> list[str]:
+    def differences(
+        self, expected: Mapping[int, tuple[int, int]], name: Callable[[int], str] = "rank {}".format
+    ) -> list[str]:
         """Describes how the accepted contributions differ from a manifest.
 
         Args:
-            expected: ``(attempt, part_count)`` by rank.
+            expected: ``(attempt, part_count)`` by contributor.
+            name: Names a contributor.
         """
         lines = []
-        for dp_rank in sorted({*expected, *self.by_rank}):
-            attempt, count = expected.get(dp_rank, (0, 0))
-            accepted = self.by_rank.get(dp_rank)
+        for contributor in sorted({*expected, *self.by_rank}):
+            attempt, count = expected.get(contributor, (0, 0))
+            accepted = self.by_rank.get(contributor)
             have = 0 if accepted is None else accepted.part_count
             if have != count or (accepted is not None and accepted.attempt != attempt):
                 got = f"{have} of attempt {accepted.attempt}" if accepted is not None else "none"
-                lines.append(f"rank {dp_rank}: expected {count} parts of attempt {attempt}, have {got}")
+                lines.append(f"{name(contributor)}: expected {count} parts of attempt {attempt}, have {got}")
         return lines

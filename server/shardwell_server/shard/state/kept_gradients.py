@@ -15,6 +15,7 @@ _NO_LEASE = 0
 class KeptGradients:
     """Gradients of each rank that the last commit did not use, kept for another optimizer's step.
 
+    A rank is the number of a contributor here, see ``UnitLayout.contributor``.
     A rank's contribution to the next step starts from its kept gradient. Kept gradients change at commits only, so work
     that is retried within a step starts from the same values.
 

@@ -72,10 +72,10 @@ class MeanGradient:
         Args:
             terms: Gradients of each segment, by ascending data rank.
             order: The order of additions.
-            file: Where to write the mean. None: to a buffer, or nowhere if one rank's gradient is the mean.
+            file: Where to write the mean. None: to a buffer, or nowhere if the only gradient is the mean.
             compute: Runs the work.
         """
-        several = order.dp > 1 and any(terms)
+        several = any(order.dp > 1 or len(own) > 1 for own in terms if own)
         buffer = self._memory.pool.acquire(self._size_bytes) if several and file is None else None
         out = buffer if file is None else file
         outs = None if out is None else self._views(out)

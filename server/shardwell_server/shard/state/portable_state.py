@@ -53,7 +53,7 @@ class PartState:
     average: torch.Tensor | None = None
     """Moving average, like ``values``. None: the part has none."""
     kept: Mapping[int, torch.Tensor] = field(default_factory=dict)
-    """Gradients kept for another optimizer's step, by dp rank, each like ``values``."""
+    """Gradients kept for another optimizer's step, each like ``values``, by ``UnitLayout.contributor``."""
 
     def is_elementwise(self, name: str) -> bool:
         """True if a state tensor has one element per value, so that it can be cut like the values."""

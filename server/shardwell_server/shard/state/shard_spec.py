@@ -53,6 +53,27 @@ class ShardSpec:
         return self.stop_bytes - self.start_bytes
 
     @property
+    def max_contributions(self) -> int:
+        """Number of contributions in one step: one per data rank and pipeline rank."""
+        return self.dp * len(self.layout.pp_ranks)
+
+    def contributors_of(self, dp_rank: int) -> range:
+        """Returns the numbers of a data rank's contributors: one for each pipeline rank that holds the unit."""
+        count = len(self.layout.pp_ranks)
+        return range(dp_rank * count, (dp_rank + 1) * count)
+
+    def dp_rank_of(self, contributor: int) -> int:
+        """Returns the data rank of a contributor."""
+        return contributor // len(self.layout.pp_ranks)
+
+    def name_of(self, contributor: int) -> str:
+        """Names a contributor in errors."""
+        dp_rank, stage = divmod(contributor, len(self.layout.pp_ranks))
+        if len(self.layout.pp_ranks) == 1:
+            return f"rank {dp_rank}"
+        return f"rank {dp_rank}, pipeline rank {self.layout.pp_ranks[stage]}"
+
+    @property
     def memory_key(self) -> tuple[str, str, int]:
         """Key of the shard's memory reservation: run, unit and start of the range."""
         return str(self.run), self.unit, self.start_bytes

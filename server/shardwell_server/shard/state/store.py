@@ -174,7 +174,9 @@ class ShardStore:
             )
         for shard in replaced:
             self._release(run, shard)
-        self.memory.reserve(spec.memory_key, spec.size_bytes, spec.dp, holds_buffers=layout.holds_buffers)
+        self.memory.reserve(
+            spec.memory_key, spec.size_bytes, spec.max_contributions, holds_buffers=layout.holds_buffers
+        )
         kind = BufferShard if layout.holds_buffers else UnitShard
         files = None if run.files is None else ShardFiles(spec, run.files)
         shard = kind(spec, self.memory, self._shared, role, files)
@@ -221,7 +223,10 @@ class ShardStore:
         why = StaleEpochError(f"{shard.what} is filled anew on this server", unit=shard.unit)
         run.remove_shard(shard, why)
         self.memory.release_shard(shard.spec.memory_key)
-        self.memory.reserve(shard.spec.memory_key, shard.size_bytes, shard.dp, holds_buffers=shard.layout.holds_buffers)
+        spec = shard.spec
+        self.memory.reserve(
+            spec.memory_key, spec.size_bytes, spec.max_contributions, holds_buffers=spec.layout.holds_buffers
+        )
         files = None if run.files is None else ShardFiles(shard.spec, run.files)
         empty = type(shard)(shard.spec, self.memory, self._shared, shard.role, files)
         run.add_shard(empty)

@@ -108,7 +108,9 @@ class ShardsOfFormer:
         files = ShardFiles(spec, run)
         kind = BufferShard if spec.layout.holds_buffers else UnitShard
         shard = kind(spec, self._memory, self._shared, files=files)
-        self._memory.reserve(spec.memory_key, spec.size_bytes, spec.dp, holds_buffers=spec.layout.holds_buffers)
+        self._memory.reserve(
+            spec.memory_key, spec.size_bytes, spec.max_contributions, holds_buffers=spec.layout.holds_buffers
+        )
         try:
             self._restore(shard, files, name, data, record, values)
         except BaseException:

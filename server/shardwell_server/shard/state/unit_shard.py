@@ -76,8 +76,8 @@ class UnitShard:
         """Why this shard, a backup, can never become a primary. Empty: it can."""
         self.run, self.layout, self.index, self.dp = spec.run, spec.layout, spec.index, spec.dp
         self.start_bytes, self.stop_bytes, self.size_bytes = spec.start_bytes, spec.stop_bytes, spec.size_bytes
-        self.order = SumOrder(spec.dp, spec.reduction_groups)
-        """The order in which gradients of data ranks are added."""
+        self.order = SumOrder(spec.dp, spec.reduction_groups, num_stages=len(spec.layout.pp_ranks))
+        """The order in which contributions are added."""
         self.unit, self.what, self.placement = spec.unit, spec.what, spec.placement
         self.plans = RangePlans(spec.layout, spec.start_bytes, spec.stop_bytes)
         self.segments = self.plans.segments(None)
@@ -107,7 +107,7 @@ class UnitShard:
     @property
     def max_contributions(self) -> int:
         """Number of contributions that the shard holds in one step."""
-        return self.dp
+        return self.spec.max_contributions
 
     @property
     def version(self) -> int | None:
@@ -148,6 +148,8 @@ class UnitShard:
             InvalidRequestError: The ranks are no reduction group, or the push has what a sum cannot have.
             StepStateError: The shard has gradients of earlier steps, which belong to single ranks.
         """
+        if len(self.layout.pp_ranks) > 1:
+            raise InvalidRequestError(f"{self.what} belongs to several pipeline stages: each rank must push by itself")
         ranks = [summed.dp_rank for summed in header.summed]
         own = [summed.epoch for summed in header.summed if summed.dp_rank == header.dp_rank]
         if not self.order.is_group(ranks) or ranks[-1] >= self.dp or own != [header.context.epoch]:
@@ -181,22 +183,22 @@ class UnitShard:
         self.values.evict()
         self.partitions.evict()
 
-    def contributions_of(self, dp_rank: int, attempt: int, *, copy: bool) -> Contributions:
+    def contributions_of(self, contributor: int, attempt: int, *, copy: bool) -> Contributions:
         """Returns where the contribution of an attempt belongs: to the copies, unless the copy was chosen already."""
-        chosen = dp_rank in self.contributions.by_rank and self.contributions.attempt(dp_rank) == attempt
+        chosen = contributor in self.contributions.by_rank and self.contributions.attempt(contributor) == attempt
         return self.copies if copy and not chosen else self.contributions
 
     def choose(self, attempts: Mapping[int, int]) -> None:
         """Replaces contributions by copies that count instead, and drops all other copies.
 
         Args:
-            attempts: The attempt that counts, by rank.
+            attempts: The attempt that counts, by data rank.
         """
-        for dp_rank in list(self.copies.by_rank):
-            if self.copies.attempt(dp_rank) == attempts.get(dp_rank):
+        for contributor in list(self.copies.by_rank):
+            if self.copies.attempt(contributor) == attempts.get(self.spec.dp_rank_of(contributor)):
                 self.discard_reduced()
-                self.contributions.drop(dp_rank)
-                self.contributions.add(dp_rank, self.copies.take(dp_rank))
+                self.contributions.drop(contributor)
+                self.contributions.add(contributor, self.copies.take(contributor))
         self.copies.clear()
 
     def drop(self, why: ShardwellError) -> None:
@@ -220,9 +222,9 @@ class UnitShard:
         checksum: int | None,
         in_thread: InThread,
     ) -> None:
-        """Adds the next part of a rank's contribution, and discards the mean. Runs in ``HostedRun.exclusively``.
+        """Adds the next part of a contribution, and discards the mean. Runs in ``HostedRun.exclusively``.
 
-        Part 0 starts a contribution, from the rank's kept gradient if there is one.
+        Part 0 starts a contribution, from the contributor's kept gradient if there is one.
 
         Args:
             header: Header of the push that contains the part, checked by ``Push``.
@@ -234,23 +236,24 @@ class UnitShard:
         pushed = self.plans.segments(tuple(header.parameter_indices))
         numbers = [self.segment_of[segment.parameter_index] for segment in pushed]
         dropped = {self.segment_of[index] for index in header.dropped_indices if index in self.segment_of}
-        contributions = self.contributions_of(header.dp_rank, header.attempt, copy=header.copy)
+        contributor = self.layout.contributor(header.dp_rank, header.pp_rank)
+        contributions = self.contributions_of(contributor, header.attempt, copy=header.copy)
         if contributions is self.contributions:
             self.discard_reduced()
         if header.part == 0:
             # The replaced contribution belongs to an older attempt or another lease: parts of two trainers are never
             # added. It is dropped before the claim, so that its quota is free.
             summed = {each.dp_rank: each.epoch for each in header.summed}
-            for rank in summed or (header.dp_rank,):
+            for rank in summed or (contributor,):
                 contributions.drop(rank)
             epoch, attempt = header.context.epoch, header.attempt
             first = Contribution(epoch, attempt, memory.claim(), views, memory.release, set(numbers), summed=summed)
-            contributions.add(header.dp_rank, first)
-            if (kept := self.kept.find(header.dp_rank, excluding=dropped)) is not None:
+            contributions.add(contributor, first)
+            if (kept := self.kept.find(contributor, excluding=dropped)) is not None:
                 await uninterrupted(in_thread(lambda: first.compute_add_kept(kept)))
             first.count_part(checksum)
         else:
-            contribution = contributions.by_rank[header.dp_rank]
+            contribution = contributions.by_rank[contributor]
             contribution.drop(dropped)
 
             async def add() -> None:
@@ -260,9 +263,12 @@ class UnitShard:
             await uninterrupted(add())
 
     def drop_older(self, dp_rank: int, attempt: int) -> None:
-        """Drops a rank's contribution and its copy if they belong to an older attempt, and the mean with the former."""
-        self.copies.drop_older(dp_rank, attempt)
-        if self.contributions.drop_older(dp_rank, attempt) or self.mean.from_former:
+        """Drops a data rank's contributions and copies of older attempts, and the mean if it contains them."""
+        own = self.spec.contributors_of(dp_rank)
+        for contributor in own:
+            self.copies.drop_older(contributor, attempt)
+        dropped = [self.contributions.drop_older(contributor, attempt) for contributor in own]
+        if any(dropped) or self.mean.from_former:
             self.discard_reduced()
 
     def drop_contributions(self) -> None:
@@ -307,7 +313,7 @@ class UnitShard:
     @property
     def seems_complete(self) -> bool:
         """True if there is no mean yet and as many parts have arrived as in the last step."""
-        return self.reduced is None and self.contributions.seem_complete(self.dp)
+        return self.reduced is None and self.contributions.seem_complete(self.max_contributions)
 
     async def _reduce(self, in_thread: InThread) -> None:
         found = sorted(self._gradients().items())
@@ -315,11 +321,13 @@ class UnitShard:
             [(rank, gradient) for rank, own in found if (gradient := own.gradient(number)) is not None]
             for number in range(len(self.segments))
         ]
-        file = self._files.acquire_mean(self) if self._files is not None and self.dp > 1 and found else None
+        file = (
+            self._files.acquire_mean(self) if self._files is not None and self.max_contributions > 1 and found else None
+        )
         await self.mean.compute(terms, self.order, file, partial(self._compute, in_thread))
 
     def _gradients(self) -> Mapping[int, Contribution]:
-        """The gradient of each rank: its contribution, or its kept gradient if it pushed nothing.
+        """The gradient of each contributor: its contribution, or its kept gradient if it pushed nothing.
 
         Sums of several ranks are at their lowest rank.
         """
@@ -334,12 +342,13 @@ class UnitShard:
     def compute_non_finite_error(self, number: int) -> NonFiniteError:
         """Returns an error that names the ranks whose gradient of a segment is not finite."""
         name = self.layout.parameters[self.segments[number].parameter_index].name
-        ranks = [
-            str(each)
-            for rank, contribution in sorted(self._gradients().items())
+        found = [
+            str(self.spec.dp_rank_of(each))
+            for contributor, contribution in sorted(self._gradients().items())
             if (gradient := contribution.gradient(number)) is not None and not bool(torch.isfinite(gradient).all())
-            for each in contribution.summed or (rank,)
+            for each in contribution.summed or (contributor,)
         ]
+        ranks = list(dict.fromkeys(found))
         whose = f"of logical dp rank {', '.join(ranks)}" if ranks else "summed over all ranks (overflow)"
         return NonFiniteError(
             f"the gradient of parameter {name!r} ({self.what}) {whose} has NaN or infinity; nothing was updated: to "
