@@ -261,11 +261,17 @@ class UnitLayout:
     def contributor(self, dp_rank: int, pp_rank: int) -> int:
         """Returns the number of the contribution of a data rank and pipeline rank.
 
-        Contributions are added in this order. The number is the data rank, unless the unit has several pipeline ranks.
+        Contributions are added in this order.
+
+        Args:
+            dp_rank: The data rank. It is the number, unless the unit has several pipeline ranks.
+            pp_rank: The pipeline rank. Ignored if the unit has only one.
 
         Raises:
             InvalidRequestError: Trainers of the pipeline rank do not hold the unit.
         """
+        if len(self.pp_ranks) == 1:
+            return dp_rank
         if pp_rank not in self.pp_ranks:
             raise InvalidRequestError(
                 f"pp_rank is {pp_rank}, but unit {self.unit!r} belongs to the pipeline ranks {list(self.pp_ranks)}",

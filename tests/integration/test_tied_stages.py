@@ -35,7 +35,7 @@ def reference(dp: int) -> tuple[dict[str, torch.Tensor], list[float]]:
     model.load_state_dict(gpt(tied=True).state_dict())
     own = dict(model.named_parameters())
     head = own.pop("head.weight")
-    optimizer, norms = torch.optim.SGD(own.values(), lr=LR, momentum=MOMENTUM, foreach=False), []
+    optimizer, norms = torch.optim.SGD(own.values(), lr=LR, momentum=MOMENTUM, fused=True), []
     for step in range(STEPS):
         means = []
         for dp_rank in range(dp):
@@ -133,7 +133,7 @@ def test_lossy_pushes_of_both_stages_continue_from_a_checkpoint(
     sizes, steps, folder = (1, 1, 2), 4, str(tmp_path)
     whole = train(cluster.address, sizes, steps=steps, **options)
     train(cluster.address, sizes, steps=2, checkpoint_dir=folder, **options)
-    resumed = train(cluster.address, sizes, steps=steps, resume=folder, **options)
+    resumed = train(cluster.address, sizes, steps=steps, checkpoint_dir=folder, resume="latest", **options)
     expected, found = read(cluster.address, whole), read(cluster.address, resumed)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)

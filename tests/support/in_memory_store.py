@@ -145,6 +145,9 @@ class InMemoryStore:
     def await_version(self, unit_index: int) -> Callable[[], int]:
         raise AssertionError("nothing is read in place")
 
+    def compare(self, unit_index: int, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
+        self.events.append(f"compare {self.units[unit_index].layout.unit}")
+
     def push(self, unit_index: int, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
         if not self.accepts_pushes:
             raise UsageError("no work item is in progress")

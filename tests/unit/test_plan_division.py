@@ -157,7 +157,7 @@ class Branching(nn.Module):
         (make_gpt, World(tp=3), {}, "tp=3 does not divide the 4 heads of block 'blocks.0'"),
         (make_gpt, World(pp=8), {}, "GPT has 4 blocks, too few for 8 stages"),
         (make_gpt, World(pp=2), {"schedule": "1F1B", "num_micro_batches": 1}, "at least as many micro-batches"),
-        (partial(make_gpt, tied=True), World(pp=2), {}, "is tied to"),
+        (partial(make_gpt, tied=True), World(pp=2), {}, "is tied over the stages 0, 1"),
         (Branching, World(pp=2), {}, "the forward of Branching cannot be traced by torch.fx"),
         (lambda: (llama(), (), {"input_ids": torch.zeros(1, 4, dtype=torch.int64)}), World(pp=2), {}, "by keyword"),
         (lambda: nn.Linear(2, 2), World(tp=2), {}, "Linear has no repeated blocks"),

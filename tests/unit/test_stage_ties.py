@@ -28,15 +28,15 @@ def layouts(model: nn.Module, pp: int, pp_rank: int) -> dict[str, UnitLayout]:
 
 
 def test_stages_declare_the_same_unit_for_a_shared_parameter() -> None:
-    split = split_model(gpt(4, tied=True), 2)
-    first, last = (layouts(split.module(index), 2, index) for index in range(2))
+    splits = [split_model(gpt(4, tied=True), 2) for _ in range(2)]  # each trainer builds the model
+    first, last = (layouts(split.module(index), 2, index) for index, split in enumerate(splits))
     assert first[SHARED] == last[SHARED]
     (parameter,) = first[SHARED].parameters
     assert (parameter.name, parameter.aliases) == (SHARED, ("head.weight",))
     assert first[SHARED].pp_ranks == (0, 1)
     assert {name for name in first if name in last} == {SHARED}
     assert all(layout.pp_ranks == (1,) for name, layout in last.items() if name != SHARED)
-    assert "token_embedding.weight = head.weight: shared by the stages 0, 1" in split.describe()
+    assert "token_embedding.weight = head.weight: shared by the stages 0, 1" in splits[0].describe()
 
 
 def test_a_parameter_with_other_parameters_in_its_module_becomes_a_unit_of_its_own() -> None:

@@ -115,5 +115,5 @@ def test_leaders_agree_on_a_unit_that_their_stages_share() -> None:
     assert [unit.unit_index for unit in union.optimizer.units] == [0, 1, 2, 4]
     assert union.unit_order == (1, 0, 4, 2), "the shared unit has the place that the first stage gives it"
     require_same_proposal(first, last, layouts)
-    with pytest.raises(HyperparameterMismatchError, match="parameter group of 'w' is 0 at .*, but 1 at"):
+    with pytest.raises(HyperparameterMismatchError, match=r"parameter group of 'w' is 0 at .*, but 1 at"):
         require_same_proposal(first, proposal("t0p1", units=(4, 2), group=1), layouts)

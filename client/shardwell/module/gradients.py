@@ -92,6 +92,7 @@ class GradientUnit(Protocol):
     settings: UnitSettings
     pushed: bool
     pushes: bool
+    tp_replicated: bool
     index: int
 
     @property
@@ -147,6 +148,8 @@ class GradientPushes:
         for bucket in _cut(unit.gradients.take(indices), self._bucket_bytes(unit) if indices is None else None):
             self._pushed = unit.pushed = True
             self.coverage.note(unit, [index for index, _ in bucket])
+            if unit.tp_replicated:
+                self._store.compare(unit.index, bucket)
             if unit.pushes:
                 unit.require_current()  # gradients that were set by hand exist without a forward
                 self._store.push(unit.index, bucket)

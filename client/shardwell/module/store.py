@@ -134,6 +134,20 @@ class ParameterStore(Protocol):
         """
         ...
 
+    def compare(self, unit_index: int, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Reports gradients of the current work item that other tensor-parallel ranks compute, too, for a comparison.
+
+        Called before ``push`` by the rank that pushes the unit, and by all others.
+
+        Args:
+            unit_index: The unit.
+            gradients: As for ``push``. Not changed, and not read after the call returns, unless they are on a GPU.
+
+        Raises:
+            UsageError: No work item is in progress.
+        """
+        ...
+
     def push(self, unit_index: int, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Starts to send one part of the current work item's gradient of a unit.
 

@@ -112,6 +112,8 @@ class Unit(ResidentUnit):
         """True if a gradient was pushed that is not committed yet."""
         self.pushes = True
         """False if another tensor-parallel rank, which computes the same gradients, pushes them."""
+        self.tp_replicated = False
+        """True if all tensor-parallel ranks compute the same gradients."""
         self.generation = 0
         """Incremented when all earlier graphs become unusable."""
         self.is_current = False

@@ -116,6 +116,7 @@ class Units:
             )
         unit = Unit(layout, found, modules, self._store, self.memory, values, policy)
         unit.pushes = layout.tp_rank == self.place.tp_rank
+        unit.tp_replicated = self.place.tp > 1 and not layout.holds_parts
         self._by_name[unit.name] = unit
         self._unwrapped.discard(unit.name)
         self._set_outermost([*self._outermost, unit])

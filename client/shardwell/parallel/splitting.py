@@ -39,6 +39,7 @@ class ModelSplit:
 
     Attributes:
         stages: What each stage holds.
+        ties: Parameters that several stages share.
 
     Args:
         model: The whole model.
@@ -53,7 +54,7 @@ class ModelSplit:
         ]
         for module in self._modules:
             module._no_split_modules = list(block_classes)  # type: ignore[assignment]  # read by auto_wrap
-        self._ties = mark_ties(model, self._modules)
+        self.ties = tuple(mark_ties(model, self._modules))
         self.stages = tuple(
             StageDescription(index, tuple(_calls(graph)), tuple(list_layers(module)))
             for index, (graph, module) in enumerate(zip(graphs, self._modules, strict=True))
@@ -132,7 +133,7 @@ class ModelSplit:
             share = 100 * stage.num_parameters / total
             lines.append(f"  stage {stage.index}: {_span(stage.calls)}")
             lines.append(f"    {stage.num_parameters:,} parameters ({share:.0f}%): {kinds}")
-        for tie in self._ties:
+        for tie in self.ties:
             lines.append(f"  {' = '.join(tie.names)}: shared by the stages {', '.join(map(str, tie.stages))}")
         return "\n".join(lines)
 

@@ -17,7 +17,7 @@ from shardwell.parallel.tensor import TensorParallelPlan, plan_tensor_parallel
 from shardwell.planning.activations import SavedActivations
 from shardwell.planning.plan_model import NotRecorded, ShapeModel, plan_units, record_activations
 from shardwell.planning.rehearsal import PlannedUnit
-from shardwell_wire.errors import UsageError
+from shardwell_wire.errors import TiedParameterError, UsageError
 from shardwell_wire.layout import Parameter, UnitLayout
 from shardwell_wire.topology import World
 from shardwell_wire.v1 import coordinator_pb2
@@ -126,6 +126,13 @@ def _divide_into_stages(
             "inputs of the first stage by position: return (model, (inputs...)) from the model's function"
         )
     split = split_model(shapes.module, schedule.num_stages, by=by)
+    if split.ties:
+        raise TiedParameterError(
+            f"parameter {split.ties[0].names[0]!r} is tied over the stages "
+            f"{', '.join(map(str, split.ties[0].stages))}. Training supports this, but a plan counts each parameter in "
+            "one stage: plan the model with separate parameters, which need more memory on the servers",
+            parameter=split.ties[0].names[0],
+        )
     modules = [split.module(index) for index in range(schedule.num_stages)]
     if shapes.arguments:
         split.examples(*shapes.arguments)

@@ -111,7 +111,7 @@ class ItemSums:
 
 
 def _can_be_summed(unit: RemoteUnit, gradients: Sequence[tuple[int, torch.Tensor]]) -> bool:
-    """True if there are gradients that travel over the network, are added in their own dtype, and belong to one stage."""
+    """True if gradients of one pipeline stage travel over the network and are added in their own dtype."""
     # Servers add 16-bit gradients in float32 and round once.
     has_wide = bool(gradients) and all(gradient.element_size() >= 4 for _, gradient in gradients)
     in_one_stage = len(unit.layout.pp_ranks) == 1

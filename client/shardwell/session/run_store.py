@@ -351,6 +351,10 @@ class RunStore:
         """See ``ParameterStore.streams_gradients``."""
         return not all(shard.server.copies_gradients for shard in self._units[unit_index].shards)
 
+    def compare(self, unit_index: int, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """See ``ParameterStore.compare``."""
+        self._state.require_current().checksums.add(unit_index, gradients)
+
     def push(self, unit_index: int, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
         """See ``ParameterStore.push``."""
         self.pushes.push(unit_index, gradients)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from shardwell.data_plane.gradient_checksums import GradientChecksums
 from shardwell.session.step_commit import StepUpdate
 from shardwell_wire.errors import UsageError
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
@@ -62,6 +63,8 @@ class WorkItemState:
     """Data ranks to whose gradients those of this attempt were added before they were pushed."""
     shared_units: set[int] = field(default_factory=set)
     """Units whose gradients other trainers of the node may have added to theirs."""
+    checksums: GradientChecksums = field(default_factory=GradientChecksums)
+    """Checksums of the gradients that all tensor-parallel ranks compute."""
 
     def record_push(self, unit_index: int, parameter_indices: Iterable[int] = ()) -> tuple[int, list[int]]:
         """Counts one push of a unit.
@@ -131,6 +134,7 @@ class WorkItemState:
         self.shared_units.clear()
         self.parts.clear()
         self.pushed.clear()
+        self.checksums.clear()
         self.to_drop = defaultdict(set, {unit: set(indices) for unit, indices in self.dropped.items()})
 
     def to_proto(self) -> coordinator_pb2.FinishedItem:
@@ -144,6 +148,7 @@ class WorkItemState:
             written_buffers=self.written,
             copy=self.item.copy,
             summed_dp_ranks=sorted(self.summed),
+            gradient_checksums=self.checksums.to_proto(),
         )
 
 

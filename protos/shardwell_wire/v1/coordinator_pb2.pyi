@@ -1417,6 +1417,7 @@ class FinishedItem(google.protobuf.message.Message):
     WRITTEN_BUFFERS_FIELD_NUMBER: builtins.int
     COPY_FIELD_NUMBER: builtins.int
     SUMMED_DP_RANKS_FIELD_NUMBER: builtins.int
+    GRADIENT_CHECKSUMS_FIELD_NUMBER: builtins.int
     global_rank: builtins.int
     """The logical rank."""
     epoch: builtins.int
@@ -1439,6 +1440,10 @@ class FinishedItem(google.protobuf.message.Message):
         one of them starts another attempt, this item has to be computed again, too. Empty: they were pushed alone.
         """
 
+    @property
+    def gradient_checksums(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___GradientChecksums]:
+        """Checksums of gradients that all tensor-parallel ranks of a replica compute, one of which pushes them."""
+
     def __init__(
         self,
         *,
@@ -1449,10 +1454,43 @@ class FinishedItem(google.protobuf.message.Message):
         written_buffers: collections.abc.Iterable[global___WrittenBuffer] | None = ...,
         copy: builtins.bool = ...,
         summed_dp_ranks: collections.abc.Iterable[builtins.int] | None = ...,
+        gradient_checksums: collections.abc.Iterable[global___GradientChecksums] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "copy", b"copy", "epoch", b"epoch", "global_rank", b"global_rank", "summed_dp_ranks", b"summed_dp_ranks", "units", b"units", "written_buffers", b"written_buffers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "copy", b"copy", "epoch", b"epoch", "global_rank", b"global_rank", "gradient_checksums", b"gradient_checksums", "summed_dp_ranks", b"summed_dp_ranks", "units", b"units", "written_buffers", b"written_buffers"]) -> None: ...
 
 global___FinishedItem = FinishedItem
+
+@typing.final
+class GradientChecksums(google.protobuf.message.Message):
+    """Checksums of the gradients that one trainer computed of a unit without parts, in all its backwards of a work item."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    UNIT_INDEX_FIELD_NUMBER: builtins.int
+    PARAMETER_INDICES_FIELD_NUMBER: builtins.int
+    CHECKSUMS_FIELD_NUMBER: builtins.int
+    unit_index: builtins.int
+    """Index of the unit in the run."""
+    @property
+    def parameter_indices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Layout indices of the parameters with a gradient, rising."""
+
+    @property
+    def checksums(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """A checksum of each of these gradients' bytes. The coordinator compares the checksums of trainers with the same data
+        rank and pipeline rank, which use the same function.
+        """
+
+    def __init__(
+        self,
+        *,
+        unit_index: builtins.int = ...,
+        parameter_indices: collections.abc.Iterable[builtins.int] | None = ...,
+        checksums: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checksums", b"checksums", "parameter_indices", b"parameter_indices", "unit_index", b"unit_index"]) -> None: ...
+
+global___GradientChecksums = GradientChecksums
 
 @typing.final
 class WrittenBuffer(google.protobuf.message.Message):

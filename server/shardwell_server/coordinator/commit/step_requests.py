@@ -18,9 +18,10 @@ from shardwell_server.coordinator.runs.gradient_norms import OtherNorm, Prepared
 from shardwell_server.coordinator.runs.members import Member
 from shardwell_server.coordinator.runs.module_buffers import check_written_buffers
 from shardwell_server.coordinator.runs.proposals import StepProposal, require_same_proposal, validate_proposal
+from shardwell_server.coordinator.runs.replicated_gradients import find_differences, note_gradients
 from shardwell_server.coordinator.runs.run import Run
 from shardwell_server.coordinator.runs.step import Step
-from shardwell_server.coordinator.runs.work_items import WorkItem
+from shardwell_server.coordinator.runs.work_items import FinishedWork, WorkItem
 from shardwell_server.coordinator.servers.shard_servers import ShardServers
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.storage.records import CommitRecord
@@ -77,7 +78,10 @@ class StepRequests:
         reported = {report.global_rank for report in reports}
         finished = step.check_finished(member.name, reports, len(run.units))
         written = check_written_buffers(step, finished, reports, run.units.layouts)
-        if run.finish_items(member, finished, written):
+        note_gradients(finished, reports, run.units.layouts)
+        are_last = run.finish_items(member, finished, written)
+        self._compare_gradients(run, step, finished)
+        if are_last:
             run.changed.notify()
             self._preparer.start(run)
         self._trainers.start_fencing(run)
@@ -100,6 +104,13 @@ class StepRequests:
         response = response or coordinator_pb2.FinishWorkResponse(waiting_for=step.waiting_for())
         response.placement = run.relocations.announced
         return response
+
+    def _compare_gradients(self, run: Run, step: Step, finished: Sequence[FinishedWork]) -> None:
+        """Adds an event for each unit of which the trainers of a newly finished item computed different gradients."""
+        for item in (work.item for work in finished if not work.item.unfinished):
+            for unit, message in find_differences(item, step.number, run.settings.world, run.units):
+                unit.note_different_gradients()
+                self._state.events.add(EventKind.GRADIENTS_DIFFER, message, run=run.name)
 
     async def _find_work(
         self,

@@ -61,6 +61,8 @@ class EventKind(StrEnum):
     UNIT_PUBLISHED = "unit_published"
     STEP_COMMITTED = "step_committed"
     """The commit record of a step is durable."""
+    GRADIENTS_DIFFER = "gradients_differ"
+    """Tensor-parallel ranks computed different gradients of a parameter that all of them hold. Once per unit."""
     STEP_FAILED = "step_failed"
     """A step could not be prepared or committed. The message contains the error."""
     SHARDS_PROMOTED = "shards_promoted"

@@ -25,6 +25,8 @@ class Unit:
     backups: tuple[BackupRecord, ...] = ()
     """Copies on other server processes, in any state."""
     publishing: SharedCall[None] = field(default_factory=SharedCall)
+    gradients_differed: bool = False
+    """True if tensor-parallel ranks have computed different gradients of a parameter that all of them hold."""
 
     @property
     def owners(self) -> set[str]:
@@ -45,6 +47,10 @@ class Unit:
     def mark_published(self) -> None:
         """Records that version 0 exists on all servers of the unit."""
         self.published = True
+
+    def note_different_gradients(self) -> None:
+        """Records that tensor-parallel ranks have computed different gradients."""
+        self.gradients_differed = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,8 @@ class MemberWork:
     """Checksums, by unit and layout index, of buffers that the training script changed before the item started."""
     summed: frozenset[int] = frozenset()
     """Data ranks to whose gradients the trainer's were added before they were pushed. See Note: [Sums of items]."""
+    gradient_checksums: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Checksums, by unit and layout index, of gradients that the other tensor-parallel ranks compute, too."""
 
     def finish(self, work: FinishedWork, written_buffers: dict[tuple[int, int], int]) -> None:
         """Records what the trainer reported."""
@@ -68,6 +70,11 @@ class MemberWork:
         """Drops what the trainer reported: the item is computed again."""
         self.finished, self.parts, self.written_buffers = False, {}, {}
         self.summed = frozenset()
+        self.gradient_checksums = {}
+
+    def note_gradients(self, checksums: dict[tuple[int, int], int]) -> None:
+        """Records the checksums of gradients that the trainer reported with the finished item."""
+        self.gradient_checksums = checksums
 
 
 @dataclass(slots=True)

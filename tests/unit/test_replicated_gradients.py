@@ -1,0 +1,138 @@
+"""Checksums of gradients that all tensor-parallel ranks compute, and how the coordinator compares them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwell.data_plane.gradient_checksums import GradientChecksums
+from shardwell_wire.errors import InvalidRequestError
+from shardwell_wire.topology import World
+from shardwell_wire.v1 import coordinator_pb2
+from tests.support.coordinator import Harness, Trainer, harness, optimizer, run_async, unit
+
+WORLD = World(dp=2, tp=2, pp=2)
+SHAPES = ((3,), (5,))
+
+
+def checksums(*backwards: dict[int, torch.Tensor]) -> dict[int, int]:
+    """Returns the checksums after some backwards of unit 4, by parameter index."""
+    found = GradientChecksums()
+    for gradients in backwards:
+        found.add(4, sorted(gradients.items()))
+    (unit,) = found.to_proto()
+    assert unit.unit_index == 4
+    return dict(zip(unit.parameter_indices, unit.checksums, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_checksum_depends_on_every_bit(dtype: torch.dtype) -> None:
+    gradient = torch.arange(1, 1001, dtype=torch.float32).to(dtype).view(10, 100)
+    expected = checksums({0: gradient, 2: gradient + 1})
+    assert expected.keys() == {0, 2} and expected[0] != expected[2]
+    assert checksums({0: gradient.clone(), 2: gradient + 1}) == expected
+    changed = gradient.clone()
+    changed.view(-1).view(torch.uint8)[777] ^= 1
+    assert checksums({0: changed, 2: gradient + 1})[0] != expected[0]
+
+
+def test_a_checksum_depends_on_the_order_of_backwards() -> None:
+    one, other = torch.ones(3), torch.zeros(3)
+    assert checksums({0: one}, {0: other}) != checksums({0: other}, {0: one})
+    assert checksums({0: one}, {0: other}) == checksums({0: one.clone()}, {0: other.clone()})
+
+
+def test_empty_gradients_and_restarted_items_have_checksums() -> None:
+    found = GradientChecksums()
+    found.add(0, [(0, torch.empty(0))])
+    assert len(found.to_proto()) == 1
+    found.clear()
+    assert found.to_proto() == []
+
+
+def report(trainer: Trainer, values: dict[int, int]) -> list[coordinator_pb2.FinishedItem]:
+    """Returns the report of a trainer's finished items, with checksums of unit 0 by parameter index."""
+    finished = trainer.finished()
+    for item in finished:
+        item.gradient_checksums.add(unit_index=0, parameter_indices=values, checksums=values.values())
+    return finished
+
+
+def differences(cluster: Harness) -> list[str]:
+    return [message for kind, message in cluster.events() if kind == "gradients_differ"]
+
+
+def test_a_different_gradient_is_an_event_that_names_parameter_replica_and_step(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with harness(tmp_path) as cluster:
+            trainers = await cluster.team(*"abcdefgh", world=WORLD)
+            await cluster.publish_unit(trainers, "u", *SHAPES)
+            for trainer in trainers:
+                (rank,) = trainer.ranks
+                wrong = WORLD.coordinates(rank).dp_rank == 1 and WORLD.coordinates(rank).tp_rank == 1
+                await trainer.finish(0, report(trainer, {0: 5, 1: 8 if wrong else 7}))
+            (message,) = differences(cluster)
+            player = {trainer.ranks[0]: trainer.name for trainer in trainers}
+            assert message.startswith(
+                "step 0: tensor-parallel ranks of dp rank 1, pipeline rank 0, computed different gradients of "
+                "parameters of unit 'u' that all of them hold: "
+                f"'u.1': rank 6 (trainer {player[6]!r}) and rank 4 (trainer {player[4]!r}). "
+            )
+
+    run_async(main())
+
+
+def test_equal_gradients_are_no_event_and_stages_are_not_compared(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with harness(tmp_path) as cluster:
+            trainers = await cluster.team(*"abcdefgh", world=WORLD)
+            spec = unit("u", *SHAPES)
+            spec.pp_ranks.extend((0, 1))
+            for trainer in trainers:
+                await trainer.declare(spec)
+            for trainer in trainers:
+                at = WORLD.coordinates(trainer.ranks[0])
+                await trainer.finish(0, report(trainer, {0: 10 * at.dp_rank + at.pp_rank}))
+            assert differences(cluster) == []
+
+    run_async(main())
+
+
+@pytest.mark.parametrize("values", [{0: 5}, {}], ids=["other", "none"])
+def test_a_unit_is_reported_once(tmp_path: Path, values: dict[int, int]) -> None:
+    """A gradient that one rank lacks differs, too."""
+
+    async def main() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = trainers = await cluster.team(*"ab", world=World(tp=2))
+            await cluster.publish_unit(trainers, "u", *SHAPES)
+            for step in range(2):
+                await a.finish(step, report(a, {0: 4}))
+                await b.finish(step, report(b, values))
+                assert len(differences(cluster)) == 1
+                proposed = optimizer(groups=(0, 0))
+                await asyncio.gather(*(each.commit(step, wait_s=5, optimizer=proposed) for each in trainers))
+
+    run_async(main())
+
+
+@pytest.mark.parametrize(
+    ("index", "indices", "count"), [(1, [0], 1), (0, [2], 1), (0, [1, 0], 2), (0, [0, 0], 2), (0, [0], 2)]
+)
+def test_malformed_checksums_are_refused(tmp_path: Path, index: int, indices: list[int], count: int) -> None:
+    async def main() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = trainers = await cluster.team(*"ab", world=World(tp=2))
+            await cluster.publish_unit(trainers, "u", *SHAPES)
+            finished = a.finished()
+            finished[0].gradient_checksums.add(unit_index=index, parameter_indices=indices, checksums=[1] * count)
+            with pytest.raises(InvalidRequestError, match=rf"rank 0 reports {count} checksums of the gradients"):
+                await a.finish(0, finished)
+            await a.finish(0)
+            await b.finish(0)
+            assert differences(cluster) == []
+
+    run_async(main())
