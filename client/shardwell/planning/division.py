@@ -123,7 +123,7 @@ def _divide_into_stages(
     if shapes.keywords:
         raise UsageError(
             f"the example call passes {', '.join(shapes.keywords)} by keyword, but a pipeline schedule passes the "
-            "inputs of the first stage by position: return (model, (inputs...)) from the model's function"
+            "inputs of the first stage by position: use a function (module:callable) that returns (model, (inputs...))"
         )
     split = split_model(shapes.module, schedule.num_stages, by=by)
     if split.ties:
