@@ -147,7 +147,7 @@ def test_buffers_not_read_after_a_commit_are_read_before_the_next_item(
             for step in session.steps(STEPS):
                 for inputs in step.batches(batch):
                     model(inputs).backward()
-                session._buffers._source = None  # simulates values that another trainer has pushed
+                session._training.buffers._source = None  # simulates values that another trainer has pushed
                 optimizer.step()
 
         with monkeypatch.context() as patch, pytest.raises(shardwell.UnavailableError, match="is away"):

@@ -123,7 +123,7 @@ def check_prediction(world: str, units: str, sizes: tuple[int, int, int], schedu
     found = json.loads(units)["units"]
     assert plan.num_units == len(found)
     for pp_rank, trainer in enumerate(plan.trainers):
-        own = [unit for unit in found if unit.get("pp_rank", 0) == pp_rank and not unit.get("tp_rank")]
+        own = [unit for unit in found if pp_rank in unit["pp_ranks"] and not unit.get("tp_rank")]
         planned = [unit for stage in trainer.stages for unit in plan.division.stages[stage].units]
         assert sorted(int(unit["size_bytes"]) for unit in own) == sorted(unit.size_bytes for unit in planned)
 

@@ -157,7 +157,7 @@ def test_aliases_name_the_same_parameter(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("present", DIVISIONS)
 def test_residuals_follow_their_elements(present: str, tmp_path: Path) -> None:
-    restored = RestoredResiduals(saved(tmp_path, ROWS).url)
+    restored = RestoredResiduals(saved(tmp_path, ROWS).url, pp_rank=0)
     for layout in units(DIVISIONS[present]):
         (parameter,), found = layout.parameters, restored(0, layout)
         assert restored(1, layout) == {}
