@@ -94,7 +94,11 @@ def test_killed_trainer_changes_no_bit(cluster: shardwell.LocalCluster, lost: in
 
 
 def test_trainers_with_different_gather_orders_train_without_the_group(cluster: shardwell.LocalCluster) -> None:
-    """One trainer keeps its weights from forward to backward and gathers fewer units."""
+    """One trainer keeps its weights from forward to backward and gathers fewer units.
+
+    Only the other one is sure to notice: in its backward it asks for units that no other trainer asks for. The one
+    that keeps its weights never waits for a unit, and meets the end of the group only if it trains long enough.
+    """
     run = uuid.uuid4().hex
     with pytest.MonkeyPatch.context() as keeping:
         keeping.setenv("SHARDWELL_KEEP_BYTES", str(1 << 30))
@@ -102,7 +106,7 @@ def test_trainers_with_different_gather_orders_train_without_the_group(cluster: 
     with first, TrainerProcess(cluster.address, run, "--dp", 2, "--steps", STEPS) as second:
         results = [first.finish(), second.finish()]
     assert hashes(results) == [undisturbed_sha256(dp=2, steps=STEPS)] * 2
-    assert all(map(group_warnings, results))
+    assert group_warnings(results[1])
 
 
 def test_trainers_on_different_hosts_form_no_group(
