@@ -258,6 +258,13 @@ class UnitLayout:
         """The first of ``pp_ranks``, whose trainers send the initial values."""
         return self.pp_ranks[0]
 
+    def is_updated_by(self, tp_rank: int, pp_rank: int) -> bool:
+        """True if trainers of these ranks update the unit's optimizer partitions, if the optimizer runs on trainers.
+
+        Of all the trainers of a replica that hold the unit, exactly one updates it.
+        """
+        return (tp_rank, pp_rank) == (self.tp_rank, self.pp_rank)
+
     def contributor(self, dp_rank: int, pp_rank: int) -> int:
         """Returns the number of the contribution of a data rank and pipeline rank.
 

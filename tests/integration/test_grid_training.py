@@ -45,14 +45,23 @@ def reference(dp: int) -> tuple[dict[str, torch.Tensor], list[float]]:
 
 
 @pytest.mark.parametrize(
-    ("world", "trainers"),
-    [((1, 2, 1), 2), ((1, 1, 2), 2), ((2, 2, 1), 4), ((2, 1, 2), 4), ((1, 2, 2), 4), ((4, 1, 2), 2)],
+    ("world", "trainers", "on_trainers"),
+    [
+        ((1, 2, 1), 2, False),
+        ((1, 1, 2), 2, False),
+        ((2, 2, 1), 4, False),
+        ((2, 1, 2), 4, False),
+        ((1, 2, 2), 4, False),
+        ((4, 1, 2), 2, False),
+        ((2, 2, 1), 4, True),
+        ((4, 1, 2), 2, True),
+    ],
     ids=str,
 )
 def test_a_grid_trains_as_one_process(
-    cluster: shardwell.LocalCluster, tmp_path: Path, world: tuple[int, int, int], trainers: int
+    cluster: shardwell.LocalCluster, tmp_path: Path, world: tuple[int, int, int], trainers: int, on_trainers: bool
 ) -> None:
-    run, outputs = train(cluster, tmp_path, world, steps=STEPS, trainers=trainers)
+    run, outputs = train(cluster, tmp_path, world, steps=STEPS, trainers=trainers, on_trainers=on_trainers)
     expected, norms = reference(world[0])
     got = read(cluster, run)
     assert got.keys() == expected.keys()
@@ -64,18 +73,19 @@ def test_a_grid_trains_as_one_process(
     buffer_bytes = sum(value.nbytes for name, value in expected.items() if name.endswith("mean"))
     pushed = sum(output["pushed_bytes"] for output in outputs)
     assert pushed == STEPS * (world[0] * parameter_bytes + buffer_bytes), "each value is pushed once per dp rank"
-    check_checkpoint(tmp_path, run, got)
+    check_checkpoint(tmp_path, run, got, on_trainers=on_trainers)
     check_peek(cluster, run, got)
 
 
-def check_checkpoint(folder: Path, run: str, expected: dict[str, torch.Tensor]) -> None:
+def check_checkpoint(folder: Path, run: str, expected: dict[str, torch.Tensor], *, on_trainers: bool) -> None:
     """A checkpoint has whole tensors, also of the optimizer's state."""
     checkpoint = shardwell.open_checkpoint(folder / "checkpoints", run=run)
     state = checkpoint.state_dict()
     assert state.keys() == expected.keys()
     assert all(torch.equal(state[name], expected[name]) for name in expected)
     for name, shape in checkpoint.parameters.items():
-        assert expected[name].shape == shape == checkpoint.optimizer_state(name)["exp_avg"].shape
+        average = checkpoint.read(name, "trainer.exp_avg" if on_trainers else "exp_avg")
+        assert expected[name].shape == shape == average.shape
 
 
 def check_peek(cluster: shardwell.LocalCluster, run: str, expected: dict[str, torch.Tensor]) -> None:

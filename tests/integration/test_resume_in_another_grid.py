@@ -28,15 +28,16 @@ def cluster() -> Iterator[shardwell.LocalCluster]:
 class Saved:
     """Trains in one grid, and continues from its checkpoints in others."""
 
-    def __init__(self, cluster: shardwell.LocalCluster, folder: Path) -> None:
+    def __init__(self, cluster: shardwell.LocalCluster, folder: Path, *, on_trainers: bool = False) -> None:
         self._cluster, self._folder, self._count = cluster, folder, 0
+        self._on_trainers = on_trainers
 
     def __call__(self, grid: Grid, steps: int, resume: str = "") -> tuple[str, dict[str, torch.Tensor]]:
         """Returns the checkpoint at the end, and the final values."""
         self._count += 1
         folder = self._folder / str(self._count)
         folder.mkdir()
-        run, _ = train(self._cluster, folder, grid, steps=steps, resume=resume)
+        run, _ = train(self._cluster, folder, grid, steps=steps, resume=resume, on_trainers=self._on_trainers)
         return shardwell.open_checkpoint(folder / "checkpoints", run=run).url, read(self._cluster, run)
 
 
@@ -52,12 +53,17 @@ def assert_equal(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
     assert [name for name in expected if not torch.equal(got[name], expected[name])] == []
 
 
-def test_every_grid_continues_with_the_same_bytes(cluster: shardwell.LocalCluster, tmp_path: Path) -> None:
-    run = Saved(cluster, tmp_path)
+@pytest.mark.parametrize("on_trainers", [False, True], ids=["optimizer on servers", "optimizer on trainers"])
+def test_every_grid_continues_with_the_same_bytes(
+    cluster: shardwell.LocalCluster, tmp_path: Path, on_trainers: bool
+) -> None:
+    run = Saved(cluster, tmp_path, on_trainers=on_trainers)
     first, _ = run((2, 1, 1), SAVED)
     _, expected = run((2, 1, 1), STEPS, resume=first)
     before = contents(first)
     states = {"values", "exp_avg", "exp_avg_sq", "step", "ema"}
+    if on_trainers:
+        states = {"values", "trainer.exp_avg", "trainer.exp_avg_sq", "trainer.step"}
     assert {name.split("|")[1] for name in before} == states
 
     # Stages compute the same bits as one process.

@@ -25,17 +25,21 @@ SHARED = "token_embedding.weight"
 gpt, batch = partial(split_gpt.gpt, 2), partial(split_gpt.batch, batch_size=BATCH)
 
 
-def reference(dp: int) -> tuple[dict[str, torch.Tensor], list[float]]:
+def reference(dp: int, *, fused: bool = True) -> tuple[dict[str, torch.Tensor], list[float]]:
     """Trains in this process. Returns the parameters and the gradient norms.
 
     The head has a copy of the embedding's weight, so that the gradients of the two layers are summed over the
     micro-batches separately, and then added.
+
+    Args:
+        dp: Number of data ranks.
+        fused: Whether torch's fused kernel updates the parameters, as on the shard servers.
     """
     model = split_gpt.gpt(2)
     model.load_state_dict(gpt(tied=True).state_dict())
     own = dict(model.named_parameters())
     head = own.pop("head.weight")
-    optimizer, norms = torch.optim.SGD(own.values(), lr=LR, momentum=MOMENTUM, fused=True), []
+    optimizer, norms = torch.optim.SGD(own.values(), lr=LR, momentum=MOMENTUM, fused=fused), []
     for step in range(STEPS):
         means = []
         for dp_rank in range(dp):
@@ -56,8 +60,9 @@ def reference(dp: int) -> tuple[dict[str, torch.Tensor], list[float]]:
 
 
 def worker(rank: int, address: str, run: str, sizes: tuple[int, int, int], steps: int, options: dict[str, Any]) -> None:
-    """Trains, and computes the item of step 1 twice."""
+    """Trains. With ``restarts``, the item of step 1 is computed twice. With ``on_trainers``, trainers update."""
     world, restarts = shardwell.World(*sizes), options.pop("restarts", False)
+    on_trainers = options.pop("on_trainers", False)
     plan = SchedulePlan(schedule="1F1B", pp=world.pp, num_micro_batches=MICRO_BATCHES)
     with shardwell.join(address, run=run, world=world, global_rank=rank, host="here", **options) as session:
         mesh, model = session.replica_mesh(), gpt(tied=True)
@@ -68,7 +73,11 @@ def worker(rank: int, address: str, run: str, sizes: tuple[int, int, int], steps
         shardwell.auto_wrap(module, session)
         stage = PipelineStage(module, index, world.pp, "cpu", example=example, group=mesh["pp"].get_group())
         schedule = PipelineSchedule(plan, [stage], loss_of)
-        optimizer = shardwell.optim.SGD(module.parameters(), lr=LR, momentum=MOMENTUM)
+        optimizer: Any = (
+            shardwell.ClientSide(module.parameters(), torch.optim.SGD, lr=LR, momentum=MOMENTUM)
+            if on_trainers
+            else shardwell.optim.SGD(module.parameters(), lr=LR, momentum=MOMENTUM)
+        )
         norms = []
         for step in session.steps(steps):
             for tokens, targets in step.batches(batch):
@@ -98,15 +107,18 @@ def read(address: str, run: str) -> dict[str, torch.Tensor]:
         return dict(pinned.values())
 
 
+@pytest.mark.parametrize("on_trainers", [False, True], ids=["optimizer on servers", "optimizer on trainers"])
 @pytest.mark.parametrize(("sizes", "restarts"), [((1, 1, 2), False), ((2, 1, 2), True), ((1, 2, 2), False)], ids=str)
 def test_tied_model_trains_as_one_process(
     cluster: shardwell.LocalCluster,
     sizes: tuple[int, int, int],
     restarts: bool,
+    on_trainers: bool,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    run = train(cluster.address, sizes, **({"restarts": True} if restarts else {}))
-    expected, found = reference(sizes[0])[0], read(cluster.address, run)
+    options = {name: True for name, value in (("restarts", restarts), ("on_trainers", on_trainers)) if value}
+    run = train(cluster.address, sizes, **options)
+    expected, found = reference(sizes[0], fused=not on_trainers)[0], read(cluster.address, run)
     assert found.keys() == expected.keys(), "the shared parameter is stored once"
     for name, value in found.items():
         if sizes[1] == 1:

@@ -28,14 +28,16 @@ def train(
     device: str = "cpu",
     resume: str = "",
     trainers: int = 0,
+    on_trainers: bool = False,
 ) -> tuple[str, list[dict[str, Any]]]:
     """Runs a trainer per rank, or fewer. Returns the run's name, and the output of each trainer.
 
     ``folder`` must be a new one. The trainer of rank 0 saves a checkpoint to its folder ``checkpoints`` if the run has
-    committed steps.
+    committed steps. With ``on_trainers``, the trainers run the optimizer.
     """
     run, count = uuid.uuid4().hex, trainers or world[0] * world[1] * world[2]
     options = ["--device", device, "--trainers", count, *(("--resume", resume) if resume else ())]
+    options += ["--on-trainers"] if on_trainers else []
     with ExitStack() as stack:
         processes = [
             stack.enter_context(GridTrainer(cluster.address, run, *world, steps, folder, *options))

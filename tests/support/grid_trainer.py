@@ -1,15 +1,17 @@
 """A trainer of a grid, for tests.
 
 ``python -m tests.support.grid_trainer --address A --run R DP TP PP STEPS FOLDER [--device meta] [--resume URL]
-[--trainers N]``
+[--trainers N] [--on-trainers]``
 
 Tensor parallelism is torch's. The pipeline is written out: each stage runs its forward and its backward once per batch.
+With ``--on-trainers``, the trainers run the optimizer.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -110,6 +112,15 @@ def join_replica(session: shardwell.Session, folder: str) -> DeviceMesh:
     return init_device_mesh("cpu", (world.tp, world.pp), mesh_dim_names=("tp", "pp"))
 
 
+def make_optimizer(parameters: Iterable[nn.Parameter], *, on_trainers: bool) -> Any:
+    """Returns AdamW on the servers, with moving averages, or on the trainers."""
+    if on_trainers:
+        return shardwell.ClientSide(parameters, torch.optim.AdamW, **OPTIMIZER)
+    optimizer = shardwell.optim.AdamW(parameters, **OPTIMIZER)
+    optimizer.ema_decay = 0.5
+    return optimizer
+
+
 def main() -> None:
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser()
@@ -121,6 +132,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--resume")
     parser.add_argument("--trainers", type=int)
+    parser.add_argument("--on-trainers", action="store_true")
     options = parser.parse_args()
     world, folder = shardwell.World(options.dp, options.tp, options.pp), options.folder
     waits = shardwell.WaitOptions(wait_limit_s=60)
@@ -137,8 +149,7 @@ def main() -> None:
         mesh, place = join_replica(session, folder), session.units.place
         model = build(options.device, pp=world.pp, pp_rank=place.pp_rank, mesh=mesh["tp"] if world.tp > 1 else None)
         shardwell.auto_wrap(model, session, shardwell.ModuleTypePolicy({Block}))
-        optimizer: Any = shardwell.optim.AdamW(model.parameters(), **OPTIMIZER)
-        optimizer.ema_decay = 0.5
+        optimizer = make_optimizer(model.parameters(), on_trainers=options.on_trainers)
         rank = dist.get_rank()
         neighbours = (rank - 1 if place.pp_rank else None, rank + 1 if place.pp_rank < world.pp - 1 else None)
         norms = []

@@ -2,7 +2,9 @@
 
 ``python -m tests.support.pipeline_trainer --address A --run R --dp 2 --tp 1 --pp 2 --global-rank 0 [--signal 9
 --at-step K] [--in-process]`` sends a signal to itself in the forward of step K, once. ``--in-process``: it forms its
-replica again in the same process. The stage has a buffer, and the run tracks an LR scheduler.
+replica again in the same process. The stage has a buffer, and the run tracks an LR scheduler. ``--client-side NAME``
+selects torch's optimizer of that name on the trainers. ``--kill-in-update K`` kills the process during the update of
+step K, after one segment of a partition is updated.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import gc
 import json
 import os
 import weakref
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +25,7 @@ import shardwell
 from shardwell.parallel import PipelineSchedule, PipelineStage, SchedulePlan, plan_tensor_parallel, split_model
 from tests.support import split_gpt
 from tests.support.cluster import join_options, wait_until
+from tests.support.mortal_optimizers import client_side
 from tests.support.reference import sha256
 from tests.support.split_gpt import LENGTH, loss_of
 
@@ -74,7 +78,7 @@ class Script:
         assert not any(model() for model in self._models), "the former model is released"
         stage, schedule = make_schedule(session)
         self._models.append(weakref.ref(stage.submod))
-        optimizer = shardwell.optim.AdamW(stage.submod.parameters(), lr=1e-2)
+        optimizer = self._make_optimizer(stage.submod.parameters())
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
         session.track(scheduler=scheduler)
         stage.submod.register_forward_pre_hook(lambda *_: self._send_signal(session.step))
@@ -90,6 +94,11 @@ class Script:
         mean = stage.submod.get_buffer(f"mean{stage.stage_index}").item()
         state = {"mean": mean, "lr": scheduler.get_last_lr(), "models": len(self._models)}
         print(json.dumps({"sha256": read_hash(session), "state": state}), flush=True)
+
+    def _make_optimizer(self, parameters: Iterable[nn.Parameter]) -> shardwell.optim.ShardedOptimizer:
+        if (name := self._options.client_side) is not None:
+            return client_side(name, self._options.kill_in_update, 1)(parameters)
+        return shardwell.optim.AdamW(parameters, lr=1e-2)
 
     def _send_signal(self, step: int) -> None:
         if self._signals and step == self._options.at_step:
@@ -113,6 +122,8 @@ def main() -> None:
     parser.add_argument("--checkpoint-every", type=int)
     parser.add_argument("--pause-at-step", type=int)
     parser.add_argument("--pause-until", type=Path)
+    parser.add_argument("--client-side")
+    parser.add_argument("--kill-in-update", type=int)
     options = parser.parse_args()
     with shardwell.join(
         options.address,

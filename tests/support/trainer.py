@@ -29,35 +29,13 @@ import shardwell
 from shardwell_wire import fault_points
 from tests.support import transformer
 from tests.support.cluster import join_options, wait_until
-from tests.support.flat_updates import FLAT_ADAM, flat_adam
+from tests.support.mortal_optimizers import client_side
 from tests.support.reference import ADAMW, sha256
 
 
 def adamw(parameters: Iterable[torch.nn.Parameter]) -> shardwell.optim.ShardedOptimizer:
     """The default optimizer."""
     return shardwell.optim.AdamW(parameters, **ADAMW)
-
-
-def client_side(
-    name: str, kill_in_update: int | None, after: int
-) -> Callable[[Iterable[torch.nn.Parameter]], shardwell.optim.ShardedOptimizer]:
-    """Returns a client-side optimizer: torch's optimizer of that name, or the flat function."""
-    flat = name == flat_adam.__name__
-    base: Any = shardwell.FlatClientSide if flat else shardwell.ClientSide
-
-    class Mortal(base):  # type: ignore[misc]
-        updates = 0
-
-        def _update(self, *arguments: Any) -> None:
-            super()._update(*arguments)
-            if self._session.step == kill_in_update:
-                self.updates += 1
-                if self.updates == after:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-    if flat:
-        return lambda parameters: Mortal(parameters, flat_adam, **FLAT_ADAM)
-    return lambda parameters: Mortal(parameters, getattr(torch.optim, name))
 
 
 def train(

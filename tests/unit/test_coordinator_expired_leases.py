@@ -122,7 +122,8 @@ def test_partitions_of_an_expired_trainer_are_fenced_before_another_updates_them
             await cluster.pass_time(11, a)
             await a.commit(0, optimizer=on_trainers())
             await cluster.settle()
-            work = {at.dp_rank: at.epoch for at in (await a.commit(0, wait_s=5, optimizer=on_trainers())).partitions}
+            answer = await a.commit(0, wait_s=5, optimizer=on_trainers())
+            work = {at.global_rank: at.epoch for at in answer.partitions}
             assert sorted(work) == [0, 1]
             assert work[1] > b.items[1].epoch
             with pytest.raises(StaleEpochError):

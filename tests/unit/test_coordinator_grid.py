@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from shardwell_wire.errors import InvalidRequestError, StaleEpochError, StepRestartedError
-from shardwell_wire.partitions import TRAINER_PREFIX
+from shardwell_wire.errors import StaleEpochError, StepRestartedError
 from shardwell_wire.topology import World
-from shardwell_wire.v1 import common_pb2, coordinator_pb2
-from tests.support.coordinator import Harness, Trainer, config, finished_item, harness, optimizer, run_async, unit
+from shardwell_wire.v1 import coordinator_pb2
+from tests.support.coordinator import Harness, Trainer, config, finished_item, harness, run_async, unit
 from tests.unit.test_coordinator_connections import keep
 
 WORLDS = [World(dp=2, tp=2), World(dp=2, pp=2), World(dp=2, tp=2, pp=2), World(dp=4, pp=2)]
@@ -669,22 +668,6 @@ def test_requested_ranks_that_one_trainer_would_play_are_rejected(tmp_path: Path
                 await cluster.try_join("b", config=settings_of_run, global_rank=1)
             b = await cluster.join("b", config=settings_of_run, global_rank=2)
             assert b.ranks == [0, 2]
-
-    run_async(scenario())
-
-
-def test_optimizer_on_trainers_is_refused(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with harness(tmp_path) as cluster:
-            trainers = await grid(cluster)
-            await asyncio.gather(*(trainer.finish(0) for trainer in trainers))
-            on_trainers = common_pb2.OptimizerStep(
-                algorithm=f"{TRAINER_PREFIX}SGD",
-                groups=[common_pb2.ParameterGroup(hyperparameters={"lr": 0.1})],
-                units=optimizer().units,
-            )
-            with pytest.raises(InvalidRequestError, match="needs a world with tp=1 and pp=1"):
-                await trainers[0].commit(0, optimizer=on_trainers)
 
     run_async(scenario())
 

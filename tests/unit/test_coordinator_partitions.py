@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from shardwell_wire.errors import HyperparameterMismatchError, IncompleteStepError
+from shardwell_wire.topology import World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
-from tests.support.coordinator import Harness, Trainer, finished_item, harness, run_async
+from tests.support.coordinator import Harness, Trainer, config, finished_item, harness, run_async
 from tests.support.fake_shards import fail_times
+from tests.unit.test_coordinator_grid import grid, step_of
 
 
 def on_trainers(lr: float = 0.1) -> common_pb2.OptimizerStep:
@@ -36,7 +38,7 @@ async def finished_team(cluster: Harness) -> tuple[Trainer, Trainer]:
 
 
 def ranks(response: coordinator_pb2.CommitStepResponse) -> list[int]:
-    return [work.dp_rank for work in response.partitions]
+    return [work.global_rank for work in response.partitions]
 
 
 def test_step_is_committed_when_every_trainer_staged_its_partitions(tmp_path: Path) -> None:
@@ -160,5 +162,115 @@ def test_partitions_are_assigned_only_after_the_proposals_agree(tmp_path: Path) 
             await commit(a, wait_s=5)
             with pytest.raises(HyperparameterMismatchError, match=r"lr of parameter group 0 is 0.1 .* but 0.2"):
                 await commit(b, optimizer=on_trainers(0.2), wait_s=5)
+
+    run_async(scenario())
+
+
+async def finished_grid(cluster: Harness) -> list[Trainer]:
+    """Returns the trainers of a grid of 2 x 2 x 1 in the order of their ranks. All items are finished."""
+    trainers = sorted(await grid(cluster), key=lambda trainer: trainer.ranks)
+    await asyncio.gather(*(trainer.finish(0) for trainer in trainers))
+    return trainers
+
+
+async def propose(trainers: Sequence[Trainer]) -> list[coordinator_pb2.CommitStepResponse]:
+    """Returns the partitions that the coordinator assigns to trainers, after all of them have proposed."""
+    await asyncio.gather(*(commit(trainer) for trainer in trainers))
+    return [await commit(trainer, wait_s=5) for trainer in trainers]
+
+
+async def commit_all(cluster: Harness, trainers: Sequence[Trainer], answers: Sequence[Any]) -> None:
+    pairs = zip(trainers, answers, strict=True)
+    ended = await asyncio.gather(*(commit(trainer, answer.partitions, wait_s=5) for trainer, answer in pairs))
+    assert [response.committed for response in ended] == [True] * len(trainers)
+    await cluster.settle()
+    for shard in cluster.shards.values():
+        assert shard.calls["ConfirmPartitions"] == 1
+        assert [update.context.step for update in shard.runs["r"].updates] == [0]
+
+
+def test_each_rank_of_a_grid_updates_partitions(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            trainers = await finished_grid(cluster)
+            answers = await propose(trainers)
+            assert [ranks(answer) for answer in answers] == [[0], [1], [2], [3]]
+            for trainer, answer in zip(trainers, answers, strict=True):
+                assert answer.partitions[0].epoch == trainer.items[answer.partitions[0].global_rank].epoch
+            for trainer, answer in zip(trainers[:3], answers, strict=False):
+                assert not (await commit(trainer, answer.partitions)).committed
+            waiting = await commit(trainers[0], answers[0].partitions)
+            assert list(waiting.waiting_for) == [
+                f"optimizer partitions of rank 3: trainer {trainers[3].name!r} is updating them"
+            ]
+            await commit_all(cluster, trainers, answers)
+
+    run_async(scenario())
+
+
+def test_partitions_of_a_replica_that_lost_a_trainer_go_to_trainers_of_the_same_coordinates(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b, c, d = await finished_grid(cluster)
+            own = await propose([a, b, c, d])
+            await commit(c, own[2].partitions)
+            await d.leave()
+            await cluster.settle()
+            # The replica's epoch is fenced. What the survivor staged before the loss stays staged.
+            late = await commit(a, own[0].partitions)
+            assert list(late.waiting_for) == [
+                f"optimizer partitions of rank 1: trainer {b.name!r} is updating them",
+                f"optimizer partitions of rank 3: trainer {d.name!r} is gone",
+            ]
+            assert not ranks(await commit(c, own[2].partitions)), "rank 3 has another tp rank"
+            taken = await commit(b, own[1].partitions, wait_s=5)
+            assert ranks(taken) == [3]
+            assert taken.partitions[0].epoch > own[3].partitions[0].epoch
+            for shard in cluster.shards.values():
+                assert shard.runs["r"].epochs[1] > own[3].partitions[0].epoch
+            own[1].partitions.extend(taken.partitions)
+            await commit_all(cluster, [a, b, c], own[:3])
+
+    run_async(scenario())
+
+
+def test_survivor_of_a_replica_updates_its_partitions_under_a_new_lease(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b, c, d = await finished_grid(cluster)
+            own = await propose([a, b, c, d])
+            await d.leave()
+            await cluster.settle()
+            again = await commit(c, own[2].partitions, wait_s=5)
+            assert ranks(again) == [2], "its report has an epoch that the servers reject"
+            assert again.partitions[0].epoch > own[2].partitions[0].epoch
+            taken = await commit(b, own[1].partitions, wait_s=5)
+            assert ranks(taken) == [3]
+            own[1].partitions.extend(taken.partitions)
+            # Both leases are valid: one does not end the other.
+            assert not ranks(await commit(c, again.partitions))
+            await commit_all(cluster, [a, b, c], [own[0], own[1], again])
+
+    run_async(scenario())
+
+
+@pytest.mark.parametrize("name", ["b", "spare"])
+def test_trainer_in_the_place_of_a_lost_one_updates_its_partitions(tmp_path: Path, name: str) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            trainers = sorted(await grid(cluster, World(dp=1, tp=2)), key=lambda trainer: trainer.ranks)
+            await asyncio.gather(*(trainer.finish(0) for trainer in trainers))
+            a, b = trainers
+            own = await propose([a, b])
+            await commit(a, own[0].partitions)
+            await b.leave()
+            await cluster.settle()
+            assert step_of(cluster).items[0].trainer_lost
+            assert not ranks(await commit(a, own[0].partitions)), "nobody else has tp rank 1"
+            settings = config(World(dp=1, tp=2), min_trainers=2)
+            other = await cluster.join(name, config=settings, wait_s=5)
+            answer = await commit(other, wait_s=5)
+            assert ranks(answer) == [1]
+            await commit_all(cluster, [a, other], [own[0], answer])
 
     run_async(scenario())

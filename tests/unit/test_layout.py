@@ -101,3 +101,15 @@ def test_unknown_placement_is_rejected() -> None:
         UnitLayout("u", (), "row")
     with pytest.raises(InvalidRequestError, match="placement '7'"):
         UnitLayout.from_proto(common_pb2.UnitSpec(name="u", placement=7))
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        (UnitLayout("whole", (Parameter("p", (4,), "float32"),), pp_ranks=(1,)), (0, 1)),
+        (UnitLayout("shared", (Parameter("p", (4,), "float32"),), pp_ranks=(1, 3)), (0, 1)),
+        (UnitLayout("part", (Parameter("p", (2,), "float32", (), (4,), (2,)),), tp_rank=1, pp_ranks=(0, 2)), (1, 0)),
+    ],
+)
+def test_one_trainer_of_a_replica_updates_a_unit(layout: UnitLayout, expected: tuple[int, int]) -> None:
+    assert [at for at in itertools.product(range(2), range(4)) if layout.is_updated_by(*at)] == [expected]

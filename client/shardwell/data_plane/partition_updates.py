@@ -103,7 +103,7 @@ class PartitionUpdates:
         """Reads, updates and stages one data rank's partitions.
 
         Args:
-            units: All units of the run.
+            units: The units to update.
             dp_rank: The data rank.
             make_context: Returns the context of a new request; raises if this trainer must stop.
             update: Updates a segment in place. Called in this thread with the unit's index and the segment.

@@ -22,14 +22,14 @@ from shardwell.module.torch_patches import needs_closure
 from shardwell.optimizers.sharded_optimizer import ShardedOptimizer
 from shardwell.session.step_commit import StepUpdate
 from shardwell.transport.partitions import PartitionSegment
-from shardwell_wire.errors import StepStateError, UsageError
+from shardwell_wire.errors import StaleEpochError, StepStateError, UsageError
 from shardwell_wire.partitions import TRAINER_PREFIX
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
 logger = logging.getLogger(__name__)
 
-_MAX_STALE_GRADIENTS = 20
-"""Limit of consecutive updates of a partition that fail because its gradient was recomputed."""
+_MAX_OUTDATED_UPDATES = 20
+"""Limit of consecutive updates that fail because a gradient was recomputed or partitions were leased anew."""
 
 FlatUpdate = Callable[[torch.Tensor, torch.Tensor, dict[str, Any], Mapping[str, Any]], torch.Tensor]
 """Takes values, gradient, state and the settings of the group; returns the new values."""
@@ -55,7 +55,7 @@ class PartitionOptimizer(ShardedOptimizer):
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], *, name: str, keep_bytes: float) -> None:
         self.algorithm = TRAINER_PREFIX + name  # type: ignore[misc]
-        self._keep_bytes, self._stale_gradients = keep_bytes, 0
+        self._keep_bytes, self._outdated_updates = keep_bytes, 0
         super().__init__(params, defaults)
 
     def _update_segment(self, unit: str, segment: PartitionSegment, groups: Sequence[int]) -> None:
@@ -101,13 +101,15 @@ class PartitionOptimizer(ShardedOptimizer):
         for partitions in work:
             try:
                 self._session.store.update_partitions(partitions, update, keep_bytes=self._keep_bytes)
-            except StepStateError as error:  # a rank restarted its work item; the next commit response has the rest
-                self._stale_gradients += 1
-                if self._stale_gradients > _MAX_STALE_GRADIENTS:
+            except (StaleEpochError, StepStateError) as error:
+                # A rank restarted its work item, or a trainer of the replica was lost. The next commit response assigns
+                # the partitions anew, or tells this trainer that it is not a member any more.
+                self._outdated_updates += 1
+                if self._outdated_updates > _MAX_OUTDATED_UPDATES:
                     raise
-                logger.info("partitions of data rank %d are not staged: %s", partitions.dp_rank, error)
+                logger.info("partitions of rank %d are not staged: %s", partitions.global_rank, error)
             else:
-                self._stale_gradients = 0
+                self._outdated_updates = 0
                 staged.append(partitions)
         return staged
 

@@ -412,7 +412,7 @@ class RunStore:
     def update_partitions(
         self, work: coordinator_pb2.PartitionWork, update: Callable[[int, PartitionSegment], None], *, keep_bytes: float
     ) -> None:
-        """Reads, updates and stages the optimizer partitions of one dp rank; see ``PartitionUpdates.run``.
+        """Reads, updates and stages the optimizer partitions of one logical rank; see ``PartitionUpdates.run``.
 
         Args:
             work: The lease on the partitions.
@@ -428,8 +428,9 @@ class RunStore:
             self._membership.check()
             return self._membership.context(self._state.number, epoch=work.epoch)
 
-        units = self._units.values()
-        self._partition_updates.run(units, work.dp_rank, make_context, update, cache_bytes=keep_bytes)
+        rank = self._membership.world.coordinates(work.global_rank)
+        units = [unit for unit in self._units.values() if unit.layout.is_updated_by(rank.tp_rank, rank.pp_rank)]
+        self._partition_updates.run(units, rank.dp_rank, make_context, update, cache_bytes=keep_bytes)
 
     def close(self) -> None:
         """Stops the threads and closes the connections. Waits for transfers, which use the memory of units."""

@@ -1713,15 +1713,17 @@ global___PrepareGradientsResponse = PrepareGradientsResponse
 
 @typing.final
 class PartitionWork(google.protobuf.message.Message):
-    """The lease on one data rank's optimizer partitions of all units in one step."""
+    """The lease on the optimizer partitions of one logical rank in one step: those of its data rank, in the units that it
+    updates. A unit is updated by the tensor-parallel rank UnitSpec.tp_rank and the first of UnitSpec.pp_ranks.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    DP_RANK_FIELD_NUMBER: builtins.int
+    GLOBAL_RANK_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
     ATTEMPTS_FIELD_NUMBER: builtins.int
-    dp_rank: builtins.int
-    """Data rank of the partitions."""
+    global_rank: builtins.int
+    """The logical rank."""
     epoch: builtins.int
     """Fencing number of the lease. Increases when the partitions are leased to another trainer."""
     attempts: builtins.int
@@ -1729,11 +1731,11 @@ class PartitionWork(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        dp_rank: builtins.int = ...,
+        global_rank: builtins.int = ...,
         epoch: builtins.int = ...,
         attempts: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempts", b"attempts", "dp_rank", b"dp_rank", "epoch", b"epoch"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempts", b"attempts", "epoch", b"epoch", "global_rank", b"global_rank"]) -> None: ...
 
 global___PartitionWork = PartitionWork
 

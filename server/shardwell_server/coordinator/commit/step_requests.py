@@ -26,7 +26,7 @@ from shardwell_server.coordinator.servers.shard_servers import ShardServers
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.storage.records import CommitRecord
 from shardwell_server.coordinator.waiting import poll
-from shardwell_wire.errors import InvalidRequestError, StepStateError, VersionGoneError
+from shardwell_wire.errors import StepStateError, VersionGoneError
 from shardwell_wire.v1 import coordinator_pb2
 
 
@@ -284,11 +284,6 @@ class StepRequests:
         step = _step_in_flight(run, number)
         if step is None or not step.proposals.prove_valid(proposal):
             validate_proposal(proposal, run.units.layouts, run.units.cuts)
-            if proposal.updates_on_trainers and run.settings.world.replica_size > 1:
-                raise InvalidRequestError(
-                    f"the optimizer runs on the trainers, which needs a world with tp=1 and pp=1: run {run.name!r} has "
-                    f"{run.settings.world}. Use an optimizer that runs on the servers"
-                )
         if step is not None:
             await self._filler.check_step(run, proposal.optimizer)
         if step is not None and step is run.step:
@@ -334,7 +329,8 @@ class StepRequests:
         if await self._preparer.prepare_or_skip(run) is None or step is not run.step:
             return []
         run.require_member(member.name, member.epoch)
-        return step.partitions.assign(member.name, run.members.live, run.next_epoch)
+        position = run.rank_owners.position_of(member.name, run.settings)
+        return step.partitions.assign(member.name, position, run.members.live, run.next_epoch)
 
     def _committed_response(
         self, run: Run, member: Member, number: int, proposal: StepProposal

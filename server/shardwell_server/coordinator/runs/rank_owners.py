@@ -65,6 +65,15 @@ class RankOwners:
             return ()
         return self.replicas(settings)[settings.world.coordinates(self._ranks[name][0]).dp_rank]
 
+    def position_of(self, name: str, settings: RunSettings) -> int | None:
+        """Returns the position of a trainer in its replica, which stands for its tp rank and pp rank.
+
+        None: the trainer owns no rank, and so has neither. With ``tp = pp = 1``, the position is always 0.
+        """
+        if settings.world.replica_size == 1:
+            return 0
+        return self.replica_of(name, settings).index(name) if name in self._ranks else None
+
     def replicas(self, settings: RunSettings) -> Sequence[Replica]:
         """Returns the replica that owns each dp rank. See Note: [Replicas] in ``replicas.py``."""
         if not self._replicas:
