@@ -39,6 +39,7 @@ from shardwell_wire.errors import (
     StepRestartedError,
     StepStateError,
     TiedParameterError,
+    TlsError,
     UnauthenticatedError,
     UnavailableError,
     UnitMismatchError,
@@ -46,6 +47,7 @@ from shardwell_wire.errors import (
     VersionGoneError,
     WorldError,
 )
+from shardwell_wire.tls import TlsOptions
 from shardwell_wire.topology import World
 
 if TYPE_CHECKING:
@@ -132,6 +134,8 @@ __all__ = [
     "TensorSlice",
     "TiedParameterError",
     "TiledLinear",
+    "TlsError",
+    "TlsOptions",
     "TransferOptions",
     "UnauthenticatedError",
     "UnavailableError",

@@ -15,11 +15,13 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from shardwell_wire.credentials import NO_CREDENTIALS, TOKEN_FILE_VARIABLE, Credentials, read_token_file
 from shardwell_wire.errors import UsageError
 from shardwell_wire.shared_files import open_file, open_folder, opened
+from shardwell_wire.tls import Tls, TlsOptions
 
 logger = logging.getLogger(__name__)
 
@@ -32,23 +34,24 @@ _UNFINISHED_S = 60.0
 """Seconds for which an empty file counts as being written."""
 
 
-def find_credentials(address: str, token_file: str | None = None) -> Credentials:
+def find_credentials(address: str, token_file: str | None = None, tls: TlsOptions | None = None) -> Credentials:
     """Returns the credentials for a server.
 
     Args:
         address: host:port of the server.
         token_file: File with the cluster's token. None: the token of this user's local cluster at the address, else of
             the file in ``SHARDWELL_TOKEN_FILE``, else none.
+        tls: TLS of the connections. None: that of the environment, except for a local cluster whose token was found.
 
     Raises:
-        UsageError: The file is missing, is readable by other users, or contains no token.
+        UsageError: A file is missing or invalid, or a file with a secret is readable by other users.
     """
-    if token_file:
-        return read_token_file(token_file)
-    if (found := _find_local_cluster(address)) is not None:
+    if not token_file and tls is None and (found := _find_local_cluster(address)) is not None:
         return found
-    named = os.environ.get(TOKEN_FILE_VARIABLE)
-    return read_token_file(named) if named else NO_CREDENTIALS
+    named = token_file or os.environ.get(TOKEN_FILE_VARIABLE)
+    credentials = read_token_file(named) if named else NO_CREDENTIALS
+    options = tls or TlsOptions.from_env()
+    return credentials if options is None else replace(credentials, tls=Tls(options))
 
 
 class PublishedCredentials:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Self
 
 import grpc
 import grpc.aio
 
 from shardwell_wire.errors import UsageError
+from shardwell_wire.tls import Certificates, Tls
 
 MAX_MESSAGE_BYTES = 16 << 20
 """Largest message that either end accepts: four times the largest chunk."""
@@ -54,18 +59,99 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
 ]
 
 
-def open_channel(address: str) -> grpc.Channel:
-    """Returns a blocking channel to ``host:port``, which connects on first use. Raises UsageError like
-    ``check_address``."""
+def open_channel(address: str, tls: Tls | None = None) -> grpc.Channel:
+    """Returns a blocking channel to ``host:port``, which connects on first use.
+
+    Args:
+        address: host:port.
+        tls: Encrypts the connection. None: it is not encrypted.
+
+    Raises:
+        UsageError: See ``check_address``.
+    """
     check_address(address)
-    return grpc.insecure_channel(address, options=_channel_options())
+    if tls is None:
+        return grpc.insecure_channel(address, options=_channel_options())
+    return _SecureChannel(address, tls, grpc.secure_channel)
 
 
-def open_aio_channel(address: str) -> grpc.aio.Channel:
-    """Returns an asyncio channel to ``host:port``, which connects on first use. Raises UsageError like
-    ``check_address``."""
+def open_aio_channel(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
+    """As ``open_channel``, for asyncio."""
     check_address(address)
-    return grpc.aio.insecure_channel(address, options=_channel_options())
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=_channel_options())
+    return _SecureAioChannel(address, tls, grpc.aio.secure_channel)
+
+
+class _SecureChannel:
+    """A channel with TLS. Calls after a change of the certificates use a new connection; earlier ones go on.
+
+    Args:
+        address: host:port.
+        tls: The certificates.
+        open_: Opens a channel of gRPC.
+    """
+
+    def __init__(self, address: str, tls: Tls, open_: Callable[..., Any]) -> None:
+        self._address, self._tls, self._open = address, tls, open_
+        self._lock = threading.Lock()
+        self._opened: list[tuple[Certificates, Any]] = []
+        """The channels, each with its certificates. The last one is used by new calls."""
+        self.unary_unary = partial(self._stub, "unary_unary")
+        self.unary_stream = partial(self._stub, "unary_stream")
+        self.stream_unary = partial(self._stub, "stream_unary")
+        self.stream_stream = partial(self._stub, "stream_stream")
+
+    def _channel(self) -> Any:
+        """Returns the channel for a new call."""
+        certificates = self._tls.current
+        with self._lock:
+            if not self._opened or self._opened[-1][0] is not certificates:
+                options = [*_channel_options(), *self._tls.channel_options]
+                channel = self._open(self._address, certificates.channel_credentials, options=options)
+                self._opened.append((certificates, channel))
+            return self._opened[-1][1]
+
+    def _stub(self, kind: str, *arguments: Any, **options: Any) -> Callable[..., Any]:
+        """Returns a stub for one rpc, with the arguments of gRPC's function of the same name."""
+        newest: tuple[Any, Callable[..., Any] | None] = (None, None)
+        """Channel and stub of the last call. Replaced as a whole, because threads share the stub."""
+
+        def call(*call_arguments: Any, **call_options: Any) -> Any:
+            nonlocal newest
+            channel, stub = newest
+            if (current := self._channel()) is not channel or stub is None:
+                stub = getattr(current, kind)(*arguments, **options)
+                newest = (current, stub)
+            return stub(*call_arguments, **call_options)
+
+        return call
+
+    def close(self) -> Any:
+        """Closes all connections."""
+        for _, channel in self._opened:
+            channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _SecureAioChannel(_SecureChannel):
+    """As ``_SecureChannel``, for asyncio."""
+
+    async def close(self) -> None:
+        """Closes all connections."""
+        for _, channel in self._opened:
+            await channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
 
 def _channel_options() -> list[tuple[str, int]]:

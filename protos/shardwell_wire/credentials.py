@@ -1,4 +1,4 @@
-"""Credentials of a cluster: a token that every rpc carries as ``authorization: Bearer TOKEN``.
+"""Credentials of a cluster: a token that every rpc carries as ``authorization: Bearer TOKEN``, and its TLS.
 
 Both ends use the ``Credentials`` class. All other code treats credentials as opaque.
 """
@@ -9,12 +9,12 @@ import hmac
 import os
 import re
 import secrets
-import stat
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from shardwell_wire.errors import UsageError
-from shardwell_wire.shared_files import opened
+from shardwell_wire.secret_files import read_secret_file
+from shardwell_wire.tls import Tls
 
 TOKEN_FILE_VARIABLE = "SHARDWELL_TOKEN_FILE"
 """Environment variable with the path of the cluster's token file."""
@@ -26,10 +26,12 @@ _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """The secret that all members of a cluster share. Without a token, every caller is admitted."""
+    """What a process needs to use a cluster. Without a token, every caller is admitted."""
 
     token: str = field(default="", repr=False)
     """The token of the cluster. Empty: the cluster has none."""
+    tls: Tls | None = field(default=None, compare=False)
+    """Encrypts connections and proves the identity of servers. None: connections are not encrypted."""
 
     def __bool__(self) -> bool:
         return bool(self.token)
@@ -76,14 +78,7 @@ def read_token_file(path: str | os.PathLike[str]) -> Credentials:
     Raises:
         UsageError: The file cannot be read, other users can read it, or it does not contain a token.
     """
-    try:
-        with opened(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)) as descriptor:
-            found = os.fstat(descriptor)
-            if (problem := _file_problem(found)) is not None:
-                raise UsageError(f"token file {os.fspath(path)}: {problem}")
-            text = os.read(descriptor, _MAX_FILE_BYTES).decode(errors="replace").strip()
-    except OSError as error:
-        raise UsageError(f"token file {os.fspath(path)} cannot be read: {error.strerror}") from error
+    text = read_secret_file(path, "token file", max_bytes=_MAX_FILE_BYTES).decode(errors="replace").strip()
     if not _TOKEN.fullmatch(text):
         # The message does not show the text, which may be a secret with a typing error.
         raise UsageError(
@@ -91,15 +86,3 @@ def read_token_file(path: str | os.PathLike[str]) -> Credentials:
             "characters of '._~+/=-'; `openssl rand -hex 32` creates one"
         )
     return Credentials(text)
-
-
-def _file_problem(found: os.stat_result) -> str | None:
-    user = os.geteuid()
-    if not stat.S_ISREG(found.st_mode):
-        return "expected a regular file"
-    if user != 0 and found.st_uid not in (user, 0):
-        return f"it belongs to user {found.st_uid}, expected user {user} or root"
-    # A file of root may be readable by a group that root chose, as for secrets that Kubernetes mounts.
-    if found.st_mode & (0o077 if found.st_uid == user else 0o027):
-        return f"other users can access it (mode {stat.S_IMODE(found.st_mode):04o}): run chmod 600 on it"
-    return None

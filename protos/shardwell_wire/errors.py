@@ -26,6 +26,7 @@
     +-- AccessError                    PERMISSION_DENIED    caller is not allowed to do this
     |   +-- UnauthenticatedError       UNAUTHENTICATED      the cluster's token is missing or wrong
     +-- InternalError                  INTERNAL             a defect; the server's log has details
+    +-- TlsError                       (client only)        no connection: one end's TLS does not suit the other's
     +-- ReplicaLostError               (client only)        another trainer of this trainer's replica was lost
     +-- UsageError                     (client only)        a mistake in training code
         +-- FreedParameterError        (client only)        a freed parameter was used
@@ -192,6 +193,15 @@ class InternalError(ShardwellError):
     """A defect in Shardwell. The log of the peer has details."""
 
     status = grpc.StatusCode.INTERNAL
+
+
+class TlsError(ShardwellError):
+    """No connection is possible, because the TLS of one end does not suit the other. Never sent.
+
+    For example, a certificate has expired, an authority is not trusted, or only one end uses TLS.
+    """
+
+    status = None
 
 
 class ReplicaLostError(ShardwellError, RuntimeError):

@@ -9,12 +9,14 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection
 
+from shardwell_server import encryption
 from shardwell_server.rpc import abort
 from shardwell_wire.credentials import NO_CREDENTIALS, TOKEN_FILE_VARIABLE, Credentials, read_token_file
 from shardwell_wire.errors import UnauthenticatedError
@@ -77,5 +79,6 @@ def add_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def from_arguments(arguments: argparse.Namespace) -> Credentials:
-    """Returns the credentials in ``--token-file``. Raises UsageError if the file cannot be used."""
-    return read_token_file(arguments.token_file) if arguments.token_file else NO_CREDENTIALS
+    """Returns the credentials in ``--token-file`` and the server's TLS. Raises UsageError if a file cannot be used."""
+    credentials = read_token_file(arguments.token_file) if arguments.token_file else NO_CREDENTIALS
+    return replace(credentials, tls=encryption.from_arguments(arguments))

@@ -1,4 +1,4 @@
-"""The ``shardwell-server`` command: starts a server, or checks the health of one."""
+"""The ``shardwell-server`` command: starts a server, checks the health of one, or makes certificates."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ _COMMAND_MODULES = {
     "coordinator": "shardwell_server.coordinator.command",
     "shard": "shardwell_server.shard.process.command",
     "health": "shardwell_server.health",
+    "certs": "shardwell_server.certificates",
 }
 """Each module has ``add_parser(subparsers)``, which sets the default ``handler(arguments) -> int``. Only the module of
 the requested command is imported, so that a coordinator does not import torch."""

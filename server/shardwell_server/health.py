@@ -9,6 +9,9 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from shardwell_wire.channel import open_channel
+from shardwell_wire.tls import Tls
+from shardwell_wire.tls_arguments import add_tls_arguments, tls_options
+from shardwell_wire.tls_problems import tls_problem
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -25,17 +28,21 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--service", default="", help="such as shardwell_wire.v1.ShardService (default: the server as a whole)"
     )
     parser.add_argument("--timeout", type=float, default=2.0, metavar="S", help="seconds to wait (default: 2)")
+    add_tls_arguments(parser)
     parser.set_defaults(handler=main)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Runs ``shardwell-server health``; prints the status."""
     request = health_pb2.HealthCheckRequest(service=arguments.service)
-    with open_channel(arguments.address) as channel:
+    options = tls_options(arguments)
+    tls = None if options is None else Tls(options)
+    with open_channel(arguments.address, tls) as channel:
         try:
             response = health_pb2_grpc.HealthStub(channel).Check(request, timeout=arguments.timeout)
         except grpc.RpcError as error:
-            print(f"{arguments.address}: {error.code().name}: {error.details()}", file=sys.stderr)
+            problem = tls_problem(arguments.address, tls) or f"{error.code().name}: {error.details()}"
+            print(f"{arguments.address}: {problem}", file=sys.stderr)
             return 1
     print(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status))
     return 0 if response.status == health_pb2.HealthCheckResponse.SERVING else 1

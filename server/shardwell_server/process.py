@@ -30,6 +30,7 @@ from shardwell_wire import temporary_folder
 from shardwell_wire.channel import SERVER_OPTIONS
 from shardwell_wire.credentials import NO_CREDENTIALS, Credentials
 from shardwell_wire.server_folders import DEFAULT_DIRECTORY, remove_remains
+from shardwell_wire.tls import Tls
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ async def serve(
         servicer: Object that implements the service.
         endpoint: Where to listen.
         background: Runs while the server serves. An error that it raises ends the server at once.
-        credentials: Credentials that callers must send.
+        credentials: Credentials that callers must send, and the TLS of the server.
         end_standing: Called when the server is asked to stop. Ends streams that would otherwise stay open for
             ``STOP_GRACE_S``.
         leave: Called after the first SIGTERM, while the server still serves. The server stops when it returns, or at
@@ -116,7 +117,7 @@ async def serve(
     names = (service.full_name, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
     try:
-        port = server.add_insecure_port(endpoint.bind)
+        port = _listen(server, endpoint, credentials.tls)
     except RuntimeError as error:
         raise SystemExit(f"cannot listen on {endpoint.bind}: {_why_not(endpoint)}") from error
     leaving = asyncio.Event()
@@ -145,6 +146,15 @@ async def serve(
             await server.stop(STOP_GRACE_S)
     finally:
         await server.stop(0)
+
+
+def _listen(server: grpc.aio.Server, endpoint: Endpoint, tls: Tls | None) -> int:
+    """Returns the port on which the server listens. Raises RuntimeError if the address cannot be bound."""
+    if tls is None:
+        port: int = server.add_insecure_port(endpoint.bind)
+    else:
+        port = server.add_secure_port(endpoint.bind, tls.server_credentials())
+    return port
 
 
 def _why_not(endpoint: Endpoint) -> str:

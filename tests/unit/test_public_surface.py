@@ -26,7 +26,7 @@ NAMES = """
     ActivationOffload BackwardPrefetch MemoryOptions MemoryStrategy offload_activations ReplicaOptions ShardingStrategy
     TransferOptions VersionGoneError WaitOptions World WorldError auto_wrap full_state_dict fully_shard
     iter_full_state_dict join optim parallel Reader attach
-    register_forward_method MemoryReport UnitMemory num_parameters local_ratio TiledLinear
+    register_forward_method MemoryReport UnitMemory num_parameters local_ratio TiledLinear TlsError TlsOptions
     from_safetensors init join_state_dicts TensorSlice save_dcp save_safetensors sharded_state_dict testing
     CheckpointReader open_checkpoint checkpoint_to_dcp dcp_to_checkpoint
     Bottleneck PerformanceReport Severity StepPart unwrap

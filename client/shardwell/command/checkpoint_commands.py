@@ -108,7 +108,7 @@ def _add_save_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
 
 def _save(arguments: argparse.Namespace) -> int:
     run: str = arguments.run
-    with open_coordinator(arguments.address, arguments.token_file) as coordinator:
+    with open_coordinator(arguments) as coordinator:
         call = partial(coordinator.call, timeout_s=arguments.timeout)
         progress = request_checkpoint(call, run)
         columns = (

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 
 from shardwell.command.inspect_commands import (
     DEFAULT_ADDRESS,
-    add_token_file_argument,
+    add_credentials_arguments,
     open_coordinator,
     positive_seconds,
 )
@@ -84,7 +84,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
         metavar="HOST:PORT",
         help="address of the coordinator (default: SHARDWELL_ADDRESS, else localhost:50051)",
     )
-    add_token_file_argument(parser)
+    add_credentials_arguments(parser)
     parser.add_argument(
         "--timeout",
         type=positive_seconds,
@@ -108,7 +108,7 @@ def _export(arguments: argparse.Namespace) -> int:
     _check_empty(arguments.folder)
     try:
         with (
-            open_coordinator(arguments.address, arguments.token_file) as coordinator,
+            open_coordinator(arguments) as coordinator,
             pinned_version(coordinator, arguments.run, timeout_s=arguments.timeout) as pinned,
         ):
             tensors = _tensors(pinned, arguments.dtype)

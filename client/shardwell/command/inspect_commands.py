@@ -21,8 +21,9 @@ from shardwell.credentials import find_credentials
 from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell.sizes import format_size
 from shardwell.transport.rpc import ServiceClient
-from shardwell_wire.credentials import TOKEN_FILE_VARIABLE
+from shardwell_wire.credentials import TOKEN_FILE_VARIABLE, Credentials
 from shardwell_wire.errors import NotFoundError, UnavailableError, UsageError
+from shardwell_wire.tls_arguments import add_tls_arguments, has_tls_arguments, tls_options
 from shardwell_wire.topology import World
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2
 
@@ -57,7 +58,7 @@ def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         metavar="HOST:PORT",
         help="address of the coordinator (default: SHARDWELL_ADDRESS, else localhost:50051)",
     )
-    add_token_file_argument(common)
+    add_credentials_arguments(common)
     common.add_argument("--json", action="store_true", help="print the response as JSON instead of tables")
     common.add_argument(
         "--timeout",
@@ -81,7 +82,7 @@ def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
 
 def _handler(command: _Command) -> Callable[[argparse.Namespace], int]:
     def handle(arguments: argparse.Namespace) -> int:
-        with open_coordinator(arguments.address, arguments.token_file) as coordinator:
+        with open_coordinator(arguments) as coordinator:
             command.handler(arguments, coordinator)
         return 0
 
@@ -99,18 +100,25 @@ def positive_seconds(text: str) -> float:
     return seconds
 
 
-def add_token_file_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--token-file``."""
+def add_credentials_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--token-file`` and the options of TLS."""
     parser.add_argument(
         "--token-file",
         metavar="PATH",
         help="file with the cluster's token (default: the token of your local cluster at the address, else the file in "
         f"{TOKEN_FILE_VARIABLE})",
     )
+    add_tls_arguments(parser)
+
+
+def credentials_of(arguments: argparse.Namespace) -> Credentials:
+    """Returns the credentials that the arguments name."""
+    tls = tls_options(arguments) if has_tls_arguments(arguments) else None
+    return find_credentials(arguments.address, arguments.token_file, tls)
 
 
 def add_coordinator_arguments(parser: argparse.ArgumentParser, condition: str = "") -> None:
-    """Adds ``--address``, ``--token-file`` and ``--timeout``.
+    """Adds ``--address``, ``--token-file``, ``--timeout`` and the options of TLS.
 
     Args:
         parser: The parser of a command.
@@ -122,7 +130,7 @@ def add_coordinator_arguments(parser: argparse.ArgumentParser, condition: str = 
         metavar="HOST:PORT",
         help=f"{condition}address of the coordinator (default: SHARDWELL_ADDRESS, else localhost:50051)",
     )
-    add_token_file_argument(parser)
+    add_credentials_arguments(parser)
     parser.add_argument(
         "--timeout",
         type=positive_seconds,
@@ -133,9 +141,10 @@ def add_coordinator_arguments(parser: argparse.ArgumentParser, condition: str = 
 
 
 @contextmanager
-def open_coordinator(address: str, token_file: str | None = None) -> Iterator[CoordinatorClient]:
-    """Yields a client. If the coordinator cannot be reached, the error says what to check."""
-    with closing(CoordinatorClient(address, find_credentials(address, token_file))) as client:
+def open_coordinator(arguments: argparse.Namespace) -> Iterator[CoordinatorClient]:
+    """Yields a client for the arguments. If the coordinator cannot be reached, the error says what to check."""
+    address = arguments.address
+    with closing(CoordinatorClient(address, credentials_of(arguments))) as client:
         try:
             yield client
         except UnavailableError as error:

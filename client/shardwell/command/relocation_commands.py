@@ -93,7 +93,7 @@ def _parser(
 
 def _calling(arguments: argparse.Namespace, action: Callable[[Call], int]) -> int:
     """Calls ``action`` with a function that calls an rpc of the coordinator."""
-    with open_coordinator(arguments.address, arguments.token_file) as coordinator:
+    with open_coordinator(arguments) as coordinator:
         return action(lambda rpc, request: coordinator.call(rpc, request, timeout_s=arguments.timeout))
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from shardwell.command.inspect_commands import DEFAULT_ADDRESS, add_token_file_argument
-from shardwell.credentials import find_credentials
+from shardwell.command.inspect_commands import DEFAULT_ADDRESS, add_credentials_arguments, credentials_of
 from shardwell_wire.credentials import TOKEN_FILE_VARIABLE
 from shardwell_wire.errors import NotFoundError
 
@@ -42,12 +41,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="HOST:PORT",
         help="address of a server of the cluster (default: SHARDWELL_ADDRESS, else localhost:50051)",
     )
-    add_token_file_argument(parser)
+    add_credentials_arguments(parser)
     parser.set_defaults(handler=_token)
 
 
 def _token(arguments: argparse.Namespace) -> int:
-    credentials = find_credentials(arguments.address, arguments.token_file)
+    credentials = credentials_of(arguments)
     if not credentials:
         raise NotFoundError(
             f"no token is known for {arguments.address}: this user has no local cluster with a server at that address, "

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
@@ -22,6 +23,7 @@ from shardwell_wire.errors import UnavailableError, UsageError
 from shardwell_wire.server_folders import DEFAULT_DIRECTORY, remove_folders
 from shardwell_wire.shared_files import open_file, opened
 from shardwell_wire.temporary_folder import TemporaryFolder
+from shardwell_wire.tls import Tls, TlsOptions
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +60,8 @@ class LocalCluster:
         state_dir: Folder of the coordinator's state. None: a temporary folder.
         log_dir: Folder of the servers' logs. None: a temporary folder.
         log_level: Log level of the servers.
+        tls: Certificates of the servers, which then encrypt connections. Other processes name them too, with the token
+            file: they do not find the credentials by the address. None: connections are not encrypted.
         start_limit_s: Seconds to wait until the servers are ready.
 
     Attributes:
@@ -86,6 +90,7 @@ class LocalCluster:
         state_dir: str | Path | None = None,
         log_dir: str | Path | None = None,
         log_level: str = "info",
+        tls: TlsOptions | None = None,
         start_limit_s: float = 60.0,
     ) -> None:
         if num_shards < 1:
@@ -93,7 +98,7 @@ class LocalCluster:
         self._num_shards = num_shards
         self._shard_options = _options(memory_budget=memory_budget, servers_on_host=num_shards, log_level=log_level)
         self._coordinator_options = _options(lease_s=lease_s, min_shard_bytes=min_shard_bytes, log_level=log_level)
-        self._state_dir, self._log_dir = state_dir, log_dir
+        self._state_dir, self._log_dir, self._tls = state_dir, log_dir, tls
         self._start_limit_s = start_limit_s
         self._temporary: TemporaryFolder | None = None
         self._started: list[ServerProcess] = []
@@ -152,6 +157,9 @@ class LocalCluster:
         self.credentials = new_credentials()
         self.token_file = write_token(folder / "token", self.credentials)
         common = ["--listen", _LISTEN, "--exit-with-parent", "--token-file", self.token_file]
+        if self._tls is not None:
+            self.credentials = replace(self.credentials, tls=Tls(self._tls))
+            common += _tls_options(self._tls)
         coordinator_options = ["--state-dir", str(state_dir), "--min-servers", str(self._num_shards)]
         self.coordinator = ServerProcess(
             "coordinator",
@@ -167,7 +175,8 @@ class LocalCluster:
         for shard in self.shards:
             shard.wait_ready(deadline)
             shard.keep_running(self._start_limit_s)
-        self._published = [PublishedCredentials(server.address, self.credentials) for server in self._started]
+        if self._tls is None:
+            self._published = [PublishedCredentials(server.address, self.credentials) for server in self._started]
 
     def __enter__(self) -> Self:
         self.start()
@@ -395,6 +404,11 @@ def _server_environment() -> dict[str, str]:
     kept = {name for name in os.environ if not name.startswith("SHARDWELL_")} | {fault_points.VARIABLE}
     inherited = {name: value for name, value in os.environ.items() if name in kept}
     return {"OMP_NUM_THREADS": "1", **inherited}
+
+
+def _tls_options(tls: TlsOptions) -> list[str]:
+    files = _options(tls_ca=tls.ca, tls_cert=tls.cert, tls_key=tls.key, tls_server_name=tls.server_name or None)
+    return [*files, "--encrypt", tls.encrypt]
 
 
 def _options(**values: object) -> list[str]:

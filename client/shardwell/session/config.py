@@ -16,6 +16,7 @@ from shardwell_wire import chunk_streams
 from shardwell_wire.checkpoints.opening import absolute
 from shardwell_wire.errors import InvalidRequestError, UsageError, WorldError
 from shardwell_wire.names import check_name
+from shardwell_wire.tls import TlsOptions
 from shardwell_wire.topology import World, checked_groups
 from shardwell_wire.v1 import coordinator_pb2
 from shardwell_wire.wire_dtypes import GATHER_NAMES, PUSH_NAMES, TOP_K_PERCENT
@@ -237,6 +238,8 @@ class JoinConfig:
     """The coordinator's host:port. None: a private local cluster, shared by the ranks of torchrun."""
     token_file: str | None = field(default=None, metadata=_ONLY_ARGUMENT)
     """File with the cluster's token. None: see ``find_credentials``, which also reads SHARDWELL_TOKEN_FILE."""
+    tls: TlsOptions | None = field(default=None, metadata=_ONLY_ARGUMENT)
+    """TLS of the connections to the cluster. None: see ``find_credentials``, which also reads SHARDWELL_TLS_CA."""
     run: str = "default"
     """Name of the run. Trainers that name the same run train together."""
     world: World = field(default_factory=World)

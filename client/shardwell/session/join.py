@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shardwell.session.config import JoinConfig, TransferOptions, WaitOptions
 from shardwell.session.session import Session
+from shardwell_wire.tls import TlsOptions
 from shardwell_wire.topology import World
 
 
@@ -19,6 +20,7 @@ def join(
     global_rank: int | None = None,
     num_layers: int | None = None,
     token_file: str | None = None,
+    tls: TlsOptions | None = None,
     checkpoint_dir: str | None = None,
     checkpoint_every: int | None = None,
     keep: int | None = None,
@@ -48,6 +50,9 @@ def join(
         num_layers: Number of layers to split over pipeline stages, checked against the world. Default: not checked.
         token_file: File with the cluster's token, readable by its user only. Default: the token of this user's local
             cluster at the address, else of the file in ``SHARDWELL_TOKEN_FILE``.
+        tls: TLS of the connections to the cluster. Default: as ``SHARDWELL_TLS_CA``, ``SHARDWELL_TLS_CERT``,
+            ``SHARDWELL_TLS_KEY``, ``SHARDWELL_TLS_SERVER_NAME`` and ``SHARDWELL_ENCRYPT`` say; without an authority,
+            connections are not encrypted.
         checkpoint_dir: Folder of checkpoints: a path, or an fsspec URL such as ``s3://bucket/folder``. The coordinator
             and all shard servers must reach it. Checkpoints are written to ``checkpoint_dir/RUN/``. The newest value
             that a trainer passes counts. Default: unchanged; a new run writes no checkpoints.
@@ -74,6 +79,7 @@ def join(
         DuplicateError: A live trainer has this name or plays the requested rank.
         DeadlineError: Too few trainers joined in time.
         UnavailableError: The coordinator cannot be reached.
+        TlsError: A certificate is refused, or only one end uses TLS.
         UnauthenticatedError: The cluster requires a token, and none or a wrong one was found.
         UsageError: An argument or variable has an invalid value.
     """

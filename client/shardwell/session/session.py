@@ -61,7 +61,9 @@ class Session:
         self.config = config
         self._cluster = None if config.address else open_private_cluster(config)
         address = config.address or (self._cluster.address if self._cluster else "")
-        credentials = self._cluster.credentials if self._cluster else find_credentials(address, config.token_file)
+        credentials = (
+            self._cluster.credentials if self._cluster else find_credentials(address, config.token_file, config.tls)
+        )
         self._coordinator = CoordinatorClient(address, credentials)
         self._closed = False
         try:

@@ -6,7 +6,7 @@ Note: [Adding a transport]
 
 Note: [Credentials]
     A transport opens connections by the ``Endpoint`` of its rpc client only (``rpc.py``). That class holds the
-    credentials, and is where TLS will be configured. The selector passes one rpc client to all transports of a server.
+    credentials, and encrypts connections. The selector passes one rpc client to all transports of a server.
 """
 
 from __future__ import annotations

@@ -16,8 +16,9 @@ from google.protobuf.message_factory import GetMessageClass
 from shardwell.credentials import find_credentials
 from shardwell_wire.channel import open_channel
 from shardwell_wire.credentials import Credentials
-from shardwell_wire.errors import DeadlineError, UnavailableError, from_rpc_error
+from shardwell_wire.errors import DeadlineError, ShardwellError, UnavailableError, from_rpc_error
 from shardwell_wire.retry import retry
+from shardwell_wire.tls_problems import connection_error
 
 Result = TypeVar("Result")
 
@@ -35,7 +36,7 @@ class Endpoint:
 
     def open_channel(self) -> grpc.Channel:
         """Returns a gRPC channel. It connects at its first rpc."""
-        return open_channel(self.address)
+        return open_channel(self.address, self.credentials.tls)
 
     def connect(self, port: int, timeout_s: float) -> socket.socket:
         """Returns a TCP connection to another port of the server's host."""
@@ -156,7 +157,7 @@ class ServiceClient:
         try:
             yield from stub(request, timeout=timeout_s)
         except grpc.RpcError as error:
-            raise from_rpc_error(error, self.peer) from error
+            raise self._mapped(error) from error
 
     def watch(self, rpc_name: str, request: Any) -> MessageStream:
         """Calls an rpc that sends messages until one side ends it. Waits until the server can be reached.
@@ -220,7 +221,7 @@ class ServiceClient:
             try:
                 return action()
             except grpc.RpcError as error:
-                raise from_rpc_error(error, self.peer) from error
+                raise self._mapped(error) from error
             except ValueError as error:  # gRPC raises this error for a closed channel
                 if not self._closed.is_set():
                     raise
@@ -232,6 +233,9 @@ class ServiceClient:
             self._check()
 
         return retry(mapped, limit_s=retry_for_s, check=check, sleep=self._closed.wait)
+
+    def _mapped(self, error: grpc.RpcError) -> ShardwellError:
+        return connection_error(error, self.peer, self.address, self.credentials.tls)
 
     def close(self) -> None:
         """Closes the connection. Rpcs in flight are cancelled."""

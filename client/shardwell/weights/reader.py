@@ -23,6 +23,7 @@ from shardwell.weights.run_connections import RunConnections
 from shardwell_wire.errors import UnavailableError, UsageError, VersionGoneError
 from shardwell_wire.retry import backoff
 from shardwell_wire.run_identity import RunIdentity
+from shardwell_wire.tls import TlsOptions
 
 _MAX_NAMES = 10
 """Limit of the names of each kind in an error message."""
@@ -170,7 +171,12 @@ class Reader:
 
 
 def attach(
-    address: str | None = None, run: str | None = None, *, token_file: str | None = None, timeout_s: float = 60.0
+    address: str | None = None,
+    run: str | None = None,
+    *,
+    token_file: str | None = None,
+    tls: TlsOptions | None = None,
+    timeout_s: float = 60.0,
 ) -> Reader:
     """Attaches to a run to read its weights during training, without joining it.
 
@@ -181,6 +187,7 @@ def attach(
         address: The coordinator's host:port. Default: ``SHARDWELL_ADDRESS``, else localhost:50051.
         run: Name of the run. Default: ``SHARDWELL_RUN``, else ``default``.
         token_file: File with the cluster's token. Default: as in ``join``.
+        tls: TLS of the connections to the cluster. Default: as in ``join``.
         timeout_s: Deadline of each read in seconds.
 
     Raises:
@@ -192,7 +199,7 @@ def attach(
     if not timeout_s > 0:
         raise UsageError(f"attach(timeout_s={timeout_s!r}): expected more than 0")
     address = address or os.environ.get("SHARDWELL_ADDRESS") or "localhost:50051"
-    coordinator = CoordinatorClient(address, find_credentials(address, token_file))
+    coordinator = CoordinatorClient(address, find_credentials(address, token_file, tls))
     try:
         return Reader(coordinator, run or os.environ.get("SHARDWELL_RUN") or "default", timeout_s)
     except BaseException:

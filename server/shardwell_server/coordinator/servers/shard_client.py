@@ -14,9 +14,10 @@ from google.protobuf.message_factory import GetMessageClass
 from shardwell_server.coordinator.servers.cluster import Server
 from shardwell_wire.channel import open_aio_channel
 from shardwell_wire.credentials import NO_CREDENTIALS, Credentials
-from shardwell_wire.errors import ShardwellError, UnavailableError, from_rpc_error
+from shardwell_wire.errors import ShardwellError, UnavailableError
 from shardwell_wire.process_identity import has_ended
 from shardwell_wire.retry import retry_async
+from shardwell_wire.tls_problems import server_call_error
 from shardwell_wire.v1 import shard_pb2
 
 CALL_TIMEOUT_S = 120.0
@@ -83,7 +84,9 @@ class GrpcShardCalls:
             try:
                 return await stub(request, timeout=CALL_TIMEOUT_S, metadata=self._credentials.metadata)
             except grpc.aio.AioRpcError as error:
-                raise from_rpc_error(error, f"shard server at {address}") from error
+                raise await server_call_error(
+                    error, f"shard server at {address}", address, self._credentials.tls
+                ) from error
 
         return await retry_async(attempt, limit_s=retry_for_s)
 
@@ -112,7 +115,7 @@ class GrpcShardCalls:
 
     def _new_stub(self, address: str, rpc_name: str) -> Any:
         if address not in self._channels:
-            self._channels[address] = open_aio_channel(address)
+            self._channels[address] = open_aio_channel(address, self._credentials.tls)
         method = self._service.methods_by_name[rpc_name]
         stub = self._channels[address].unary_unary(
             f"/{self._service.full_name}/{rpc_name}",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from shardwell_server import authentication, process
+from shardwell_server import authentication, encryption, process
 from shardwell_server.shard.memory.budget import default_budget_bytes
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.process.peers import GrpcPeers
@@ -131,6 +131,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "they end with the server (SHARDWELL_DRAIN_S, default %(default)s)",
     )
     authentication.add_argument(parser)
+    encryption.add_arguments(parser)
     parser.add_argument("--exit-with-parent", action="store_true", help="stop when standard input closes")
     parser.add_argument(
         "--log-level",

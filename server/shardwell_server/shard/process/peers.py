@@ -13,7 +13,8 @@ from google.protobuf.message_factory import GetMessageClass
 
 from shardwell_wire.channel import open_aio_channel
 from shardwell_wire.credentials import NO_CREDENTIALS, Credentials
-from shardwell_wire.errors import from_rpc_error
+from shardwell_wire.errors import ShardwellError
+from shardwell_wire.tls_problems import server_call_error
 from shardwell_wire.v1 import shard_pb2
 
 
@@ -40,7 +41,7 @@ class GrpcPeers:
         try:
             return await stub(request, timeout=timeout_s, metadata=self._credentials.metadata)
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error, f"shard server at {address}") from error
+            raise await self._mapped(error, address) from error
 
     async def stream(self, address: str, rpc_name: str, messages: Iterator[bytes], *, timeout_s: float) -> Any:
         """See ``Peers.stream``."""
@@ -66,11 +67,14 @@ class GrpcPeers:
         except grpc.aio.AioRpcError as error:
             if failures:
                 raise failures[0] from None
-            raise from_rpc_error(error, f"shard server at {address}") from error
+            raise await self._mapped(error, address) from error
         except asyncio.CancelledError:
             if failures:
                 raise failures[0] from None
             raise
+
+    async def _mapped(self, error: grpc.aio.AioRpcError, address: str) -> ShardwellError:
+        return await server_call_error(error, f"shard server at {address}", address, self._credentials.tls)
 
     async def close(self) -> None:
         """Closes all connections."""
@@ -79,5 +83,5 @@ class GrpcPeers:
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         if address not in self._channels:
-            self._channels[address] = open_aio_channel(address)
+            self._channels[address] = open_aio_channel(address, self._credentials.tls)
         return self._channels[address]

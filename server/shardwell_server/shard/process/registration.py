@@ -28,11 +28,11 @@ from shardwell_wire.errors import (
     ShardwellError,
     StaleEpochError,
     UnavailableError,
-    from_rpc_error,
 )
 from shardwell_wire.process_identity import own_identity
 from shardwell_wire.protocol_versions import check_chosen, own_versions
 from shardwell_wire.retry import backoff, retry_async
+from shardwell_wire.tls_problems import connection_error
 from shardwell_wire.v1 import coordinator_pb2
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class Registration:
         self._credentials = credentials
         store.lease.suspend()
         self.incarnation = uuid.uuid4().hex
-        self._channel = open_aio_channel(coordinator)
+        self._channel = open_aio_channel(coordinator, credentials.tls)
         self._reachable = True
         self._address, self._epoch, self._lease_s = "", 0, 0.0
         self.term = CoordinatorTerm(self._ask_term)
@@ -92,6 +92,7 @@ class Registration:
 
         Raises:
             DuplicateError: Another process has registered with the server's id.
+            TlsError: The TLS of this server does not suit that of the coordinator.
             ConflictError: The coordinator is too old for this server.
         """
         self._address = address
@@ -281,7 +282,9 @@ class Registration:
         try:
             response = await stub(request, timeout=timeout_s, metadata=self._credentials.metadata)
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error, f"coordinator at {self._coordinator}") from error
+            raise await asyncio.to_thread(
+                connection_error, error, f"coordinator at {self._coordinator}", self._coordinator, self._credentials.tls
+            ) from error
         self._reachable = True
         return response
 

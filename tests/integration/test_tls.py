@@ -1,0 +1,123 @@
+"""Clusters with TLS: trainers, readers, commands and servers connect with certificates only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import shardwell
+from shardwell.command.cli import main as command
+from shardwell_server.cli import main as server_command
+from tests.integration.test_shard_process import ready_address, server_process
+from tests.integration.test_tokens import terminal
+from tests.support.certificates import TestAuthority
+from tests.support.cluster import build_model, small_run
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> TestAuthority:
+    return TestAuthority(tmp_path_factory.mktemp("certs")).make()
+
+
+@pytest.fixture(scope="module")
+def encrypted(authority: TestAuthority) -> Iterator[shardwell.LocalCluster]:
+    with shardwell.LocalCluster(2, tls=authority.server()) as cluster:
+        yield cluster
+
+
+def test_readers_and_commands_use_tls(
+    encrypted: shardwell.LocalCluster,
+    authority: TestAuthority,
+    run_name: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = {"token_file": encrypted.token_file, "tls": authority.trusting()}
+    with (
+        small_run(encrypted.address, run_name, **options),
+        shardwell.attach(encrypted.address, run_name, **options) as r,
+    ):
+        first, last = nn.Linear(17, 64), nn.Linear(64, 1)
+        assert r.follow(nn.ModuleDict({"first": first, "rest": nn.ModuleDict({"2": last})})) == 2
+        assert not torch.equal(first.weight, build_model()[0].weight)
+        given = ["--address", encrypted.address, "--token-file", encrypted.token_file, "--tls-ca", authority.path("ca")]
+        assert command(["servers", *given, "--json"]) == 0
+        assert len(json.loads(capsys.readouterr().out)["servers"]) == 2
+        assert command(["export", run_name, str(tmp_path / "out"), *given]) == 0
+        assert command(["servers", *given[:4]]) == 1
+        assert "the server requires TLS" in capsys.readouterr().err
+
+
+def test_environment_names_the_authority(encrypted: shardwell.LocalCluster, authority: TestAuthority) -> None:
+    named = {"SHARDWELL_TOKEN_FILE": encrypted.token_file, "SHARDWELL_ADDRESS": encrypted.address}
+    done = terminal("servers", **named, SHARDWELL_TLS_CA=authority.path("ca"))
+    assert (done.returncode, done.stderr) == (0, "")
+    done = terminal("servers", **named)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "the server requires TLS: set SHARDWELL_TLS_CA" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_local_clusters_need_no_tls_although_the_environment_names_one(
+    cluster: shardwell.LocalCluster, authority: TestAuthority, monkeypatch: pytest.MonkeyPatch, run_name: str
+) -> None:
+    monkeypatch.setenv("SHARDWELL_TLS_CA", authority.path("ca"))
+    with shardwell.join(cluster.address, run=run_name):
+        pass
+
+
+def test_health_check_uses_tls(
+    encrypted: shardwell.LocalCluster, authority: TestAuthority, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert server_command(["health", encrypted.shards[0].address, "--tls-ca", authority.path("ca")]) == 0
+    assert server_command(["health", encrypted.address]) == 1
+    assert "the server requires TLS" in capsys.readouterr().err
+
+
+def test_shard_server_with_other_authority_ends_with_the_reason(
+    encrypted: shardwell.LocalCluster, authority: TestAuthority, tmp_path: Path
+) -> None:
+    other = TestAuthority(tmp_path / "other").make()
+    named = ("shard", "--coordinator", encrypted.address, "--token-file", encrypted.token_file)
+    for given, message in (
+        (other.server_arguments(), "the certificate of the server is refused: unable to get local issuer certificate"),
+        ([], "the server requires TLS"),
+    ):
+        with server_process(*named, *given) as shard:
+            _, log = shard.communicate(timeout=60)
+            assert shard.returncode == 1
+            assert message in log
+            assert "Traceback" not in log
+
+
+def test_mutual_tls_between_all_members(authority: TestAuthority, run_name: str) -> None:
+    given = [*authority.server_arguments(), "--tls-require-client-cert"]
+    with server_process("coordinator", "--listen", "127.0.0.1:0", *given) as coordinator:
+        address = ready_address(coordinator)
+        with server_process("shard", "--coordinator", address, *given) as shard:
+            ready_address(shard)
+            with pytest.raises(shardwell.TlsError, match="the server requires a certificate"):
+                shardwell.join(address, run=run_name, tls=authority.trusting())
+            with small_run(address, run_name, tls=authority.client()) as session:
+                assert session.step == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tls-ca", "ca"], "needs a certificate: set --tls-cert"),
+        (["--tls-cert", "c", "--tls-key", "k"], "set ca (SHARDWELL_TLS_CA)"),
+        (["--tls-require-client-cert"], "--tls-require-client-cert needs --tls-ca"),
+        (["--tls-ca", "/none/ca", "--tls-cert", "c", "--tls-key", "k"], "/none/ca cannot be read"),
+    ],
+)
+def test_servers_reject_incomplete_options(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert server_command(["coordinator", "--listen", "127.0.0.1:0", *arguments]) == 1
+    assert message in capsys.readouterr().err
