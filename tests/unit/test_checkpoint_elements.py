@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +21,7 @@ from shardwell_wire.checkpoints.local_storage import LocalStorage
 from shardwell_wire.checkpoints.reading import Checkpoint
 from shardwell_wire.errors import CorruptDataError, UnitMismatchError
 from shardwell_wire.layout import BLOCK_BYTES, Parameter, UnitLayout
+from shardwell_wire.topology import World
 from tests.support.checkpoints import write_checkpoint
 
 SHAPE = (90, 70)
@@ -157,7 +158,7 @@ def test_aliases_name_the_same_parameter(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("present", DIVISIONS)
 def test_residuals_follow_their_elements(present: str, tmp_path: Path) -> None:
-    restored = RestoredResiduals(saved(tmp_path, ROWS).url, pp_rank=0)
+    restored = RestoredResiduals(saved(tmp_path, ROWS).url, World(dp=2), pp_rank=0)
     for layout in units(DIVISIONS[present]):
         (parameter,), found = layout.parameters, restored(0, layout)
         assert restored(1, layout) == {}
@@ -197,3 +198,101 @@ def test_state_of_a_part_as_a_whole_cannot_be_cut_anew(tmp_path: Path) -> None:
     assert describe_shard(checkpoint, same, 0, same.size_bytes, 2).parts[0].step_count == 3
     with pytest.raises(UnitMismatchError, match=r"'row_var' of 'w' .* resume with the tensor parallelism"):
         describe_shard(checkpoint, other, 0, other.size_bytes, 2)
+
+
+def test_what_belongs_to_other_data_ranks_is_left_out(tmp_path: Path) -> None:
+    checkpoint, (layout,) = saved(tmp_path, ONE), units(ONE)
+    same, other = (describe_shard(checkpoint, layout, 0, layout.size_bytes, dp).parts[0] for dp in (2, 3))
+    assert (list(same.kept), list(other.kept)) == ([1], [])
+    assert same.state.keys() == other.state.keys()
+    restored = RestoredResiduals(checkpoint.url, World(dp=3), pp_rank=0)
+    assert (restored(0, layout), restored.has_same_ranks) == ({}, False)
+
+
+def save_in_stages(folder: Path, pp_ranks: tuple[int, ...], states: Mapping[str, torch.Tensor]) -> Checkpoint:
+    """Returns a checkpoint of a parameter that stages share."""
+    numel = ONE[0].numel
+    pieces = {Piece("w", state, 0, numel, "float32", (numel,)): value for state, value in states.items()}
+    layout = UnitLayout("u", tuple(ONE), pp_ranks=pp_ranks)
+    return Checkpoint.open(write_checkpoint(folder, 3, files=[pieces], units=[layout]))
+
+
+@pytest.mark.parametrize(
+    ("former", "present", "expected"),
+    [
+        ((0, 1), (0,), {0: 5.0}),
+        ((0, 1), (0, 1), {0: 1.0, 1: 4.0}),
+        ((0, 1), (1, 3), {1: 5.0, 3: None}),
+        ((1,), (0, 1), {0: 7.0, 1: None}),
+        ((1,), (2,), {2: 7.0}),
+    ],
+)
+def test_residuals_of_a_shared_parameter_are_added_if_other_stages_share_it(
+    former: tuple[int, ...], present: tuple[int, ...], expected: Mapping[int, float | None], tmp_path: Path
+) -> None:
+    values = {"residual.0.0": 1.0, "residual.0.1": 4.0} if len(former) > 1 else {"residual.0": 7.0}
+    states = {state: torch.full((ONE[0].numel,), value) for state, value in {"values": 0.0, **values}.items()}
+    checkpoint, layout = save_in_stages(tmp_path, former, states), UnitLayout("u", tuple(ONE), pp_ranks=present)
+    for pp_rank, value in expected.items():
+        found = RestoredResiduals(checkpoint.url, World(dp=2, pp=4), pp_rank)(0, layout)
+        assert {index: set(residual.tolist()) for index, residual in found.items()} == ({0: {value}} if value else {})
+
+
+def test_kept_gradients_of_other_stages_are_left_out(tmp_path: Path) -> None:
+    states = {state: torch.zeros(ONE[0].numel) for state in ("values", "kept_gradient.3")}
+    checkpoint = save_in_stages(tmp_path, (0, 1), states)
+    for pp_ranks, expected in (((0, 1), [3]), ((0, 2), [3]), ((0,), [])):
+        layout = UnitLayout("u", tuple(ONE), pp_ranks=pp_ranks)
+        assert list(describe_shard(checkpoint, layout, 0, layout.size_bytes, 2).parts[0].kept) == expected
+
+
+def save_partitions(folder: Path, states: Mapping[str, tuple[str, Sequence[torch.Tensor]]]) -> Checkpoint:
+    """Returns a checkpoint with the state of an optimizer on trainers in two halves, each with its kind."""
+    numel = ONE[0].numel
+    halves = ((0, numel // 2), (numel // 2, numel))
+    tensors = {Piece("w", "values", 0, numel, "float32", (numel,)): torch.zeros(numel)}
+    for name, (kind, values) in states.items():
+        for (start, stop), value in zip(halves, values, strict=True):
+            tensors[Piece("w", f"trainer.{name}", start, stop, "float32", tuple(value.shape), kind)] = value
+    return Checkpoint.open(write_checkpoint(folder, 3, files=[tensors], units=units(ONE)))
+
+
+@pytest.mark.parametrize("dp", [1, 3])
+def test_state_of_optimizers_on_trainers_is_cut_into_other_partitions(dp: int, tmp_path: Path) -> None:
+    average = torch.randn(ONE[0].numel)
+    states = {"average": ("elements", average.chunk(2)), "count": ("number", [torch.tensor(5.0)] * 2)}
+    checkpoint, (layout,) = save_partitions(tmp_path, states), units(ONE)
+    described = describe_shard(checkpoint, layout, 0, layout.size_bytes, dp)
+    filled = replace(
+        described,
+        parts=[],
+        partitions=[
+            replace(at, data=[torch.empty(data.shape, dtype=torch.uint8) for data in at.data])
+            for at in described.partitions
+        ],
+    )
+    fill_shard(checkpoint, filled, lambda _: None)
+    assert [at.dp_rank for at in filled.partitions] == list(range(dp))
+    found = [data.view(torch.float32) for at in filled.partitions for data in at.data]
+    assert torch.equal(torch.cat(found[::2]), average)
+    assert [count.item() for count in found[1::2]] == [5.0] * dp
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (("whole", [torch.zeros(2, 2)] * 2), r"belongs to elements \[0, 3150\) as a whole, and this run has elements"),
+        (("number", [torch.tensor(1.0), torch.tensor(2.0)]), "differs between parts of the parameter"),
+    ],
+)
+def test_state_of_partitions_as_wholes_is_refused_for_other_partitions(
+    state: tuple[str, Sequence[torch.Tensor]], message: str, tmp_path: Path
+) -> None:
+    checkpoint, (layout,) = save_partitions(tmp_path, {"odd": state}), units(ONE)
+    with pytest.raises(UnitMismatchError, match=message):
+        described = describe_shard(checkpoint, layout, 0, layout.size_bytes, 1)
+        partitions = [
+            replace(at, data=[torch.empty(data.shape, dtype=torch.uint8) for data in at.data])
+            for at in described.partitions
+        ]
+        fill_shard(checkpoint, replace(described, parts=[], partitions=partitions), lambda _: None)

@@ -162,14 +162,59 @@ def test_another_optimizer_is_refused(tmp_path: Path) -> None:
     run_async(scenario())
 
 
-@pytest.mark.parametrize(("world", "seed", "name"), [(World(dp=2), SEED, "dp"), (World(dp=1), 4, "seed")])
-def test_data_ranks_and_seed_must_be_those_of_the_checkpoint(
-    tmp_path: Path, world: World, seed: int, name: str
-) -> None:
+def test_seed_must_be_that_of_the_checkpoint(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
-            with pytest.raises(RunMismatchError, match=f"the checkpoint has {name}="):
-                await cluster.join("a", config=config(world, seed=seed), resume=saved(tmp_path))
+            with pytest.raises(RunMismatchError, match="the checkpoint has seed=3"):
+                await cluster.join("a", config=config(WORLD, seed=4), resume=saved(tmp_path))
+
+    run_async(scenario())
+
+
+def test_reduction_groups_must_be_those_of_the_checkpoint_with_as_many_data_ranks(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            settings = config(World(dp=4, tp=2), seed=SEED, min_trainers=2)
+            settings.reduction_groups.extend((2, 2))
+            with pytest.raises(RunMismatchError, match=r"the checkpoint has reduction_groups=\(\)"):
+                await cluster.try_join("a", config=settings, resume=saved(tmp_path / "four", dp=4))
+            joined = await cluster.try_join("a", config=settings, resume=saved(tmp_path / "two", dp=2))
+            assert joined.config.reduction_groups == [2, 2]
+
+    run_async(scenario())
+
+
+@pytest.mark.parametrize("world", [World(dp=2), World(dp=2, tp=2)], ids=str)
+def test_a_run_with_other_data_ranks_continues_and_says_what_differs(tmp_path: Path, world: World) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            url = saved(tmp_path)
+            settings = config(world, seed=SEED, min_trainers=world.tp)
+            await asyncio.gather(*(cluster.try_join(name, config=settings, resume=url) for name in "ab"[: world.tp]))
+            messages = list[str]()
+
+            def is_loaded() -> bool:
+                messages[:] = [text for kind, text in cluster.events() if kind == "data_ranks_changed"]
+                return bool(messages)
+
+            await cluster.until(is_loaded, "the run is loaded")
+            run = run_of(cluster)
+            assert (run.committed_step, sorted(run.step.items)) == (STEP, [0, 1])
+            names = [unit.layout.unit for unit in run.units]
+            assert names == ([] if world.tp == 1 else [layout.unit for layout in FORMER])
+            assert len(messages) == 1
+            assert "the checkpoint has dp=1, and this run dp=2: from step 3 on" in messages[0]
+
+    run_async(scenario())
+
+
+def test_state_that_cannot_be_cut_for_other_data_ranks_is_an_error_of_join(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            cluster.shards["s0"].fail = fail_once("LoadShards", UnitMismatchError("the state 'm' of 'w' is a whole"))
+            settings = config(World(dp=2, tp=2), seed=SEED, min_trainers=2)
+            with pytest.raises(ConflictError, match=r"run 'r' cannot be loaded: .* the state 'm' of 'w' is a whole"):
+                await cluster.try_join("a", config=settings, resume=saved(tmp_path), wait_s=5.0)
 
     run_async(scenario())
 

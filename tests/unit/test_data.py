@@ -29,6 +29,14 @@ def test_epoch_repeats_no_sample_and_epochs_differ() -> None:
     assert first != second
 
 
+def test_other_data_ranks_with_equally_large_steps_draw_the_same_samples() -> None:
+    def step(number: int, dp: int) -> list[int]:
+        sizes = {"batch_size": 12 // dp, "dp": dp}
+        return [index for rank in range(dp) for index in sample_indices(50, **sizes, seed=9, step=number, dp_rank=rank)]
+
+    assert all(step(number, 3) == step(number, 2) == step(number, 1) for number in range(9))
+
+
 def test_dataset_smaller_than_a_step_is_rejected() -> None:
     with pytest.raises(UsageError, match="10 samples; a step takes batch_size 4 x dp 3"):
         sample_indices(10, batch_size=4, dp=3, seed=0, step=0, dp_rank=0)

@@ -271,7 +271,7 @@ class JoinConfig:
     """Servers that keep a copy of every shard besides its owner. None: as the run has."""
     resume: str = ""
     """Checkpoint from which to create the run, if it does not exist: ``latest``, or a path or URL. Empty: none. Its run
-    may have had another ``tp`` and ``pp``."""
+    may have had another world."""
     transfers: TransferOptions = field(default_factory=TransferOptions)
     """How weights and gradients travel."""
     waits: WaitOptions = field(default_factory=WaitOptions)

@@ -62,7 +62,7 @@ def join(
             The newest value that a trainer passes counts. Default: unchanged; a new run has none.
         resume: Checkpoint from which to create the run, if it does not exist: ``latest`` for the newest one of this
             run in ``checkpoint_dir`` (without any, the run starts at step 0), or the path or URL of one checkpoint.
-            The numbers of trainers and servers may differ from those at the time of the checkpoint.
+            The world and the numbers of trainers and servers may differ from those at the time of the checkpoint.
         reduction_groups: Order in which the gradients of data ranks are added: sizes of groups, innermost first, that
             multiply to dp. With ``(4, 2)``, the gradients of ranks 0 to 3 are added in rank order, then those of 4 to
             7, and then the two sums. Default: all gradients are added in rank order.

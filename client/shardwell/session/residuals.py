@@ -17,7 +17,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 
@@ -32,7 +32,8 @@ from shardwell_wire.checkpoints.reading import Checkpoint
 from shardwell_wire.checkpoints.writing import CheckpointFileWriter
 from shardwell_wire.chunk_streams import memory_at
 from shardwell_wire.errors import ShardwellError
-from shardwell_wire.layout import UnitLayout
+from shardwell_wire.layout import Parameter, UnitLayout
+from shardwell_wire.topology import World
 from shardwell_wire.v1 import coordinator_pb2
 
 logger = logging.getLogger(__name__)
@@ -48,31 +49,63 @@ class RestoredResiduals:
 
     Args:
         url: The checkpoint.
+        world: The grid of the run.
         pp_rank: Pipeline rank of this trainer.
 
     Raises:
         ShardwellError: The checkpoint is damaged, or cannot be reached from this host.
     """
 
-    def __init__(self, url: str, pp_rank: int) -> None:
+    def __init__(self, url: str, world: World, pp_rank: int) -> None:
         self._checkpoint, self._pp_rank = Checkpoint.open(url), pp_rank
-        self.dp_ranks = frozenset(self._checkpoint.manifest.extra.get(RESIDUAL_RANKS, ()))
+        manifest = self._checkpoint.manifest
+        self.has_same_ranks = manifest.world.dp == world.dp
+        """Whether the checkpoint has the run's data ranks. Otherwise its residuals belong to other batches."""
+        self.dp_ranks = frozenset(manifest.extra.get(RESIDUAL_RANKS, ()) if self.has_same_ranks else ())
         """Ranks whose residuals the checkpoint has."""
+        self._stages = {name: unit.pp_ranks for unit in manifest.units for name in unit.index_by_name}
+        """Pipeline ranks that push each parameter in the checkpoint, by name and alias."""
 
     def __call__(self, dp_rank: int, layout: UnitLayout) -> Mapping[int, torch.Tensor]:
         """Returns the residuals of a rank by parameter index, each [numel]. Logs what cannot be read."""
         found = {}
-        state = residual_state(dp_rank, self._pp_rank if len(layout.pp_ranks) > 1 else None)
-        for index, parameter in enumerate(layout.parameters):
+        for index, parameter in enumerate(layout.parameters if self.has_same_ranks else ()):
             try:
-                stored = list(pieces_of(self._checkpoint, parameter, state, 0, parameter.numel))
-                if stored:
-                    values = torch.zeros(parameter.numel, dtype=torch.float32, device="cpu")
-                    memory = memory_at(values.data_ptr(), values.nbytes, values)
-                    read_elements(self._checkpoint, parameter, stored, (0, parameter.numel), memory)
-                    found[index] = values
+                stages = self._read_stages(dp_rank, parameter, self._stages_to_add(parameter, layout))
             except ShardwellError as error:
                 logger.warning("push_error_feedback: data rank %d starts with zeros: %s", dp_rank, error)
+                continue
+            if stages:
+                found[index] = sum(stages[1:], stages[0])
+        return found
+
+    def _stages_to_add(self, parameter: Parameter, layout: UnitLayout) -> Sequence[int | None]:
+        """Returns the pipeline ranks of the checkpoint whose residuals this trainer continues with. None: any.
+
+        If other stages share the parameter than in the checkpoint, the first one gets the sum, which loses no residual.
+        """
+        names = (parameter.name, *parameter.aliases)
+        former = next((self._stages[name] for name in names if name in self._stages), layout.pp_ranks)
+        if len(former) == len(layout.pp_ranks) == 1:
+            return [None]
+        if former == layout.pp_ranks:
+            return [self._pp_rank]
+        if self._pp_rank != layout.pp_rank:
+            return []
+        return list(former) if len(former) > 1 else [None]
+
+    def _read_stages(
+        self, dp_rank: int, parameter: Parameter, pp_ranks: Iterable[int | None]
+    ) -> Sequence[torch.Tensor]:
+        """Returns the residuals of a parameter in each stage that has them. Each [numel]"""
+        found = []
+        for pp_rank in pp_ranks:
+            stored = list(pieces_of(self._checkpoint, parameter, residual_state(dp_rank, pp_rank), 0, parameter.numel))
+            if stored:
+                values = torch.zeros(parameter.numel, dtype=torch.float32, device="cpu")
+                memory = memory_at(values.data_ptr(), values.nbytes, values)
+                read_elements(self._checkpoint, parameter, stored, (0, parameter.numel), memory)
+                found.append(values)
         return found
 
 
@@ -106,12 +139,13 @@ class CheckpointResiduals:
         missing, reason = sorted(dp_ranks), "no checkpoint has this step"
         if url:
             try:
-                restored = RestoredResiduals(url, self._membership.pp_rank)
+                restored = RestoredResiduals(url, self._membership.world, self._membership.pp_rank)
             except ShardwellError as error:
                 reason = str(error)
             else:
                 feedback.restore(restored)
-                missing, reason = sorted(set(dp_ranks) - restored.dp_ranks), f"checkpoint {url} lacks them"
+                missing = sorted(set(dp_ranks) - restored.dp_ranks)
+                reason = f"checkpoint {url} {'lacks them' if restored.has_same_ranks else 'has other data ranks'}"
         if missing or (not dp_ranks and not url):
             logger.warning(
                 "push_error_feedback: the rounding errors of pushes before step %d are not known to this trainer, so "

@@ -604,8 +604,8 @@ class JoinRequest(google.protobuf.message.Message):
     """
     resume: builtins.str
     """If the run does not exist: the checkpoint to create it from. "latest": the newest valid checkpoint in
-    RunConfig.checkpoint_dir, or none if there is none. Otherwise the path or URL of a checkpoint. Empty: none. Its dp
-    and seed must be those of the run; tp and pp may differ.
+    RunConfig.checkpoint_dir, or none if there is none. Otherwise the path or URL of a checkpoint. Empty: none. Its
+    seed must be that of the run; the world may differ.
     """
     @property
     def config(self) -> global___RunConfig:

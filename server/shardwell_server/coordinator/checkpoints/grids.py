@@ -1,4 +1,11 @@
-"""Checkpoints of another grid: what a run with other tensor or pipeline parallelism takes from them. No I/O."""
+"""Checkpoints of another grid: what a run of another world takes from them. No I/O.
+
+Note: [Resuming with other data ranks]
+    Values, optimizer state, averages, buffers, commit records and tracked objects belong to the run as a whole, and are
+    the same with any number of data ranks. The servers cut the state of optimizers that run on trainers into other
+    optimizer partitions. What belongs to a data rank cannot be divided over other ranks: residuals of error feedback
+    start at zero, and gradients that were kept for another optimizer are dropped.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +17,10 @@ from shardwell_server.coordinator.runs.proposals import committed_optimizer
 from shardwell_server.coordinator.storage.records import CommitRecord
 from shardwell_server.optimizer_checks import algorithm_of
 from shardwell_wire.checkpoints.elements import require_same_tensor
-from shardwell_wire.checkpoints.manifest import Manifest
+from shardwell_wire.checkpoints.manifest import RESIDUAL_RANKS, Manifest
 from shardwell_wire.errors import ConflictError, UnitMismatchError
 from shardwell_wire.layout import Parameter, UnitLayout
-from shardwell_wire.optimizers import NO_GROUP
+from shardwell_wire.optimizers import KEPT_GROUP, NO_GROUP
 from shardwell_wire.topology import World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
@@ -21,6 +28,30 @@ from shardwell_wire.v1 import common_pb2, coordinator_pb2
 def has_same_grid(manifest: Manifest, world: World) -> bool:
     """True if a run of this world has the checkpoint's units: tensor and pipeline parallelism are equal."""
     return (manifest.world.tp, manifest.world.pp) == (world.tp, world.pp)
+
+
+def describe_other_data_ranks(manifest: Manifest, world: World, commits: Sequence[CommitRecord]) -> str:
+    """Returns what a run does not take from a checkpoint of other data ranks. Empty: the data ranks are the same.
+
+    See Note: [Resuming with other data ranks].
+
+    Args:
+        manifest: The checkpoint.
+        world: The run's world.
+        commits: The checkpoint's most recent commit records.
+    """
+    former = manifest.world.dp
+    if former == world.dp:
+        return ""
+    lost = []
+    if ranks := manifest.extra.get(RESIDUAL_RANKS):
+        lost.append(f"the residuals of error feedback of data ranks {ranks}, which start at zero")
+    if commits and any(KEPT_GROUP in unit.group_indices for unit in committed_optimizer(commits[-1].optimizer).units):
+        lost.append("the gradients that were kept for another optimizer")
+    return (
+        f"the checkpoint has dp={former}, and this run dp={world.dp}: from step {manifest.step} on, gradients are "
+        f"those of {world.dp} data ranks and their batches; not taken over: " + (" and ".join(lost) or "nothing")
+    )
 
 
 def without_units(commits: Iterable[CommitRecord]) -> list[CommitRecord]:

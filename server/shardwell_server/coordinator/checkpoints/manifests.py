@@ -98,18 +98,18 @@ def run_state_in(manifest: Manifest) -> coordinator_pb2.RunState | None:
 def require_same_run(manifest: Manifest, run: str, settings: RunSettings, where: str) -> None:
     """Raises RunMismatchError unless a run with these settings can continue from a checkpoint.
 
-    Tensor and pipeline parallelism may differ, see Note: [Resuming in another grid].
+    The world may differ, see Note: [Resuming in another grid] and Note: [Resuming with other data ranks]. Reduction
+    groups belong to a number of data ranks.
     """
-    for name, ours, theirs in (
-        ("dp", settings.world.dp, manifest.world.dp),
-        ("seed", settings.seed, manifest.seed),
-        ("reduction_groups", settings.reduction_groups, manifest.reduction_groups),
-    ):
+    facts: list[tuple[str, object, object]] = [("seed", settings.seed, manifest.seed)]
+    if settings.world.dp == manifest.world.dp:
+        facts.append(("reduction_groups", settings.reduction_groups, manifest.reduction_groups))
+    for name, ours, theirs in facts:
         if ours != theirs:
             raise RunMismatchError(
                 f"run {run!r} cannot continue from checkpoint {where}: the checkpoint has {name}={theirs}, but this "
-                f"trainer asks for {name}={ours}. Pass the checkpoint's value to join; tensor and pipeline "
-                "parallelism and the numbers of trainers and servers may differ",
+                f"trainer asks for {name}={ours}. Pass the checkpoint's value to join; the world and the numbers of "
+                "trainers and servers may differ",
                 run=run,
                 name=name,
                 expected=theirs,

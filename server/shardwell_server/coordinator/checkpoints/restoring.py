@@ -21,7 +21,12 @@ from collections.abc import Collection, Sequence
 
 from shardwell_server.coordinator.checkpoints.choosing import CheckpointChooser, open_manifest
 from shardwell_server.coordinator.checkpoints.files import CheckpointFiles
-from shardwell_server.coordinator.checkpoints.grids import has_same_grid, without_buffers, without_units
+from shardwell_server.coordinator.checkpoints.grids import (
+    describe_other_data_ranks,
+    has_same_grid,
+    without_buffers,
+    without_units,
+)
 from shardwell_server.coordinator.checkpoints.manifests import commits_in, run_state_in
 from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.leases.trainers import TrainerLeases
@@ -41,6 +46,7 @@ from shardwell_wire.errors import (
     NotFoundError,
     ShardwellError,
     UnavailableError,
+    UnitMismatchError,
 )
 from shardwell_wire.retry import backoff, retry_async
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2
@@ -164,6 +170,10 @@ class RunRestorer:
                     progress.note_fatal(str(error))
                     run.changed.notify()
                     await asyncio.sleep(_LONGEST_RETRY_S)
+            except UnitMismatchError as error:  # as after a damaged file, the run is not given up
+                progress.note_fatal(str(error))
+                run.changed.notify()
+                await asyncio.sleep(_LONGEST_RETRY_S)
             except ShardwellError as error:
                 if progress.problem != str(error):
                     logger.warning("run %r is not loaded yet: %s", run.name, error)
@@ -276,6 +286,9 @@ class RunRestorer:
         why = f": {restore.reason}; {lost - restore.step} steps are repeated" if restore.is_rollback else ""
         kind = EventKind.ROLLED_BACK if restore.is_rollback else EventKind.RUN_RESUMED
         self._state.events.add(kind, f"{steps} from {restore.url}{why}", run=run.name)
+        if differences := describe_other_data_ranks(manifest, run.settings.world, commits_in(manifest, restore.url)):
+            logger.warning("run %r: %s", run.name, differences)
+            self._state.events.add(EventKind.DATA_RANKS_CHANGED, differences, run=run.name)
         run.changed.notify()
         self._trainers.start_fencing(run)
         self._state.tasks.start(self._trainers.wait_for_return(run))

@@ -99,6 +99,8 @@ class EventKind(StrEnum):
     """A run is being loaded from a checkpoint: it is created from it, or rolled back to it."""
     RUN_RESUMED = "run_resumed"
     """A run was created from a checkpoint."""
+    DATA_RANKS_CHANGED = "data_ranks_changed"
+    """A run continues from a checkpoint of another number of data ranks. The message says what is not taken over."""
     ROLLED_BACK = "rolled_back"
     """A run that lost shards was rolled back to a checkpoint. Trainers continue there."""
 

@@ -327,7 +327,8 @@ class RunCheckpoints:
         if self.restore is not None and self.restoring.fatal:
             raise ConflictError(
                 f"run {run!r} cannot be loaded: {self.restoring.fatal}. No other checkpoint of the run can be loaded: "
-                f"bring back the files, or delete the run (shardwell delete-run {run}) and start it again",
+                f"remove the cause, such as a missing file, or delete the run (shardwell delete-run {run}) and start "
+                "it again",
                 run=run,
             )
 

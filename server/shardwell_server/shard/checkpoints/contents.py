@@ -104,7 +104,7 @@ def describe_shard(
         start_bytes=start_bytes,
         stop_bytes=stop_bytes,
         dp=dp,
-        parts=[_describe_part(checkpoint, layout, segment) for segment in segments],
+        parts=[_describe_part(checkpoint, layout, segment, dp) for segment in segments],
         averages_begun=checkpoint.averages_begun,
         partitions=list(_describe_partitions(checkpoint, layout, start_bytes, stop_bytes, dp)),
     )
@@ -133,13 +133,15 @@ def fill_shard(checkpoint: Checkpoint, state: ShardState, note_read: NoteRead) -
             _fill(checkpoint, parameter, label, inside.start_element, inside.stop_element, data, note_read)
 
 
-def _describe_part(checkpoint: Checkpoint, layout: UnitLayout, segment: Segment) -> PartState:
+def _describe_part(checkpoint: Checkpoint, layout: UnitLayout, segment: Segment, dp: int) -> PartState:
     parameter, start, stop = layout.parameters[segment.parameter_index], segment.start_element, segment.stop_element
     entries = entries_of(checkpoint, parameter, start, stop)
     algorithm, step_count = _updates(checkpoint, entries)
     state, kept, average = {}, {}, None
     for label in _labels(checkpoint, entries):
         if label == VALUES or label.startswith(TRAINER_STATE):
+            continue
+        if label.startswith(KEPT_GRADIENT) and not _has_contributors(checkpoint, parameter, layout, dp):
             continue
         if (tensor := _meta(checkpoint, parameter, label, start, stop)) is None:
             continue
@@ -161,6 +163,13 @@ def _describe_part(checkpoint: Checkpoint, layout: UnitLayout, segment: Segment)
         average=average,
         kept=kept,
     )
+
+
+def _has_contributors(checkpoint: Checkpoint, parameter: Parameter, layout: UnitLayout, dp: int) -> bool:
+    """True if the numbers of contributions mean the same in a checkpoint: data ranks and stages are equally many."""
+    names = {parameter.name, *parameter.aliases}
+    stages = {len(unit.pp_ranks) for unit in checkpoint.manifest.units if not names.isdisjoint(unit.index_by_name)}
+    return checkpoint.manifest.world.dp == dp and stages == {len(layout.pp_ranks)}
 
 
 def _labels(checkpoint: Checkpoint, entries: Sequence[Parameter]) -> list[str]:
@@ -236,15 +245,26 @@ def _find(
     """Returns the tensors that contain a state of some elements of a parameter, each with its entry.
 
     Raises:
-        UnitMismatchError: The state belongs to a part of the parameter as a whole, and the checkpoint has other parts.
+        UnitMismatchError: The state belongs to a part of the parameter as a whole, and this run has other parts, other
+            servers, or other data ranks.
     """
     found = list(stored_pieces(checkpoint, parameter, label, start, stop))
     for entry, stored in found:
-        if stored.piece.kind == "whole" and stored.piece.shape and entry.box != parameter.box:
+        piece = stored.piece
+        if piece.kind != "whole" or not piece.shape:
+            continue
+        what = f"the state {label!r} of {parameter.name!r} in checkpoint {checkpoint.url} belongs to"
+        if entry.box != parameter.box:
             raise UnitMismatchError(
-                f"the state {label!r} of {parameter.name!r} in checkpoint {checkpoint.url} belongs to a part of shape "
-                f"{entry.shape} as a whole, and this run has a part of shape {parameter.shape}: resume with the tensor "
-                "parallelism of the checkpoint",
+                f"{what} a part of shape {entry.shape} as a whole, and this run has a part of shape "
+                f"{parameter.shape}: resume with the tensor parallelism of the checkpoint",
+                parameter=parameter.name,
+            )
+        if (piece.start, piece.stop) != (start, stop):
+            raise UnitMismatchError(
+                f"{what} elements [{piece.start}, {piece.stop}) as a whole, and this run has elements "
+                f"[{start}, {stop}) on one server and data rank: resume with as many servers and data ranks as the "
+                "checkpoint was saved with",
                 parameter=parameter.name,
             )
     return found
@@ -264,6 +284,13 @@ def _fill(
     memory = memory_at(target.data_ptr(), target.nbytes) if target.nbytes else memoryview(bytearray())
     if found and found[0][1].piece.kind != "elements":
         _read_whole(checkpoint, found[0][1], memory)
+        if any(checkpoint.read(stored) != bytes(memory) for _, stored in found[1:]):
+            raise UnitMismatchError(
+                f"the state {label!r} of {parameter.name!r} in checkpoint {checkpoint.url} differs between parts of "
+                "the parameter, and this run divides the parameter into other parts: resume with as many servers and "
+                "data ranks as the checkpoint was saved with",
+                parameter=parameter.name,
+            )
         note_read(target.nbytes)
         return
     count = read_elements(checkpoint, parameter, found, (start, stop), memory, note_read)
