@@ -1,6 +1,6 @@
 """Finds the credentials of a cluster: in a file that the user names, or among this user's local clusters.
 
-A local cluster publishes its token in one file per server address, in a folder that only its user can read. The
+A local cluster publishes its key in one file per server address, in a folder that only its user can read. The
 process that started the cluster holds a lock on each file. Files without a lock were left by a killed process.
 """
 
@@ -18,10 +18,18 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from shardwell_wire.credentials import NO_CREDENTIALS, TOKEN_FILE_VARIABLE, Credentials, read_token_file
+from shardwell_wire.credentials import (
+    NO_CREDENTIALS,
+    TOKEN_FILE_VARIABLE,
+    TOKEN_VARIABLE,
+    Credentials,
+    read_token_file,
+    token_credentials,
+)
 from shardwell_wire.errors import UsageError
 from shardwell_wire.shared_files import open_file, open_folder, opened
 from shardwell_wire.tls import Tls, TlsOptions
+from shardwell_wire.tokens import ClusterKey
 
 logger = logging.getLogger(__name__)
 
@@ -39,39 +47,45 @@ def find_credentials(address: str, token_file: str | None = None, tls: TlsOption
 
     Args:
         address: host:port of the server.
-        token_file: File with the cluster's token. None: the token of this user's local cluster at the address, else of
-            the file in ``SHARDWELL_TOKEN_FILE``, else none.
-        tls: TLS of the connections. None: that of the environment, except for a local cluster whose token was found.
+        token_file: File with the cluster's key or a token. None: the key of this user's local cluster at the address,
+            else the token in ``SHARDWELL_TOKEN``, else the file in ``SHARDWELL_TOKEN_FILE``, else none.
+        tls: TLS of the connections. None: that of the environment, except for a local cluster whose key was found.
 
     Raises:
         UsageError: A file is missing or invalid, or a file with a secret is readable by other users.
     """
     if not token_file and tls is None and (found := _find_local_cluster(address)) is not None:
         return found
-    named = token_file or os.environ.get(TOKEN_FILE_VARIABLE)
-    credentials = read_token_file(named) if named else NO_CREDENTIALS
+    credentials = read_token_file(token_file) if token_file else _from_environment()
     options = tls or TlsOptions.from_env()
     return credentials if options is None else replace(credentials, tls=Tls(options))
 
 
+def _from_environment() -> Credentials:
+    if given := os.environ.get(TOKEN_VARIABLE):
+        return token_credentials(given)
+    named = os.environ.get(TOKEN_FILE_VARIABLE)
+    return read_token_file(named) if named else NO_CREDENTIALS
+
+
 class PublishedCredentials:
-    """Publishes credentials, which other processes of this user then find by an address, until ``withdraw``.
+    """Publishes a key, which other processes of this user then find by an address, until ``withdraw``.
 
     Args:
         address: host:port of a server on this host.
-        credentials: Credentials of its cluster.
+        key: Key of its cluster.
     """
 
-    def __init__(self, address: str, credentials: Credentials) -> None:
+    def __init__(self, address: str, key: ClusterKey) -> None:
         self._file: tuple[Path, int] | None = None
         for candidate in _candidates():
             try:
-                self._file = _publish(candidate, _key(address), credentials)
+                self._file = _publish(candidate, _key(address), key)
                 return
             except OSError as error:
-                logger.info("the token of %s is not published in %s: %s", address, candidate, error)
+                logger.info("the key of %s is not published in %s: %s", address, candidate, error)
         logger.warning(
-            "other processes cannot look up the token of the cluster at %s, because no folder for it could be created. "
+            "other processes cannot look up the key of the cluster at %s, because no folder for it could be created. "
             "Set %s in their environment",
             address,
             TOKEN_FILE_VARIABLE,
@@ -88,7 +102,7 @@ class PublishedCredentials:
 
 
 def _find_local_cluster(address: str) -> Credentials | None:
-    """Returns the credentials that a live process has published for an address."""
+    """Returns credentials made from the key that a live process has published for an address."""
     pattern = f"{_key(address)}.*"
     for folder in _folders():
         for path in folder.glob(pattern):
@@ -137,17 +151,17 @@ def _folders() -> Iterator[Path]:
             yield folder
 
 
-def _publish(folder: Path, key: str, credentials: Credentials) -> tuple[Path, int]:
+def _publish(folder: Path, name_start: str, key: ClusterKey) -> tuple[Path, int]:
     """Writes and locks a file; returns its path and the descriptor that holds the lock."""
     for _ in range(_ATTEMPTS):
         folder.mkdir(mode=0o700, exist_ok=True)
         with suppress(FileNotFoundError), opened(open_folder(folder)) as opened_folder:
             _remove_stale_files(folder)
-            name = f"{key}.{secrets.token_hex(8)}"
+            name = f"{name_start}.{secrets.token_hex(8)}"
             descriptor = open_file(name, write=True, create=True, folder=opened_folder)
             try:
                 _lock(descriptor, fcntl.LOCK_EX)
-                os.write(descriptor, f"{credentials.token}\n".encode())
+                os.write(descriptor, f"{key.secret}\n".encode())
             except BaseException:
                 os.close(descriptor)
                 raise

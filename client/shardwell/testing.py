@@ -11,10 +11,10 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from shardwell.processes.local_cluster import write_token
+from shardwell.processes.local_cluster import write_key
 from shardwell.session.session import sessions_at
 from shardwell_server.in_process import InProcessServers
-from shardwell_wire.credentials import new_credentials
+from shardwell_wire.credentials import new_key
 from shardwell_wire.errors import UsageError
 from shardwell_wire.temporary_folder import temporary_folder
 
@@ -51,7 +51,7 @@ def in_process_cluster(num_shards: int = 1, *, dp: int = 1, memory_budget: int =
     with temporary_folder() as folder:
         state_dir = folder / "state"
         state_dir.mkdir()
-        token_file = write_token(folder / "token", new_credentials())
+        token_file = write_key(folder / "token", new_key())
         servers = InProcessServers(state_dir, token_file, num_shards=num_shards, memory_budget=memory_budget)
         try:
             variables = {

@@ -17,7 +17,7 @@ from shardwell_server.coordinator.command import coordinate
 from shardwell_server.coordinator.settings import Settings
 from shardwell_server.process import Endpoint
 from shardwell_server.shard.process.command import serve
-from shardwell_wire.credentials import read_token_file
+from shardwell_wire.credentials import read_key_file
 
 _START_S = _STOP_S = 30.0
 _LISTEN = "127.0.0.1:0"
@@ -30,14 +30,14 @@ class InProcessServers:
 
     Args:
         state_dir: An empty directory for the coordinator's state.
-        token_file: File with the cluster's token, which every rpc must carry.
+        token_file: File with the cluster's key.
         num_shards: Number of shard servers. They are called ``shard-0``, ``shard-1`` and so on.
         memory_budget: Memory budget of each shard server in bytes.
     """
 
     def __init__(self, state_dir: Path, token_file: str, *, num_shards: int, memory_budget: int) -> None:
         self._servers: list[_Server] = []
-        settings, credentials = Settings(min_servers=num_shards), read_token_file(token_file)
+        settings, credentials = Settings(min_servers=num_shards), read_key_file(token_file)
         try:
             self.address = self._start(
                 partial(coordinate, settings, state_dir, keeps_state=True, credentials=credentials)

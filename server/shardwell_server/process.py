@@ -104,13 +104,13 @@ async def serve(
         servicer: Object that implements the service.
         endpoint: Where to listen.
         background: Runs while the server serves. An error that it raises ends the server at once.
-        credentials: Credentials that callers must send, and the TLS of the server.
+        credentials: The key that verifies the tokens of callers, and the TLS of the server.
         end_standing: Called when the server is asked to stop. Ends streams that would otherwise stay open for
             ``STOP_GRACE_S``.
         leave: Called after the first SIGTERM, while the server still serves. The server stops when it returns, or at
             once after a second signal. None: SIGTERM stops the server at once.
     """
-    server = grpc.aio.server(interceptors=interceptors(credentials), options=SERVER_OPTIONS)
+    server = grpc.aio.server(interceptors=interceptors(credentials.key), options=SERVER_OPTIONS)
     add_service(server, service, servicer)
     health = HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 import grpc
@@ -18,6 +19,7 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
+from shardwell_server.authorization import CALLER, check_request
 from shardwell_wire.errors import (
     STATUS_DETAILS_KEY,
     InternalError,
@@ -27,6 +29,7 @@ from shardwell_wire.errors import (
     wire_message,
 )
 from shardwell_wire.names import check_names
+from shardwell_wire.tokens import Identity
 
 logger = logging.getLogger(__name__)
 
@@ -37,12 +40,29 @@ DEADLINE_MARGIN_S = 0.05
 """A handler stops waiting this long before the caller's deadline, so that the caller receives the reason."""
 
 
+def _no_id(name: str) -> str:
+    return ""
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """The rpc that a servicer method handles."""
 
     method: str
     context: grpc.aio.ServicerContext
+    caller: Identity | None = field(default_factory=CALLER.get)
+    """Who called. None: the cluster admits every caller."""
+    run_id_of: Callable[[str], str] = _no_id
+    """Returns the id of the run that has a name now. Empty: there is none."""
+
+    def check(self, request: Message) -> None:
+        """Raises AccessError if the caller may not send this request, or the header of this stream."""
+        if self.caller is not None:
+            check_request(self.caller, self.method, request, self.run_id_of)
+
+    def sees(self, run: str) -> bool:
+        """Returns whether a list for the caller may contain a run."""
+        return self.caller is None or self.caller.run in ("", run)
 
     @property
     def peer(self) -> str:
@@ -60,6 +80,9 @@ class Call:
         return min(limits)
 
 
+_MakeCall = Callable[[str, grpc.aio.ServicerContext], Call]
+
+
 def add_service(server: grpc.aio.Server, descriptor: ServiceDescriptor, servicer: Any) -> None:
     """Registers every rpc of a service.
 
@@ -68,18 +91,24 @@ def add_service(server: grpc.aio.Server, descriptor: ServiceDescriptor, servicer
         descriptor: The service, from the generated module's ``DESCRIPTOR``.
         servicer: Object with one method ``(request, call)`` per rpc, of the same name. A unary request is a message, a
             streamed one an ``AsyncIterator[bytes]``. A unary response is returned as a message, a streamed one is
-            yielded as bytes or messages.
+            yielded as bytes or messages. A method that takes a stream passes its header to ``call.check``. The object
+            may have a method ``run_id_of``, see ``Call.run_id_of``.
     """
     handlers = {}
+    make_call = partial(Call, run_id_of=getattr(servicer, "run_id_of", _no_id))
     for method in descriptor.methods:
         implementation = getattr(servicer, method.name)
         path = f"/{descriptor.full_name}/{method.name}"
         if method.client_streaming and not method.server_streaming:
-            handlers[method.name] = grpc.stream_unary_rpc_method_handler(_stream_unary(path, implementation))
+            handlers[method.name] = grpc.stream_unary_rpc_method_handler(_stream_unary(path, implementation, make_call))
         elif method.server_streaming and not method.client_streaming:
-            handlers[method.name] = grpc.unary_stream_rpc_method_handler(_unary_stream(path, method, implementation))
+            handlers[method.name] = grpc.unary_stream_rpc_method_handler(
+                _unary_stream(path, method, implementation, make_call)
+            )
         elif not method.client_streaming:
-            handlers[method.name] = grpc.unary_unary_rpc_method_handler(_unary_unary(path, method, implementation))
+            handlers[method.name] = grpc.unary_unary_rpc_method_handler(
+                _unary_unary(path, method, implementation, make_call)
+            )
         else:
             raise NotImplementedError(f"{path}: bidirectional streams are not supported")
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(descriptor.full_name, handlers),))
@@ -95,11 +124,16 @@ def _decode(method: MethodDescriptor, data: bytes) -> Message:
 
 
 def _unary_unary(
-    path: str, method: MethodDescriptor, implementation: Callable[[Any, Call], Awaitable[Message]]
+    path: str,
+    method: MethodDescriptor,
+    implementation: Callable[[Any, Call], Awaitable[Message]],
+    make_call: _MakeCall,
 ) -> Callable[[bytes, grpc.aio.ServicerContext], Awaitable[bytes]]:
     async def handle(data: bytes, context: grpc.aio.ServicerContext) -> bytes:
         try:
-            return (await implementation(_decode(method, data), Call(path, context))).SerializeToString()
+            request, call = _decode(method, data), make_call(path, context)
+            call.check(request)
+            return (await implementation(request, call)).SerializeToString()
         except Exception as error:
             await abort(context, path, error)
 
@@ -107,11 +141,11 @@ def _unary_unary(
 
 
 def _stream_unary(
-    path: str, implementation: Callable[[AsyncIterator[bytes], Call], Awaitable[Message]]
+    path: str, implementation: Callable[[AsyncIterator[bytes], Call], Awaitable[Message]], make_call: _MakeCall
 ) -> Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext], Awaitable[bytes]]:
     async def handle(stream: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> bytes:
         try:
-            return (await implementation(stream, Call(path, context))).SerializeToString()
+            return (await implementation(stream, make_call(path, context))).SerializeToString()
         except Exception as error:
             await abort(context, path, error)
 
@@ -119,11 +153,16 @@ def _stream_unary(
 
 
 def _unary_stream(
-    path: str, method: MethodDescriptor, implementation: Callable[[Any, Call], AsyncIterator[bytes | Message]]
+    path: str,
+    method: MethodDescriptor,
+    implementation: Callable[[Any, Call], AsyncIterator[bytes | Message]],
+    make_call: _MakeCall,
 ) -> Callable[[bytes, grpc.aio.ServicerContext], AsyncIterator[bytes]]:
     async def handle(data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         try:
-            async for message in implementation(_decode(method, data), Call(path, context)):
+            request, call = _decode(method, data), make_call(path, context)
+            call.check(request)
+            async for message in implementation(request, call):
                 yield message if isinstance(message, bytes) else message.SerializeToString()
         except Exception as error:
             await abort(context, path, error)

@@ -11,7 +11,7 @@ from types import TracebackType
 import psutil
 
 from shardwell.credentials import PublishedCredentials
-from shardwell_wire.credentials import Credentials
+from shardwell_wire.tokens import ClusterKey
 
 
 class TcpProxy:
@@ -39,9 +39,9 @@ class TcpProxy:
         self._changed = asyncio.Condition()
 
     @contextmanager
-    def publish(self, credentials: Credentials) -> Iterator[None]:
-        """Lets processes of this user find the cluster's token by the proxy's address while the block runs."""
-        published = PublishedCredentials(self.address, credentials)
+    def publish(self, key: ClusterKey) -> Iterator[None]:
+        """Lets processes of this user find the cluster's key by the proxy's address while the block runs."""
+        published = PublishedCredentials(self.address, key)
         try:
             yield
         finally:

@@ -16,8 +16,20 @@ import pytest
 from shardwell import credentials as local
 from shardwell.credentials import PublishedCredentials, find_credentials
 from shardwell.session.coordinator_client import CoordinatorClient
-from shardwell_wire.credentials import NO_CREDENTIALS, Credentials, new_credentials, read_token_file
-from shardwell_wire.errors import UsageError
+from shardwell_wire.credentials import (
+    NO_CREDENTIALS,
+    Credentials,
+    KeyCredentials,
+    MemberCredentials,
+    TokenCredentials,
+    key_credentials,
+    new_key,
+    read_key_file,
+    read_token_file,
+    token_in,
+)
+from shardwell_wire.errors import UnauthenticatedError, UsageError
+from shardwell_wire.tokens import LIFETIME_S, ClusterKey, Role
 
 TOKEN = "0123456789abcdef"
 OTHER = "fedcba9876543210"
@@ -25,14 +37,52 @@ OTHER = "fedcba9876543210"
 HOLD = """
 import sys
 from shardwell.credentials import PublishedCredentials
-from shardwell_wire.credentials import Credentials
-published = PublishedCredentials(sys.argv[1], Credentials(sys.argv[2]))
+from shardwell_wire.tokens import ClusterKey
+published = PublishedCredentials(sys.argv[1], ClusterKey(sys.argv[2]))
 print("ready", flush=True)
 sys.stdin.read()
 """
 
 
-# Metadata that a server accepts.
+def operator(secret: str) -> Credentials:
+    return key_credentials(ClusterKey(secret), Role.OPERATOR)
+
+
+# What a caller sends.
+
+
+def test_credentials_send_their_token() -> None:
+    key = new_key()
+    made = KeyCredentials(key)
+    assert made.metadata == (("authorization", f"Bearer {made.token}"),)
+    assert made.header == f"authorization: Bearer {made.token}"
+    assert made.token == made.token, "made once"
+    assert token_in([("user-agent", "x"), *made.metadata]) == made.token
+    assert new_key() != key
+    assert (NO_CREDENTIALS.metadata, NO_CREDENTIALS.header, bool(NO_CREDENTIALS)) == ((), "", False)
+
+
+def test_key_holder_makes_a_new_token_before_the_former_one_expires() -> None:
+    now = [1000.0]
+    made = KeyCredentials(ClusterKey(TOKEN, lambda: now[0]), Role.SERVER)
+    first = made.token
+    now[0] += LIFETIME_S / 2 - 1
+    assert made.token == first
+    now[0] += 1
+    assert made.token != first
+    assert made.key.verify(first).role is made.key.verify(made.token).role is Role.SERVER
+
+
+def test_member_uses_the_renewed_token() -> None:
+    member = MemberCredentials(TokenCredentials("sw1.base"))
+    assert (member.token, member.is_member) == ("sw1.base", False)
+    member.renew("sw1.first")
+    member.renew("")
+    assert (member.token, member.is_member) == ("sw1.first", True)
+    member.renew("sw1.second")
+    assert member.token == "sw1.second"
+    member.forget()
+    assert (member.token, member.is_member) == ("sw1.base", False)
 
 
 @pytest.mark.parametrize(
@@ -40,43 +90,32 @@ sys.stdin.read()
     [
         ([], "carries no token"),
         ([("x-authorization", f"Bearer {TOKEN}")], "carries no token"),
-        ([("authorization", TOKEN)], "another token"),
-        ([("authorization", f"bearer {TOKEN}")], "another token"),
-        ([("authorization", f"Bearer {TOKEN}x")], "another token"),
-        ([("authorization", "Bearer ")], "another token"),
-        ([("authorization", f"Bearer {OTHER}")], "another token"),
-        ([("authorization", "Bearer \xe9")], "another token"),
-        ([("authorization", b"Bearer \xff")], "another token"),
+        ([("authorization", TOKEN)], "something else than a token"),
+        ([("authorization", f"bearer {TOKEN}")], "something else than a token"),
+        ([("authorization", b"\xff")], "something else than a token"),
         ([("authorization", f"Bearer {OTHER}"), ("authorization", f"Bearer {TOKEN}")], "2 authorization headers"),
     ],
 )
-def test_rejected_metadata_is_explained(metadata: list[tuple[str, str | bytes]], problem: str) -> None:
-    found = Credentials(TOKEN).problem(metadata)
-    assert found is not None
-    assert problem in found
-    assert TOKEN not in found
-    assert OTHER not in found
-    assert NO_CREDENTIALS.problem(metadata) is None, "without a token every caller is accepted"
+def test_metadata_without_one_token_is_explained(metadata: list[tuple[str, str | bytes]], problem: str) -> None:
+    with pytest.raises(UnauthenticatedError, match=problem) as refused:
+        token_in(metadata)
+    assert TOKEN not in str(refused.value)
+    assert OTHER not in str(refused.value)
 
 
-def test_client_metadata_is_accepted() -> None:
-    made = new_credentials()
-    assert made.problem([("user-agent", "x"), *made.metadata]) is None
-    assert made.header == f"authorization: Bearer {made.token}"
-    assert new_credentials() != made
-    assert (NO_CREDENTIALS.metadata, NO_CREDENTIALS.header) == ((), "")
-
-
-def test_token_is_not_in_repr() -> None:
-    made = new_credentials()
-    assert made.token not in f"{made!r} {made} {[made]}"
+def test_secrets_are_not_in_repr() -> None:
+    made = KeyCredentials(ClusterKey(TOKEN))
+    for shown in (made, TokenCredentials(made.token), MemberCredentials(made)):
+        assert TOKEN not in f"{shown!r} {shown} {[shown]}"
+        assert made.token not in f"{shown!r} {shown} {[shown]}"
 
 
 def test_client_repr_does_not_contain_the_token() -> None:
-    made = new_credentials()
+    made = KeyCredentials(new_key())
     with closing(CoordinatorClient("127.0.0.1:1", made)) as client:
         stubs = [client.byte_response_stub("WatchEvents"), client._unary_stub("ListRuns")]
         assert made.token not in repr((stubs, vars(client)))
+        assert made.key.secret not in repr((stubs, vars(client)))
 
 
 # Files.
@@ -92,7 +131,17 @@ def write(path: Path, text: str = f"{TOKEN}\n", mode: int = 0o600) -> Path:
 def test_token_file_is_read(tmp_path: Path, text: str) -> None:
     path = write(tmp_path / "token", text, 0o400)
     (tmp_path / "link").symlink_to(path)
-    assert read_token_file(path) == read_token_file(tmp_path / "link") == Credentials(TOKEN)
+    assert read_token_file(path) == read_token_file(tmp_path / "link") == operator(TOKEN)
+
+
+def test_token_file_may_have_one_token(tmp_path: Path) -> None:
+    token = ClusterKey(TOKEN).mint(Role.TRAINER, run="a run/with 100% ünusual.names", member="t 1")
+    path = write(tmp_path / "token", token)
+    assert read_token_file(path) == TokenCredentials(token)
+    with pytest.raises(UsageError, match="a server needs the cluster's key") as refused:
+        read_key_file(path)
+    assert token not in str(refused.value)
+    assert read_key_file(write(tmp_path / "key")) == ClusterKey(TOKEN)
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602, 0o777])
@@ -105,7 +154,7 @@ def test_token_file_accessible_to_other_users_is_rejected(tmp_path: Path, mode: 
     "text", ["", "\n", "short", "x" * 513, "two words of text here", f"{TOKEN}\n{OTHER}", "é" * 20]
 )
 def test_invalid_token_is_rejected_and_not_shown(tmp_path: Path, text: str) -> None:
-    with pytest.raises(UsageError, match="expected one line with a token of 16 to 512") as caught:
+    with pytest.raises(UsageError, match="expected one line with a token, or with a key of 16 to 512") as caught:
         read_token_file(write(tmp_path / "token", text))
     assert TOKEN not in str(caught.value)
     assert not text.strip() or text.strip() not in str(caught.value)
@@ -153,7 +202,7 @@ def publish() -> Iterator[Callable[..., PublishedCredentials]]:
     with ExitStack() as stack:
 
         def make(address: str = "127.0.0.1:7", token: str = TOKEN) -> PublishedCredentials:
-            published = PublishedCredentials(address, Credentials(token))
+            published = PublishedCredentials(address, ClusterKey(token))
             stack.callback(published.withdraw)
             return published
 
@@ -169,7 +218,7 @@ def test_local_cluster_is_found_by_any_name_of_this_host(
     runtime: Path, publish: Callable[..., PublishedCredentials], address: str
 ) -> None:
     published = publish()
-    assert find_credentials(address) == Credentials(TOKEN)
+    assert find_credentials(address) == operator(TOKEN)
     assert find_credentials("127.0.0.1:8") == find_credentials("elsewhere:7") == NO_CREDENTIALS
     (path,) = files(runtime)
     assert path.stat().st_mode & 0o777 == 0o600
@@ -186,9 +235,17 @@ def test_token_sources_are_tried_in_order(
     publish(token="p" * 16)
     monkeypatch.setenv("SHARDWELL_TOKEN_FILE", str(write(tmp_path / "environment", "e" * 16)))
     explicit = str(write(tmp_path / "explicit", "x" * 16))
-    assert find_credentials("localhost:7", explicit).token == "x" * 16
-    assert find_credentials("localhost:7").token == "p" * 16, "the token of another cluster would be rejected"
-    assert find_credentials("localhost:8").token == "e" * 16
+    given = ClusterKey(TOKEN).mint(Role.READER, run="r")
+    assert find_credentials("localhost:7", explicit) == operator("x" * 16)
+    assert find_credentials("localhost:7") == operator("p" * 16), "the token of another cluster would be rejected"
+    assert find_credentials("localhost:8") == operator("e" * 16)
+    monkeypatch.setenv("SHARDWELL_TOKEN", given)
+    assert find_credentials("localhost:7") == operator("p" * 16)
+    assert find_credentials("localhost:8") == TokenCredentials(given)
+    monkeypatch.setenv("SHARDWELL_TOKEN", TOKEN)
+    with pytest.raises(UsageError, match="SHARDWELL_TOKEN: expected a token") as refused:
+        find_credentials("localhost:8")
+    assert TOKEN not in str(refused.value)
 
 
 def test_token_of_killed_process_is_ignored_and_removed(
@@ -200,7 +257,7 @@ def test_token_of_killed_process_is_ignored_and_removed(
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
-        assert find_credentials("localhost:7") == Credentials(TOKEN)
+        assert find_credentials("localhost:7") == operator(TOKEN)
         publish("127.0.0.1:8", OTHER)
         assert len(files(runtime)) == 2, "tokens of live processes are not removed"
         process.send_signal(signal.SIGKILL)
@@ -239,7 +296,7 @@ def test_folder_of_another_user_is_not_used(
     before = set(files(tmp_path))
     assert find_credentials("localhost:7") == NO_CREDENTIALS
     publish()
-    assert find_credentials("localhost:7") == Credentials(TOKEN)
+    assert find_credentials("localhost:7") == operator(TOKEN)
     (made,) = set(files(tmp_path)) - before
     assert made.parent.name.startswith(f"shardwell_tokens-{os.geteuid()}-")
 
@@ -250,7 +307,7 @@ def test_runtime_folder_of_another_user_is_not_used(
     runtime.chmod(0o755)
     publish()
     assert list(runtime.iterdir()) == []
-    assert find_credentials("localhost:7") == Credentials(TOKEN)
+    assert find_credentials("localhost:7") == operator(TOKEN)
     assert (tmp_path / f"shardwell_tokens-{os.geteuid()}").is_dir()
 
 
@@ -263,7 +320,7 @@ def test_missing_folder_is_logged_and_the_cluster_starts(
     monkeypatch.setattr(local, "_candidates", lambda: [runtime / "missing" / "folder"])
     with caplog.at_level(logging.WARNING):
         publish()
-    assert "cannot look up the token of the cluster at 127.0.0.1:7" in caplog.text
+    assert "cannot look up the key of the cluster at 127.0.0.1:7" in caplog.text
     assert TOKEN not in caplog.text
 
 
@@ -275,4 +332,4 @@ def test_invalid_entry_in_the_token_folder_is_ignored(
     make(runtime / "shardwell_tokens" / "localhost:7.0")
     assert find_credentials("localhost:7") == NO_CREDENTIALS
     publish()
-    assert find_credentials("localhost:7") == Credentials(TOKEN)
+    assert find_credentials("localhost:7") == operator(TOKEN)

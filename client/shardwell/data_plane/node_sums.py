@@ -198,7 +198,13 @@ class NodeSums:
         if not self._rendezvous.wait_for(lambda: self._memory.is_free(this_round), self._patience_s):
             self._rounds.cancel(this_round)
             return False
-        own = SharedGradient(header.context.epoch, header.attempt, identify_cuts(_cuts(job.unit)), job.flats)
+        own = SharedGradient(
+            header.context.epoch,
+            header.context.lease_proof,
+            header.attempt,
+            identify_cuts(_cuts(job.unit)),
+            job.flats,
+        )
         try:
             self._memory.write(this_round, job.unit.layout, own)
         except OSError as error:  # shared memory is full
@@ -229,7 +235,7 @@ class NodeSums:
         header = shard_pb2.ReduceScatterHeader()
         header.CopyFrom(job.header)
         for dp_rank, one in zip(self._dp_ranks, shown, strict=True):
-            header.summed.add(dp_rank=dp_rank, epoch=one.epoch)
+            header.summed.add(dp_rank=dp_rank, epoch=one.epoch, lease_proof=one.lease_proof)
         self._pushes.push_sums(job.unit, header, _indices(shown), sums, job.excuse, partial(self._end, job, sums))
 
     def _end(self, job: _Job, sums: Mapping[int, torch.Tensor]) -> None:

@@ -24,9 +24,10 @@ from shardwell.transport.shared_vector import map_shared
 from shardwell_wire.layout import ALIGNMENT_BYTES, UnitLayout
 from shardwell_wire.quantization_blocks import bytes_tensor
 from shardwell_wire.shared_files import open_file, opened
+from shardwell_wire.tokens import PROOF_BYTES
 
 _SLOTS = 2
-_HEADER = struct.Struct("<4q")
+_HEADER = struct.Struct(f"<4q{PROOF_BYTES}s")
 _DONE = "done"
 _ROUNDS_PER_VERSION = 1 << 24
 
@@ -37,6 +38,8 @@ class SharedGradient:
 
     epoch: int
     """Epoch of the lease on the member's work item."""
+    lease_proof: bytes
+    """Proves this lease to shard servers. Zeros: the cluster has no key."""
     attempt: int
     """Attempt at the work item."""
     cuts: int
@@ -81,7 +84,9 @@ class SharedGradients:
         """
         offset, indices = _offset(layout), sorted(gradient.flats)
         memory = self._own_slot(this_round.number % _SLOTS, offset + layout.size_bytes)
-        _HEADER.pack_into(memory, 0, gradient.epoch, gradient.attempt, gradient.cuts, len(indices))
+        _HEADER.pack_into(
+            memory, 0, gradient.epoch, gradient.attempt, gradient.cuts, len(indices), gradient.lease_proof
+        )
         np.frombuffer(memory, np.int32, len(indices), _HEADER.size)[:] = indices
         for index in indices:
             _view(memory, offset, layout, index).copy_(gradient.flats[index])
@@ -102,10 +107,10 @@ class SharedGradients:
     def _read(self, member: int, slot: int, layout: UnitLayout) -> SharedGradient:
         offset = _offset(layout)
         memory = self._slot(member, slot, offset + layout.size_bytes)
-        epoch, attempt, cuts, count = _HEADER.unpack_from(memory, 0)
+        epoch, attempt, cuts, count, lease_proof = _HEADER.unpack_from(memory, 0)
         indices = np.frombuffer(memory, np.int32, count, _HEADER.size).tolist()
         flats = {index: _view(memory, offset, layout, index) for index in indices}
-        return SharedGradient(epoch, attempt, cuts, flats)
+        return SharedGradient(epoch, lease_proof, attempt, cuts, flats)
 
     def _own_slot(self, slot: int, size_bytes: int) -> memoryview:
         """Returns this member's slot, enlarged to at least ``size_bytes``."""

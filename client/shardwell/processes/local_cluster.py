@@ -18,12 +18,13 @@ from typing import Self
 
 from shardwell.credentials import PublishedCredentials
 from shardwell_wire import fault_points
-from shardwell_wire.credentials import Credentials, new_credentials
+from shardwell_wire.credentials import Credentials, new_key
 from shardwell_wire.errors import UnavailableError, UsageError
 from shardwell_wire.server_folders import DEFAULT_DIRECTORY, remove_folders
 from shardwell_wire.shared_files import open_file, opened
 from shardwell_wire.temporary_folder import TemporaryFolder
 from shardwell_wire.tls import Tls, TlsOptions
+from shardwell_wire.tokens import ClusterKey
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +77,9 @@ class LocalCluster:
     coordinator: ServerProcess
     shards: tuple[ServerProcess, ...]
     credentials: Credentials
-    """Credentials that every rpc to the servers carries. Each start creates new ones."""
+    """Credentials of an operator of the cluster. Each start creates a new key."""
+    key: ClusterKey
+    """The secret from which all tokens of the cluster are made. Each start creates a new one."""
     token_file: str
     """File with the token, readable by this user only. Removed when the cluster stops."""
 
@@ -106,7 +109,7 @@ class LocalCluster:
 
     @property
     def token(self) -> str:
-        """Secret that every rpc to the servers carries, as ``authorization: Bearer TOKEN``."""
+        """A token of an operator for ``authorization: Bearer TOKEN``, valid for at least 30 minutes."""
         return self.credentials.token
 
     @property
@@ -154,8 +157,9 @@ class LocalCluster:
         state_dir, log_dir = Path(self._state_dir or folder / "state"), Path(self._log_dir or folder / "logs")
         for directory in (state_dir, log_dir):
             directory.mkdir(parents=True, exist_ok=True)
-        self.credentials = new_credentials()
-        self.token_file = write_token(folder / "token", self.credentials)
+        self.key = new_key()
+        self.credentials = Credentials(self.key)
+        self.token_file = write_key(folder / "token", self.key)
         common = ["--listen", _LISTEN, "--exit-with-parent", "--token-file", self.token_file]
         if self._tls is not None:
             self.credentials = replace(self.credentials, tls=Tls(self._tls))
@@ -176,7 +180,7 @@ class LocalCluster:
             shard.wait_ready(deadline)
             shard.keep_running(self._start_limit_s)
         if self._tls is None:
-            self._published = [PublishedCredentials(server.address, self.credentials) for server in self._started]
+            self._published = [PublishedCredentials(server.address, self.key) for server in self._started]
 
     def __enter__(self) -> Self:
         self.start()
@@ -385,10 +389,10 @@ class ServerProcess:
                 stream.close()
 
 
-def write_token(path: Path, credentials: Credentials) -> str:
-    """Writes the token to a new file that only this user can read; returns the file's path."""
+def write_key(path: Path, key: ClusterKey) -> str:
+    """Writes the key of a cluster to a new file that only this user can read; returns the file's path."""
     with opened(open_file(path, write=True, create=True)) as descriptor:
-        os.write(descriptor, f"{credentials.token}\n".encode())
+        os.write(descriptor, f"{key.secret}\n".encode())
     return str(path)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shardwell.session.coordinator_client import CoordinatorClient
-from shardwell_wire.errors import ConflictError, RunDeletedError, ShardwellError, StaleEpochError
+from shardwell_wire.errors import ConflictError, RunDeletedError, ShardwellError, StaleEpochError, UnauthenticatedError
 from shardwell_wire.v1 import coordinator_pb2
 
 logger = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class Heartbeats:
             try:
                 self.send(self._interval_s)
                 reached = True
-            except (StaleEpochError, RunDeletedError, ConflictError) as error:
+            except (StaleEpochError, RunDeletedError, ConflictError, UnauthenticatedError) as error:
                 self._end(error)
                 return
             except ShardwellError as error:

@@ -83,7 +83,7 @@ class ItemPushes:
             return
         if self.sums is not None and not self.sums.allows_part(current, unit):
             return
-        context = self._membership.context(self._state.number, epoch=current.item.epoch)
+        context = self._membership.context(self._state.number, current.item)
         header = current.start_part(context, unit.layout.unit, unit_index, (index for index, _ in gradients))
         header.pp_rank = self._membership.pp_rank
         excuse = partial(self.excuses, current, current.key)
@@ -146,7 +146,7 @@ class ItemPushes:
         self._discard()
         step, rank = self._state.number, item.item.global_rank
         request = coordinator_pb2.ResetWorkRequest(
-            context=self._membership.context(step, epoch=item.item.epoch),
+            context=self._membership.context(step, item.item),
             trainer=self._membership.trainer,
             global_rank=rank,
             attempt=item.item.attempt,

@@ -16,13 +16,14 @@ from shardwell.session.heartbeats import Heartbeats, ItemInWork, TrainerReports
 from shardwell.session.membership_stream import MembershipStream
 from shardwell.session.polling import poll
 from shardwell.session.replica_epoch import ReplicaEpoch
-from shardwell_wire.credentials import Credentials
+from shardwell_wire.credentials import Credentials, MemberCredentials
 from shardwell_wire.errors import (
     ConflictError,
     DuplicateError,
     RunDeletedError,
     ShardwellError,
     StaleEpochError,
+    UnauthenticatedError,
     UnavailableError,
     UsageError,
 )
@@ -36,6 +37,9 @@ logger = logging.getLogger(__name__)
 
 _ASK_TIMEOUT_S = 5.0
 _LEAVE_TIMEOUT_S = 2.0
+
+Lease = coordinator_pb2.WorkItem | coordinator_pb2.PartitionWork | coordinator_pb2.DeclareUnitResponse
+"""A lease that the coordinator gave to this trainer: its epoch, and the proof that shard servers need."""
 
 _MAX_REJOINS = 5
 """Memberships in a row that may lapse without a commit in between. More often, the cause is not going to disappear."""
@@ -61,6 +65,8 @@ class Membership:
 
     def __init__(self, config: JoinConfig, coordinator: CoordinatorClient) -> None:
         self._config, self._coordinator = config, coordinator
+        self._token = MemberCredentials(coordinator.credentials)
+        coordinator.credentials = self._token
         self._ended: ShardwellError | None = None
         self._lapse: StaleEpochError | None = None
         self._rejoins_in_a_row = 0
@@ -99,6 +105,7 @@ class Membership:
         self.joined = joined
         self.rank_assignments: tuple[coordinator_pb2.RankAssignment, ...] = tuple(joined.rank_assignments)
         self.replica_epoch.announce(joined.replica_epoch)
+        self._token.renew(joined.token)
         self._note_news(joined.committed_step, joined.placement)
 
     @property
@@ -134,8 +141,8 @@ class Membership:
 
     @property
     def credentials(self) -> Credentials:
-        """Credentials that every rpc to the cluster carries."""
-        return self._coordinator.credentials
+        """Credentials that every rpc to the cluster carries: this trainer's token, which is renewed with its lease."""
+        return self._token
 
     def attach(
         self,
@@ -164,14 +171,20 @@ class Membership:
 
     # ---- calls ----
 
-    def context(self, step: int, *, epoch: int | None = None) -> common_pb2.RequestContext:
-        """Returns the context of a mutating request, with a new request id."""
+    def context(self, step: int, lease: Lease | None = None) -> common_pb2.RequestContext:
+        """Returns the context of a mutating request, with a new request id.
+
+        Args:
+            step: The step.
+            lease: The lease that allows the request. None: the membership.
+        """
         return common_pb2.RequestContext(
             run=self.run,
             run_id=self.identity.run_id,
-            epoch=self.epoch if epoch is None else epoch,
+            epoch=self.epoch if lease is None else lease.epoch,
             step=step,
             request_id=uuid.uuid4().hex,
+            lease_proof=b"" if lease is None else lease.lease_proof,
         )
 
     def call(self, rpc_name: str, request: Any) -> Any:
@@ -311,7 +324,7 @@ class Membership:
         heartbeats = self._heartbeats  # another thread may start the next membership meanwhile
         try:
             return heartbeats.send(_ASK_TIMEOUT_S)
-        except StaleEpochError as error:
+        except (StaleEpochError, UnauthenticatedError) as error:
             self._end(error, heartbeats.epoch)
         except (RunDeletedError, ConflictError) as error:
             self._end(error)
@@ -427,15 +440,27 @@ class Membership:
             run_id=self.identity.run_id if former else "",
             replaced_epoch=self.epoch if former else 0,
         )
+        try:
+            response = self._send_join(request)
+        except UnauthenticatedError:
+            if not self._token.is_member:
+                raise
+            # The token has expired. Without it, the coordinator waits until the lease of the former membership ends.
+            self._token.forget()
+            request.replaced_epoch = 0
+            response = self._send_join(request)
+        check_chosen(response.protocol_version, self._coordinator.address)
+        return response
+
+    def _send_join(self, request: coordinator_pb2.JoinRequest) -> coordinator_pb2.JoinResponse:
         response: coordinator_pb2.JoinResponse = self._poll(
             "Join",
             request,
             lambda answer: answer.started,
-            what=f"run {config.run!r} to start",
+            what=f"run {self._config.run!r} to start",
             log_level=logging.WARNING,  # the user may have started too few trainers
             check=self.check,
         )
-        check_chosen(response.protocol_version, self._coordinator.address)
         return response
 
     def _call(self, rpc_name: str, request: Any, *, timeout_s: float) -> Any:
@@ -446,9 +471,10 @@ class Membership:
             if rpc_name != "Join":
                 self.ask()  # the request may concern one work item only
             raise
-        except RunDeletedError as error:
+        except (RunDeletedError, UnauthenticatedError) as error:
             if rpc_name != "Join":
                 self._end(error)
+                self.require_valid()
             raise
 
     def _call_and_warn(self, call: Callable[..., Any]) -> Any:
@@ -464,7 +490,9 @@ class Membership:
 
     def _note_message(self, news: coordinator_pb2.HeartbeatResponse | coordinator_pb2.KeepMembershipResponse) -> None:
         self._note_news(news.committed_step, news.placement)
-        if isinstance(news, coordinator_pb2.KeepMembershipResponse):
+        if isinstance(news, coordinator_pb2.HeartbeatResponse):
+            self._token.renew(news.token)
+        else:
             self.replica_epoch.announce(news.replica_epoch)
         if news.HasField("residuals"):
             self._when_residuals_wanted(news.residuals)
@@ -484,6 +512,8 @@ class Membership:
             error: Why.
             epoch: The membership that the error concerns. None: the current one.
         """
+        if isinstance(error, UnauthenticatedError) and self._token.is_member:
+            error = StaleEpochError(f"the token of trainer {self.trainer!r} was not renewed in time: {error}")
         if not isinstance(error, StaleEpochError):
             self._end_for_good(error)
         elif self._ended is None and self._lapse is None and not self._stop.is_set() and epoch in (None, self.epoch):

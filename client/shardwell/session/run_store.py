@@ -426,7 +426,7 @@ class RunStore:
 
         def make_context() -> common_pb2.RequestContext:
             self._membership.check()
-            return self._membership.context(self._state.number, epoch=work.epoch)
+            return self._membership.context(self._state.number, work)
 
         rank = self._membership.world.coordinates(work.global_rank)
         units = [unit for unit in self._units.values() if unit.layout.is_updated_by(rank.tp_rank, rank.pp_rank)]

@@ -14,7 +14,7 @@ from shardwell.data_plane.remote_shard import RemoteShard
 from shardwell.data_plane.remote_unit import RemoteUnit
 from shardwell.module.store import InitialValues
 from shardwell.session.config import JoinConfig
-from shardwell.session.membership import Membership
+from shardwell.session.membership import Lease, Membership
 from shardwell.transport.shared_vector import CAN_MAP, SegmentLocation, SharedVector
 from shardwell_wire import wire_dtypes
 from shardwell_wire.errors import CapacityError, DeadlineError, ShardwellError, UnavailableError, UnitMismatchError
@@ -68,7 +68,7 @@ class UnitDeclarations:
             if declared.initialize:
                 try:
                     unit = RemoteUnit(declared.unit_index, layout, connect(declared), declared.placement)
-                    self._initialize(unit, values, declared.epoch)
+                    self._initialize(unit, values, declared)
                     former, declared = declared, self._declare(layout, step)
                     if declared.shards == former.shards:
                         return unit
@@ -122,11 +122,11 @@ class UnitDeclarations:
         response: coordinator_pb2.DeclareUnitResponse = self._membership.call("DeclareUnit", request)
         return response
 
-    def _initialize(self, unit: RemoteUnit, values: InitialValues, epoch: int) -> None:
+    def _initialize(self, unit: RemoteUnit, values: InitialValues, lease: Lease) -> None:
         """Uploads the values to every owner of a shard, then publishes the unit."""
-        context = self._membership.context(0, epoch=epoch)
+        context = self._membership.context(0, lease)
         with ThreadPoolExecutor(min(_UPLOAD_THREADS, max(1, len(unit.shards)))) as uploads:
-            list(uploads.map(lambda shard: self._upload(unit, shard, values, epoch), unit.shards))
+            list(uploads.map(lambda shard: self._upload(unit, shard, values, lease), unit.shards))
         self._membership.call(
             "PublishInitialUnit",
             coordinator_pb2.PublishInitialUnitRequest(
@@ -134,14 +134,14 @@ class UnitDeclarations:
             ),
         )
 
-    def _upload(self, unit: RemoteUnit, shard: RemoteShard, values: InitialValues, epoch: int) -> None:
+    def _upload(self, unit: RemoteUnit, shard: RemoteShard, values: InitialValues, lease: Lease) -> None:
         segments = [
             segment
             for segment in unit.layout.segments(shard.start_bytes, shard.stop_bytes)
             if segment.parameter_index not in values.draws
         ]
         header = shard_pb2.InitializeUnitHeader(
-            context=self._membership.context(0, epoch=epoch),
+            context=self._membership.context(0, lease),
             unit=unit.layout.unit,
             start_bytes=shard.start_bytes,
             stop_bytes=shard.stop_bytes,

@@ -258,13 +258,10 @@ class ServiceClient:
         return stub
 
     def _with_credentials(self, stub: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a stub that sends the credentials with every call."""
-        credentials = self.credentials
-        if not credentials:
-            return stub
+        """Returns a stub that sends the client's present credentials with every call."""
 
         # Not functools.partial: its repr would show the token wherever a stub is printed.
         def call(*arguments: Any, **options: Any) -> Any:
-            return stub(*arguments, metadata=credentials.metadata, **options)
+            return stub(*arguments, metadata=self.credentials.metadata, **options)
 
         return call

@@ -18,6 +18,7 @@ from shardwell_wire.errors import (
     NotFoundError,
     ShardwellError,
     StaleEpochError,
+    UnauthenticatedError,
     UnavailableError,
     VersionGoneError,
 )
@@ -104,6 +105,11 @@ class ServerGuard:
                 pause_s, tried_s = next(pauses), time.monotonic() - started
                 if tried_s + pause_s > self._wait_limit_s or self._closed.wait(pause_s):
                     raise self._unavailable(what, error, tried_s) from error
+            except UnauthenticatedError as error:
+                if self._ask is None or "expired_s" not in error.data:
+                    raise
+                self._ask()
+                raise StaleEpochError(str(error), **error.data) from error
             except _EXPLAINABLE as error:
                 self.explain(error)
                 raise

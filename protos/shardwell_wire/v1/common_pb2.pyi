@@ -314,6 +314,7 @@ class RequestContext(google.protobuf.message.Message):
     STEP_FIELD_NUMBER: builtins.int
     REQUEST_ID_FIELD_NUMBER: builtins.int
     RUN_ID_FIELD_NUMBER: builtins.int
+    LEASE_PROOF_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run."""
     epoch: builtins.int
@@ -330,6 +331,10 @@ class RequestContext(google.protobuf.message.Message):
     """
     run_id: builtins.str
     """Id of the run, from JoinResponse. Required. NOT_FOUND if the run of this name has another id."""
+    lease_proof: builtins.bytes
+    """To a shard server, from a trainer: the proof that came with the lease whose epoch this is. Shard servers of a cluster
+    with a key return PERMISSION_DENIED without it.
+    """
     def __init__(
         self,
         *,
@@ -338,8 +343,9 @@ class RequestContext(google.protobuf.message.Message):
         step: builtins.int = ...,
         request_id: builtins.str = ...,
         run_id: builtins.str = ...,
+        lease_proof: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "request_id", b"request_id", "run", b"run", "run_id", b"run_id", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "lease_proof", b"lease_proof", "request_id", b"request_id", "run", b"run", "run_id", b"run_id", "step", b"step"]) -> None: ...
 
 global___RequestContext = RequestContext
 

@@ -276,6 +276,7 @@ class RegisterServerRequest(google.protobuf.message.Message):
     PROTOCOL_FIELD_NUMBER: builtins.int
     HELD_FIELD_NUMBER: builtins.int
     RESTARTABLE_FIELD_NUMBER: builtins.int
+    NONCE_FIELD_NUMBER: builtins.int
     server_id: builtins.str
     """Id of the shard server, the same after a restart."""
     address: builtins.str
@@ -292,6 +293,8 @@ class RegisterServerRequest(google.protobuf.message.Message):
     """
     restartable: builtins.bool
     """Whether a new process of this server on the same host can take up the shards if this process dies."""
+    nonce: builtins.bytes
+    """Random. The response proves that the coordinator has the cluster's key."""
     @property
     def protocol(self) -> global___ProtocolVersions:
         """Protocol versions of the server."""
@@ -314,9 +317,10 @@ class RegisterServerRequest(google.protobuf.message.Message):
         protocol: global___ProtocolVersions | None = ...,
         held: collections.abc.Iterable[global___HeldShard] | None = ...,
         restartable: builtins.bool = ...,
+        nonce: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["protocol", b"protocol"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "budget_bytes", b"budget_bytes", "held", b"held", "incarnation", b"incarnation", "process", b"process", "protocol", b"protocol", "restartable", b"restartable", "server_id", b"server_id", "shardwell_version", b"shardwell_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "budget_bytes", b"budget_bytes", "held", b"held", "incarnation", b"incarnation", "nonce", b"nonce", "process", b"process", "protocol", b"protocol", "restartable", b"restartable", "server_id", b"server_id", "shardwell_version", b"shardwell_version"]) -> None: ...
 
 global___RegisterServerRequest = RegisterServerRequest
 
@@ -330,6 +334,7 @@ class RegisterServerResponse(google.protobuf.message.Message):
     PROTOCOL_VERSION_FIELD_NUMBER: builtins.int
     RETIRED_SHARDS_FIELD_NUMBER: builtins.int
     ADOPTED_FIELD_NUMBER: builtins.int
+    PROOF_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """Fencing number of this server process."""
     lease_s: builtins.float
@@ -338,6 +343,8 @@ class RegisterServerResponse(google.protobuf.message.Message):
     """Term of the coordinator."""
     protocol_version: builtins.int
     """Protocol version that the server must speak with this cluster: the newest that both support."""
+    proof: builtins.bytes
+    """MAC of the nonce and of this message without the proof. Empty: the cluster has no key."""
     @property
     def retired_shards(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RetiredShard]:
         """Shards that this process no longer owns. The server must drop them before it serves requests again."""
@@ -355,8 +362,9 @@ class RegisterServerResponse(google.protobuf.message.Message):
         protocol_version: builtins.int = ...,
         retired_shards: collections.abc.Iterable[global___RetiredShard] | None = ...,
         adopted: collections.abc.Iterable[global___HeldShard] | None = ...,
+        proof: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["adopted", b"adopted", "coordinator_epoch", b"coordinator_epoch", "epoch", b"epoch", "lease_s", b"lease_s", "protocol_version", b"protocol_version", "retired_shards", b"retired_shards"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adopted", b"adopted", "coordinator_epoch", b"coordinator_epoch", "epoch", b"epoch", "lease_s", b"lease_s", "proof", b"proof", "protocol_version", b"protocol_version", "retired_shards", b"retired_shards"]) -> None: ...
 
 global___RegisterServerResponse = RegisterServerResponse
 
@@ -370,6 +378,7 @@ class HeartbeatServerRequest(google.protobuf.message.Message):
     USED_BYTES_FIELD_NUMBER: builtins.int
     RUN_IDS_FIELD_NUMBER: builtins.int
     REPLICATED_BYTES_FIELD_NUMBER: builtins.int
+    NONCE_FIELD_NUMBER: builtins.int
     server_id: builtins.str
     """Id of the shard server."""
     epoch: builtins.int
@@ -380,6 +389,8 @@ class HeartbeatServerRequest(google.protobuf.message.Message):
     """Memory in use."""
     replicated_bytes: builtins.int
     """DescribeServerResponse.replicated_bytes of shard.proto."""
+    nonce: builtins.bytes
+    """Random. The response proves that the coordinator has the cluster's key."""
     @property
     def run_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Ids of the runs with shards on the server."""
@@ -393,8 +404,9 @@ class HeartbeatServerRequest(google.protobuf.message.Message):
         used_bytes: builtins.int = ...,
         run_ids: collections.abc.Iterable[builtins.str] | None = ...,
         replicated_bytes: builtins.int = ...,
+        nonce: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "replicated_bytes", b"replicated_bytes", "reserved_bytes", b"reserved_bytes", "run_ids", b"run_ids", "server_id", b"server_id", "used_bytes", b"used_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "nonce", b"nonce", "replicated_bytes", b"replicated_bytes", "reserved_bytes", b"reserved_bytes", "run_ids", b"run_ids", "server_id", b"server_id", "used_bytes", b"used_bytes"]) -> None: ...
 
 global___HeartbeatServerRequest = HeartbeatServerRequest
 
@@ -405,8 +417,11 @@ class HeartbeatServerResponse(google.protobuf.message.Message):
     COORDINATOR_EPOCH_FIELD_NUMBER: builtins.int
     DELETED_RUN_IDS_FIELD_NUMBER: builtins.int
     RETIRED_SHARDS_FIELD_NUMBER: builtins.int
+    PROOF_FIELD_NUMBER: builtins.int
     coordinator_epoch: builtins.int
     """Term of the coordinator."""
+    proof: builtins.bytes
+    """MAC of the nonce and of this message without the proof. Empty: the cluster has no key."""
     @property
     def deleted_run_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Ids in the request that belong to no run. The server drops these runs."""
@@ -421,8 +436,9 @@ class HeartbeatServerResponse(google.protobuf.message.Message):
         coordinator_epoch: builtins.int = ...,
         deleted_run_ids: collections.abc.Iterable[builtins.str] | None = ...,
         retired_shards: collections.abc.Iterable[global___RetiredShard] | None = ...,
+        proof: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["coordinator_epoch", b"coordinator_epoch", "deleted_run_ids", b"deleted_run_ids", "retired_shards", b"retired_shards"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["coordinator_epoch", b"coordinator_epoch", "deleted_run_ids", b"deleted_run_ids", "proof", b"proof", "retired_shards", b"retired_shards"]) -> None: ...
 
 global___HeartbeatServerResponse = HeartbeatServerResponse
 
@@ -715,6 +731,7 @@ class WorkItem(google.protobuf.message.Message):
     ATTEMPT_FIELD_NUMBER: builtins.int
     COPY_FIELD_NUMBER: builtins.int
     REPLICA_EPOCH_FIELD_NUMBER: builtins.int
+    LEASE_PROOF_FIELD_NUMBER: builtins.int
     global_rank: builtins.int
     """The logical rank of the trainer that the message is sent to."""
     dp_rank: builtins.int
@@ -731,6 +748,10 @@ class WorkItem(google.protobuf.message.Message):
     """
     replica_epoch: builtins.int
     """JoinResponse.replica_epoch of the replica that computes the item."""
+    lease_proof: builtins.bytes
+    """Proves the lease to shard servers, see RequestContext.lease_proof. Only in responses to the trainer that has the lease,
+    and only if the cluster has a key.
+    """
     def __init__(
         self,
         *,
@@ -740,8 +761,9 @@ class WorkItem(google.protobuf.message.Message):
         attempt: builtins.int = ...,
         copy: builtins.bool = ...,
         replica_epoch: builtins.int = ...,
+        lease_proof: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "copy", b"copy", "dp_rank", b"dp_rank", "epoch", b"epoch", "global_rank", b"global_rank", "replica_epoch", b"replica_epoch"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "copy", b"copy", "dp_rank", b"dp_rank", "epoch", b"epoch", "global_rank", b"global_rank", "lease_proof", b"lease_proof", "replica_epoch", b"replica_epoch"]) -> None: ...
 
 global___WorkItem = WorkItem
 
@@ -866,6 +888,7 @@ class JoinResponse(google.protobuf.message.Message):
     ROLLBACK_COUNT_FIELD_NUMBER: builtins.int
     CHECKPOINT_URL_FIELD_NUMBER: builtins.int
     REPLICA_EPOCH_FIELD_NUMBER: builtins.int
+    TOKEN_FIELD_NUMBER: builtins.int
     started: builtins.bool
     """True: the run has started. False: repeat the request."""
     trainer: builtins.str
@@ -892,6 +915,8 @@ class JoinResponse(google.protobuf.message.Message):
     """Rises whenever the trainers of the caller's replica change, or their store is lost. What the trainers had set up
     together, such as a process group, is then void. 0: the trainer is a spare, or the world has tp = pp = 1.
     """
+    token: builtins.str
+    """The trainer's token. Rpcs in the trainer's name need it. Empty: the cluster has no key."""
     @property
     def waiting_for(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """While waiting: what the run waits for, one line each."""
@@ -931,9 +956,10 @@ class JoinResponse(google.protobuf.message.Message):
         rollback_count: builtins.int = ...,
         checkpoint_url: builtins.str = ...,
         replica_epoch: builtins.int = ...,
+        token: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_state", b"_state", "config", b"config", "state", b"state", "work", b"work"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_state", b"_state", "checkpoint_url", b"checkpoint_url", "committed_step", b"committed_step", "config", b"config", "epoch", b"epoch", "lease_s", b"lease_s", "placement", b"placement", "protocol_version", b"protocol_version", "rank_assignments", b"rank_assignments", "replica_epoch", b"replica_epoch", "rollback_count", b"rollback_count", "run_id", b"run_id", "started", b"started", "state", b"state", "trainer", b"trainer", "waiting_for", b"waiting_for", "work", b"work"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_state", b"_state", "checkpoint_url", b"checkpoint_url", "committed_step", b"committed_step", "config", b"config", "epoch", b"epoch", "lease_s", b"lease_s", "placement", b"placement", "protocol_version", b"protocol_version", "rank_assignments", b"rank_assignments", "replica_epoch", b"replica_epoch", "rollback_count", b"rollback_count", "run_id", b"run_id", "started", b"started", "state", b"state", "token", b"token", "trainer", b"trainer", "waiting_for", b"waiting_for", "work", b"work"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_state", b"_state"]) -> typing.Literal["state"] | None: ...
 
 global___JoinResponse = JoinResponse
@@ -1101,10 +1127,13 @@ class HeartbeatResponse(google.protobuf.message.Message):
     COMMITTED_STEP_FIELD_NUMBER: builtins.int
     PLACEMENT_FIELD_NUMBER: builtins.int
     RESIDUALS_FIELD_NUMBER: builtins.int
+    TOKEN_FIELD_NUMBER: builtins.int
     committed_step: builtins.int
     """Number of committed steps."""
     placement: builtins.int
     """Number of relocations of the run's shards so far. See JoinResponse.placement."""
+    token: builtins.str
+    """Replaces JoinResponse.token. Empty: the trainer keeps its token."""
     @property
     def residuals(self) -> global___WantedResiduals:
         """The trainer's residuals are wanted for a checkpoint. Unset: they are not."""
@@ -1115,9 +1144,10 @@ class HeartbeatResponse(google.protobuf.message.Message):
         committed_step: builtins.int = ...,
         placement: builtins.int = ...,
         residuals: global___WantedResiduals | None = ...,
+        token: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["residuals", b"residuals"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["committed_step", b"committed_step", "placement", b"placement", "residuals", b"residuals"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["committed_step", b"committed_step", "placement", b"placement", "residuals", b"residuals", "token", b"token"]) -> None: ...
 
 global___HeartbeatResponse = HeartbeatResponse
 
@@ -1262,6 +1292,7 @@ class DeclareUnitResponse(google.protobuf.message.Message):
     VERSION_FIELD_NUMBER: builtins.int
     PLACEMENT_FIELD_NUMBER: builtins.int
     LOADING_FIELD_NUMBER: builtins.int
+    LEASE_PROOF_FIELD_NUMBER: builtins.int
     unit_index: builtins.int
     """Index of the unit in the run."""
     initialize: builtins.bool
@@ -1275,6 +1306,10 @@ class DeclareUnitResponse(google.protobuf.message.Message):
     loading: builtins.str
     """How far the servers have read the values of the unit from the checkpoint that the run continues from. Empty: they do
     not read it.
+    """
+    lease_proof: builtins.bytes
+    """Proves the lease to shard servers, see RequestContext.lease_proof. Only in responses to the trainer that has the lease,
+    and only if the cluster has a key.
     """
     @property
     def shards(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[shardwell_wire.v1.common_pb2.ShardRange]:
@@ -1290,9 +1325,10 @@ class DeclareUnitResponse(google.protobuf.message.Message):
         version: builtins.int | None = ...,
         placement: builtins.int = ...,
         loading: builtins.str = ...,
+        lease_proof: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_version", b"_version", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_version", b"_version", "epoch", b"epoch", "initialize", b"initialize", "loading", b"loading", "placement", b"placement", "shards", b"shards", "unit_index", b"unit_index", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_version", b"_version", "epoch", b"epoch", "initialize", b"initialize", "lease_proof", b"lease_proof", "loading", b"loading", "placement", b"placement", "shards", b"shards", "unit_index", b"unit_index", "version", b"version"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_version", b"_version"]) -> typing.Literal["version"] | None: ...
 
 global___DeclareUnitResponse = DeclareUnitResponse
@@ -1722,20 +1758,26 @@ class PartitionWork(google.protobuf.message.Message):
     GLOBAL_RANK_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
     ATTEMPTS_FIELD_NUMBER: builtins.int
+    LEASE_PROOF_FIELD_NUMBER: builtins.int
     global_rank: builtins.int
     """The logical rank."""
     epoch: builtins.int
     """Fencing number of the lease. Increases when the partitions are leased to another trainer."""
     attempts: builtins.int
     """Sum of the attempts of all work items. Identifies the gradient to use."""
+    lease_proof: builtins.bytes
+    """Proves the lease to shard servers, see RequestContext.lease_proof. Only in responses to the trainer that has the lease,
+    and only if the cluster has a key.
+    """
     def __init__(
         self,
         *,
         global_rank: builtins.int = ...,
         epoch: builtins.int = ...,
         attempts: builtins.int = ...,
+        lease_proof: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempts", b"attempts", "epoch", b"epoch", "global_rank", b"global_rank"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempts", b"attempts", "epoch", b"epoch", "global_rank", b"global_rank", "lease_proof", b"lease_proof"]) -> None: ...
 
 global___PartitionWork = PartitionWork
 

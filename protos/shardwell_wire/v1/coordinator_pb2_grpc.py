@@ -37,8 +37,8 @@ class CoordinatorServiceStub(object):
     after `wait_s` at the latest and list what they wait for. Repeating a request is harmless.
 
     Every rpc may return INVALID_ARGUMENT (malformed request), NOT_FOUND (unknown run, trainer or server),
-    UNAUTHENTICATED (missing or wrong token), DEADLINE_EXCEEDED and UNAVAILABLE (coordinator is shutting down). Other
-    statuses are listed with each rpc.
+    UNAUTHENTICATED (missing, wrong or expired token), PERMISSION_DENIED (the token is for another role, run or trainer),
+    DEADLINE_EXCEEDED and UNAVAILABLE (coordinator is shutting down). Other statuses are listed with each rpc.
     """
 
     def __init__(self, channel):
@@ -241,8 +241,8 @@ class CoordinatorServiceServicer(object):
     after `wait_s` at the latest and list what they wait for. Repeating a request is harmless.
 
     Every rpc may return INVALID_ARGUMENT (malformed request), NOT_FOUND (unknown run, trainer or server),
-    UNAUTHENTICATED (missing or wrong token), DEADLINE_EXCEEDED and UNAVAILABLE (coordinator is shutting down). Other
-    statuses are listed with each rpc.
+    UNAUTHENTICATED (missing, wrong or expired token), PERMISSION_DENIED (the token is for another role, run or trainer),
+    DEADLINE_EXCEEDED and UNAVAILABLE (coordinator is shutting down). Other statuses are listed with each rpc.
     """
 
     def RegisterServer(self, request, context):
@@ -790,8 +790,8 @@ class CoordinatorService(object):
     after `wait_s` at the latest and list what they wait for. Repeating a request is harmless.
 
     Every rpc may return INVALID_ARGUMENT (malformed request), NOT_FOUND (unknown run, trainer or server),
-    UNAUTHENTICATED (missing or wrong token), DEADLINE_EXCEEDED and UNAVAILABLE (coordinator is shutting down). Other
-    statuses are listed with each rpc.
+    UNAUTHENTICATED (missing, wrong or expired token), PERMISSION_DENIED (the token is for another role, run or trainer),
+    DEADLINE_EXCEEDED and UNAVAILABLE (coordinator is shutting down). Other statuses are listed with each rpc.
     """
 
     @staticmethod

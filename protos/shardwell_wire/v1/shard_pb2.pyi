@@ -633,17 +633,21 @@ class SummedRank(google.protobuf.message.Message):
 
     DP_RANK_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
+    LEASE_PROOF_FIELD_NUMBER: builtins.int
     dp_rank: builtins.int
     """Logical rank along the data axis."""
     epoch: builtins.int
     """Epoch of the lease on the rank."""
+    lease_proof: builtins.bytes
+    """Proves the lease. See RequestContext.lease_proof."""
     def __init__(
         self,
         *,
         dp_rank: builtins.int = ...,
         epoch: builtins.int = ...,
+        lease_proof: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["dp_rank", b"dp_rank", "epoch", b"epoch"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dp_rank", b"dp_rank", "epoch", b"epoch", "lease_proof", b"lease_proof"]) -> None: ...
 
 global___SummedRank = SummedRank
 

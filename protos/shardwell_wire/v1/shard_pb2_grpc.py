@@ -37,7 +37,8 @@ class ShardServiceStub(object):
     changes nothing. Repeating a request of the coordinator is harmless.
 
     Every rpc may return INVALID_ARGUMENT (malformed request), NOT_FOUND (unknown run, unit or parameter),
-    UNAUTHENTICATED (missing or wrong token), DEADLINE_EXCEEDED and UNAVAILABLE (server is shutting down). Rpcs of the
+    UNAUTHENTICATED (missing, wrong or expired token), PERMISSION_DENIED (the token is for another role, run or trainer, or
+    the request does not prove a lease), DEADLINE_EXCEEDED and UNAVAILABLE (server is shutting down). Rpcs of the
     coordinator may also return ABORTED (older coordinator term), PERMISSION_DENIED (this server's coordinator has
     another term) and UNAVAILABLE (the term cannot be checked now). Other statuses are listed with each rpc.
     """
@@ -252,7 +253,8 @@ class ShardServiceServicer(object):
     changes nothing. Repeating a request of the coordinator is harmless.
 
     Every rpc may return INVALID_ARGUMENT (malformed request), NOT_FOUND (unknown run, unit or parameter),
-    UNAUTHENTICATED (missing or wrong token), DEADLINE_EXCEEDED and UNAVAILABLE (server is shutting down). Rpcs of the
+    UNAUTHENTICATED (missing, wrong or expired token), PERMISSION_DENIED (the token is for another role, run or trainer, or
+    the request does not prove a lease), DEADLINE_EXCEEDED and UNAVAILABLE (server is shutting down). Rpcs of the
     coordinator may also return ABORTED (older coordinator term), PERMISSION_DENIED (this server's coordinator has
     another term) and UNAVAILABLE (the term cannot be checked now). Other statuses are listed with each rpc.
     """
@@ -840,7 +842,8 @@ class ShardService(object):
     changes nothing. Repeating a request of the coordinator is harmless.
 
     Every rpc may return INVALID_ARGUMENT (malformed request), NOT_FOUND (unknown run, unit or parameter),
-    UNAUTHENTICATED (missing or wrong token), DEADLINE_EXCEEDED and UNAVAILABLE (server is shutting down). Rpcs of the
+    UNAUTHENTICATED (missing, wrong or expired token), PERMISSION_DENIED (the token is for another role, run or trainer, or
+    the request does not prove a lease), DEADLINE_EXCEEDED and UNAVAILABLE (server is shutting down). Rpcs of the
     coordinator may also return ABORTED (older coordinator term), PERMISSION_DENIED (this server's coordinator has
     another term) and UNAVAILABLE (the term cannot be checked now). Other statuses are listed with each rpc.
     """

@@ -19,6 +19,7 @@ from shardwell_server.coordinator.storage.storage import Storage
 from shardwell_server.sizes import parse_size
 from shardwell_wire.credentials import NO_CREDENTIALS, Credentials
 from shardwell_wire.temporary_folder import temporary_folder
+from shardwell_wire.tokens import Role
 from shardwell_wire.v1 import coordinator_pb2
 
 logger = logging.getLogger(__name__)
@@ -131,11 +132,11 @@ async def coordinate(
         directory: State directory.
         endpoint: Where to listen, and how to stop.
         keeps_state: False if ``directory`` is temporary.
-        credentials: Credentials of the cluster.
+        credentials: The key with which tokens are verified and issued, and the TLS of the server.
     """
     if not keeps_state:
         logger.warning("no --state-dir: runs are stored in %s and deleted when the coordinator stops", directory)
-    storage, calls = Storage(directory), GrpcShardCalls(credentials)
+    storage, calls = Storage(directory), GrpcShardCalls(credentials.of_role(Role.COORDINATOR))
     try:
         coordinator = await Coordinator.load(settings, storage, calls)
 
@@ -147,7 +148,7 @@ async def coordinate(
         service = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"]
         await process.serve(
             service,
-            CoordinatorServicer(coordinator, is_protected=bool(credentials)),
+            CoordinatorServicer(coordinator, credentials.key),
             endpoint,
             background,
             credentials=credentials,

@@ -14,6 +14,7 @@ from shardwell_server.coordinator.checkpoints.residuals import add_report
 from shardwell_server.coordinator.coordinator import Coordinator
 from shardwell_server.coordinator.inspection import describe
 from shardwell_server.coordinator.inspection.stall import explain_stall
+from shardwell_server.coordinator.issuing import Issuer
 from shardwell_server.coordinator.rendezvous import find_store, open_store, wait_for_keys
 from shardwell_server.coordinator.runs.members import ItemInProgress, Member, TransportReport
 from shardwell_server.coordinator.runs.parallel_plan import check_plan
@@ -31,6 +32,7 @@ from shardwell_wire.errors import InvalidRequestError, NotFoundError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.names import check_name
 from shardwell_wire.protocol_versions import negotiate
+from shardwell_wire.tokens import ClusterKey
 from shardwell_wire.topology import World
 from shardwell_wire.v1 import coordinator_pb2
 
@@ -48,13 +50,19 @@ class CoordinatorServicer:
 
     Args:
         coordinator: The core that executes them.
-        is_protected: True if every rpc needs the cluster's token.
+        key: Key of the cluster, with which tokens for trainers and proofs are made. None: every caller is admitted.
     """
 
-    def __init__(self, coordinator: Coordinator, *, is_protected: bool = False) -> None:
+    def __init__(self, coordinator: Coordinator, key: ClusterKey | None = None) -> None:
+        self._issuer = Issuer(key)
         self._coordinator, self._state = coordinator, coordinator.state
         self._requests = RequestLog()
-        self._torchrun_stores = TorchrunStores(is_protected=is_protected, clock=coordinator.state.clock)
+        self._torchrun_stores = TorchrunStores(is_protected=key is not None, clock=coordinator.state.clock)
+
+    def run_id_of(self, name: str) -> str:
+        """Returns the id of the run that has a name now. Empty: there is none."""
+        run = self._state.runs.get(name)
+        return "" if run is None else run.identity.run_id
 
     # Shard servers
 
@@ -72,7 +80,7 @@ class CoordinatorServicer:
             holds_shards=bool(request.held),
         )
         adopted = await self._coordinator.adoption.adopt(request.server_id, request.incarnation, request.held)
-        return coordinator_pb2.RegisterServerResponse(
+        response = coordinator_pb2.RegisterServerResponse(
             epoch=epoch,
             lease_s=self._state.settings.lease_s,
             coordinator_epoch=self._state.term,
@@ -80,17 +88,19 @@ class CoordinatorServicer:
             protocol_version=version,
             retired_shards=await self._coordinator.relocator.retired_shards(request.server_id, request.incarnation),
         )
+        return self._issuer.prove(response, request.nonce)
 
     async def HeartbeatServer(
         self, request: coordinator_pb2.HeartbeatServerRequest, call: Call
     ) -> coordinator_pb2.HeartbeatServerResponse:
         self._coordinator.server_leases.heartbeat(request)
         incarnation = self._state.cluster.require(request.server_id).incarnation
-        return coordinator_pb2.HeartbeatServerResponse(
+        response = coordinator_pb2.HeartbeatServerResponse(
             retired_shards=await self._coordinator.relocator.retired_shards(request.server_id, incarnation),
             coordinator_epoch=self._state.term,
             deleted_run_ids=self._coordinator.deleted_run_ids(request.run_ids),
         )
+        return self._issuer.prove(response, request.nonce)
 
     async def KeepServerMembership(
         self, request: coordinator_pb2.KeepServerMembershipRequest, call: Call
@@ -147,6 +157,7 @@ class CoordinatorServicer:
             committed_step=run.committed_step,
             run_id=run.identity.run_id,
             rollback_count=run.checkpoints.rollback_count,
+            token=self._issuer.token(run, member),
         )
         if not started:
             if run.step is not None and run.is_waiting_spare(member.name):
@@ -162,6 +173,7 @@ class CoordinatorServicer:
         response.rank_assignments.extend(map(describer.describe, run.ranks_of(member.name)))
         response.replica_epoch = run.replica_epoch_of(member.name)
         response.work.CopyFrom(run.work_of(member.name))
+        self._issuer.prove_leases(run, response.work.items)
         if run.commits.state is not None:
             response.state.CopyFrom(run.commits.state)
         if (checkpoint := run.checkpoints.saved_at(run.committed_step)) is not None:
@@ -182,6 +194,7 @@ class CoordinatorServicer:
                 committed_step=run.committed_step,
                 placement=run.relocations.announced,
                 residuals=run.wanted_residuals(member),
+                token=self._issuer.renewed_token(run, member, call.caller),
             )
 
     async def KeepMembership(
@@ -227,6 +240,7 @@ class CoordinatorServicer:
                 response.loading = run.checkpoints.describe_filling(layout.unit)
             elif (initializer := run.choose_initializer(layout)) is not None and initializer.trainer == member.name:
                 response.initialize, response.epoch = True, initializer.epoch
+                self._issuer.prove_initializer(run, response)
             await self._state.save(run)
             return response
 
@@ -318,14 +332,19 @@ class CoordinatorServicer:
     ) -> coordinator_pb2.ResetWorkResponse:
         run, member = self._member(request, membership_epoch=False)
         with member.serving_rpc(self._state.clock):
-            return await self._coordinator.step_requests.reset_work(run, member, request, _wait_s(call, request.wait_s))
+            response = await self._coordinator.step_requests.reset_work(
+                run, member, request, _wait_s(call, request.wait_s)
+            )
+        if response.HasField("item"):
+            self._issuer.prove_leases(run, [response.item])
+        return response
 
     async def FinishWork(
         self, request: coordinator_pb2.FinishWorkRequest, call: Call
     ) -> coordinator_pb2.FinishWorkResponse:
         run, member = self._member(request)
         with member.serving_rpc(self._state.clock):
-            return await self._coordinator.step_requests.finish_work(
+            response = await self._coordinator.step_requests.finish_work(
                 run,
                 member,
                 request.context.step,
@@ -334,6 +353,8 @@ class CoordinatorServicer:
                 accept_copies=request.accept_copies and request.accept_work,
                 wait_s=_wait_s(call, request.wait_s),
             )
+        self._issuer.prove_leases(run, response.work.items)
+        return response
 
     async def PrepareGradients(
         self, request: coordinator_pb2.PrepareGradientsRequest, call: Call
@@ -364,7 +385,7 @@ class CoordinatorServicer:
             norm_attempts=request.norm_attempts if request.HasField("norm_attempts") else None,
         )
         with member.serving_rpc(self._state.clock):
-            return await self._coordinator.step_requests.commit_step(
+            response = await self._coordinator.step_requests.commit_step(
                 run,
                 member,
                 request.context.step,
@@ -372,6 +393,9 @@ class CoordinatorServicer:
                 _wait_s(call, request.wait_s),
                 request.staged_partitions,
             )
+        self._issuer.prove_leases(run, response.next_work.items)
+        self._issuer.prove_leases(run, response.partitions)
+        return response
 
     # Inspection and administration
 
@@ -414,7 +438,7 @@ class CoordinatorServicer:
 
     async def ListRuns(self, request: coordinator_pb2.ListRunsRequest, call: Call) -> coordinator_pb2.ListRunsResponse:
         return coordinator_pb2.ListRunsResponse(
-            runs=[describe.summarize_run(run) for _, run in sorted(self._state.runs.items())]
+            runs=[describe.summarize_run(run) for name, run in sorted(self._state.runs.items()) if call.sees(name)]
         )
 
     async def DescribeRun(

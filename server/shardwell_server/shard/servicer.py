@@ -35,6 +35,7 @@ from shardwell_server.shard.transports.shm_transport import ShmTransport
 from shardwell_wire import chunk_streams, fault_points
 from shardwell_wire.errors import InvalidRequestError, NotFoundError
 from shardwell_wire.layout import UnitLayout
+from shardwell_wire.tokens import INITIALIZER
 from shardwell_wire.topology import checked_groups
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
@@ -70,6 +71,10 @@ class ShardServicer:
         self._stopping = asyncio.Event()
         self._standing = StandingStreams()
         self._started_s = asyncio.get_running_loop().time()
+
+    def run_id_of(self, name: str) -> str:
+        """Returns the id of the run that has a name now. Empty: this server holds nothing of such a run."""
+        return next((run.identity.run_id for run in reversed(self._store.runs.values()) if run.name == name), "")
 
     def end_standing_streams(self) -> None:
         """Ends all transport sessions and pins, now and in future, because the server is about to stop."""
@@ -227,13 +232,13 @@ class ShardServicer:
 
     async def ReceiveShardState(self, stream: AsyncIterator[bytes], call: Call) -> shard_pb2.ReceiveShardStateResponse:
         incoming = IncomingMessages(stream, shard_pb2.ReceiveShardStateRequest)
-        header = await incoming.header()
+        header = await incoming.header(call.check)
         assert isinstance(header, shard_pb2.ReceiveShardStateHeader)
         return await backups.receive_state(self._store, header, incoming)
 
     async def ReplicateStep(self, stream: AsyncIterator[bytes], call: Call) -> shard_pb2.ReplicateStepResponse:
         incoming = IncomingMessages(stream, shard_pb2.ReplicateStepRequest)
-        header = await incoming.header()
+        header = await incoming.header(call.check)
         assert isinstance(header, shard_pb2.ReplicateStepHeader)
         return await received_steps.receive_step(self._store, header, incoming, call.remaining_s())
 
@@ -246,8 +251,9 @@ class ShardServicer:
 
     async def InitializeUnit(self, stream: AsyncIterator[bytes], call: Call) -> shard_pb2.InitializeUnitResponse:
         incoming = IncomingMessages(stream, shard_pb2.InitializeUnitRequest)
-        header = await incoming.header()
+        header = await incoming.header(call.check)
         assert isinstance(header, shard_pb2.InitializeUnitHeader)
+        self._store.check_lease(header.context, INITIALIZER)
         self._check_request_id(call, header.context, header)
         self._store.lease.check()
         shard = self._store.exact_run(header.context).primary(header.unit, header.start_bytes, header.stop_bytes)
@@ -267,11 +273,12 @@ class ShardServicer:
 
     async def ReduceScatter(self, stream: AsyncIterator[bytes], call: Call) -> shard_pb2.ReduceScatterResponse:
         incoming = IncomingMessages(stream, shard_pb2.ReduceScatterRequest)
-        header = await incoming.header()
+        header = await incoming.header(call.check)
         assert isinstance(header, shard_pb2.ReduceScatterHeader)
         return await pushes.push(self._store, header, incoming, call.remaining_s())
 
     async def ReadPartition(self, request: shard_pb2.ReadPartitionRequest, call: Call) -> AsyncIterator[bytes]:
+        self._store.check_lease(request.context, request.dp_rank)
         messages = partitions.read(self._store, request, call.remaining_s())
         async with aclosing(messages):
             while True:
@@ -282,19 +289,22 @@ class ShardServicer:
 
     async def StagePartition(self, stream: AsyncIterator[bytes], call: Call) -> shard_pb2.StagePartitionResponse:
         incoming = IncomingMessages(stream, shard_pb2.StagePartitionRequest)
-        header = await incoming.header()
+        header = await incoming.header(call.check)
         assert isinstance(header, shard_pb2.StagePartitionHeader)
+        self._store.check_lease(header.context, header.dp_rank)
         self._check_request_id(call, header.context, header)
         return await partitions.stage(self._store, header, incoming)
 
     async def OpenStagingBuffer(
         self, request: shard_pb2.OpenStagingBufferRequest, call: Call
     ) -> shard_pb2.OpenStagingBufferResponse:
+        self._store.check_lease(request.partition.context, request.partition.dp_rank)
         return await shm_requests.open_staging_buffer(self._store, self._transports.find(ShmTransport), request)
 
     async def StageStagingBuffer(
         self, request: shard_pb2.StageStagingBufferRequest, call: Call
     ) -> shard_pb2.StageStagingBufferResponse:
+        self._store.check_lease(request.header.context, request.header.dp_rank)
         self._check_request_id(call, request.header.context, request)
         return await shm_requests.stage_staging_buffer(self._store, self._transports.find(ShmTransport), request)
 
@@ -311,7 +321,7 @@ class ShardServicer:
         self, request: shard_pb2.OpenTransportRequest, call: Call
     ) -> AsyncIterator[shard_pb2.OpenTransportResponse]:
         run = self._store.exact_run(request)
-        session = self._transports.open(request.kind, run.identity)
+        session = self._transports.open(request.kind, run.identity, call.caller)
         with self._standing.count(call.peer):
             async with session as answer:
                 yield answer
@@ -346,6 +356,9 @@ class ShardServicer:
         uptime_s = asyncio.get_running_loop().time() - self._started_s
         response = inspection.describe_server(self._store, self._server_id, self._incarnation, uptime_s)
         response.replicated_bytes = self._store.replicated_bytes
+        visible = [run for run in response.runs if call.sees(run.run)]
+        del response.runs[:]
+        response.runs.extend(visible)
         return response
 
     async def ListShards(self, request: shard_pb2.ListShardsRequest, call: Call) -> shard_pb2.ListShardsResponse:

@@ -67,7 +67,7 @@ class GrpcShardCalls:
     """``ShardCalls`` over gRPC, with one channel per address. For one event loop.
 
     Args:
-        credentials: Credentials of the cluster, which every rpc carries.
+        credentials: What this process proves itself with.
     """
 
     def __init__(self, credentials: Credentials = NO_CREDENTIALS) -> None:

@@ -26,6 +26,7 @@ from shardwell_server.sizes import parse_size
 from shardwell_wire import fault_points
 from shardwell_wire.process_identity import parent_identity
 from shardwell_wire.server_folders import DEFAULT_DIRECTORY, FolderOwner
+from shardwell_wire.tokens import Role
 from shardwell_wire.v1 import shard_pb2
 
 logger = logging.getLogger(__name__)
@@ -189,13 +190,14 @@ async def serve(arguments: argparse.Namespace, endpoint: process.Endpoint) -> No
     with ExitStack() as stack:
         threads = stack.enter_context(ThreadPoolExecutor(2, thread_name_prefix="tensor-work"))
         shared = stack.enter_context(_shared_memory(arguments.shm_dir, _folder_owner(arguments)))
-        store = ShardStore(arguments.memory_budget or default_budget_bytes(arguments.servers_on_host), threads, shared)
+        budget_bytes = arguments.memory_budget or default_budget_bytes(arguments.servers_on_host)
+        store = ShardStore(budget_bytes, threads, shared, credentials.key)
         registration = Registration(arguments.coordinator, server_id, store, credentials)
         service = shard_pb2.DESCRIPTOR.services_by_name["ShardService"]
         resources = TransportResources(store=store, host=endpoint.host, shared=shared)
         transports = build_transports(server_id, resources)
         async with transports.serving():
-            peers = GrpcPeers(credentials)
+            peers = GrpcPeers(credentials.of_role(Role.SERVER))
             servicer = ShardServicer(server_id, registration.incarnation, store, registration.term, transports, peers)
             await process.serve(
                 service,

@@ -22,7 +22,7 @@ class GrpcPeers:
     """``Peers`` over gRPC, with one channel per address. Used on one event loop.
 
     Args:
-        credentials: Credentials of the cluster, which every rpc carries.
+        credentials: What this process proves itself with.
     """
 
     def __init__(self, credentials: Credentials = NO_CREDENTIALS) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
+import secrets
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
@@ -21,6 +23,7 @@ from shardwell_server.shard.state.store import ShardStore
 from shardwell_wire.channel import open_aio_channel
 from shardwell_wire.credentials import NO_CREDENTIALS, Credentials
 from shardwell_wire.errors import (
+    AccessError,
     ConflictError,
     DeadlineError,
     DuplicateError,
@@ -33,12 +36,14 @@ from shardwell_wire.process_identity import own_identity
 from shardwell_wire.protocol_versions import check_chosen, own_versions
 from shardwell_wire.retry import backoff, retry_async
 from shardwell_wire.tls_problems import connection_error
+from shardwell_wire.tokens import Role
 from shardwell_wire.v1 import coordinator_pb2
 
 logger = logging.getLogger(__name__)
 
 _SERVICE = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"]
 _TIMEOUT_S = 5.0
+_NONCE_BYTES = 16
 _LEAVE_TIMEOUT_S = 2.0
 _LONGEST_PAUSE_S = 2.0
 _LONGEST_SILENT_PAUSE_S = 0.5
@@ -58,18 +63,17 @@ class Registration:
         coordinator: host:port.
         server_id: Stable name of the server.
         store: State whose memory and runs are reported.
-        credentials: Credentials of the cluster. Every rpc carries them.
+        credentials: The key with which this server proves itself and checks that answers come from the cluster's
+            coordinator, and its TLS.
 
     Attributes:
         incarnation: Random id that distinguishes this process from others with the same server id.
         term: The newest term that the coordinator has confirmed.
     """
 
-    def __init__(
-        self, coordinator: str, server_id: str, store: ShardStore, credentials: Credentials = NO_CREDENTIALS
-    ) -> None:
+    def __init__(self, coordinator: str, server_id: str, store: ShardStore, credentials: Credentials = NO_CREDENTIALS) -> None:
         self._coordinator, self._server_id, self._store = coordinator, server_id, store
-        self._credentials = credentials
+        self._credentials = credentials.of_role(Role.SERVER)
         store.lease.suspend()
         self.incarnation = uuid.uuid4().hex
         self._channel = open_aio_channel(coordinator, credentials.tls)
@@ -134,13 +138,16 @@ class Registration:
             process=own_identity(),
             held=[] if self._store.of_former is None else self._store.of_former.held(),
             restartable=self._store.of_former is not None,
+            nonce=secrets.token_bytes(_NONCE_BYTES),
         )
         sent_s = 0.0
 
         async def register() -> Any:
             nonlocal sent_s
             sent_s = asyncio.get_running_loop().time()
-            return await self._call("RegisterServer", request)
+            response = await self._call("RegisterServer", request)
+            self._check_proof(request.nonce, response)
+            return response
 
         response = await retry_async(
             register,
@@ -249,9 +256,11 @@ class Registration:
             used_bytes=self._store.memory.used_bytes,
             run_ids=self._store.runs,
             replicated_bytes=self._store.replicated_bytes,
+            nonce=secrets.token_bytes(_NONCE_BYTES),
         )
         sent_s = asyncio.get_running_loop().time()
         response = await self._call("HeartbeatServer", request)
+        self._check_proof(request.nonce, response)
         self.term.learn(response.coordinator_epoch)
         self._keep_serving(sent_s, response)
         if self.term.is_newest(response.coordinator_epoch):
@@ -287,6 +296,27 @@ class Registration:
             ) from error
         self._reachable = True
         return response
+
+    def _check_proof(
+        self,
+        nonce: bytes,
+        response: coordinator_pb2.RegisterServerResponse | coordinator_pb2.HeartbeatServerResponse,
+    ) -> None:
+        """Raises AccessError unless an answer comes from a process with the cluster's key.
+
+        Otherwise, a process at the address of a coordinator that has ended could make this server drop runs.
+        """
+        proof = response.proof
+        response.ClearField("proof")
+        key = self._credentials.key
+        if key is None or hmac.compare_digest(
+            key.answer_proof(nonce, response.SerializeToString(deterministic=True)), proof
+        ):
+            return
+        raise AccessError(
+            f"the process at {self._coordinator} does not have this cluster's key, so its answer changes nothing: "
+            "start the coordinator with the same --token-file"
+        )
 
     @staticmethod
     def _path(rpc_name: str) -> str:

@@ -261,15 +261,24 @@ class Push:
         return [memory[segment.start_bytes - start : segment.stop_bytes - start] for segment in segments]
 
 
+def check_leases(store: ShardStore, header: shard_pb2.ReduceScatterHeader) -> None:
+    """Raises AccessError unless a push proves the leases on all ranks whose gradients it contains."""
+    store.check_lease(header.context, header.dp_rank)
+    for summed in header.summed:
+        store.check_summed(header.context.run_id, summed)
+
+
 async def push(
     store: ShardStore, header: shard_pb2.ReduceScatterHeader, incoming: IncomingStream, wait_s: float
 ) -> shard_pb2.ReduceScatterResponse:
     """Receives one part of a contribution from a stream; raises as ``Push.receive`` does.
 
     Raises:
+        AccessError: The sender does not prove the lease on the rank.
         DuplicateError: The request id was used for another request.
         NotFoundError: This server does not hold the run or the unit.
     """
+    check_leases(store, header)
     store.requests.check_content("ReduceScatter", header.context, header)
     run = store.exact_run(header.context)
     shard = run.primary(header.unit, header.start_bytes, header.stop_bytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -61,8 +61,11 @@ class IncomingMessages:
         self._messages, self._type = messages, message_type
         self._first: ChunkView | None = None
 
-    async def header(self) -> Message:
+    async def header(self, check: Callable[[Message], None]) -> Message:
         """Returns the header in the first message.
+
+        Args:
+            check: Called with the header; raises if the caller may not send it.
 
         Raises:
             InvalidRequestError: The stream is empty or does not begin with a header.
@@ -75,6 +78,7 @@ class IncomingMessages:
             raise InvalidRequestError(f"the first {self._type.DESCRIPTOR.full_name} has no header")
         header: Message = message.header  # type: ignore[attr-defined]
         check_names(header)
+        check(header)
         return header
 
     async def into(self, targets: Sequence[memoryview], what: str) -> int:

@@ -30,8 +30,9 @@ from shardwell_wire.errors import (
 )
 from shardwell_wire.layout import BLOCK_BYTES
 from shardwell_wire.run_identity import RunIdentity
+from shardwell_wire.tokens import ClusterKey
 from shardwell_wire.topology import check_data_ranks
-from shardwell_wire.v1 import coordinator_pb2
+from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -60,9 +61,17 @@ class ShardStore:
         budget_bytes: Memory budget for all runs.
         threads: Pool for tensor work.
         shared: Shared memory for parameters, if trainers on this host may map them.
+        key: Key of the cluster, with which the proofs of leases are checked. None: no proofs are needed.
     """
 
-    def __init__(self, budget_bytes: int, threads: ThreadPoolExecutor, shared: SharedMemory | None = None) -> None:
+    def __init__(
+        self,
+        budget_bytes: int,
+        threads: ThreadPoolExecutor,
+        shared: SharedMemory | None = None,
+        key: ClusterKey | None = None,
+    ) -> None:
+        self._key = key
         self.memory = Memory(budget_bytes)
         self._shared = shared
         self.memory.unreserved.evict = self._evict
@@ -116,6 +125,21 @@ class ShardStore:
             NotFoundError: As ``run``.
         """
         return self.run(*_named_run(request))
+
+    def check_lease(self, context: common_pb2.RequestContext, lease: int | str) -> None:
+        """Raises AccessError unless the sender of a request proves that the context's epoch is that of its lease.
+
+        Args:
+            context: Context of the request.
+            lease: The leased dp rank, or ``INITIALIZER``.
+        """
+        if self._key is not None:
+            self._key.check_lease(context.run_id, lease, context.epoch, context.lease_proof)
+
+    def check_summed(self, run_id: str, summed: shard_pb2.SummedRank) -> None:
+        """Raises AccessError unless a push proves the lease on another rank whose gradient it contains."""
+        if self._key is not None:
+            self._key.check_lease(run_id, summed.dp_rank, summed.epoch, summed.lease_proof)
 
     def _check_not_dropped(self, identity: RunIdentity) -> None:
         if identity.run_id in self._dropped:

@@ -13,6 +13,7 @@ from typing import ClassVar, Protocol, TypeVar
 from shardwell_wire import chunk_streams
 from shardwell_wire.errors import ConflictError, InvalidRequestError
 from shardwell_wire.run_identity import RunIdentity
+from shardwell_wire.tokens import Identity
 from shardwell_wire.v1 import shard_pb2
 
 _MAX_MEASURED_BYTES = 64 << 20
@@ -30,11 +31,14 @@ class ServerTransport(Protocol):
         """Accepts clients while the block runs."""
         ...
 
-    def open(self, run: RunIdentity) -> AbstractAsyncContextManager[shard_pb2.OpenTransportResponse]:
+    def open(
+        self, run: RunIdentity, caller: Identity | None
+    ) -> AbstractAsyncContextManager[shard_pb2.OpenTransportResponse]:
         """Opens a session for one trainer and one run. The session ends when the block ends.
 
         Args:
             run: The run. Requests over the session must name the same id: another run may have the same name.
+            caller: Who opens the session. None: the cluster admits every caller.
 
         Returns:
             The answer for the trainer.
@@ -71,12 +75,14 @@ class ServerTransports:
                 await stack.enter_async_context(transport.serving())
             yield
 
-    def open(self, kind: int, run: RunIdentity) -> AbstractAsyncContextManager[shard_pb2.OpenTransportResponse]:
+    def open(
+        self, kind: int, run: RunIdentity, caller: Identity | None
+    ) -> AbstractAsyncContextManager[shard_pb2.OpenTransportResponse]:
         """Opens a session; see ``ServerTransport.open``. Raises ConflictError if the kind is not offered."""
         transport = self._by_kind.get(kind)
         if transport is None:
             raise ConflictError(f"server {self._server_id!r} does not offer transport kind {kind}: use another one")
-        return transport.open(run)
+        return transport.open(run, caller)
 
     def find(self, transport: type[AnyTransport]) -> AnyTransport:
         """Returns the transport of a class. Raises ConflictError if the server does not offer it."""

@@ -6,7 +6,7 @@ from functools import partial
 
 from shardwell_server.shard.concurrency import uninterrupted
 from shardwell_server.shard.requests import partitions
-from shardwell_server.shard.requests.pushes import Push
+from shardwell_server.shard.requests.pushes import Push, check_leases
 from shardwell_server.shard.state.partitions import PartitionState, StagedPartition
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_server.shard.state.unit_shard import UnitShard
@@ -59,11 +59,13 @@ async def reduce_gradient_buffer(
     """Makes the gradient in a shared gradient buffer one part of a contribution. Raises as ``Push.adopt`` does.
 
     Raises:
+        AccessError: The sender does not prove the lease on the rank.
         DuplicateError: The request id was used for another request.
         NotFoundError: This server does not hold the run or the unit.
         ConflictError: The session is not open, or has no such gradient buffer.
     """
     header = request.header
+    check_leases(store, header)
     # Checked as ReduceScatter: a push may be repeated over another transport, or from another gradient buffer.
     store.requests.check_content("ReduceScatter", header.context, header)
     store.lease.check()

@@ -15,6 +15,7 @@ from shardwell_server.shard.transports.shm_buffers import SharedGradientBuffer, 
 from shardwell_wire.chunk_streams import memory_at
 from shardwell_wire.errors import ConflictError
 from shardwell_wire.run_identity import RunIdentity
+from shardwell_wire.tokens import Identity
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
 _PROOF_BYTES = 32
@@ -133,7 +134,7 @@ class ShmTransport:
         return nullcontext()
 
     @asynccontextmanager
-    async def open(self, run: RunIdentity) -> AsyncIterator[shard_pb2.OpenTransportResponse]:
+    async def open(self, run: RunIdentity, caller: Identity | None) -> AsyncIterator[shard_pb2.OpenTransportResponse]:
         """Opens a session; see ``ServerTransport.open``."""
         name, proof = secrets.token_hex(8), self._proof or self._make_proof()
         session = self._open[name] = ShmSession(run, self._shared, self._memory)

@@ -20,6 +20,7 @@ from shardwell_wire import socket_frames
 from shardwell_wire.errors import AccessError, DeadlineError
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.socket_frames import Kind
+from shardwell_wire.tokens import Identity
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ _ACCEPT_PAUSE_S = 0.5
 @dataclass(eq=False)
 class _Session:
     run: RunIdentity
+    caller: Identity | None
     token: bytes = field(default_factory=lambda: secrets.token_bytes(socket_frames.TOKEN_BYTES))
     connections: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -71,9 +73,9 @@ class SocketTransport:
             self._listener.close()
 
     @asynccontextmanager
-    async def open(self, run: RunIdentity) -> AsyncIterator[shard_pb2.OpenTransportResponse]:
+    async def open(self, run: RunIdentity, caller: Identity | None) -> AsyncIterator[shard_pb2.OpenTransportResponse]:
         """Opens a session; see ``ServerTransport.open``. Its connections end with it."""
-        session = _Session(run)
+        session = _Session(run, caller)
         self._sessions.add(session)
         try:
             yield shard_pb2.OpenTransportResponse(socket=shard_pb2.SocketOffer(port=self._port, token=session.token))
@@ -104,7 +106,10 @@ class SocketTransport:
                 connection = Connection(peer)
                 try:
                     session = await self._authenticate(connection)
-                    await StreamRequests(self.name, self._store, session.run, connection, self._offered).serve()
+                    requests = StreamRequests(
+                        self.name, self._store, session.run, connection, self._offered, session.caller
+                    )
+                    await requests.serve()
                 except Exception as error:
                     await connection.send_error(error)
                     await connection.linger()

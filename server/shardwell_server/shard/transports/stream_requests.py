@@ -13,6 +13,7 @@ from typing import ClassVar, Protocol
 
 from google.protobuf.message import Message
 
+from shardwell_server.authorization import check_session
 from shardwell_server.rpc import DEADLINE_MARGIN_S
 from shardwell_server.shard.requests import pushes, reading
 from shardwell_server.shard.requests.streams import IncomingStream
@@ -23,7 +24,16 @@ from shardwell_server.shard.transports.shm_transport import ShmTransport
 from shardwell_wire.errors import AccessError, DeadlineError
 from shardwell_wire.names import check_names
 from shardwell_wire.run_identity import RunIdentity
+from shardwell_wire.tokens import Identity
 from shardwell_wire.v1 import shard_pb2
+
+_RPCS = {
+    shard_pb2.GatherRequest: "Gather",
+    shard_pb2.MeasureTransportRequest: "MeasureTransport",
+    shard_pb2.ReduceScatterHeader: "ReduceScatter",
+    shard_pb2.ReduceGradientBufferRequest: "ReduceGradientBuffer",
+}
+"""The rpc that each request stands for."""
 
 
 class StreamConnection(IncomingStream, Protocol):
@@ -77,12 +87,19 @@ class StreamRequests:
         run: The run that requests must name, by name and id.
         connection: The connection.
         offered: The server's transports.
+        caller: Who opened the session. None: the cluster admits every caller.
     """
 
     def __init__(
-        self, name: str, store: ShardStore, run: RunIdentity, connection: StreamConnection, offered: ServerTransports
+        self,
+        name: str,
+        store: ShardStore,
+        run: RunIdentity,
+        connection: StreamConnection,
+        offered: ServerTransports,
+        caller: Identity | None,
     ) -> None:
-        self._name, self._store, self._run = name, store, run
+        self._name, self._store, self._run, self._caller = name, store, run, caller
         self._connection, self._offered = connection, offered
 
     async def serve(self) -> None:
@@ -104,6 +121,8 @@ class StreamRequests:
 
     async def _answer(self, request: Message, wait_s: float) -> None:
         check_names(request)
+        if self._caller is not None:
+            check_session(self._caller, _RPCS[type(request)])
         if isinstance(request, shard_pb2.GatherRequest):
             await self._gather(request, wait_s)
         elif isinstance(request, shard_pb2.MeasureTransportRequest):
