@@ -14,17 +14,18 @@ from typing import Any
 
 import grpc
 import pytest
+import torch
 
 import shardwell
 from shardwell.command.cli import main as command
 from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell_wire.channel import open_channel
-from shardwell_wire.credentials import NO_CREDENTIALS, KeyCredentials, new_key
-from shardwell_wire.errors import UnauthenticatedError, UsageError, from_rpc_error
+from shardwell_wire.credentials import NO_CREDENTIALS, KeyCredentials, MemberCredentials, new_key
+from shardwell_wire.errors import AccessError, UnauthenticatedError, UsageError, from_rpc_error
 from shardwell_wire.tokens import Role
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 from tests.integration.test_shard_process import ready_address, server_process
-from tests.support.cluster import small_run
+from tests.support.cluster import build_model, small_run
 from tests.support.processes import ROOT
 
 SERVICES = [
@@ -202,6 +203,129 @@ def test_token_file_is_set_by_argument_or_environment(
     monkeypatch.setenv("SHARDWELL_TOKEN_FILE", str(tmp_path / "missing"))
     with pytest.raises(UsageError, match="missing cannot be read"):
         shardwell.join(cluster.address, run=run_name)
+
+
+# Tokens that a holder of the key hands over.
+
+
+def made(cluster: shardwell.LocalCluster, folder: Path, *options: str) -> str:
+    """Returns a file with a token that the ``shardwell token`` command made."""
+    done = terminal("token", "--address", cluster.address, *options)
+    assert (done.returncode, done.stderr) == (0, "")
+    path = folder / "_".join(options).replace("/", "")
+    path.touch(mode=0o600)
+    path.write_text(done.stdout)
+    return str(path)
+
+
+def test_reader_needs_a_token_of_its_run_only(
+    cluster: shardwell.LocalCluster, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = made(cluster, tmp_path, "--role", "reader", "--run", run_name, "--expires", "5m")
+    reads_other = made(cluster, tmp_path, "--role", "reader", "--run", "other")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "none"))
+    with small_run(cluster.address, run_name, token_file=cluster.token_file) as session:
+        with shardwell.attach(cluster.address, run_name, token_file=reads) as reader, reader.pin() as pinned:
+            assert {name for name, _ in pinned.values()} == {
+                "first.weight",
+                "first.bias",
+                "rest.2.weight",
+                "rest.2.bias",
+            }
+            assert pinned.version == session.step == 2
+        for arguments in (
+            ["export", run_name, str(tmp_path / "out")],
+            ["runs"],
+            ["run", run_name],
+            ["units", run_name],
+            ["peek", run_name, "first.weight"],
+        ):
+            assert command([*arguments, "--address", cluster.address, "--token-file", reads]) == 0, arguments
+        with pytest.raises(
+            AccessError, match=f"the token is of a reader of run 'other', but .* names run '{run_name}'"
+        ):
+            shardwell.attach(cluster.address, run_name, token_file=reads_other)
+        with pytest.raises(AccessError, match="Join is for the roles operator, trainer, but the token is of a reader"):
+            shardwell.join(cluster.address, run=run_name, token_file=reads)
+        for refused in (["delete-run", run_name, "--force"], ["servers"]):
+            assert command([*refused, "--address", cluster.address, "--token-file", reads]) == 1, refused
+
+
+def test_trainer_needs_a_token_of_its_run_only(
+    cluster: shardwell.LocalCluster, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trains = made(cluster, tmp_path, "--role", "trainer", "--run", run_name)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "none"))
+    monkeypatch.setenv("SHARDWELL_TOKEN", Path(trains).read_text().strip())
+    with small_run(cluster.address, run_name) as session:
+        assert session.explain_stall()
+        assert session.step == 2
+        with pytest.raises(
+            AccessError, match=f"the token is of a trainer of run '{run_name}', but .* names run 'other'"
+        ):
+            shardwell.join(cluster.address, run="other")
+        assert command(["delete-run", run_name, "--force", "--address", cluster.address]) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (("--role", "reader"), "is for one run: add --run"),
+        (("--role", "operator", "--run", "r"), "is for all runs: omit --run"),
+        (("--run", "r"), "--run needs --role reader or --role trainer"),
+        (("--role", "reader", "--run", "r", "--expires", "1w"), "such as 30m, got '1w'"),
+        (("--role", "server"), "invalid choice: 'server'"),
+    ],
+)
+def test_token_command_explains_mistakes(
+    cluster: shardwell.LocalCluster, options: tuple[str, ...], problem: str
+) -> None:
+    done = terminal("token", "--address", cluster.address, *options)
+    assert done.returncode != 0
+    assert (done.stdout, "Traceback" in done.stderr) == ("", False)
+    assert problem in done.stderr
+
+
+def test_holder_of_a_token_makes_no_others(
+    cluster: shardwell.LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = made(cluster, tmp_path, "--role", "reader", "--run", "r")
+    done = terminal("token", "--token-file", reads, "--role", "reader", "--run", "other")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "a token is made with the cluster's key, but this user has only a token" in done.stderr
+    assert terminal("token", "--token-file", reads).stdout == f"authorization: Bearer {Path(reads).read_text()}"
+
+
+# A member's token is renewed, and a trainer without a valid one joins again.
+
+
+def test_trainer_whose_token_expired_joins_again(cluster: shardwell.LocalCluster, run_name: str) -> None:
+    key = cluster.credentials.key
+    with shardwell.join(cluster.address, run=run_name, trainer="tester") as session:
+        model = build_model()
+        shardwell.fully_shard(model, session)
+        optimizer = shardwell.optim.SGD(model.parameters(), lr=0.1)
+        member, epochs = session._membership.credentials, [session._membership.epoch]
+        assert isinstance(member, MemberCredentials)
+        for step in session.steps(3):
+            for _ in step.batches(lambda step, dp_rank: None):
+                model(torch.ones(3, 17)).sum().backward()
+            if step.number == 1 and len(epochs) == 1:
+                member.renew(
+                    key.mint(
+                        Role.TRAINER,
+                        run=run_name,
+                        run_id=session._membership.identity.run_id,
+                        member="tester",
+                        lifetime_s=0,
+                    )
+                )
+                epochs.append(0)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert session.step == 3
+        assert session._membership.epoch > epochs[0]
+        assert key.verify(member.token).member == "tester"
 
 
 # Servers that are started by hand.

@@ -37,13 +37,18 @@ class Clock:
 
 
 class _Call:
-    """The call of an rpc with a deadline of ``limit_s``."""
+    """The call of an rpc with a deadline of ``limit_s``, on a cluster without a key."""
+
+    caller = None
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
 
     def remaining_s(self, wanted_s: float | None = None) -> float:
         return self._limit_s if wanted_s is None else min(wanted_s, self._limit_s)
+
+    def sees(self, run: str) -> bool:
+        return True
 
 
 class Trainer:

@@ -11,6 +11,7 @@ import pytest
 from shardwell_server.coordinator import torchrun_stores
 from shardwell_server.coordinator.servicer import CoordinatorServicer
 from shardwell_server.coordinator.torchrun_stores import IDLE_S, MAX_STORE_BYTES, TorchrunStores
+from shardwell_wire.credentials import new_key
 from shardwell_wire.errors import CapacityError, ConflictError, InvalidRequestError
 from tests.support.coordinator import Clock, harness, run_async
 
@@ -50,7 +51,7 @@ def test_cluster_without_a_token_has_no_stores() -> None:
 def test_agents_use_the_store_without_a_run(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
-            cluster.servicer = CoordinatorServicer(cluster.coordinator, is_protected=True)
+            cluster.servicer = CoordinatorServicer(cluster.coordinator, new_key())
 
             async def call(rpc_name: str, request_id: str = "", **fields: Any) -> Any:
                 context = {"request_id": request_id}

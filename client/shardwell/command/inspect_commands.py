@@ -21,7 +21,7 @@ from shardwell.credentials import find_credentials
 from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell.sizes import format_size
 from shardwell.transport.rpc import ServiceClient
-from shardwell_wire.credentials import TOKEN_FILE_VARIABLE, Credentials
+from shardwell_wire.credentials import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, Credentials
 from shardwell_wire.errors import NotFoundError, UnavailableError, UsageError
 from shardwell_wire.tls_arguments import add_tls_arguments, has_tls_arguments, tls_options
 from shardwell_wire.topology import World
@@ -105,8 +105,8 @@ def add_credentials_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--token-file",
         metavar="PATH",
-        help="file with the cluster's token (default: the token of your local cluster at the address, else the file in "
-        f"{TOKEN_FILE_VARIABLE})",
+        help="file with the cluster's key or a token (default: the key of your local cluster at the address, else the "
+        f"token in {TOKEN_VARIABLE}, else the file in {TOKEN_FILE_VARIABLE})",
     )
     add_tls_arguments(parser)
 

@@ -1,18 +1,24 @@
-"""``shardwell token``: prints the header with a cluster's token, for programs such as grpcurl."""
+"""``shardwell token``: prints the header with a token for programs such as grpcurl, and makes tokens to hand over."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 
 from shardwell.command.inspect_commands import DEFAULT_ADDRESS, add_credentials_arguments, credentials_of
-from shardwell_wire.credentials import TOKEN_FILE_VARIABLE
-from shardwell_wire.errors import NotFoundError
+from shardwell_wire.credentials import TOKEN_FILE_VARIABLE, Credentials
+from shardwell_wire.errors import NotFoundError, UsageError
+from shardwell_wire.tokens import Role
 
 _DESCRIPTION = """\
-Prints the header with a cluster's token, which every rpc to the cluster carries. Every local cluster has a token
-(shardwell launch, shardwell.LocalCluster, shardwell.join() without an address). Other clusters have one if their
-servers were started with --token-file. The commands of shardwell find the token by themselves.
+Without --role: prints the header with a token for a cluster, which every rpc to the cluster carries. Every local
+cluster has a key, from which tokens are made (shardwell launch, shardwell.LocalCluster, shardwell.join() without an
+address). Other clusters have one if their servers were started with --token-file. The commands of shardwell find it by
+themselves.
+
+With --role: makes a token from the cluster's key and prints it. The token can be given to someone who must not have the
+key, in a file for --token-file or SHARDWELL_TOKEN_FILE, or in the variable SHARDWELL_TOKEN.
 """
 _EPILOG = """\
 examples:
@@ -20,17 +26,26 @@ examples:
   grpcurl -plaintext -H "$(shardwell token)" -d '{"run": "gpt"}' localhost:50051 \\
       shardwell_wire.v1.CoordinatorService/ExplainStall
 
+  (umask 077; shardwell token --role reader --run gpt --expires 7d > reader.token)
+  shardwell export gpt weights.safetensors --token-file reader.token
+
 On a host with other users, who can see the arguments of every program with `ps`:
   export HEADER="$(shardwell token)"
   grpcurl -plaintext -expand-headers -H '${HEADER}' localhost:50051 shardwell_wire.v1.CoordinatorService/ListRuns
 """
+_ROLES = {
+    Role.READER: "read one run",
+    Role.TRAINER: "join one run",
+    Role.OPERATOR: "read, change and delete all runs",
+}
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds ``shardwell token``."""
     parser = subparsers.add_parser(
         "token",
-        help="print the header with a cluster's token, for grpcurl",
+        help="print the header with a token for grpcurl, or make a token for one run",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -42,7 +57,26 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="address of a server of the cluster (default: SHARDWELL_ADDRESS, else localhost:50051)",
     )
     add_credentials_arguments(parser)
+    what = ", ".join(f"{role}: {purpose}" for role, purpose in _ROLES.items())
+    parser.add_argument("--role", choices=[*_ROLES], help=f"make a token; its holder may ({what})")
+    parser.add_argument("--run", help="name of the run that a reader or trainer may use; it need not exist yet")
+    parser.add_argument(
+        "--expires",
+        type=parse_duration,
+        default="1h",
+        metavar="TIME",
+        help="how long the token is valid, such as 30m, 12h or 7d (default %(default)s). A trainer that has joined "
+        "stays in its run",
+    )
     parser.set_defaults(handler=_token)
+
+
+def parse_duration(text: str) -> int:
+    """Returns the number of seconds in a text such as ``30m``. Raises ValueError if it has another form."""
+    match = re.fullmatch(r"([1-9][0-9]{0,8})([smhd])", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"expected a number and s, m, h or d, such as 30m, got {text!r}")
+    return int(match[1]) * _SECONDS[match[2]]
 
 
 def _token(arguments: argparse.Namespace) -> int:
@@ -52,5 +86,19 @@ def _token(arguments: argparse.Namespace) -> int:
             f"no token is known for {arguments.address}: this user has no local cluster with a server at that address, "
             f"and {TOKEN_FILE_VARIABLE} is not set. A cluster without --token-file needs no token"
         )
-    print(credentials.header)
+    if arguments.role is None:
+        if arguments.run is not None:
+            raise UsageError("--run needs --role reader or --role trainer")
+        print(credentials.header)
+    else:
+        print(_make(credentials, arguments))
     return 0
+
+
+def _make(credentials: Credentials, arguments: argparse.Namespace) -> str:
+    role, run = Role(arguments.role), arguments.run
+    if credentials.key is None:
+        raise UsageError("a token is made with the cluster's key, but this user has only a token: ask an operator")
+    if (role is Role.OPERATOR) != (run is None):
+        raise UsageError(f"a token for a {role} {'is for all runs: omit' if run else 'is for one run: add'} --run")
+    return credentials.key.mint(role, run=run or "", lifetime_s=arguments.expires)

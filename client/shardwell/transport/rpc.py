@@ -259,6 +259,8 @@ class ServiceClient:
 
     def _with_credentials(self, stub: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a stub that sends the client's present credentials with every call."""
+        if not self.credentials:
+            return stub
 
         # Not functools.partial: its repr would show the token wherever a stub is printed.
         def call(*arguments: Any, **options: Any) -> Any:
