@@ -39,7 +39,7 @@ def test_cut_connections_end_no_membership() -> None:
     with (
         shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096) as cluster,
         TcpProxy(cluster.address) as proxy,
-        proxy.publish(cluster.credentials.key),
+        proxy.publish(cluster.key),
         TrainerProcess(proxy.address, run, *options) as first,
         TrainerProcess(cluster.address, run, *options) as second,
     ):

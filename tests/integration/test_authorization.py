@@ -22,7 +22,7 @@ from shardwell.transport.shard_client import ShardClient
 from shardwell.transport.socket_transport import SocketTransport
 from shardwell_server.authorization import check_session
 from shardwell_wire.channel import open_channel
-from shardwell_wire.credentials import TokenCredentials, new_key
+from shardwell_wire.credentials import Credentials, new_key
 from shardwell_wire.errors import AccessError, UnauthenticatedError
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.tokens import Identity, Role
@@ -121,7 +121,7 @@ class Live:
 
 @pytest.fixture(scope="module")
 def live(cluster: shardwell.LocalCluster) -> Iterator[Live]:
-    run, other, key = f"run.{time.time_ns()}", f"other.{time.time_ns()}", cluster.credentials.key
+    run, other, key = f"run.{time.time_ns()}", f"other.{time.time_ns()}", cluster.key
     with ExitStack() as stack:
         sessions = {name: stack.enter_context(small_run(cluster.address, name)) for name in (run, other)}
         servers = (cluster.coordinator, *cluster.shards)
@@ -162,7 +162,7 @@ def test_the_table_of_this_test_is_complete() -> None:
 
 
 def test_every_rpc_refuses_callers_without_a_valid_token(live: Live) -> None:
-    before, key, stranger = live.digest(), live.cluster.credentials.key, new_key()
+    before, key, stranger = live.digest(), live.cluster.key, new_key()
     expired = {role: key.mint(role, lifetime_s=0) for role in (Role.COORDINATOR, Role.SERVER, Role.OPERATOR)}
     invalid = {
         "none": None,
@@ -206,7 +206,7 @@ def test_token_of_another_run_is_refused(live: Live) -> None:
 
 
 def test_token_of_a_deleted_run_does_not_open_its_successor(live: Live) -> None:
-    key = live.cluster.credentials.key
+    key = live.cluster.key
     former = key.mint(Role.TRAINER, run=live.run, run_id="f" * 16, member="tester")
     before = live.digest()
     for method in METHODS:
@@ -217,7 +217,7 @@ def test_token_of_a_deleted_run_does_not_open_its_successor(live: Live) -> None:
 
 
 def test_trainer_acts_in_its_own_name_only(live: Live) -> None:
-    key = live.cluster.credentials.key
+    key = live.cluster.key
     rogue = key.mint(Role.TRAINER, run=live.run, run_id=live.run_id, member="rogue")
     before = live.digest()
     named = [method for method in METHODS if method.name in f"{MEMBER_RPCS} {STORE_RPCS}".split()]
@@ -256,8 +256,8 @@ def forged_push(live: Live) -> tuple[shard_pb2.ReduceScatterHeader, str]:
 
 
 def test_push_in_the_name_of_another_trainer_is_refused(live: Live) -> None:
-    key = live.cluster.credentials.key
-    rogue = TokenCredentials(key.mint(Role.TRAINER, run=live.run, run_id=live.run_id, member="rogue"))
+    key = live.cluster.key
+    rogue = Credentials(text=key.mint(Role.TRAINER, run=live.run, run_id=live.run_id, member="rogue"))
     before = live.digest()
     header, address = forged_push(live)
     epoch = header.context.epoch
@@ -284,13 +284,13 @@ def test_push_in_the_name_of_another_trainer_is_refused(live: Live) -> None:
 
 
 def test_sum_needs_the_leases_of_all_its_ranks(live: Live) -> None:
-    key = live.cluster.credentials.key
+    key = live.cluster.key
     header, address = forged_push(live)
     header.context.lease_proof = key.lease_proof(live.run_id, 0, header.context.epoch)
     for dp_rank in (0, 1):
         header.summed.add(dp_rank=dp_rank, epoch=header.context.epoch, lease_proof=header.context.lease_proof)
     with (
-        closing(ShardClient(address, credentials=TokenCredentials(live.tokens[MEMBER]))) as client,
+        closing(ShardClient(address, credentials=Credentials(text=live.tokens[MEMBER]))) as client,
         pytest.raises(AccessError, match="does not prove that rank 1 was leased to the sender"),
     ):
         GrpcTransport(client).push_stream(header, [], timeout_s=20.0, retry_for_s=0.0)
@@ -310,10 +310,10 @@ def test_initial_values_and_partitions_need_a_lease(live: Live) -> None:
 
 def test_session_of_a_reader_reads_only(live: Live) -> None:
     header, address = forged_push(live)
-    header.context.lease_proof = live.cluster.credentials.key.lease_proof(live.run_id, 0, header.context.epoch)
+    header.context.lease_proof = live.cluster.key.lease_proof(live.run_id, 0, header.context.epoch)
     before = live.digest()
     with (
-        closing(ShardClient(address, credentials=TokenCredentials(live.tokens[READER]))) as client,
+        closing(ShardClient(address, credentials=Credentials(text=live.tokens[READER]))) as client,
         closing(SocketTransport(client, RunIdentity(live.run, live.run_id), timeout_s=20.0)) as socket,
     ):
         for transport in (socket, GrpcTransport(client)):

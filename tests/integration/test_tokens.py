@@ -20,7 +20,7 @@ import shardwell
 from shardwell.command.cli import main as command
 from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell_wire.channel import open_channel
-from shardwell_wire.credentials import NO_CREDENTIALS, KeyCredentials, MemberCredentials, new_key
+from shardwell_wire.credentials import NO_CREDENTIALS, Credentials, MemberCredentials, new_key
 from shardwell_wire.errors import AccessError, UnauthenticatedError, UsageError, from_rpc_error
 from shardwell_wire.tokens import Role
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
@@ -76,7 +76,7 @@ def address_of(cluster: shardwell.LocalCluster, method: Any) -> str:
 
 
 def test_refusals_say_what_to_do(cluster: shardwell.LocalCluster) -> None:
-    stranger = KeyCredentials(new_key())
+    stranger = Credentials(new_key())
     for credentials, problem in ((NO_CREDENTIALS, "carries no token"), (stranger, "a token of another cluster")):
         for method in METHODS:
             with pytest.raises(grpc.RpcError) as refused:
@@ -86,7 +86,7 @@ def test_refusals_say_what_to_do(cluster: shardwell.LocalCluster) -> None:
             assert problem in str(error)
             assert "SHARDWELL_TOKEN_FILE" in str(error)
             assert "shardwell token --address" in str(error)
-            for secret in (stranger.token, stranger.key.secret, cluster.credentials.key.secret):
+            for secret in (stranger.token, stranger.key.secret, cluster.key.secret):
                 assert not secret or secret not in str(error)
 
 
@@ -131,9 +131,9 @@ def test_key_is_not_in_command_lines_logs_or_environments(run_name: str, tmp_pat
     with shardwell.LocalCluster(
         1, log_level="debug", log_dir=tmp_path / "logs", state_dir=tmp_path / "state"
     ) as cluster:
-        secret = cluster.credentials.key.secret.encode()
+        secret = cluster.key.secret.encode()
         with small_run(cluster.address, run_name):
-            unauthenticated = CoordinatorClient(cluster.address, KeyCredentials(new_key()))
+            unauthenticated = CoordinatorClient(cluster.address, Credentials(new_key()))
             with closing(unauthenticated), pytest.raises(UnauthenticatedError):
                 unauthenticated.call("ListRuns", LIST_RUNS)
             for process in (cluster.coordinator, *cluster.shards):
@@ -173,7 +173,7 @@ def test_commands_find_the_token_by_address(cluster: shardwell.LocalCluster) -> 
         done = terminal("token", "--address", address)
         assert (done.returncode, done.stderr) == (0, "")
         given = done.stdout.removeprefix("authorization: Bearer ").removesuffix("\n")
-        assert cluster.credentials.key.verify(given).role is Role.OPERATOR
+        assert cluster.key.verify(given).role is Role.OPERATOR
 
 
 def test_missing_token_error_says_what_to_do(cluster: shardwell.LocalCluster, tmp_path: Path) -> None:
@@ -300,7 +300,7 @@ def test_holder_of_a_token_makes_no_others(
 
 
 def test_trainer_whose_token_expired_joins_again(cluster: shardwell.LocalCluster, run_name: str) -> None:
-    key = cluster.credentials.key
+    key = cluster.key
     with shardwell.join(cluster.address, run=run_name, trainer="tester") as session:
         model = build_model()
         shardwell.fully_shard(model, session)
@@ -332,15 +332,15 @@ def test_trainer_whose_token_expired_joins_again(cluster: shardwell.LocalCluster
 
 
 @pytest.fixture
-def token_file(tmp_path: Path) -> tuple[str, KeyCredentials]:
-    credentials = KeyCredentials(new_key())
+def token_file(tmp_path: Path) -> tuple[str, Credentials]:
+    credentials = Credentials(new_key())
     path = tmp_path / "token"
     path.touch(mode=0o600)
     path.write_text(credentials.key.secret)
     return str(path), credentials
 
 
-def test_manually_started_servers_use_the_token(token_file: tuple[str, KeyCredentials], run_name: str) -> None:
+def test_manually_started_servers_use_the_token(token_file: tuple[str, Credentials], run_name: str) -> None:
     path, credentials = token_file
     with server_process("coordinator", "--listen", "127.0.0.1:0", "--token-file", path) as coordinator:
         address = ready_address(coordinator)
@@ -363,7 +363,7 @@ def test_manually_started_servers_use_the_token(token_file: tuple[str, KeyCreden
 
 
 @pytest.mark.parametrize("kind", ["coordinator", "shard"])
-def test_server_rejects_token_file_that_other_users_can_read(token_file: tuple[str, KeyCredentials], kind: str) -> None:
+def test_server_rejects_token_file_that_other_users_can_read(token_file: tuple[str, Credentials], kind: str) -> None:
     path, credentials = token_file
     Path(path).chmod(0o644)
     options = ["--coordinator", "127.0.0.1:1"] if kind == "shard" else ["--listen", "127.0.0.1:0"]

@@ -29,7 +29,7 @@ def added_server(cluster: LocalCluster, name: str, **options: str) -> Iterator[S
     server = ServerProcess(name, arguments, first.log_path.with_name(f"{name}.log"))
     try:
         server.wait_ready(time.monotonic() + 60.0)
-        published = PublishedCredentials(server.address, cluster.credentials.key)
+        published = PublishedCredentials(server.address, cluster.key)
         try:
             yield server
         finally:

@@ -19,10 +19,7 @@ from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell_wire.credentials import (
     NO_CREDENTIALS,
     Credentials,
-    KeyCredentials,
     MemberCredentials,
-    TokenCredentials,
-    key_credentials,
     new_key,
     read_key_file,
     read_token_file,
@@ -45,7 +42,7 @@ sys.stdin.read()
 
 
 def operator(secret: str) -> Credentials:
-    return key_credentials(ClusterKey(secret), Role.OPERATOR)
+    return Credentials(ClusterKey(secret))
 
 
 # What a caller sends.
@@ -53,7 +50,7 @@ def operator(secret: str) -> Credentials:
 
 def test_credentials_send_their_token() -> None:
     key = new_key()
-    made = KeyCredentials(key)
+    made = Credentials(key)
     assert made.metadata == (("authorization", f"Bearer {made.token}"),)
     assert made.header == f"authorization: Bearer {made.token}"
     assert made.token == made.token, "made once"
@@ -64,7 +61,7 @@ def test_credentials_send_their_token() -> None:
 
 def test_key_holder_makes_a_new_token_before_the_former_one_expires() -> None:
     now = [1000.0]
-    made = KeyCredentials(ClusterKey(TOKEN, lambda: now[0]), Role.SERVER)
+    made = Credentials(ClusterKey(TOKEN, lambda: now[0]), role=Role.SERVER)
     first = made.token
     now[0] += LIFETIME_S / 2 - 1
     assert made.token == first
@@ -74,7 +71,7 @@ def test_key_holder_makes_a_new_token_before_the_former_one_expires() -> None:
 
 
 def test_member_uses_the_renewed_token() -> None:
-    member = MemberCredentials(TokenCredentials("sw1.base"))
+    member = MemberCredentials.of(Credentials(text="sw1.base"))
     assert (member.token, member.is_member) == ("sw1.base", False)
     member.renew("sw1.first")
     member.renew("")
@@ -104,14 +101,14 @@ def test_metadata_without_one_token_is_explained(metadata: list[tuple[str, str |
 
 
 def test_secrets_are_not_in_repr() -> None:
-    made = KeyCredentials(ClusterKey(TOKEN))
-    for shown in (made, TokenCredentials(made.token), MemberCredentials(made)):
+    made = Credentials(ClusterKey(TOKEN))
+    for shown in (made, Credentials(text=made.token), MemberCredentials.of(made)):
         assert TOKEN not in f"{shown!r} {shown} {[shown]}"
         assert made.token not in f"{shown!r} {shown} {[shown]}"
 
 
 def test_client_repr_does_not_contain_the_token() -> None:
-    made = KeyCredentials(new_key())
+    made = Credentials(new_key())
     with closing(CoordinatorClient("127.0.0.1:1", made)) as client:
         stubs = [client.byte_response_stub("WatchEvents"), client._unary_stub("ListRuns")]
         assert made.token not in repr((stubs, vars(client)))
@@ -137,11 +134,11 @@ def test_token_file_is_read(tmp_path: Path, text: str) -> None:
 def test_token_file_may_have_one_token(tmp_path: Path) -> None:
     token = ClusterKey(TOKEN).mint(Role.TRAINER, run="a run/with 100% ünusual.names", member="t 1")
     path = write(tmp_path / "token", token)
-    assert read_token_file(path) == TokenCredentials(token)
+    assert read_token_file(path) == Credentials(text=token)
     with pytest.raises(UsageError, match="a server needs the cluster's key") as refused:
         read_key_file(path)
     assert token not in str(refused.value)
-    assert read_key_file(write(tmp_path / "key")) == ClusterKey(TOKEN)
+    assert read_key_file(write(tmp_path / "key")) == operator(TOKEN)
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602, 0o777])
@@ -241,7 +238,7 @@ def test_token_sources_are_tried_in_order(
     assert find_credentials("localhost:8") == operator("e" * 16)
     monkeypatch.setenv("SHARDWELL_TOKEN", given)
     assert find_credentials("localhost:7") == operator("p" * 16)
-    assert find_credentials("localhost:8") == TokenCredentials(given)
+    assert find_credentials("localhost:8") == Credentials(text=given)
     monkeypatch.setenv("SHARDWELL_TOKEN", TOKEN)
     with pytest.raises(UsageError, match="SHARDWELL_TOKEN: expected a token") as refused:
         find_credentials("localhost:8")

@@ -65,7 +65,7 @@ class Membership:
 
     def __init__(self, config: JoinConfig, coordinator: CoordinatorClient) -> None:
         self._config, self._coordinator = config, coordinator
-        self._token = MemberCredentials(coordinator.credentials)
+        self._token = MemberCredentials.of(coordinator.credentials)
         coordinator.credentials = self._token
         self._ended: ShardwellError | None = None
         self._lapse: StaleEpochError | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from shardwell_server.coordinator.runs.members import Member
 from shardwell_server.coordinator.runs.run import Run
@@ -13,12 +13,7 @@ from shardwell_wire.v1 import coordinator_pb2
 _Answer = TypeVar("_Answer", coordinator_pb2.RegisterServerResponse, coordinator_pb2.HeartbeatServerResponse)
 
 
-class _Lease(Protocol):
-    """A lease on a dp rank."""
-
-    dp_rank: int
-    epoch: int
-    lease_proof: bytes
+_Lease = coordinator_pb2.WorkItem | coordinator_pb2.PartitionWork
 
 
 class Issuer:
@@ -44,10 +39,11 @@ class Issuer:
         return self.token(run, member)
 
     def prove_leases(self, run: Run, leases: Iterable[_Lease]) -> None:
-        """Adds the proofs that shard servers need to leases on dp ranks, which go to the trainer that has them."""
+        """Adds the proofs that shard servers need to leases of logical ranks, which go to the trainer that has them."""
         if self._key is not None:
             for lease in leases:
-                lease.lease_proof = self._key.lease_proof(run.identity.run_id, lease.dp_rank, lease.epoch)
+                dp_rank = run.settings.world.coordinates(lease.global_rank).dp_rank
+                lease.lease_proof = self._key.lease_proof(run.identity.run_id, dp_rank, lease.epoch)
 
     def prove_initializer(self, run: Run, response: coordinator_pb2.DeclareUnitResponse) -> None:
         """Adds the proof that the caller must send the initial values of a unit."""

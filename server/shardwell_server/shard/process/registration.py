@@ -71,7 +71,9 @@ class Registration:
         term: The newest term that the coordinator has confirmed.
     """
 
-    def __init__(self, coordinator: str, server_id: str, store: ShardStore, credentials: Credentials = NO_CREDENTIALS) -> None:
+    def __init__(
+        self, coordinator: str, server_id: str, store: ShardStore, credentials: Credentials = NO_CREDENTIALS
+    ) -> None:
         self._coordinator, self._server_id, self._store = coordinator, server_id, store
         self._credentials = credentials.of_role(Role.SERVER)
         store.lease.suspend()
