@@ -49,6 +49,7 @@ def test_explicit_arguments_override_the_environment() -> None:
         ({"min_trainers": 3, "world": World(dp=2)}, {}, WorldError, "min_trainers=3: expected 1 to 2"),
         ({"wait_limit_s": 0.0}, {}, UsageError, "wait_limit_s=0.0"),
         ({"wait_limit_s": float("inf")}, {}, UsageError, "wait_limit_s=inf: expected a positive number"),
+        ({"rewrap": True}, {}, UsageError, "rewrap=True needs resume"),
         ({"host_cache_bytes": -1}, {}, UsageError, "host_cache_bytes=-1: expected at least 0"),
     ],
 )

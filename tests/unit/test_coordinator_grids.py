@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from shardwell_server.coordinator.checkpoints.grids import has_units_of
 from shardwell_wire.checkpoints.format import Piece
 from shardwell_wire.checkpoints.manifest import message_from_dict, message_to_dict
 from shardwell_wire.checkpoints.opening import open_storage
@@ -59,21 +60,21 @@ def sgd(units: Sequence[UnitLayout], algorithm: str = "sgd") -> common_pb2.Optim
     )
 
 
-def saved(folder: Path, dp: int = 1) -> str:
-    """Writes a checkpoint of a run with tp=2. Returns its path."""
+def saved(folder: Path, dp: int = 1, *, tp: int = 2, units: Sequence[UnitLayout] = FORMER) -> str:
+    """Writes a checkpoint. Returns its path."""
     tensors = {
         Piece(at.key, "values", 0, at.numel, "float32", (at.numel,)): torch.zeros(at.numel)
-        for unit in FORMER
+        for unit in units
         for at in unit.parameters
     }
-    optimizer = message_to_dict(sgd(FORMER))
+    optimizer = message_to_dict(sgd(units))
     return write_checkpoint(
-        folder / "checkpoints", STEP, files=[tensors], units=FORMER, optimizer=optimizer, world=World(dp=dp, tp=2)
+        folder / "checkpoints", STEP, files=[tensors], units=units, optimizer=optimizer, world=World(dp=dp, tp=tp)
     )
 
 
-async def resume(cluster: Harness, url: str, world: World = WORLD) -> Trainer:
-    trainer = await cluster.join("a", config=config(world, seed=SEED), resume=url, wait_s=5.0)
+async def resume(cluster: Harness, url: str, world: World = WORLD, **fields: Any) -> Trainer:
+    trainer = await cluster.join("a", config=config(world, seed=SEED), resume=url, wait_s=5.0, **fields)
     assert trainer.joined.started and trainer.joined.committed_step == STEP
     return trainer
 
@@ -308,3 +309,86 @@ def test_a_rollback_loads_the_units_of_the_run(tmp_path: Path) -> None:
             await asyncio.sleep(0)
 
     run_async(scenario())
+
+
+WRAPPED_BEFORE = (
+    UnitLayout("norm", (Parameter("b", (64,), "float32"),)),
+    UnitLayout("linear", (Parameter("w", (64, 64), "float32"),)),
+    BUFFERS,
+)
+"""The parameters of ``LINEAR`` in two units."""
+
+
+def test_a_model_that_is_wrapped_differently_needs_rewrap(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            trainer = await resume(cluster, saved(tmp_path, tp=1, units=WRAPPED_BEFORE))
+            assert [unit.layout for unit in run_of(cluster).units] == list(WRAPPED_BEFORE)
+            with pytest.raises(UnitMismatchError, match=r"'linear' .* continue in a new run with join\(..., rewrap"):
+                await trainer.declare(LINEAR.to_proto())
+            other = UnitLayout("all", LINEAR.parameters)
+            with pytest.raises(StepStateError, match=r"'all' is new, .* continue in a new run with join\(..., rewrap"):
+                await trainer.declare(other.to_proto())
+
+    run_async(scenario())
+
+
+def test_rewrapped_units_are_filled_and_kept_in_a_rollback(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            trainer = await resume(cluster, saved(tmp_path, tp=1, units=WRAPPED_BEFORE), rewrap=True)
+            run = run_of(cluster)
+            assert not len(run.units)
+            await cluster.coordinator.restorer.roll_back(run, "server 's0' has ended")
+            await cluster.until(lambda: run.checkpoints.rollback_count == 1, "the first rollback")
+            assert not len(run.units), "the trainers have declared none"
+            trainer = await resume(cluster, "")
+            for layout in (LINEAR, BUFFERS):
+                assert (await trainer.declare(layout.to_proto())).version == STEP
+            await take_step([trainer], STEP, optimizer=sgd([LINEAR, BUFFERS]))
+            await cluster.settle()
+            await cluster.coordinator.restorer.roll_back(run, "server 's0' has ended")
+            await cluster.until(lambda: run.checkpoints.rollback_count == 2, "the second rollback")
+            assert (run.committed_step, [unit.layout for unit in run.units]) == (STEP, [LINEAR, BUFFERS])
+
+    run_async(scenario())
+
+
+def test_an_interrupted_load_of_a_rewrapped_run_goes_on_after_a_restart(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            url, settings = saved(tmp_path, tp=1, units=WRAPPED_BEFORE), config(WORLD, seed=SEED)
+
+            def refuse(rpc_name: str, request: Any) -> None:
+                if rpc_name == "BeginRestore":
+                    raise UnavailableError("connection refused")
+
+            for shard in cluster.shards.values():
+                shard.fail = refuse
+            await cluster.try_join("a", config=settings, resume=url, rewrap=True)
+            await cluster.restart()
+            for name, shard in cluster.shards.items():
+                shard.fail = lambda rpc_name, request: None
+                await cluster.register(name)
+            trainer = await resume(cluster, "")
+            assert not len(run_of(cluster).units)
+            assert (await trainer.declare(LINEAR.to_proto())).version == STEP
+
+    run_async(scenario())
+
+
+@pytest.mark.parametrize(
+    ("world", "layouts", "expected"),
+    [
+        (World(dp=3), (), True),
+        (World(dp=1), (WRAPPED_BEFORE[1],), True),
+        (World(dp=1), (WRAPPED_BEFORE[1], UnitLayout("late", (Parameter("c", (4,), "float32"),))), True),
+        (World(dp=1), (LINEAR,), False),
+        (World(dp=1), (UnitLayout("all", WRAPPED_BEFORE[1].parameters),), False),
+        (World(dp=1, tp=2), (), False),
+        (World(dp=1, pp=2), (), False),
+    ],
+)
+def test_has_units_of(tmp_path: Path, world: World, layouts: Sequence[UnitLayout], expected: bool) -> None:
+    manifest = read_manifest(open_storage(saved(tmp_path, tp=1, units=WRAPPED_BEFORE)))
+    assert has_units_of(manifest, world, layouts) is expected

@@ -272,6 +272,8 @@ class JoinConfig:
     resume: str = ""
     """Checkpoint from which to create the run, if it does not exist: ``latest``, or a path or URL. Empty: none. Its run
     may have had another world."""
+    rewrap: bool = False
+    """Whether the model may be wrapped into other units than those of the checkpoint."""
     transfers: TransferOptions = field(default_factory=TransferOptions)
     """How weights and gradients travel."""
     waits: WaitOptions = field(default_factory=WaitOptions)
@@ -316,6 +318,8 @@ class JoinConfig:
                 raise UsageError(f"{name}={value!r}: expected an integer from 0 to 2**32 - 1")
         if self.resume == LATEST and not self.checkpoint_dir:
             raise UsageError(f"resume={LATEST!r} needs checkpoint_dir: name the folder with the run's checkpoints")
+        if self.rewrap and not self.resume:
+            raise UsageError("rewrap=True needs resume: name the checkpoint whose model is wrapped into other units")
         # The coordinator and the servers have other working directories.
         if self.checkpoint_dir:
             object.__setattr__(self, "checkpoint_dir", absolute(self.checkpoint_dir))

@@ -26,6 +26,7 @@ def join(
     keep: int | None = None,
     backups: int | None = None,
     resume: str | None = None,
+    rewrap: bool | None = None,
     reduction_groups: tuple[int, ...] | None = None,
     transfers: TransferOptions | None = None,
     waits: WaitOptions | None = None,
@@ -63,6 +64,8 @@ def join(
         resume: Checkpoint from which to create the run, if it does not exist: ``latest`` for the newest one of this
             run in ``checkpoint_dir`` (without any, the run starts at step 0), or the path or URL of one checkpoint.
             The world and the numbers of trainers and servers may differ from those at the time of the checkpoint.
+        rewrap: Whether the model may be wrapped into other units than those of the checkpoint. With another ``tp`` or
+            ``pp`` it always may. Default: False.
         reduction_groups: Order in which the gradients of data ranks are added: sizes of groups, innermost first, that
             multiply to dp. With ``(4, 2)``, the gradients of ranks 0 to 3 are added in rank order, then those of 4 to
             7, and then the two sums. Default: all gradients are added in rank order.
@@ -71,7 +74,7 @@ def join(
 
     Raises:
         RunMismatchError: The run exists with another world, seed, min_trainers or reduction_groups; or the checkpoint
-            has another world, seed or reduction_groups.
+            has another seed, or the same dp and other reduction_groups.
         NotFoundError: The checkpoint to resume from does not exist.
         CorruptDataError: The checkpoint to resume from is damaged.
         WorldError: The world is invalid, or does not fit ``min_trainers``, ``num_layers``, ``reduction_groups`` or the

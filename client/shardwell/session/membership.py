@@ -430,6 +430,7 @@ class Membership:
             run=config.run,
             config=config.run_config(),
             resume="" if former else config.resume,
+            rewrap=config.rewrap,
             trainer=self.trainer if former else config.trainer,
             host=config.host,
             global_rank=None if former else config.global_rank,

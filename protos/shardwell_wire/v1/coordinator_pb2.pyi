@@ -590,6 +590,7 @@ class JoinRequest(google.protobuf.message.Message):
     PROTOCOL_FIELD_NUMBER: builtins.int
     PROCESS_FIELD_NUMBER: builtins.int
     RESUME_FIELD_NUMBER: builtins.int
+    REWRAP_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run."""
     trainer: builtins.str
@@ -623,6 +624,10 @@ class JoinRequest(google.protobuf.message.Message):
     RunConfig.checkpoint_dir, or none if there is none. Otherwise the path or URL of a checkpoint. Empty: none. Its
     seed must be that of the run; the world may differ.
     """
+    rewrap: builtins.bool
+    """With resume: the model may be divided into other units than in the checkpoint. Each unit is then read from the
+    checkpoint when it is declared, as in a run with other tp or pp. Ignored if the run exists.
+    """
     @property
     def config(self) -> global___RunConfig:
         """Properties of the run. Must agree with those of an existing run."""
@@ -647,9 +652,10 @@ class JoinRequest(google.protobuf.message.Message):
         protocol: global___ProtocolVersions | None = ...,
         process: builtins.str = ...,
         resume: builtins.str = ...,
+        rewrap: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_global_rank", b"_global_rank", "config", b"config", "global_rank", b"global_rank", "protocol", b"protocol"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_global_rank", b"_global_rank", "config", b"config", "global_rank", b"global_rank", "host", b"host", "incarnation", b"incarnation", "process", b"process", "protocol", b"protocol", "replaced_epoch", b"replaced_epoch", "resume", b"resume", "run", b"run", "run_id", b"run_id", "trainer", b"trainer", "wait_s", b"wait_s", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_global_rank", b"_global_rank", "config", b"config", "global_rank", b"global_rank", "host", b"host", "incarnation", b"incarnation", "process", b"process", "protocol", b"protocol", "replaced_epoch", b"replaced_epoch", "resume", b"resume", "rewrap", b"rewrap", "run", b"run", "run_id", b"run_id", "trainer", b"trainer", "wait_s", b"wait_s", "world_size", b"world_size"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_global_rank", b"_global_rank"]) -> typing.Literal["global_rank"] | None: ...
 
 global___JoinRequest = JoinRequest

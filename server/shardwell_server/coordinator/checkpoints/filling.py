@@ -1,8 +1,9 @@
-"""Fills the units of a run that continues from a checkpoint of another grid.
+"""Fills the units of a run that continues from a checkpoint with other units.
 
 Note: [Resuming in another grid]
     A run with other tensor or pipeline parallelism than its checkpoint has other units, which are known only when
-    trainers declare them. Loading such a run therefore loads commit records and tracked state, but no unit. It stores
+    trainers declare them. So has a run whose model is wrapped differently, which its first trainer announces with
+    ``JoinRequest.rewrap``. Loading such a run therefore loads commit records and tracked state, but no unit. It stores
     the checkpoint as ``RunCheckpoints.source``. When a trainer declares a unit, the unit is placed as in a new run, but
     no trainer sends initial values: the servers read values and state from the checkpoint's files (``LoadShards``),
     by the names of parameters and the places of elements, and publish the checkpoint's version.
@@ -10,7 +11,7 @@ Note: [Resuming in another grid]
     The first step after the checkpoint is committed only if all values of the checkpoint are in units, so that no
     parameter is lost without notice.
 
-    A rollback to a checkpoint of another grid loads all units of the run at once, like any other rollback.
+    A rollback to a checkpoint with other units loads all units of the run at once, like any other rollback.
 """
 
 from __future__ import annotations

@@ -25,9 +25,19 @@ from shardwell_wire.topology import World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
 
-def has_same_grid(manifest: Manifest, world: World) -> bool:
-    """True if a run of this world has the checkpoint's units: tensor and pipeline parallelism are equal."""
-    return (manifest.world.tp, manifest.world.pp) == (world.tp, world.pp)
+def has_units_of(manifest: Manifest, world: World, layouts: Iterable[UnitLayout]) -> bool:
+    """True if a run has the checkpoint's units: tp and pp are equal, and no unit of the run has its tensors otherwise.
+
+    Args:
+        manifest: The checkpoint.
+        world: The run's world.
+        layouts: The units that the run has already.
+    """
+    if (manifest.world.tp, manifest.world.pp) != (world.tp, world.pp):
+        return False
+    stored = {unit.unit: unit for unit in manifest.units}
+    names = {name for unit in manifest.units for name in unit.index_by_name}
+    return all(stored.get(unit.unit) == unit or names.isdisjoint(unit.index_by_name) for unit in layouts)
 
 
 def describe_other_data_ranks(manifest: Manifest, world: World, commits: Sequence[CommitRecord]) -> str:

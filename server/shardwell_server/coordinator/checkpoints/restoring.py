@@ -18,12 +18,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from shardwell_server.coordinator.checkpoints.choosing import CheckpointChooser, open_manifest
 from shardwell_server.coordinator.checkpoints.files import CheckpointFiles
 from shardwell_server.coordinator.checkpoints.grids import (
     describe_other_data_ranks,
-    has_same_grid,
+    has_units_of,
     without_buffers,
     without_units,
 )
@@ -99,6 +100,7 @@ class RunRestorer:
         is_new = request.run not in self._state.runs
         run = self._trainers.find_or_create_run(request.run, settings)
         if is_new and restore is not None:
+            restore = replace(restore, rewrap=request.rewrap)
             run.checkpoints.begin_restore(restore, run.clock())
             message = f"checkpoint {restore.url}, step {restore.step}"
             self._state.events.add(EventKind.RUN_LOADING, message, run=run.name)
@@ -135,8 +137,14 @@ class RunRestorer:
         if not run.checkpoints.saved or run.deleted:
             return False
         newest = max(run.checkpoints.saved, key=lambda record: (record.time, record.step))
+        source = run.checkpoints.source
         restore = Restore(
-            url=newest.url, checkpoint_id=newest.checkpoint_id, step=newest.step, reason=lost, may_fall_back=True
+            url=newest.url,
+            checkpoint_id=newest.checkpoint_id,
+            step=newest.step,
+            reason=lost,
+            may_fall_back=True,
+            rewrap=source is not None and source.url == newest.url,
         )
         async with run.checkpoints.boundary:  # a commit record that is being written must be final first
             if run.checkpoints.restore is not None:
@@ -210,16 +218,15 @@ class RunRestorer:
         )
         for server_id, answer in answers.items():
             self._state.cluster.servers[server_id].note_free(answer.free_bytes)
-        # In another grid, the run has the units that its trainers have declared so far. See Note: [Resuming in another
-        # grid].
-        same_grid = has_same_grid(manifest, run.settings.world)
+        # Otherwise the run has the units that its trainers have declared so far. See Note: [Resuming in another grid].
+        same_units = not restore.rewrap and has_units_of(manifest, run.settings.world, run.units.layouts)
         units = [
             Unit(index, layout, await self._placer.reserve(run, index, layout, placement=number), published=True)
-            for index, layout in enumerate(manifest.units if same_grid else run.units.layouts)
+            for index, layout in enumerate(manifest.units if same_units else run.units.layouts)
         ]
         self._keep_former(run, units, answers.keys())
         await self._load_shards(run, restore, number, units)
-        await self._finish(run, restore, manifest, commits, units)
+        await self._finish(run, restore, manifest, commits, units, same_units=same_units)
 
     def _keep_former(self, run: Run, units: Sequence[Unit], emptied: Collection[str]) -> None:
         """Notes the shards of servers that may be alive and did not drop them. They must release these shards when
@@ -261,7 +268,14 @@ class RunRestorer:
         await asyncio.gather(*map(load, {shard.server_id for unit in units for shard in unit.shards}))
 
     async def _finish(
-        self, run: Run, restore: Restore, manifest: Manifest, commits: Sequence[CommitRecord], units: Sequence[Unit]
+        self,
+        run: Run,
+        restore: Restore,
+        manifest: Manifest,
+        commits: Sequence[CommitRecord],
+        units: Sequence[Unit],
+        *,
+        same_units: bool,
     ) -> None:
         """Makes the loaded version the run's newest one."""
         run.check_not_deleted()
@@ -271,7 +285,7 @@ class RunRestorer:
         if not restore.is_rollback:
             run.checkpoints.set_lineage((*manifest.lineage, manifest.run_id))
         lost, state = run.committed_step, run_state_in(manifest)
-        if has_same_grid(manifest, run.settings.world):
+        if same_units:
             run.checkpoints.set_source(None)
         else:
             run.checkpoints.set_source(CheckpointSource(url=restore.url, step=restore.step))

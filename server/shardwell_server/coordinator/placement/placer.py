@@ -19,6 +19,7 @@ from shardwell_wire.errors import (
     StaleEpochError,
     StepStateError,
     UnavailableError,
+    UnitMismatchError,
 )
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import common_pb2, shard_pb2
@@ -66,7 +67,7 @@ class UnitPlacer:
         try:
             while unit is None or not self._is_reserved(unit):
                 if unit is not None:
-                    require_same_layout(unit.layout, layout)
+                    _require_same(run, unit, layout)
                 await self._wait_for_servers(run, wait_s)
                 # Concurrent declarations of one unit share one placement.
                 placing = run.units.placing.setdefault(layout.unit, SharedCall())
@@ -77,7 +78,7 @@ class UnitPlacer:
         except UnavailableError:
             self._servers.require_available(run)  # a permanent error takes precedence: retrying would not help
             raise
-        require_same_layout(unit.layout, layout)
+        _require_same(run, unit, layout)
         self._servers.require_available(run)
         return unit
 
@@ -307,6 +308,24 @@ class UnitPlacer:
         self._state.events.add(EventKind.UNIT_PUBLISHED, f"unit {unit.layout.unit!r} is version 0", run=run.name)
 
 
+def _require_same(run: Run, unit: Unit, layout: UnitLayout) -> None:
+    """Raises UnitMismatchError if a declaration differs from the first one of the unit."""
+    try:
+        require_same_layout(unit.layout, layout)
+    except UnitMismatchError as error:
+        raise UnitMismatchError(f"{error}{_advice_on_rewrap(run)}", **error.data) from None
+
+
+def _advice_on_rewrap(run: Run) -> str:
+    """Returns the end of a message about units, if the run has those of a checkpoint."""
+    if not run.checkpoints.lineage:
+        return ""
+    return (
+        ". The run continues from a checkpoint: if the model is wrapped into other units on purpose, continue in a new "
+        "run with join(..., rewrap=True)"
+    )
+
+
 def _check_new(run: Run, layout: UnitLayout) -> None:
     """Raises if the run cannot accept a new unit."""
     is_filled = run.filled_from is not None
@@ -319,7 +338,7 @@ def _check_new(run: Run, layout: UnitLayout) -> None:
     if run.committed_step and not is_filled:
         raise StepStateError(
             f"unit {layout.unit!r} is new, but run {run.name!r} has committed {run.committed_step} steps: declare "
-            "every unit before the first step, under the same name in every trainer",
+            f"every unit before the first step, under the same name in every trainer{_advice_on_rewrap(run)}",
             unit=layout.unit,
         )
     if layout.tp_rank >= run.settings.world.tp or layout.pp_ranks[-1] >= run.settings.world.pp:

@@ -68,6 +68,8 @@ class Restore:
     """True if an older checkpoint may be used when this one is damaged."""
     damaged: tuple[str, ...] = ()
     """Ids of the checkpoints that turned out to be damaged."""
+    rewrap: bool = False
+    """True if the run's units may differ from those of the checkpoint, also with the same tp and pp."""
 
     @property
     def is_rollback(self) -> bool:
@@ -82,7 +84,7 @@ class Restore:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSource:
-    """The checkpoint of another grid from which the units of a run are filled when trainers declare them."""
+    """The checkpoint with other units from which the units of a run are filled when trainers declare them."""
 
     url: str
     """Folder of the checkpoint."""
@@ -194,7 +196,7 @@ class RunCheckpoints:
         """Set while the run is loaded from a checkpoint."""
         self.restoring = RestoreProgress()
         self.source: CheckpointSource | None = None
-        """The checkpoint that the run was loaded from last, if it is one of another grid."""
+        """The checkpoint that the run was loaded from last, if it has other units, or may have."""
         self._filling: dict[str, tuple[int, int]] = {}
         """Read and total bytes of the units that are being filled from ``source``, by name."""
         self.boundary = asyncio.Lock()

@@ -275,9 +275,11 @@ def _groups(optimizer: common_pb2.OptimizerStep) -> dict[int, Sequence[int]]:
 def _first_group_difference(
     ours: dict[int, Sequence[int]], theirs: dict[int, Sequence[int]], layouts: Sequence[UnitLayout]
 ) -> tuple[str, object, object] | None:
+    if not ours:
+        return None  # the commit record of a checkpoint with other units names none
     places, known = {_place(layouts[index]) for index in theirs}, {_place(layouts[index]) for index in ours}
     for index, layout in enumerate(layouts):
-        if places and known and _place(layout) not in places & known:
+        if places and _place(layout) not in places & known:
             continue
         none = [-1] * len(layout.parameters)
         pairs = zip(layout.parameters, ours.get(index, none), theirs.get(index, none), strict=True)

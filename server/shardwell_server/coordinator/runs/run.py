@@ -381,8 +381,8 @@ class Run:
 
     @property
     def filled_from(self) -> CheckpointSource | None:
-        """The checkpoint from which new units are filled. None: the run was not loaded from a checkpoint of another
-        grid, or has committed a step since."""
+        """The checkpoint from which new units are filled. None: the run was not loaded from a checkpoint with
+        other units, or has committed a step since."""
         source = self.checkpoints.source
         return source if source is not None and source.step == self.committed_step else None
 

@@ -1,4 +1,4 @@
-"""Runs that continue from a checkpoint with another number of data ranks: as plain training that changes them."""
+"""Runs that continue from a checkpoint with other data ranks or other units, compared with plain training."""
 
 from __future__ import annotations
 
@@ -46,6 +46,7 @@ def train(
     make_optimizer: Callable[[Parameters], Any],
     *,
     resume: str = "",
+    policy: Any = None,
     **options: Any,
 ) -> tuple[str, str, dict[str, torch.Tensor]]:
     """Trains in this process. Returns the run, its checkpoint at the end, and the final state."""
@@ -60,9 +61,9 @@ def train(
         waits=waits,
         **options,
     ) as session:
-        assert session.step == (SAVED if resume else 0)
+        assert session.step == (shardwell.open_checkpoint(resume).step if resume else 0)
         model = transformer.build()
-        shardwell.auto_wrap(model, session, shardwell.ModuleTypePolicy({transformer.Block}))
+        shardwell.auto_wrap(model, session, policy or shardwell.ModuleTypePolicy({transformer.Block}))
         optimizer = make_optimizer(model.parameters())
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
         session.track(scheduler=scheduler)
@@ -118,3 +119,26 @@ def test_residuals_of_other_data_ranks_are_not_taken_over(
     without = shardwell.TransferOptions(push_dtype="int8")
     _, _, expected = train(cluster, tmp_path, 3, SAVED + 1, make, resume=url, transfers=without)
     assert [name for name in expected if not torch.equal(expected[name], state[name])] == []
+
+
+@pytest.mark.parametrize("where", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "policy",
+    [shardwell.SizePolicy(10**9), shardwell.ModuleTypePolicy({transformer.Block, nn.LayerNorm})],
+    ids=["one unit", "smaller units"],
+)
+def test_model_that_is_wrapped_differently_trains_on_with_the_same_bits(
+    cluster: shardwell.LocalCluster, tmp_path: Path, where: str, policy: Any
+) -> None:
+    make, make_plain = OPTIMIZERS[where]
+    _, url, _ = train(cluster, tmp_path, 2, SAVED, make)
+    _, resumed, state = train(cluster, tmp_path, 2, STEPS, make, resume=url, rewrap=True, policy=policy)
+    expected = plain(make_plain, 2, 2)
+    assert [name for name in expected if not torch.equal(expected[name], state[name])] == []
+    units = [[unit.unit for unit in shardwell.open_checkpoint(at).manifest.units] for at in (url, resumed)]
+    assert units[0] != units[1]
+    # A run resumes from its own checkpoint without the option.
+    _, _, again = train(cluster, tmp_path, 2, STEPS + 1, make, resume=resumed, policy=policy)
+    assert again.keys() == state.keys()
+    with pytest.raises(shardwell.ShardwellError, match=r"continue in a new run with join\(..., rewrap=True\)"):
+        train(cluster, tmp_path, 2, STEPS, make, resume=url, policy=policy)
