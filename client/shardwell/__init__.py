@@ -16,6 +16,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from shardwell_wire.consistency import ASYNCHRONOUS, BOUNDED_STALENESS, SYNCHRONOUS, Consistency
 from shardwell_wire.errors import (
     AccessError,
     CapacityError,
@@ -86,6 +87,9 @@ if TYPE_CHECKING:
     from shardwell.wrapping.unwrap import unwrap
 
 __all__ = [
+    "ASYNCHRONOUS",
+    "BOUNDED_STALENESS",
+    "SYNCHRONOUS",
     "AccessError",
     "ActivationOffload",
     "BackwardPrefetch",
@@ -95,6 +99,7 @@ __all__ = [
     "ChunkError",
     "ClientSide",
     "ConflictError",
+    "Consistency",
     "CorruptDataError",
     "CustomPolicy",
     "DeadlineError",

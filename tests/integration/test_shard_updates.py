@@ -132,9 +132,9 @@ def test_units_are_updated_in_the_requested_order_and_wake_readers(server: Shard
 
 
 def noting(order: list[int], index: int, update: Callable[..., Any]) -> Callable[..., Any]:
-    def noted(*arguments: Any) -> Any:
+    def noted(*arguments: Any, **options: Any) -> Any:
         order.append(index)
-        return update(*arguments)
+        return update(*arguments, **options)
 
     return noted
 

@@ -18,6 +18,7 @@ from shardwell_server.coordinator.servicer import CoordinatorServicer
 from shardwell_server.coordinator.settings import Settings
 from shardwell_server.coordinator.storage.storage import Storage
 from shardwell_server.coordinator.waiting import BackgroundTasks
+from shardwell_wire.consistency import SYNCHRONOUS, Consistency
 from shardwell_wire.names import check_names
 from shardwell_wire.topology import World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
@@ -58,6 +59,7 @@ class Trainer:
         self.rpcs, self.joined, self.run = rpcs, joined, run
         self.name, self.epoch, self.run_id = joined.trainer, joined.epoch, joined.run_id
         self.items = {item.global_rank: item for item in joined.work.items}
+        self.version = joined.work.step
         self.ranks = [rank_assignment.coordinates.global_rank for rank_assignment in joined.rank_assignments]
 
     def context(self, step: int, epoch: int | None = None, request_id: str = "") -> common_pb2.RequestContext:
@@ -312,9 +314,20 @@ def run_async(test: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(test, 30))
 
 
-def config(world: World, *, min_trainers: int = 0, seed: int = 0, num_layers: int = 0) -> coordinator_pb2.RunConfig:
+def config(
+    world: World,
+    *,
+    min_trainers: int = 0,
+    seed: int = 0,
+    num_layers: int = 0,
+    consistency: Consistency = SYNCHRONOUS,
+) -> coordinator_pb2.RunConfig:
     return coordinator_pb2.RunConfig(
-        world=world.to_proto(), min_trainers=min_trainers, seed=seed, num_layers=num_layers
+        world=world.to_proto(),
+        min_trainers=min_trainers,
+        seed=seed,
+        num_layers=num_layers,
+        **consistency.to_fields(),
     )
 
 

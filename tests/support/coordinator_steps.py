@@ -16,8 +16,7 @@ async def team_with_unit(cluster: Harness, *names: str, **options: Any) -> list[
 
 def proposers(cluster: Harness) -> set[str]:
     """Returns the trainers that have proposed the step in flight."""
-    step = cluster.state.runs["r"].step
-    assert step is not None
+    (step,) = cluster.state.runs["r"].steps
     return set(step.proposals)
 
 

@@ -94,6 +94,7 @@ def main() -> None:
     parser.add_argument("--trainer", default="")
     parser.add_argument("--global-rank", type=int)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--consistency", type=shardwell.Consistency.parse)
     parser.add_argument("--chunk-bytes", type=int)
     parser.add_argument("--transports")
     parser.add_argument("--clip", type=float)
@@ -115,6 +116,7 @@ def main() -> None:
         min_trainers=options.min_trainers,
         trainer=options.trainer,
         global_rank=options.global_rank,
+        consistency=options.consistency,
         **join_options(chunk_bytes=options.chunk_bytes, transports=options.transports, wait_limit_s=90),
     )
     at_step, number = options.kill_at_step, signal.SIGKILL

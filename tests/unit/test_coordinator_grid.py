@@ -31,7 +31,7 @@ async def grid(cluster: Harness, world: World = WORLD, names: Sequence[str] = ""
 
 
 def step_of(cluster: Harness) -> Any:
-    return cluster.state.runs["r"].step
+    return cluster.state.runs["r"].steps[0]
 
 
 def work(response: Any) -> Items:
@@ -483,7 +483,9 @@ def test_step_is_committed_without_a_leader_that_joined_after_its_item_was_finis
             assert [sorted(trainer.items) for trainer in (a, new, c, d)] == [[0], [1], [2], [3]]
             await asyncio.gather(*(trainer.finish(1, accept_work=False) for trainer in (a, new, c, d)))
             await asyncio.gather(c.commit(1), d.commit(1))
-            assert cluster.state.runs["r"].leaders() == ["a", new.name], "at the next step, it leads again"
+            assert cluster.state.runs["r"].leaders(cluster.state.runs["r"].steps[0]) == ["a", new.name], (
+                "at the next step, it leads again"
+            )
 
     run_async(scenario())
 

@@ -61,8 +61,8 @@ def test_stored_state_is_loaded_unchanged(tmp_path: Path) -> None:
         await storage.save_run(RUN)
         await storage.save_units("r", [replace(UNIT, published=False), replace(UNIT, unit_index=1)])
         await storage.save_units("r", [UNIT])
-        await storage.save_commit("r", commit_record(0), b"state")
-        await storage.save_commit("r", commit_record(1), None)
+        await storage.save_commit("r", [0], commit_record(0), b"state")
+        await storage.save_commit("r", [0], commit_record(1), None)
         await storage.save_finished("r", 2, finished)
         await storage.save_run(replace(RUN, run="gone"))
         await storage.delete_run("gone", 17)
@@ -82,7 +82,7 @@ def test_stored_state_is_loaded_unchanged(tmp_path: Path) -> None:
     assert run.units == (UNIT, replace(UNIT, unit_index=1))
     assert run.commits == (commit_record(0), commit_record(1))
     assert run.state == b"state"
-    assert run.finished == tuple(finished)
+    assert run.finished == tuple((2, record) for record in finished)
 
 
 def test_old_commits_and_finished_items_of_committed_steps_are_deleted(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_old_commits_and_finished_items_of_committed_steps_are_deleted(tmp_path:
         await storage.save_run(RUN)
         await storage.save_finished("r", 0, [FinishedRecord(0, 0, b"")])
         for step in range(2 * KEPT_COMMITS):
-            await storage.save_commit("r", commit_record(step), None)
+            await storage.save_commit("r", [0], commit_record(step), None)
         (run,) = (await storage.load()).runs
         assert [record.step for record in run.commits] == list(range(KEPT_COMMITS, 2 * KEPT_COMMITS))
         assert run.finished == ()

@@ -30,6 +30,7 @@ NAMES = """
     from_safetensors init join_state_dicts TensorSlice save_dcp save_safetensors sharded_state_dict testing
     CheckpointReader open_checkpoint checkpoint_to_dcp dcp_to_checkpoint
     Bottleneck PerformanceReport Severity StepPart unwrap
+    ASYNCHRONOUS BOUNDED_STALENESS Consistency SYNCHRONOUS
 """
 
 OPTIMIZERS = """

@@ -60,7 +60,7 @@ def test_completeness_expects_the_parts_of_the_last_step() -> None:
     assert not contributions.seem_complete(2)
     contributions.by_rank = {0: contribution(parts=3), 1: contribution()}
     assert contributions.seem_complete(2)
-    contributions.end_step()
+    contributions.end_step({0, 1})
     contributions.by_rank = {0: contribution(parts=2), 1: contribution()}
     assert not contributions.seem_complete(2), "rank 0 pushed three parts"
     contributions.by_rank = {0: contribution(parts=3), 1: contribution()}
@@ -68,15 +68,16 @@ def test_completeness_expects_the_parts_of_the_last_step() -> None:
 
 
 def test_differences_name_every_deviation_from_a_manifest() -> None:
-    contributions = Contributions()
+    contributions, ranks = Contributions(), set(range(6))
     contributions.by_rank = {0: contribution(), 1: contribution(attempt=1), 2: contribution(parts=2), 5: contribution()}
-    assert contributions.differences({0: (0, 1), 1: (1, 1), 2: (0, 2), 5: (0, 1)}) == []
-    assert contributions.differences({0: (0, 1), 1: (2, 1), 2: (0, 1), 3: (0, 1)}) == [
+    assert contributions.differences({0: (0, 1), 1: (1, 1), 2: (0, 2), 5: (0, 1)}, ranks) == []
+    assert contributions.differences({0: (0, 1), 1: (2, 1), 2: (0, 1), 3: (0, 1)}, ranks) == [
         "rank 1: expected 1 parts of attempt 2, have 1 of attempt 1",
         "rank 2: expected 1 parts of attempt 0, have 2 of attempt 0",
         "rank 3: expected 1 parts of attempt 0, have none",
         "rank 5: expected 0 parts of attempt 0, have 1 of attempt 0",
     ]
+    assert contributions.differences({0: (0, 1)}, {0}) == [], "other ranks do not take part"
 
 
 def rank(dp_rank: int, epoch: int, attempt: int) -> shard_pb2.RankFence:

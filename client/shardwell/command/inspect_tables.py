@@ -16,6 +16,7 @@ from rich.text import Text
 
 from shardwell.planning import division_tables
 from shardwell.sizes import format_size
+from shardwell_wire.consistency import Consistency
 from shardwell_wire.topology import AXES, AXIS_NAMES, World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 
@@ -88,7 +89,8 @@ def run(response: coordinator_pb2.DescribeRunResponse) -> RenderableType:
         _trainers(response.trainers),
         "",
         *_transports(response.trainers),
-        _work(response.work),
+        *_consistency(response.summary),
+        _work(response),
         "",
         _optimizer(response),
         *checkpoint_lines(response.checkpoints),
@@ -115,12 +117,28 @@ def _transports(trainers: Sequence[coordinator_pb2.TrainerSummary]) -> Sequence[
     return (table, "") if table.row_count else ()
 
 
-def _work(work: Sequence[coordinator_pb2.WorkSummary]) -> RenderableType:
-    table = _table("WORK ITEM OF RANK", "DP RANK", "STATE", "TRAINER", "EPOCH", "ATTEMPT")
-    for entry in work:
+def _consistency(summary: coordinator_pb2.RunSummary) -> list[str]:
+    """Returns the consistency mode of an asynchronous run."""
+    mode = Consistency.from_proto(summary.config)
+    return [f"consistency {mode}"] if mode.asynchronous else []
+
+
+def _work(response: coordinator_pb2.DescribeRunResponse) -> RenderableType:
+    """Returns a table of the work items. In an asynchronous run, each has its own number and version."""
+    newest, is_asynchronous = response.summary.committed_step, bool(_consistency(response.summary))
+    progress = ("ITEM", "READS VERSION", "COMMITS SINCE") if is_asynchronous else ()
+    table = _table("WORK ITEM OF RANK", "DP RANK", *progress, "STATE", "TRAINER", "EPOCH", "ATTEMPT")
+    for entry in response.work:
         item, state = entry.item, _WORK_STATES.get(entry.state, "unknown")
+        numbers = (item.number, entry.version, newest - entry.version) if is_asynchronous else ()
         table.add_row(
-            str(item.global_rank), str(item.dp_rank), state, entry.trainer or "-", str(item.epoch), str(item.attempt)
+            str(item.global_rank),
+            str(item.dp_rank),
+            *map(str, numbers),
+            state,
+            entry.trainer or "-",
+            str(item.epoch),
+            str(item.attempt),
         )
     return table
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import StringIO
@@ -84,6 +85,12 @@ class PerformanceReport:
         return self._mean([step.freed_bytes for step in self.steps])
 
     @property
+    def staleness(self) -> dict[int, int]:
+        """Number of steps by staleness: commits of other work items between the version that a step read and its own
+        commit. Empty in a synchronous run."""
+        return dict(sorted(Counter(at for step in self.steps if (at := step.facts.staleness) is not None).items()))
+
+    @property
     def _transports(self) -> list[str]:
         return sorted({name for step in self.steps for name in (*step.received_bytes, *step.sent_bytes)})
 
@@ -109,6 +116,7 @@ class PerformanceReport:
             "model_bytes": self.model_bytes,
             "peak_gathered_bytes": self.peak_gathered_bytes,
             "freed_bytes": self.freed_bytes,
+            "staleness": {str(commits): count for commits, count in self.staleness.items()},
             "bottlenecks": [
                 {**dataclasses.asdict(bottleneck), "severity": bottleneck.severity.name.lower()}
                 for bottleneck in self.bottlenecks
@@ -122,7 +130,9 @@ class PerformanceReport:
     def __rich__(self) -> RenderableType:
         if not self.steps:
             return Text("No step is measured yet. The first step after join is not measured: commit another one.")
-        return Group(Text(self._headline()), "", self._parts_table(), "", *self._traffic(), "", *self._advice())
+        parts = [self._parts_table(), *([self._staleness_table()] if self.staleness else [])]
+        tables = [line for part in parts for line in (part, "")]
+        return Group(Text(self._headline()), "", *tables, *self._traffic(), "", *self._advice())
 
     def __str__(self) -> str:
         console = Console(file=StringIO(), width=_WIDTH, color_system=None, highlight=False)
@@ -148,6 +158,14 @@ class PerformanceReport:
             if seconds or part is StepPart.COMPUTE:
                 share = seconds / self.step_s if self.step_s else 0.0
                 table.add_row(part.value.replace("_", " "), format_seconds(seconds), f"{share:.1%}")
+        return table
+
+    def _staleness_table(self) -> Table:
+        table = Table("STALENESS", box=None, pad_edge=False, header_style="bold")
+        for heading in ("STEPS", "SHARE"):
+            table.add_column(heading, justify="right")
+        for commits, count in self.staleness.items():
+            table.add_row(str(commits), str(count), f"{count / sum(self.staleness.values()):.1%}")
         return table
 
     def _traffic(self) -> list[RenderableType]:

@@ -80,6 +80,9 @@ class CommitFacts:
     """The update that made the weights that the step read. None: not known."""
     record_s: float = 0.0
     """Duration of writing the commit record."""
+    staleness: int | None = None
+    """Number of commits of other work items between the version that the item read and its own commit. None: the run is
+    synchronous."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from shardwell.module.strategy import BackwardPrefetch
 from shardwell.transport.selector import TRANSPORT_NAMES, parse_transports
 from shardwell_wire import chunk_streams
 from shardwell_wire.checkpoints.opening import absolute
+from shardwell_wire.consistency import SYNCHRONOUS, Consistency
 from shardwell_wire.errors import InvalidRequestError, UsageError, WorldError
 from shardwell_wire.names import check_name
 from shardwell_wire.tls import TlsOptions
@@ -269,6 +270,8 @@ class JoinConfig:
     """Number of checkpoints to keep. 0: all. None: as the run has."""
     backups: int | None = None
     """Servers that keep a copy of every shard besides its owner. None: as the run has."""
+    consistency: Consistency = SYNCHRONOUS
+    """When gradients are applied."""
     resume: str = ""
     """Checkpoint from which to create the run, if it does not exist: ``latest``, or a path or URL. Empty: none. Its run
     may have had another world."""
@@ -293,6 +296,7 @@ class JoinConfig:
                 f"gradient_reduction={DIRECT!r}"
             )
         self._check_durability()
+        self._check_consistency()
         if self.min_trainers is not None and not 1 <= self.min_trainers <= self.world.size:
             raise WorldError(
                 f"min_trainers={self.min_trainers}: expected 1 to {self.world.size}, the size of {self.world}"
@@ -326,6 +330,43 @@ class JoinConfig:
         if self.resume and self.resume != LATEST:
             object.__setattr__(self, "resume", absolute(self.resume))
 
+    def _check_consistency(self) -> None:
+        """Raises UsageError for options that assume that all ranks read the same version."""
+        if not self.consistency.asynchronous:
+            return
+        world, transfers = self.world, self.transfers
+        for conflicts, option, reason in (
+            (world.tp * world.pp > 1, f"world={world}", "the trainers of a replica commit together"),
+            (self.backups, f"backups={self.backups}", "backups follow one version"),
+            (self.checkpoint_dir, f"checkpoint_dir={self.checkpoint_dir!r}", "checkpoints hold one version"),
+            (self.resume, f"resume={self.resume!r}", "checkpoints hold one version"),
+            (
+                transfers.host_cache_bytes,
+                f"host_cache_bytes={transfers.host_cache_bytes}",
+                "the trainers of a host read different versions",
+            ),
+            (
+                transfers.node_group != "none",
+                f"node_group={transfers.node_group!r}",
+                "the trainers of a node read different versions",
+            ),
+            (
+                transfers.gradient_reduction == HIERARCHICAL,
+                f"gradient_reduction={HIERARCHICAL!r}",
+                "the gradient of each rank is applied by itself",
+            ),
+            (
+                self.reduction_groups,
+                f"reduction_groups={self.reduction_groups}",
+                "the gradient of each rank is applied by itself",
+            ),
+            (transfers.push_error_feedback, "push_error_feedback=True", "residuals belong to consecutive versions"),
+        ):
+            if conflicts:
+                raise UsageError(
+                    f"consistency={self.consistency} contradicts {option}: {reason}. Leave one of the two options out"
+                )
+
     def _check_names(self) -> None:
         try:
             check_name("run", self.run)
@@ -347,6 +388,7 @@ class JoinConfig:
             checkpoint_keep=self.keep,
             backups=self.backups,
             reduction_groups=self.reduction_groups,
+            **self.consistency.to_fields(),
         )
 
     @classmethod
@@ -412,6 +454,13 @@ def _integer(variable: str, text: str) -> int:
         raise UsageError(f"{variable}={text!r}: expected an integer") from None
 
 
+def _consistency(variable: str, text: str) -> Consistency:
+    try:
+        return Consistency.parse(text)
+    except InvalidRequestError as error:
+        raise UsageError(f"{variable}: {error}") from None
+
+
 def _number(variable: str, text: str) -> float:
     try:
         return float(text)
@@ -430,6 +479,7 @@ _PARSERS: dict[str, Callable[[str, str], Any]] = {
     "int": _integer,
     "float": _number,
     "bool": _boolean,
+    "Consistency": _consistency,
     "tuple[str, ...]": _texts,
     "tuple[int, ...]": _integers,
 }

@@ -52,6 +52,10 @@ class Iteration:
             logger.warning("step %d is computed again in another iteration of the loop: %s", step, reason)
         self.voided = True
 
+    def end_early(self) -> None:
+        """Makes the rest of the iteration have no effect, because there is no work item for it."""
+        self.voided = True
+
     def move(self, joined: coordinator_pb2.JoinResponse) -> None:
         """Records that this trainer has joined the run again and that the run is at another step."""
         self._joined = joined

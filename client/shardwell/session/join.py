@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shardwell.session.config import JoinConfig, TransferOptions, WaitOptions
 from shardwell.session.session import Session
+from shardwell_wire.consistency import Consistency
 from shardwell_wire.tls import TlsOptions
 from shardwell_wire.topology import World
 
@@ -25,6 +26,7 @@ def join(
     checkpoint_every: int | None = None,
     keep: int | None = None,
     backups: int | None = None,
+    consistency: Consistency | None = None,
     resume: str | None = None,
     rewrap: bool | None = None,
     reduction_groups: tuple[int, ...] | None = None,
@@ -61,6 +63,10 @@ def join(
         keep: Number of checkpoints to keep; older ones are deleted. 0: all. Default: as checkpoint_dir.
         backups: Number of other servers that keep a copy of every shard, so that the loss of a server costs no step.
             The newest value that a trainer passes counts. Default: unchanged; a new run has none.
+        consistency: When gradients are applied: ``shardwell.SYNCHRONOUS`` (one commit for all ranks),
+            ``shardwell.ASYNCHRONOUS`` (one commit per work item) or ``shardwell.BOUNDED_STALENESS(s)`` (likewise, with
+            no rank more than ``s`` items ahead of the slowest). Only the first gives reproducible weights. Default:
+            SYNCHRONOUS.
         resume: Checkpoint from which to create the run, if it does not exist: ``latest`` for the newest one of this
             run in ``checkpoint_dir`` (without any, the run starts at step 0), or the path or URL of one checkpoint.
             The world and the numbers of trainers and servers may differ from those at the time of the checkpoint.
@@ -73,8 +79,8 @@ def join(
         waits: How long to wait for other processes.
 
     Raises:
-        RunMismatchError: The run exists with another world, seed, min_trainers or reduction_groups; or the checkpoint
-            has another seed, or the same dp and other reduction_groups.
+        RunMismatchError: The run exists with another world, seed, min_trainers, consistency or reduction_groups; or the
+            checkpoint has another seed, or the same dp and other reduction_groups.
         NotFoundError: The checkpoint to resume from does not exist.
         CorruptDataError: The checkpoint to resume from is damaged.
         WorldError: The world is invalid, or does not fit ``min_trainers``, ``num_layers``, ``reduction_groups`` or the

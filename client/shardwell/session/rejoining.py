@@ -78,7 +78,7 @@ class Rejoining:
         joined, before = self._membership.refresh(), self._state.number
         present = {rank: state.key for rank, state in self._state.items.items()}
         leased = {item.global_rank: (item.epoch, item.attempt) for item in joined.work.items}
-        if (joined.committed_step, leased) == (before, present):
+        if (joined.work.step, leased) == (before, present):
             return
         if not self._take_over_step():
             return
@@ -87,6 +87,10 @@ class Rejoining:
             self._iteration.void(before, f"the run is at step {self._state.number}")
         else:
             self._iteration.restart(joined)
+
+    def end_iteration(self) -> None:
+        """Makes the rest of the loop's iteration have no effect, because this trainer has no more items to compute."""
+        self._iteration.end_early()
 
     def start_over(self, group_epoch: int) -> None:
         """Ends the use of the model, and takes over the run's step for another one.
@@ -125,9 +129,9 @@ class Rejoining:
     def _restart_step(self) -> bool:
         """Starts the run's step with this trainer's work items. Returns as ``_take_over_step``."""
         joined = self._membership.joined
-        moved = joined.committed_step != self._state.number or joined.rollback_count != self._rollbacks
+        moved = joined.work.step != self._state.number or joined.rollback_count != self._rollbacks
         self._rollbacks = joined.rollback_count
-        self._state.restart(joined.committed_step, joined.work.items)
+        self._state.restart(joined.work.step, joined.work.items, joined.work.position)
         self._store.rejoin(joined, moved=moved)
         return moved
 

@@ -320,6 +320,8 @@ class RunStore:
     def share_on_host(self, unit_index: int) -> bool:
         """See ``ParameterStore.share_on_host``."""
         unit = self._units[unit_index]
+        if self._state.asynchronous:
+            return False  # the trainers of a host read different versions
         if unit.vector is None:
             unit = self._mappings.share_on_host(unit, self._config.transfers.gather_dtype)
             self._units[unit_index] = unit

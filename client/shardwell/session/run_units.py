@@ -17,6 +17,7 @@ from shardwell.session.config import JoinConfig
 from shardwell.session.membership import Lease, Membership
 from shardwell.transport.shared_vector import CAN_MAP, SegmentLocation, SharedVector
 from shardwell_wire import wire_dtypes
+from shardwell_wire.consistency import Consistency
 from shardwell_wire.errors import CapacityError, DeadlineError, ShardwellError, UnavailableError, UnitMismatchError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.retry import backoff
@@ -167,6 +168,7 @@ class ShardMappings:
 
     def __init__(self, membership: Membership, config: JoinConfig) -> None:
         self._membership, self._config = membership, config
+        self._reads_in_place = CAN_MAP and not Consistency.from_proto(membership.joined.config).asynchronous
         self._rollback_count = membership.joined.rollback_count
         self._cache = self._open_cache() if config.transfers.host_cache_bytes else None
 
@@ -189,7 +191,7 @@ class ShardMappings:
 
     def map_stored(self, unit: RemoteUnit) -> RemoteUnit:
         """Maps a unit that travels in its stored dtypes, if servers of this host share all its shards."""
-        if not CAN_MAP or not unit.layout.size_bytes:
+        if not self._reads_in_place or not unit.layout.size_bytes:
             return unit
         try:
             locations = [shard.locate() for shard in unit.shards]
@@ -221,7 +223,7 @@ class ShardMappings:
             CapacityError: This host has no shared memory for the host cache.
             OSError: A segment cannot be mapped.
         """
-        if not CAN_MAP or not unit.layout.size_bytes:
+        if not self._reads_in_place or not unit.layout.size_bytes:
             return
         vector, exact = unit.vector, not wire_dtypes.GATHER_NAMES[gather_dtype]
         others = []
@@ -276,7 +278,7 @@ class ShardMappings:
             self._cache.close()
 
     def _map(self, unit: RemoteUnit, gather_dtype: str, *, beyond_budget: bool) -> RemoteUnit:
-        if not CAN_MAP or not unit.layout.size_bytes:
+        if not self._reads_in_place or not unit.layout.size_bytes:
             return unit
         name, exact = unit.layout.unit, not wire_dtypes.GATHER_NAMES[gather_dtype]
         try:

@@ -37,6 +37,7 @@ from shardwell.session.step_in_flight import StepInFlight
 from shardwell.session.step_state import StepState
 from shardwell.session.training import Training
 from shardwell.session.training_loop import TrainingLoop
+from shardwell_wire.consistency import Consistency
 from shardwell_wire.errors import ReplicaLostError, ShardwellError, UsageError
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
@@ -74,7 +75,14 @@ class Session:
         joined = self._membership.joined
         self._replica = ReplicaGroup(self._membership, wait_limit_s=config.waits.wait_limit_s)
         self.world, self.seed = self._membership.world, self._membership.seed
-        self._state = StepState(joined.committed_step, joined.work.items, spare_hint=self._spare_hint())
+        self.consistency = Consistency.from_proto(joined.config)
+        self._state = StepState(
+            joined.work.step,
+            joined.work.items,
+            position=joined.work.position,
+            asynchronous=self.consistency.asynchronous,
+            spare_hint=self._spare_hint(),
+        )
         self.store = RunStore(self._membership, config, self._state)
         self._committer = StepCommitter(self._membership)
         self._training = self._start_training()
@@ -224,6 +232,11 @@ class Session:
         Raises:
             UsageError: The state of an object has values of another type.
         """
+        if self.consistency.asynchronous:
+            raise UsageError(
+                f"track({', '.join(objects)}) in a run with consistency={self.consistency}: each work item is "
+                "committed by itself, so no commit has the state of all trainers. Compute such state from step.number"
+            )
         self._training.tracked.track(objects)
 
     def tracks_scheduler_of(self, optimizer: Any) -> bool:

@@ -112,8 +112,10 @@ class Step:
     def _batches(self, make_batch: BatchFunction, num_samples: int) -> Iterator[Any]:
         work = self._work
         work.settle()
-        if not work.rejoining.join_again() or work.voided or work.state.number > self._loop.step:
+        if not work.rejoining.join_again() or work.voided:
             return
+        if work.state.position > self._loop.step and not work.state.asynchronous:
+            return  # the step is committed
         work.items.start_batches()
         items = deque(work.state.unfinished)
         while True:
@@ -131,9 +133,10 @@ class Step:
         if item.item.global_rank not in self.global_ranks:
             self.global_ranks.append(item.item.global_rank)
         step = work.state.number
-        torch.manual_seed(derive_seed(self._seed, step, dp_rank))
+        is_asynchronous, number = work.state.asynchronous, item.item.number
+        torch.manual_seed(derive_seed(self._seed, number if is_asynchronous else step, dp_rank))
         try:
-            yield self._make(make_batch, dp_rank, num_samples)
+            yield self._make(make_batch, number if is_asynchronous else self.number, dp_rank, num_samples)
             if work.state.number != step:
                 raise UsageError(
                     f"optimizer.step() was called inside the loop over step.batches of step {self.number}: "
@@ -144,10 +147,10 @@ class Step:
             work.items.stop_item()
             raise
 
-    def _make(self, make_batch: BatchFunction, dp_rank: int, num_samples: int) -> Any:
+    def _make(self, make_batch: BatchFunction, number: int, dp_rank: int, num_samples: int) -> Any:
         """Returns a batch. Measures how long it takes to make."""
         started, monitor = time.perf_counter(), self._work.monitor
-        batch = make_batch(self.number, dp_rank)
+        batch = make_batch(number, dp_rank)
         monitor.add(StepPart.DATA, time.perf_counter() - started)
         monitor.count(samples=num_samples)
         return batch

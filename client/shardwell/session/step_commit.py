@@ -77,6 +77,7 @@ class StepCommitter:
             last_finished=last,
             previous_update=None if update is None else ServerUpdate(update.server, update.duration_s),
             record_s=response.record_s,
+            staleness=response.staleness if response.HasField("staleness") else None,
         )
 
     def finish_work(
@@ -86,6 +87,7 @@ class StepCommitter:
         *,
         accept_work: bool,
         accept_copies: bool = False,
+        item_limit: int | None = None,
     ) -> coordinator_pb2.FinishWorkResponse:
         """Reports finished items; returns when all items of the step are finished or this trainer gets more work.
 
@@ -94,6 +96,7 @@ class StepCommitter:
             finished: All items that this trainer has finished in the step.
             accept_work: Whether this trainer can compute items of lost trainers.
             accept_copies: Whether this trainer can compute copies of items that are late at other trainers.
+            item_limit: In an asynchronous run, number of items that each data rank is to compute. None: not known.
 
         Returns:
             Whether all items are finished, or the items that this trainer must compute: those of lost trainers, and
@@ -109,6 +112,7 @@ class StepCommitter:
             items=finished,
             accept_work=accept_work,
             accept_copies=accept_copies,
+            item_limit=item_limit,
         )
         fault_points.reach("client.finish_work.before", step=step)
         started = time.perf_counter()

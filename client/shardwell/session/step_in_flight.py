@@ -186,7 +186,7 @@ class StepInFlight:
         """Returns the norm of a step's mean gradient before clipping. Finishes the work of the step in flight first.
 
         Args:
-            step: Number of the step.
+            step: Number of the step, as in ``StepState.position``.
             norm_type: The norm's p.
             counted: Units of this trainer to include. Empty: all units of the run.
             kept: Units of this trainer to leave out.
@@ -197,8 +197,9 @@ class StepInFlight:
         """
         try:
             if not self.voided and self.rejoining.join_again():
-                if step == self.state.number:
+                if step == self.state.position:
                     self._finish_plain_loop()
+                    step = self.state.number
                 return self._committer.grad_norm(step, norm_type, counted, kept)
         except VersionGoneError:
             if not self.state.in_batches:
@@ -233,7 +234,7 @@ class StepInFlight:
 
     def _commit(self, step: int, update: StepUpdate) -> bool:
         state = self.state
-        if step < state.number:
+        if step < state.position:
             response = self._send_proposal(step, update)
             self._buffers.restore()
             return not response.skipped
@@ -248,7 +249,7 @@ class StepInFlight:
                 self._finish_empty_work()
             self._finish_plain_loop()
             self._mark_late_drops(update.optimizer)
-            response = self._send_proposal(step, update)
+            response = self._send_proposal(state.number, update)
         except (DeadlineError, ReplicaLostError, UnavailableError):
             raise  # the other trainers may still commit the step, so the commit stays pending
         except Exception:
@@ -261,7 +262,7 @@ class StepInFlight:
         """Completes an ``optimizer.step()`` that an interrupt or a deadline ended, committed or not."""
         if (update := self.state.pending_update) is not None:
             logger.info("step %d: completing the optimizer.step() that was interrupted", self.state.number)
-            self.commit(self.state.number, update)
+            self.commit(self.state.position, update)
 
     def _send_proposal(self, step: int, update: StepUpdate) -> coordinator_pb2.CommitStepResponse:
         return self._committer.commit(
@@ -287,7 +288,8 @@ class StepInFlight:
             self._units.invalidate(updated if self._several_optimizers else None)
         finally:  # the step is committed, even if a parameter was written in place
             self._store.residuals.note_wanted(response.residuals)
-            finished = self.state.advance(response.next_work.step, response.next_work.items)
+            work = response.next_work
+            finished = self.state.advance(work.step, work.items, work.position)
             self._store.start_step(finished, kept)
         self._units.begin_step()
         self._buffers.commit(response.state, step, self.state.number, has_work=bool(self.state.items))
@@ -315,6 +317,11 @@ class StepInFlight:
 
     def _finish_plain_loop(self) -> None:
         """Finishes the trainer's item in a plain loop, which has no end of its own, and waits for other trainers."""
+        if self.state.asynchronous and not self.state.in_batches:
+            raise UsageError(
+                "this run commits each work item by itself, so that a trainer may have to wait before its next item: "
+                "run the forward and the backward inside `for batch in step.batches(...)`"
+            )
         if self.state.current is not None:
             self.items.end_item()
         # An abandoned item is finished by another trainer once the work of all trainers is finished.

@@ -188,15 +188,28 @@ class StepState:
     Args:
         number: The step, which is the version that it reads.
         items: Work items of this trainer.
+        position: Number of committed work items of this trainer's rank. None: ``number``, as in a synchronous run.
+        asynchronous: Whether each work item is committed by itself.
         spare_hint: Advice for a trainer without a logical rank that computes a gradient. Empty: the usual advice.
     """
 
-    def __init__(self, number: int, items: Iterable[coordinator_pb2.WorkItem], *, spare_hint: str = "") -> None:
-        self._spare_hint = spare_hint
-        self._start(number, items)
+    def __init__(
+        self,
+        number: int,
+        items: Iterable[coordinator_pb2.WorkItem],
+        *,
+        position: int | None = None,
+        asynchronous: bool = False,
+        spare_hint: str = "",
+    ) -> None:
+        self.asynchronous, self._spare_hint = asynchronous, spare_hint
+        self.item_limit: int | None = None
+        """Number of items that the training loop of an asynchronous run has for each data rank. None: no loop runs."""
+        self._start(number, items, position)
 
-    def _start(self, number: int, items: Iterable[coordinator_pb2.WorkItem]) -> None:
+    def _start(self, number: int, items: Iterable[coordinator_pb2.WorkItem], position: int | None) -> None:
         self.number = number
+        self.position = number if position is None else position
         self.items: dict[int, WorkItemState] = {}
         """Work items of this trainer, by global rank."""
         self.in_batches = False
@@ -337,11 +350,13 @@ class StepState:
         """Leaves COMMITTING: the step is certainly not committed."""
         self.pending_update = None
 
-    def restart(self, number: int, items: Iterable[coordinator_pb2.WorkItem]) -> None:
-        """Starts a step from the beginning, after this trainer has joined the run again."""
-        self._start(number, items)
+    def restart(self, number: int, items: Iterable[coordinator_pb2.WorkItem], position: int | None = None) -> None:
+        """Starts a step from the beginning, for example after this trainer has joined the run again."""
+        self._start(number, items, position)
 
-    def advance(self, number: int, items: Iterable[coordinator_pb2.WorkItem]) -> FinishedStep:
+    def advance(
+        self, number: int, items: Iterable[coordinator_pb2.WorkItem], position: int | None = None
+    ) -> FinishedStep:
         """Moves to the next step after the commit; returns a summary of the committed step."""
         finished = FinishedStep(
             frozenset(self.items),
@@ -352,7 +367,7 @@ class StepState:
                 if state.finished and not state.abandoned and number == self.number + 1
             ),
         )
-        self._start(number, items)
+        self._start(number, items, position)
         return finished
 
     # ---- checks ----

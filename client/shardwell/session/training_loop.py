@@ -46,8 +46,15 @@ class TrainingLoop:
                 self._committed,
                 num_steps,
             )
+        if optimizer_steps > 1 and self._in_flight.state.asynchronous:
+            raise UsageError(
+                f"steps(optimizer_steps={optimizer_steps}) in a run that commits each work item by itself: call "
+                "optimizer.step() once in the loop body"
+            )
         number = self._first_iteration(optimizer_steps)
         loop: LoopPosition | None = None
+        state = self._in_flight.state
+        state.item_limit = num_steps if state.asynchronous else None
         try:
             while number < num_steps:
                 loop = self._position = LoopPosition(number, optimizer_steps)
@@ -59,6 +66,8 @@ class TrainingLoop:
                 else:
                     loop.require_end()
                     number += 1
+                if state.asynchronous:
+                    number = self._committed
         finally:
             if self._position is loop:  # another loop may have started
                 self._position = None
@@ -71,13 +80,15 @@ class TrainingLoop:
 
     @property
     def _committed(self) -> int:
-        """Number of committed steps."""
-        return self._in_flight.state.number
+        """Number of committed steps; in an asynchronous run, of committed work items of this trainer's rank."""
+        return self._in_flight.state.position
 
     @property
     def step(self) -> int:
         """The step that ``optimizer.step()`` commits; a committed step while an iteration is repeated."""
-        return self._committed if self._position is None else self._position.step
+        if self._position is None or self._in_flight.state.asynchronous:
+            return self._committed
+        return self._position.step
 
     def commit(self, update: StepUpdate) -> bool:
         """Commits the loop's step; returns whether parameters were updated. See ``StepInFlight.commit``."""

@@ -181,7 +181,11 @@ class WorkItems:
                     if item.finished and not (item.abandoned and self._state.in_batches)
                 ]
                 response = self._committer.finish_work(
-                    self._state.number, reported, accept_work=accept_work, accept_copies=self._accepts_copies
+                    self._state.number,
+                    reported,
+                    accept_work=accept_work,
+                    accept_copies=self._accepts_copies,
+                    item_limit=self._state.item_limit,
                 )
             except StaleEpochError:
                 if not self._membership.lapsed:
@@ -189,9 +193,23 @@ class WorkItems:
                 continue
             if response.all_finished:
                 self._state.finish_work()
+            elif self._state.asynchronous and not response.work.items:
+                self._state.restart(response.work.step, [], response.work.position)
+                self._rejoining.end_iteration()
+                return []
+            elif self._state.asynchronous and response.work.step != self._state.number:
+                return self._start(response.work)
             elif work := self._take(response.work.items):
                 return work
         return []
+
+    def _start(self, work: coordinator_pb2.StepWork) -> list[WorkItemState]:
+        """Starts the item of an asynchronous run that this trainer has waited for. It reads a later version."""
+        self._state.restart(work.step, work.items, work.position)
+        self._state.start_batches()
+        self._units.invalidate()
+        self._units.begin_step()
+        return self._state.unfinished
 
     @property
     def _accepts_copies(self) -> bool:

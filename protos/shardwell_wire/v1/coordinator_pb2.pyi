@@ -21,6 +21,40 @@ else:
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
+class _Consistency:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _ConsistencyEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Consistency.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    CONSISTENCY_UNSPECIFIED: _Consistency.ValueType  # 0
+    """As CONSISTENCY_SYNCHRONOUS."""
+    CONSISTENCY_SYNCHRONOUS: _Consistency.ValueType  # 1
+    """A step has one work item per data rank and is committed when all of them are finished."""
+    CONSISTENCY_ASYNCHRONOUS: _Consistency.ValueType  # 2
+    """Each work item is committed by itself when it is finished. The order of the commits depends on time."""
+    CONSISTENCY_BOUNDED_STALENESS: _Consistency.ValueType  # 3
+    """As CONSISTENCY_ASYNCHRONOUS, but no data rank starts an item that is more than `max_staleness` items ahead of the item
+    of the slowest data rank.
+    """
+
+class Consistency(_Consistency, metaclass=_ConsistencyEnumTypeWrapper):
+    """Properties of a run. They are fixed when the run is created, unless a field says otherwise.
+    When the gradients of a run's work items are applied.
+    """
+
+CONSISTENCY_UNSPECIFIED: Consistency.ValueType  # 0
+"""As CONSISTENCY_SYNCHRONOUS."""
+CONSISTENCY_SYNCHRONOUS: Consistency.ValueType  # 1
+"""A step has one work item per data rank and is committed when all of them are finished."""
+CONSISTENCY_ASYNCHRONOUS: Consistency.ValueType  # 2
+"""Each work item is committed by itself when it is finished. The order of the commits depends on time."""
+CONSISTENCY_BOUNDED_STALENESS: Consistency.ValueType  # 3
+"""As CONSISTENCY_ASYNCHRONOUS, but no data rank starts an item that is more than `max_staleness` items ahead of the item
+of the slowest data rank.
+"""
+global___Consistency = Consistency
+
 class _WorkState:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -504,8 +538,6 @@ global___DeregisterServerResponse = DeregisterServerResponse
 
 @typing.final
 class RunConfig(google.protobuf.message.Message):
-    """Properties of a run. They are fixed when the run is created, unless a field says otherwise."""
-
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     WORLD_FIELD_NUMBER: builtins.int
@@ -517,6 +549,8 @@ class RunConfig(google.protobuf.message.Message):
     CHECKPOINT_KEEP_FIELD_NUMBER: builtins.int
     BACKUPS_FIELD_NUMBER: builtins.int
     REDUCTION_GROUPS_FIELD_NUMBER: builtins.int
+    CONSISTENCY_FIELD_NUMBER: builtins.int
+    MAX_STALENESS_FIELD_NUMBER: builtins.int
     seed: builtins.int
     """Base seed of data order, dropout and random initial values."""
     min_trainers: builtins.int
@@ -536,6 +570,10 @@ class RunConfig(google.protobuf.message.Message):
     """Copies of every shard that other servers keep. Not fixed: the last value that a trainer or SetBackups sends counts.
     Unset in a request: unchanged, 0 in a new run.
     """
+    consistency: global___Consistency.ValueType
+    """When gradients are applied."""
+    max_staleness: builtins.int
+    """With CONSISTENCY_BOUNDED_STALENESS: how many items a data rank may be ahead of the slowest one."""
     @property
     def world(self) -> shardwell_wire.v1.common_pb2.World:
         """The grid of logical ranks."""
@@ -559,9 +597,11 @@ class RunConfig(google.protobuf.message.Message):
         checkpoint_keep: builtins.int | None = ...,
         backups: builtins.int | None = ...,
         reduction_groups: collections.abc.Iterable[builtins.int] | None = ...,
+        consistency: global___Consistency.ValueType = ...,
+        max_staleness: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_backups", b"_backups", "_checkpoint_dir", b"_checkpoint_dir", "_checkpoint_every", b"_checkpoint_every", "_checkpoint_keep", b"_checkpoint_keep", "backups", b"backups", "checkpoint_dir", b"checkpoint_dir", "checkpoint_every", b"checkpoint_every", "checkpoint_keep", b"checkpoint_keep", "world", b"world"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_backups", b"_backups", "_checkpoint_dir", b"_checkpoint_dir", "_checkpoint_every", b"_checkpoint_every", "_checkpoint_keep", b"_checkpoint_keep", "backups", b"backups", "checkpoint_dir", b"checkpoint_dir", "checkpoint_every", b"checkpoint_every", "checkpoint_keep", b"checkpoint_keep", "min_trainers", b"min_trainers", "num_layers", b"num_layers", "reduction_groups", b"reduction_groups", "seed", b"seed", "world", b"world"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_backups", b"_backups", "_checkpoint_dir", b"_checkpoint_dir", "_checkpoint_every", b"_checkpoint_every", "_checkpoint_keep", b"_checkpoint_keep", "backups", b"backups", "checkpoint_dir", b"checkpoint_dir", "checkpoint_every", b"checkpoint_every", "checkpoint_keep", b"checkpoint_keep", "consistency", b"consistency", "max_staleness", b"max_staleness", "min_trainers", b"min_trainers", "num_layers", b"num_layers", "reduction_groups", b"reduction_groups", "seed", b"seed", "world", b"world"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_backups", b"_backups"]) -> typing.Literal["backups"] | None: ...
     @typing.overload
@@ -738,6 +778,7 @@ class WorkItem(google.protobuf.message.Message):
     COPY_FIELD_NUMBER: builtins.int
     REPLICA_EPOCH_FIELD_NUMBER: builtins.int
     LEASE_PROOF_FIELD_NUMBER: builtins.int
+    NUMBER_FIELD_NUMBER: builtins.int
     global_rank: builtins.int
     """The logical rank of the trainer that the message is sent to."""
     dp_rank: builtins.int
@@ -758,6 +799,8 @@ class WorkItem(google.protobuf.message.Message):
     """Proves the lease to shard servers, see RequestContext.lease_proof. Only in responses to the trainer that has the lease,
     and only if the cluster has a key.
     """
+    number: builtins.int
+    """Number of work items of the dp rank that are committed: the position in the data. In a synchronous run, the step."""
     def __init__(
         self,
         *,
@@ -768,8 +811,9 @@ class WorkItem(google.protobuf.message.Message):
         copy: builtins.bool = ...,
         replica_epoch: builtins.int = ...,
         lease_proof: builtins.bytes = ...,
+        number: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "copy", b"copy", "dp_rank", b"dp_rank", "epoch", b"epoch", "global_rank", b"global_rank", "lease_proof", b"lease_proof", "replica_epoch", b"replica_epoch"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "copy", b"copy", "dp_rank", b"dp_rank", "epoch", b"epoch", "global_rank", b"global_rank", "lease_proof", b"lease_proof", "number", b"number", "replica_epoch", b"replica_epoch"]) -> None: ...
 
 global___WorkItem = WorkItem
 
@@ -781,19 +825,25 @@ class StepWork(google.protobuf.message.Message):
 
     STEP_FIELD_NUMBER: builtins.int
     ITEMS_FIELD_NUMBER: builtins.int
+    POSITION_FIELD_NUMBER: builtins.int
     step: builtins.int
-    """The step."""
+    """The step, which is the version that the items read."""
+    position: builtins.int
+    """Number of committed work items of the caller's dp rank. Of several dp ranks, and for a spare of all dp ranks, the lowest
+    number. In a synchronous run, the step.
+    """
     @property
     def items(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___WorkItem]:
-        """The work items."""
+        """The work items. In an asynchronous run at most one."""
 
     def __init__(
         self,
         *,
         step: builtins.int = ...,
         items: collections.abc.Iterable[global___WorkItem] | None = ...,
+        position: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["items", b"items", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["items", b"items", "position", b"position", "step", b"step"]) -> None: ...
 
 global___StepWork = StepWork
 
@@ -1570,6 +1620,7 @@ class FinishWorkRequest(google.protobuf.message.Message):
     ACCEPT_WORK_FIELD_NUMBER: builtins.int
     WAIT_S_FIELD_NUMBER: builtins.int
     ACCEPT_COPIES_FIELD_NUMBER: builtins.int
+    ITEM_LIMIT_FIELD_NUMBER: builtins.int
     trainer: builtins.str
     """Name of the trainer."""
     accept_work: builtins.bool
@@ -1578,6 +1629,10 @@ class FinishWorkRequest(google.protobuf.message.Message):
     """Longest time to wait, in seconds. 0: do not wait."""
     accept_copies: builtins.bool
     """True: the caller may compute a copy of an item that is late. False: a copy that it holds is given up."""
+    item_limit: builtins.int
+    """In an asynchronous run: number of work items that each data rank is to compute. The caller gets no item from this
+    number on, until it sends another limit. Unset: unchanged; at first, there is no limit.
+    """
     @property
     def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
         """context.epoch: JoinResponse.epoch."""
@@ -1595,9 +1650,11 @@ class FinishWorkRequest(google.protobuf.message.Message):
         accept_work: builtins.bool = ...,
         wait_s: builtins.float = ...,
         accept_copies: builtins.bool = ...,
+        item_limit: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accept_copies", b"accept_copies", "accept_work", b"accept_work", "context", b"context", "items", b"items", "trainer", b"trainer", "wait_s", b"wait_s"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_item_limit", b"_item_limit", "context", b"context", "item_limit", b"item_limit"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_item_limit", b"_item_limit", "accept_copies", b"accept_copies", "accept_work", b"accept_work", "context", b"context", "item_limit", b"item_limit", "items", b"items", "trainer", b"trainer", "wait_s", b"wait_s"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_item_limit", b"_item_limit"]) -> typing.Literal["item_limit"] | None: ...
 
 global___FinishWorkRequest = FinishWorkRequest
 
@@ -1617,7 +1674,8 @@ class FinishWorkResponse(google.protobuf.message.Message):
     @property
     def work(self) -> global___StepWork:
         """Items that the caller must compute now: items of lost trainers that are leased to the caller, or items that were
-        restarted because a shard server was lost with their contributions. Reports of former attempts had no effect.
+        restarted because a shard server was lost with their contributions. Reports of former attempts had no effect. In an
+        asynchronous run: the caller's next item, or no item if `item_limit` items of each of its data ranks are committed.
         """
 
     @property
@@ -1868,6 +1926,7 @@ class CommitStepResponse(google.protobuf.message.Message):
     RESIDUALS_FIELD_NUMBER: builtins.int
     PREVIOUS_UPDATE_FIELD_NUMBER: builtins.int
     RECORD_S_FIELD_NUMBER: builtins.int
+    STALENESS_FIELD_NUMBER: builtins.int
     committed: builtins.bool
     """False: repeat the request."""
     grad_norm: builtins.float
@@ -1880,6 +1939,10 @@ class CommitStepResponse(google.protobuf.message.Message):
     """Number of relocations of the run's shards so far. See JoinResponse.placement."""
     record_s: builtins.float
     """Seconds that it took to write the commit record of this step. 0: not known."""
+    staleness: builtins.int
+    """In an asynchronous run: number of commits between the version that the work item read and its own commit. Unset in a
+    synchronous run, and if the record of the commit is no longer kept.
+    """
     @property
     def waiting_for(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """While waiting: what the step waits for, one line each."""
@@ -1923,11 +1986,14 @@ class CommitStepResponse(google.protobuf.message.Message):
         residuals: global___WantedResiduals | None = ...,
         previous_update: global___UpdateDuration | None = ...,
         record_s: builtins.float = ...,
+        staleness: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_previous_update", b"_previous_update", "_state", b"_state", "next_work", b"next_work", "previous_update", b"previous_update", "residuals", b"residuals", "state", b"state"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_previous_update", b"_previous_update", "_state", b"_state", "committed", b"committed", "grad_norm", b"grad_norm", "next_work", b"next_work", "partitions", b"partitions", "placement", b"placement", "previous_update", b"previous_update", "record_s", b"record_s", "residuals", b"residuals", "skipped", b"skipped", "state", b"state", "version", b"version", "waiting_for", b"waiting_for"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_previous_update", b"_previous_update", "_staleness", b"_staleness", "_state", b"_state", "next_work", b"next_work", "previous_update", b"previous_update", "residuals", b"residuals", "staleness", b"staleness", "state", b"state"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_previous_update", b"_previous_update", "_staleness", b"_staleness", "_state", b"_state", "committed", b"committed", "grad_norm", b"grad_norm", "next_work", b"next_work", "partitions", b"partitions", "placement", b"placement", "previous_update", b"previous_update", "record_s", b"record_s", "residuals", b"residuals", "skipped", b"skipped", "staleness", b"staleness", "state", b"state", "version", b"version", "waiting_for", b"waiting_for"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_previous_update", b"_previous_update"]) -> typing.Literal["previous_update"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_staleness", b"_staleness"]) -> typing.Literal["staleness"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_state", b"_state"]) -> typing.Literal["state"] | None: ...
 
@@ -2507,10 +2573,13 @@ class WorkSummary(google.protobuf.message.Message):
     ITEM_FIELD_NUMBER: builtins.int
     STATE_FIELD_NUMBER: builtins.int
     TRAINER_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
     state: global___WorkState.ValueType
     """State of the item."""
     trainer: builtins.str
     """Holder of the lease. Empty while vacant."""
+    version: builtins.int
+    """The version that the item reads."""
     @property
     def item(self) -> global___WorkItem:
         """The work item."""
@@ -2521,9 +2590,10 @@ class WorkSummary(google.protobuf.message.Message):
         item: global___WorkItem | None = ...,
         state: global___WorkState.ValueType = ...,
         trainer: builtins.str = ...,
+        version: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["item", b"item"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["item", b"item", "state", b"state", "trainer", b"trainer"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["item", b"item", "state", b"state", "trainer", b"trainer", "version", b"version"]) -> None: ...
 
 global___WorkSummary = WorkSummary
 

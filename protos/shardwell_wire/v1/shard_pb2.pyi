@@ -178,6 +178,7 @@ class ReserveUnitRequest(google.protobuf.message.Message):
     PLACEMENT_FIELD_NUMBER: builtins.int
     ROLE_FIELD_NUMBER: builtins.int
     REDUCTION_GROUPS_FIELD_NUMBER: builtins.int
+    ASYNCHRONOUS_FIELD_NUMBER: builtins.int
     unit_index: builtins.int
     """Index of the unit in the run. Later messages refer to the unit by it."""
     start_bytes: builtins.int
@@ -190,6 +191,10 @@ class ReserveUnitRequest(google.protobuf.message.Message):
     """Number of this placement of the unit. Every placement in a run has a higher number than all earlier ones."""
     role: global___ShardRole.ValueType
     """What the server will do with the shard."""
+    asynchronous: builtins.bool
+    """True in a run with RunConfig.consistency ASYNCHRONOUS or BOUNDED_STALENESS: each data rank reads its own version, and
+    PrepareStep names the one rank whose contribution a step applies.
+    """
     @property
     def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
         """Run, coordinator term and request id."""
@@ -214,9 +219,10 @@ class ReserveUnitRequest(google.protobuf.message.Message):
         placement: builtins.int = ...,
         role: global___ShardRole.ValueType = ...,
         reduction_groups: collections.abc.Iterable[builtins.int] | None = ...,
+        asynchronous: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["context", b"context", "unit", b"unit"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["context", b"context", "dp", b"dp", "placement", b"placement", "reduction_groups", b"reduction_groups", "role", b"role", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit", "unit_index", b"unit_index"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["asynchronous", b"asynchronous", "context", b"context", "dp", b"dp", "placement", b"placement", "reduction_groups", b"reduction_groups", "role", b"role", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit", "unit_index", b"unit_index"]) -> None: ...
 
 global___ReserveUnitRequest = ReserveUnitRequest
 
@@ -1100,22 +1106,50 @@ class RankFence(google.protobuf.message.Message):
     DP_RANK_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
     ATTEMPT_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
     dp_rank: builtins.int
     """Logical rank along the data axis."""
     epoch: builtins.int
     """Oldest epoch that is accepted."""
     attempt: builtins.int
     """Oldest attempt that is accepted in step context.step. Contributions of older attempts are dropped. 0: all are kept."""
+    version: builtins.int
+    """In an asynchronous run: the version that the rank's work item reads from now on. Versions never fall. Unset: unchanged."""
     def __init__(
         self,
         *,
         dp_rank: builtins.int = ...,
         epoch: builtins.int = ...,
         attempt: builtins.int = ...,
+        version: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "dp_rank", b"dp_rank", "epoch", b"epoch"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_version", b"_version", "version", b"version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_version", b"_version", "attempt", b"attempt", "dp_rank", b"dp_rank", "epoch", b"epoch", "version", b"version"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_version", b"_version"]) -> typing.Literal["version"] | None: ...
 
 global___RankFence = RankFence
+
+@typing.final
+class RankVersion(google.protobuf.message.Message):
+    """The version that the work item of one data rank reads."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DP_RANK_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    dp_rank: builtins.int
+    """Logical rank along the data axis."""
+    version: builtins.int
+    """The version."""
+    def __init__(
+        self,
+        *,
+        dp_rank: builtins.int = ...,
+        version: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dp_rank", b"dp_rank", "version", b"version"]) -> None: ...
+
+global___RankVersion = RankVersion
 
 @typing.final
 class FenceRequest(google.protobuf.message.Message):
@@ -1191,7 +1225,7 @@ class PrepareStepRequest(google.protobuf.message.Message):
     SKIP_FIELD_NUMBER: builtins.int
     OPTIMIZER_FIELD_NUMBER: builtins.int
     dp: builtins.int
-    """Number of logical data ranks: the divisor of the mean."""
+    """Number of logical data ranks in `ranks`: the divisor of the mean."""
     norm_type: builtins.float
     """Type p of another norm to compute besides the Euclidean norm: a positive number or infinity. 0: none."""
     skip: builtins.bool
@@ -1204,7 +1238,7 @@ class PrepareStepRequest(google.protobuf.message.Message):
 
     @property
     def ranks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RankManifest]:
-        """What every logical data rank pushed."""
+        """What every logical data rank pushed. In an asynchronous run: what the rank pushed whose work item is committed."""
 
     @property
     def optimizer(self) -> shardwell_wire.v1.common_pb2.OptimizerStep:
@@ -1777,6 +1811,7 @@ class UpdateRequest(google.protobuf.message.Message):
     OPTIMIZER_FIELD_NUMBER: builtins.int
     CLIP_COEFFICIENT_FIELD_NUMBER: builtins.int
     UNIT_ORDER_FIELD_NUMBER: builtins.int
+    RANK_VERSIONS_FIELD_NUMBER: builtins.int
     clip_coefficient: builtins.float
     """Factor for every gradient, applied first. 1: no clipping."""
     @property
@@ -1791,6 +1826,12 @@ class UpdateRequest(google.protobuf.message.Message):
     def unit_order(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Indices of units in the order in which the next forward needs them. Other units are updated last."""
 
+    @property
+    def rank_versions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RankVersion]:
+        """In an asynchronous run: the version that each data rank's work item reads after the update. The server keeps these
+        versions, and drops all others except the newest. Empty in a synchronous run.
+        """
+
     def __init__(
         self,
         *,
@@ -1798,9 +1839,10 @@ class UpdateRequest(google.protobuf.message.Message):
         optimizer: shardwell_wire.v1.common_pb2.OptimizerStep | None = ...,
         clip_coefficient: builtins.float = ...,
         unit_order: collections.abc.Iterable[builtins.int] | None = ...,
+        rank_versions: collections.abc.Iterable[global___RankVersion] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["context", b"context", "optimizer", b"optimizer"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["clip_coefficient", b"clip_coefficient", "context", b"context", "optimizer", b"optimizer", "unit_order", b"unit_order"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["clip_coefficient", b"clip_coefficient", "context", b"context", "optimizer", b"optimizer", "rank_versions", b"rank_versions", "unit_order", b"unit_order"]) -> None: ...
 
 global___UpdateRequest = UpdateRequest
 

@@ -160,9 +160,9 @@ class CoordinatorServicer:
             token=self._issuer.token(run, member),
         )
         if not started:
-            if run.step is not None and run.is_waiting_spare(member.name):
+            if run.started and run.is_waiting_spare(member.name):
                 response.waiting_for.append(f"all ranks have trainers: {member} is a spare until a rank is free")
-            elif run.step is not None and (missing := run.missing_peers(member.name)):
+            elif run.started and (missing := run.missing_peers(member.name)):
                 names = ", ".join(f"trainer {name!r}" for name in missing)
                 response.waiting_for.append(
                     f"{member} cannot start before its replica is complete: it waits for {names}"
@@ -343,6 +343,8 @@ class CoordinatorServicer:
         self, request: coordinator_pb2.FinishWorkRequest, call: Call
     ) -> coordinator_pb2.FinishWorkResponse:
         run, member = self._member(request)
+        if request.HasField("item_limit"):
+            member.note_item_limit(request.item_limit)
         with member.serving_rpc(self._state.clock):
             response = await self._coordinator.step_requests.finish_work(
                 run,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardwell_wire.consistency import SYNCHRONOUS, Consistency
 from shardwell_wire.errors import InvalidRequestError, RunMismatchError, WorldError
 from shardwell_wire.topology import World, checked_groups
 from shardwell_wire.v1 import coordinator_pb2
@@ -51,6 +52,8 @@ class RunSettings:
     """Copies of every shard that other servers keep. May change while the run exists."""
     reduction_groups: tuple[int, ...] = ()
     """The order in which gradients are added; see Note: [Reduction groups] in ``sum_order.py``."""
+    consistency: Consistency = SYNCHRONOUS
+    """When gradients are applied."""
 
     @classmethod
     def from_proto(cls, config: coordinator_pb2.RunConfig, *, world_size: int) -> RunSettings:
@@ -82,6 +85,9 @@ class RunSettings:
                 f"with {group_members} group members, more than the limit of {MAX_GROUP_MEMBERS}: raise min_trainers"
             )
         check_backups(config.backups)
+        consistency = Consistency.from_proto(config)
+        if consistency.asynchronous:
+            _check_asynchronous(consistency, world, config)
         return cls(
             world=world,
             seed=config.seed,
@@ -89,6 +95,7 @@ class RunSettings:
             num_layers=config.num_layers,
             backups=config.backups,
             reduction_groups=checked_groups(world.dp, config.reduction_groups),
+            consistency=consistency,
         )
 
     def to_proto(self) -> coordinator_pb2.RunConfig:
@@ -99,11 +106,12 @@ class RunSettings:
             num_layers=self.num_layers,
             backups=self.backups or None,
             reduction_groups=self.reduction_groups,
+            **self.consistency.to_fields(),
         )
 
     def require_same(self, run: str, requested: RunSettings) -> None:
         """Raises RunMismatchError if a trainer requests other settings than the run has."""
-        for name in ("world", "seed", "min_trainers", "num_layers", "reduction_groups"):
+        for name in ("world", "seed", "min_trainers", "num_layers", "reduction_groups", "consistency"):
             ours, theirs = getattr(self, name), getattr(requested, name)
             if ours != theirs and not (name == "num_layers" and 0 in (ours, theirs)):
                 raise RunMismatchError(
@@ -114,6 +122,21 @@ class RunSettings:
                     expected=ours,
                     actual=theirs,
                 )
+
+
+def _check_asynchronous(consistency: Consistency, world: World, config: coordinator_pb2.RunConfig) -> None:
+    """Raises InvalidRequestError if a run has a setting that only synchronous runs can have."""
+    for reason, what in (
+        (world.replica_size > 1, f"{world}, but needs tp=1 and pp=1"),
+        (config.backups, f"backups={config.backups}, but shards have no backups"),
+        (
+            config.reduction_groups,
+            f"reduction_groups={tuple(config.reduction_groups)}, but the gradient of each rank is applied by itself",
+        ),
+        (config.checkpoint_dir, f"checkpoint_dir={config.checkpoint_dir!r}, but checkpoints are not written"),
+    ):
+        if reason:
+            raise InvalidRequestError(f"consistency={consistency}: the run has {what} in this mode. Use SYNCHRONOUS")
 
 
 def check_backups(backups: int) -> None:

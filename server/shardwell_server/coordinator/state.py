@@ -183,21 +183,25 @@ class CoordinatorState:
         run.check_not_deleted()
         await self.storage.save_finished(run.name, step.number, _finished_records(step))
 
-    async def save_commit(self, run: Run, record: CommitRecord, state: coordinator_pb2.RunState | None) -> None:
+    async def save_commit(
+        self, run: Run, step: Step, record: CommitRecord, state: coordinator_pb2.RunState | None
+    ) -> None:
         """Stores a commit record and, if it changed, the run's state. When this returns, the step is committed.
 
-        Shards and backups that changed since the last ``save`` become durable together with the record.
+        Shards and backups that changed since the last ``save`` become durable together with the record. So does the
+        next work item of an asynchronous run.
         """
         run.check_not_deleted()
         serialized = None if state is None or state is run.commits.state else state.SerializeToString()
-        if not run.units.unsaved:
-            await self.storage.save_commit(run.name, record, serialized)
+        ranks = [rank for item in step.items.values() for rank in item.members]
+        if not run.units.unsaved and not run.asynchronous:
+            await self.storage.save_commit(run.name, ranks, record, serialized)
             return
         made, placement = run.unsaved.made, run.relocations.count
         units = self._take_unsaved_units(run)
-        moved = (_run_record(run), [_unit_record(unit) for unit in units])
+        changed = (_run_record(run, committed=step), [_unit_record(unit) for unit in units])
         try:
-            await self.storage.save_commit(run.name, record, serialized, moved)
+            await self.storage.save_commit(run.name, ranks, record, serialized, changed)
         except ShardwellError:
             run.units.unsaved.update(unit.index for unit in units)
             raise
@@ -224,14 +228,19 @@ class CoordinatorState:
         await self.storage.delete_checkpoints(run.name, checkpoint_ids)
 
 
-def _run_record(run: Run) -> RunRecord:
-    """Returns the part of a run that can change between commits."""
+def _run_record(run: Run, *, committed: Step | None = None) -> RunRecord:
+    """Returns the part of a run that can change between commits.
+
+    Args:
+        run: The run.
+        committed: A step that is committed together with the record.
+    """
     return RunRecord(
         run=run.name,
         run_id=run.identity.run_id,
         config=run.settings.to_proto().SerializeToString(),
         created=run.created,
-        started=run.step is not None,
+        started=run.started,
         last_epoch=run.last_epoch,
         members=tuple(
             MemberRecord(
@@ -246,7 +255,7 @@ def _run_record(run: Run) -> RunRecord:
             )
             for member in run.members
         ),
-        ranks=_rank_records(run),
+        ranks=_rank_records(run, committed),
         addresses=tuple(run.addresses.items()),
         initializers=tuple(
             InitializerRecord(rank, initializer.trainer, initializer.epoch)
@@ -259,22 +268,25 @@ def _run_record(run: Run) -> RunRecord:
     )
 
 
-def _rank_records(run: Run) -> tuple[RankRecord, ...]:
-    if run.step is None:
-        return ()
+def _rank_records(run: Run, committed: Step | None) -> tuple[RankRecord, ...]:
+    items = [(step.number, item) for step in run.steps for item in step.items.values()]
+    if run.asynchronous and committed is not None:
+        next_item = run.next_item(committed)
+        items[next_item.dp_rank] = (run.committed_step + 1, next_item)
     return tuple(
         RankRecord(
             member.global_rank,
             run.rank_assignments[member.global_rank],
             member.trainer,
             item.epoch,
-            run.step.number,
+            version,
             item.attempt,
             item.last_attempt,
             item.state is WorkState.VACANT,
             run.rank_owners.replica_epochs.get(item.dp_rank, 0),
+            item.number,
         )
-        for item in run.step.items.values()
+        for version, item in items
         for member in item.members.values()
     )
 
@@ -332,7 +344,7 @@ def _restore_run(stored: StoredRun, clock: Callable[[], float]) -> Run:
 
 
 def _restore_step(run: Run, stored: StoredRun) -> None:
-    ranks, now, number = stored.record.ranks, run.clock(), run.committed_step
+    ranks, now = stored.record.ranks, run.clock()
     present = {member.name for member in run.members if member.state is not MemberState.GONE}
     world = run.settings.world
     run.rank_owners.restore(
@@ -340,15 +352,18 @@ def _restore_step(run: Run, stored: StoredRun) -> None:
         {world.coordinates(rank.global_rank).dp_rank: rank.replica_epoch for rank in ranks},
     )
     run.replica_stores.note_lost(run.rank_owners.replica_epochs.values())
-    step = run.restore_step(
+    run.restore_steps(
         _restore_items(world, ranks, present, now),
-        in_flight=all(rank.step == number for rank in ranks),
+        {world.coordinates(rank.global_rank).dp_rank: rank.step for rank in ranks},
     )
-    finished = {at.global_rank: at for at in stored.finished}
-    attempts = {rank: item.attempt for item in step.items.values() for rank in item.members}
-    if all(rank in finished and finished[rank].attempt == attempt for rank, attempt in attempts.items()):
-        reports = (coordinator_pb2.FinishedItem.FromString(at.parts) for at in stored.finished)
-        step.restore_finished(reports, present, now)
+    for step in run.steps:
+        finished = {at.global_rank: at for number, at in stored.finished if number == step.number}
+        attempts = {rank: item.attempt for item in step.items.values() for rank in item.members}
+        if step.is_vacant and run.asynchronous:
+            continue
+        if all(rank in finished and finished[rank].attempt == attempt for rank, attempt in attempts.items()):
+            reports = (coordinator_pb2.FinishedItem.FromString(finished[rank].parts) for rank in attempts)
+            step.restore_finished(reports, present, now)
 
 
 def _restore_items(world: World, records: Collection[RankRecord], present: Set[str], now: float) -> dict[int, WorkItem]:
@@ -362,6 +377,7 @@ def _restore_items(world: World, records: Collection[RankRecord], present: Set[s
             new_members(ranks, trainers),
             record.epoch,
             record.attempt,
+            record.number,
             state=WorkState.LEASED if leased else WorkState.VACANT,
             since_s=now,
             fenced=leased,

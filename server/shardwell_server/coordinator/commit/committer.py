@@ -18,6 +18,9 @@ code then compares ``Step.generation`` and ``Run.step`` with the values from bef
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 from shardwell_server.coordinator.commit.preparation import StepPreparer
 from shardwell_server.coordinator.commit.updates import UpdateSender
 from shardwell_server.coordinator.inspection.events import EventKind
@@ -61,26 +64,40 @@ class Committer:
         self._state, self._servers, self._trainers = state, servers, trainers
         self._promoter, self._preparer, self._updates = promoter, preparer, updates
 
-    async def commit(self, run: Run) -> None:
-        """Commits the step in flight if every item is finished and the leader has proposed.
+    async def commit(self, run: Run, step: Step) -> None:
+        """Commits a step if every item is finished and the leader has proposed.
 
         Raises:
             ShardwellError: As ``StepPreparer.prepare``, or the commit record could not be written. No parameter was
                 changed.
         """
-        await run.calls.committing(lambda: self._commit(run))
+        is_joined = True
+        while is_joined and run.is_in_flight(step):
+            is_joined = run.asynchronous and run.calls.committing.in_flight
+            try:
+                await run.calls.committing(partial(self._prepare_and_commit, run, step))
+            except ShardwellError:
+                if not is_joined:
+                    raise
+                # The commit of another step failed.
 
-    async def _commit(self, run: Run) -> None:
-        step, prepared = run.step, await self._preparer.prepare_or_skip(run)
-        if step is None or prepared is None or run.deleted:
+    async def _prepare_and_commit(self, run: Run, step: Step) -> None:
+        if not run.asynchronous:
+            await self._commit(run, step, await self._preparer.prepare_or_skip(run, step))
             return
-        if (proposal := step.proposals.leading(run.leaders(), run.units.layouts)) is None:
+        async with run.calls.turn:
+            await self._commit(run, step, await self._preparer.prepare_in_turn(run, step))
+
+    async def _commit(self, run: Run, step: Step, prepared: PreparedGradients | None) -> None:
+        if prepared is None or run.deleted:
+            return
+        if (proposal := step.proposals.leading(run.leaders(step), run.units.layouts)) is None:
             return
         generation = step.generation
         if not await self._confirm_update(run, step, proposal):
             return
         async with run.checkpoints.boundary:  # see Note: [Consistent checkpoints]
-            if step is run.step and generation == step.generation and run.checkpoints.restore is None:
+            if run.is_in_flight(step) and generation == step.generation and run.checkpoints.restore is None:
                 await self._write_record(run, step, prepared, proposal)
 
     async def _write_record(self, run: Run, step: Step, prepared: PreparedGradients, proposal: StepProposal) -> None:
@@ -89,7 +106,7 @@ class Committer:
             prepared = prepared.restricted_to(counted)
         other = prepared.other_norm
         record = CommitRecord(
-            step=step.number,
+            step=run.committed_step,
             time=self._state.wall_clock(),
             leader=proposal.trainer_and_ranks,
             optimizer=proposal.optimizer.SerializeToString(deterministic=True),
@@ -99,32 +116,38 @@ class Committer:
             norm_type=other.norm_type if other is not None else None,
             other_norm=other.value if other is not None else None,
             skipped=step.skipped,
+            **_asynchronous_facts(run, step),
         )
         layouts, changed = run.units.layouts, prepared.changed_buffers
         state = next_run_state(run.commits.state, step, proposal.state, changed, layouts)
-        fault_points.reach("coordinator.commit.before_record", step=step.number)
+        fault_points.reach("coordinator.commit.before_record", step=record.step)
         try:
+            step.recording = True
             with run.commits.writing_record():  # resets wait until the record is written
                 if moves := run.relocations.planned_promotions():
                     # Stored together with the record. The targets have the prepared step and apply it.
                     run.relocations.promote(moves)
                 started_s = self._state.clock()
-                await self._state.save_commit(run, record, state)
+                await self._state.save_commit(run, step, record, state)
                 run.commits.note_record_time(self._state.clock() - started_s)
         except ShardwellError as error:
-            self._state.events.add(EventKind.STEP_FAILED, f"step {step.number}: {error}", run=run.name)
+            self._state.events.add(EventKind.STEP_FAILED, f"step {record.step}: {error}", run=run.name)
             if moves:
                 # The new owners have no contributions of their own, and a restarted step goes to them.
                 run.restart_step()
                 self._state.tasks.start(self._store_moves(run))
             raise
         finally:
+            step.recording = False
             run.changed.notify()
-        fault_points.reach("coordinator.commit.after_record", step=step.number)
+        fault_points.reach("coordinator.commit.after_record", step=record.step)
         # No ``await`` here: once ``writing`` is False, no other request may run before the step has advanced.
-        run.advance(record, state)
+        run.advance(step, record, state)
         outcome = "skipped" if step.skipped else f"gradient norm {prepared.grad_norm:.6g}"
-        self._state.events.add(EventKind.STEP_COMMITTED, f"step {step.number}: {outcome}", run=run.name)
+        if run.asynchronous:
+            item = f"item {record.item} of dp rank {record.dp_rank}, which read version {record.base_version}"
+            outcome = f"{item}, {outcome}"
+        self._state.events.add(EventKind.STEP_COMMITTED, f"step {record.step}: {outcome}", run=run.name)
         if moves:
             targets = ", ".join(sorted({repr(move.backup.server_id) for move in moves}))
             self._state.events.add(EventKind.SHARDS_MOVED, f"{len(moves)} shards moved to {targets}", run=run.name)
@@ -148,7 +171,7 @@ class Committer:
             IncompleteStepError: Not all optimizer partitions are staged.
             CapacityError: A server has no memory for the update.
         """
-        generation, context = step.generation, self._servers.context(run, step.number)
+        generation, context = step.generation, self._servers.context(run, run.committed_step)
         request: shard_pb2.ConfirmPartitionsRequest | shard_pb2.PrepareUpdateRequest
         if proposal.updates_on_trainers:
             rpc_name = "ConfirmPartitions"
@@ -162,4 +185,12 @@ class Committer:
         unchanged = generation == step.generation and not run.deleted
         if unchanged:
             self._preparer.note_failed_backups(run, responses)
-        return unchanged and step.proposals.leading(run.leaders(), run.units.layouts) == proposal
+        return unchanged and step.proposals.leading(run.leaders(step), run.units.layouts) == proposal
+
+
+def _asynchronous_facts(run: Run, step: Step) -> dict[str, Any]:
+    """Returns the fields of an asynchronous step's commit record that a synchronous one does not have."""
+    if not run.asynchronous:
+        return {}
+    (item,) = step.items.values()
+    return {"trainer": item.first_trainer, "dp_rank": item.dp_rank, "item": item.number, "base_version": step.number}

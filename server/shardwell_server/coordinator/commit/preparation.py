@@ -37,8 +37,10 @@ class StepPreparer:
     def __init__(self, state: CoordinatorState, servers: ShardServers) -> None:
         self._state, self._servers = state, servers
 
-    async def prepare(self, run: Run, *, norm_type: float = 0.0) -> PreparedGradients | None:
-        """Prepares the finished step on the servers. Concurrent callers share one call.
+    async def prepare(self, run: Run, step: Step, *, norm_type: float = 0.0) -> PreparedGradients | None:
+        """Prepares a finished step on the servers. Concurrent callers share one call.
+
+        In an asynchronous run, the next preparation of another step replaces this one. See ``prepare_in_turn``.
 
         Returns:
             The gradient norms. None if the step was committed or an item was reset meanwhile.
@@ -49,42 +51,62 @@ class StepPreparer:
             StepStateError: A unit was declared but not published.
             ShardwellError: Another error of a server. The next call tries again.
         """
-        step = run.step
         # The shared call may have prepared another norm type or a former generation: check again after each call.
-        while step is not None and step is run.step and step.all_finished:
+        while run.is_in_flight(step) and step.all_finished:
             if step.failure is not None:
                 # A new exception for each caller: raising one instance again would extend its traceback every time.
                 raise type(step.failure)(str(step.failure), **step.failure.data)
             if step.prepared is not None and step.prepared.has(norm_type):
                 return step.prepared
-            await run.calls.preparing(partial(self._prepare, run, step, norm_type))
+            await run.calls.preparing(partial(self._prepare_alone, run, step, norm_type))
         return None
 
-    def start(self, run: Run) -> None:
-        """Prepares the step in the background, while trainers learn that all items are finished.
+    async def _prepare_alone(self, run: Run, step: Step, norm_type: float) -> None:
+        if not run.asynchronous:
+            await self._prepare(run, step, norm_type)
+            return
+        async with run.calls.turn:
+            await self._prepare(run, step, norm_type)
+
+    async def prepare_in_turn(self, run: Run, step: Step) -> PreparedGradients | None:
+        """As ``prepare_or_skip``, for a caller that holds ``StepCalls.turn`` until it has written the commit record."""
+        while run.is_in_flight(step) and step.all_finished and step.prepared is None:
+            try:
+                if step.failure is not None:
+                    raise type(step.failure)(str(step.failure), **step.failure.data)
+                await self._prepare(run, step, 0.0)
+            except NonFiniteError as error:
+                self._skip_or_raise(run, step, error)
+        return step.prepared if run.is_in_flight(step) and step.all_finished else None
+
+    def start(self, run: Run, step: Step) -> None:
+        """Prepares a step in the background, while trainers learn that all items are finished.
 
         A failure is raised to the trainers that later ask for the norm or commit.
         """
 
         async def prepare() -> None:
             with suppress(ShardwellError):
-                await self.prepare(run)
+                await self.prepare(run, step)
 
         self._state.tasks.start(prepare())
 
-    async def prepare_or_skip(self, run: Run) -> PreparedGradients | None:
+    async def prepare_or_skip(self, run: Run, step: Step) -> PreparedGradients | None:
         """Calls ``prepare``. With scaled losses, skips a gradient that is not finite and prepares the step again."""
-        step = run.step
         try:
-            return await self.prepare(run)
-        except NonFiniteError:
-            if step is None or step is not run.step or not step.all_finished:
-                raise
-            proposal = step.proposals.leading(run.leaders(), run.units.layouts)
-            if proposal is None or not proposal.optimizer.skip_non_finite:
-                raise
-            step.skip()
-            return await self.prepare(run)
+            return await self.prepare(run, step)
+        except NonFiniteError as error:
+            self._skip_or_raise(run, step, error)
+            return await self.prepare(run, step)
+
+    def _skip_or_raise(self, run: Run, step: Step, error: NonFiniteError) -> None:
+        """Skips the gradient of a step, which is not finite, if losses are scaled. Otherwise raises the error."""
+        if not run.is_in_flight(step) or not step.all_finished:
+            raise error
+        proposal = step.proposals.leading(run.leaders(step), run.units.layouts)
+        if proposal is None or not proposal.optimizer.skip_non_finite:
+            raise error
+        step.skip()
 
     async def _prepare(self, run: Run, step: Step, norm_type: float) -> None:
         generation = step.generation
@@ -95,31 +117,40 @@ class StepPreparer:
                 unit=unpublished[0],
             )
         await run.wait_until_updated()
-        while step.unfenced and generation == step.generation and step is run.step and not run.deleted:
+        while (
+            not run.asynchronous
+            and step.unfenced
+            and generation == step.generation
+            and run.is_in_flight(step)
+            and not run.deleted
+        ):
             await run.changed.wait()  # a fence that arrives after PrepareStep discards what was prepared
         if any(item.is_copy for item in step.items.values()):
             # The servers drop the contributions of trainers that lost to a copy. A restarted coordinator must not wait
             # for these trainers.
             await self._state.save(run)
-        if generation != step.generation or step is not run.step:
+        if generation != step.generation or not run.is_in_flight(step):
             # An item was reset and is unfinished. The servers would accept an incomplete manifest.
             return
         optimizer = _expected_optimizer(run, step)
 
         def request(server_id: str) -> shard_pb2.PrepareStepRequest:
             return shard_pb2.PrepareStepRequest(
-                context=self._servers.context(run, step.number),
+                context=self._servers.context(run, run.committed_step),
                 ranks=_manifest(run, step, server_id),
-                dp=run.settings.world.dp,
+                dp=len(step.items),
                 norm_type=norm_type,
                 skip=step.skipped,
                 optimizer=optimizer,
             )
 
+        for other in run.steps:
+            if other is not step:
+                other.forget_prepared()  # the servers prepare one step at a time
         try:
             responses = await self._servers.call_all(run.units.servers, "PrepareStep", request)
         except ShardwellError as error:
-            if generation != step.generation or step is not run.step:
+            if generation != step.generation or not run.is_in_flight(step):
                 return  # the error is about a former attempt
             if not isinstance(error, NonFiniteError | IncompleteStepError):
                 raise
@@ -160,7 +191,7 @@ class StepPreparer:
 
 def _expected_optimizer(run: Run, step: Step) -> common_pb2.OptimizerStep | None:
     """Returns the optimizer that the step will probably be committed with. The servers allocate memory for it early."""
-    if (proposal := step.proposals.leading(run.leaders(), run.units.layouts)) is not None:
+    if (proposal := step.proposals.leading(run.leaders(step), run.units.layouts)) is not None:
         return proposal.optimizer
     if (last_commit := run.commits.last) is None:
         return None

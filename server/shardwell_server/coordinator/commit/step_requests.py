@@ -17,7 +17,12 @@ from shardwell_server.coordinator.leases.trainers import TrainerLeases
 from shardwell_server.coordinator.runs.gradient_norms import OtherNorm, PreparedGradients
 from shardwell_server.coordinator.runs.members import Member
 from shardwell_server.coordinator.runs.module_buffers import check_written_buffers
-from shardwell_server.coordinator.runs.proposals import StepProposal, require_same_proposal, validate_proposal
+from shardwell_server.coordinator.runs.proposals import (
+    StepProposal,
+    check_asynchronous,
+    require_same_proposal,
+    validate_proposal,
+)
 from shardwell_server.coordinator.runs.replicated_gradients import find_differences, note_gradients
 from shardwell_server.coordinator.runs.run import Run
 from shardwell_server.coordinator.runs.step import Step
@@ -71,7 +76,9 @@ class StepRequests:
 
         Reports of former attempts have no effect. If the caller's items were restarted, the response contains them.
         """
-        step = _step_in_flight(run, number)
+        step = _step_in_flight(run, member, number)
+        if step is None and run.asynchronous and not reports:
+            return await self._start_item(run, member, wait_s)
         if step is None:
             return coordinator_pb2.FinishWorkResponse(all_finished=True, placement=run.relocations.announced)
         member.note_behind(False)
@@ -79,14 +86,16 @@ class StepRequests:
         finished = step.check_finished(member.name, reports, len(run.units))
         written = check_written_buffers(step, finished, reports, run.units.layouts)
         note_gradients(finished, reports, run.units.layouts)
-        are_last = run.finish_items(member, finished, written)
+        are_last = run.finish_items(member, step, finished, written)
         self._compare_gradients(run, step, finished)
         if are_last:
             run.changed.notify()
-            self._preparer.start(run)
+            if not run.asynchronous:  # otherwise steps wait for their turn, and may not need the norm
+                self._preparer.start(run, step)
         self._trainers.start_fencing(run)
         if member.note_accepts_reassigned_work(accept_work):
             run.touch()
+        accept_copies = accept_copies and not run.asynchronous
         if not accept_copies:
             step.drop_copies(member.name)
 
@@ -123,7 +132,7 @@ class StepRequests:
         accept_copies: bool,
     ) -> coordinator_pb2.FinishWorkResponse | None:
         run.require_member(member.name, member.epoch)
-        if step is not run.step:
+        if not run.is_in_flight(step):
             return coordinator_pb2.FinishWorkResponse(all_finished=True)
         self._servers.require_available(run)
         if step.all_finished:
@@ -148,6 +157,26 @@ class StepRequests:
         if (copied or (leased and (accept_work or restarted))) and all(item.fenced for item in leased):
             return coordinator_pb2.FinishWorkResponse(work=run.work_of(member.name))
         return None
+
+    async def _start_item(self, run: Run, member: Member, wait_s: float) -> coordinator_pb2.FinishWorkResponse:
+        """Waits until a trainer of an asynchronous run may start its next item."""
+
+        async def check() -> coordinator_pb2.FinishWorkResponse | None:
+            run.require_member(member.name, member.epoch)
+            self._servers.require_available(run)
+            if run.start_item(member.name) or run.has_all_items(member):
+                return coordinator_pb2.FinishWorkResponse(work=run.work_of(member.name))
+            run.members.wait_for_work(member.name)
+            return None
+
+        try:
+            response = await poll(run.changed, check, wait_s)
+        finally:
+            run.members.stop_waiting_for_work(member.name)
+        await self._state.save(run)
+        response = response or coordinator_pb2.FinishWorkResponse(waiting_for=self._explain(run))
+        response.placement = run.relocations.announced
+        return response
 
     async def _record_finished(self, run: Run, step: Step) -> None:
         """Stores the finished items. Trainers that learn that all items are finished do not report them again."""
@@ -180,12 +209,13 @@ class StepRequests:
 
     async def _reset_item(self, run: Run, member: Member, request: coordinator_pb2.ResetWorkRequest) -> WorkItem:
         number = request.context.step
-        if number < run.committed_step:
+        if number < run.committed_step and not run.asynchronous:
             raise VersionGoneError(
                 f"step {number} is committed, so its work cannot be reset", step=number, version=run.committed_step
             )
-        step = _step_in_flight(run, number)
-        assert step is not None
+        step = _step_in_flight(run, member, number)
+        if step is None:
+            raise VersionGoneError(f"step {number} is committed, so its work cannot be reset", step=number)
         item = step.require_leased(member.name, request.global_rank, request.context.epoch)
         repeated = item.reset_id != "" and item.reset_id == request.context.request_id
         if not repeated and (not request.HasField("attempt") or request.attempt == item.attempt):
@@ -193,7 +223,7 @@ class StepRequests:
             # this item's replica get the new attempt.
             expired = [each for each in run.members.expired if each.name not in item.trainers]
             self._trainers.revoke(run, expired)
-            run.reset_item(item, request.context.request_id)
+            run.reset_item(step, item, request.context.request_id)
             message = f"{item} of step {number}: trainer {member.name!r} starts attempt {item.attempt}"
             self._state.events.add(EventKind.WORK_RESET, message, run=run.name)
         # Store the attempt before any server sees it: a restarted coordinator must not reuse its number.
@@ -232,19 +262,19 @@ class StepRequests:
             StepRestartedError: The caller must still compute work of the step.
             VersionGoneError: The step is committed and its norms are no longer kept.
         """
-        step = _step_in_flight(run, number)
+        step = _step_in_flight(run, member, number)
         if step is not None and kept and step.note_counted(counted, kept):
             run.changed.notify()
 
         async def check() -> PreparedGradients | None:
             run.require_member(member.name, member.epoch)
-            if step is None or step is not run.step:
-                return _committed_norms(run, number, norm_type)
+            if step is None or not run.is_in_flight(step):
+                return _committed_norms(run, member, number, norm_type)
             self._servers.require_available(run)
             step.require_finished(member.name)
             if not step.all_finished or (kept and step.uncounted(run.units.layouts)):
                 return None
-            prepared = await self._preparer.prepare(run, norm_type=norm_type)
+            prepared = await self._preparer.prepare(run, step, norm_type=norm_type)
             return prepared if prepared is None or not kept else prepared.restricted_to(step.counted)
 
         prepared = await poll(run.changed, check, wait_s)
@@ -281,12 +311,14 @@ class StepRequests:
             HyperparameterMismatchError: The proposal differs from the leader's.
             StepRestartedError: The caller's own work is not finished, or it clips by an outdated norm.
         """
-        step = _step_in_flight(run, number)
+        step = _step_in_flight(run, member, number)
         if step is None or not step.proposals.prove_valid(proposal):
             validate_proposal(proposal, run.units.layouts, run.units.cuts)
+            if run.asynchronous:
+                check_asynchronous(proposal, run.settings.consistency)
         if step is not None:
             await self._filler.check_step(run, proposal.optimizer)
-        if step is not None and step is run.step:
+        if step is not None and run.is_in_flight(step):
             run.check_algorithms(proposal.optimizer)
             step.check_ready(proposal)
             step.proposals.add(proposal)
@@ -295,7 +327,7 @@ class StepRequests:
 
         async def check() -> coordinator_pb2.CommitStepResponse | None:
             run.require_member(member.name, member.epoch)
-            if step is None or step is not run.step:
+            if step is None or not run.is_in_flight(step):
                 return self._committed_response(run, member, number, proposal)
             return await self._try_commit(run, member, step, proposal)
 
@@ -313,7 +345,7 @@ class StepRequests:
             self._trainers.revoke_for_commit(run, step, updates_on_trainers=proposal.updates_on_trainers)
         # Repeat this after every change: the leader may have proposed since, and a reset drops all proposals.
         step.proposals.restore(proposal)
-        leaders, layouts = run.leaders(), run.units.layouts
+        leaders, layouts = run.leaders(step), run.units.layouts
         step.proposals.reject_if_different(member.name, leaders, layouts)
         if step.proposals.leading(leaders, layouts) is not None and step.all_finished:
             if proposal.updates_on_trainers:
@@ -321,12 +353,12 @@ class StepRequests:
                     return coordinator_pb2.CommitStepResponse(partitions=work)
                 if not step.partitions.all_staged:
                     return None
-            await self._committer.commit(run)
-        return self._committed_response(run, member, step.number, proposal) if step is not run.step else None
+            await self._committer.commit(run, step)
+        return None if run.is_in_flight(step) else self._committed_response(run, member, step.number, proposal)
 
     async def _partitions_for(self, run: Run, member: Member, step: Step) -> list[coordinator_pb2.PartitionWork]:
         """Returns the optimizer partitions that a trainer must update, once the gradients are reduced."""
-        if await self._preparer.prepare_or_skip(run) is None or step is not run.step:
+        if await self._preparer.prepare_or_skip(run, step) is None or not run.is_in_flight(step):
             return []
         run.require_member(member.name, member.epoch)
         position = run.rank_owners.position_of(member.name, run.settings)
@@ -336,8 +368,10 @@ class StepRequests:
         self, run: Run, member: Member, number: int, proposal: StepProposal
     ) -> coordinator_pb2.CommitStepResponse:
         """Returns the response for a committed step, with the caller's current work and the run's current state."""
-        record = run.commits.find(number)
-        if record is not None:
+        record = _record_of(run, member, number)
+        if run.asynchronous:
+            run.start_item(member.name)
+        elif record is not None:
             # A trainer that joined after the commit repeats the step without its gradients. It cannot compute the norm
             # behind the committed clip coefficient, so its own coefficient is accepted.
             clip = record.clip_coefficient if number >= member.joined_step else proposal.clip_coefficient
@@ -346,11 +380,12 @@ class StepRequests:
             committed=True,
             placement=run.relocations.announced,
             grad_norm=record.grad_norm if record is not None else 0.0,
-            version=number + 1,
+            version=number + 1 if record is None else record.step + 1,
             skipped=record is not None and record.skipped,
             next_work=run.work_of(member.name),
             record_s=run.commits.record_s if number == run.committed_step - 1 else 0.0,
             residuals=run.wanted_residuals(member),
+            staleness=None if record is None else record.staleness,
         )
         if (update := run.commits.update_before(number)) is not None:
             response.previous_update.server, response.previous_update.duration_s = update.server_id, update.duration_s
@@ -364,20 +399,31 @@ class StepRequests:
         return explain_stall(run, self._state.cluster, self._state.clock()).lines
 
 
-def _step_in_flight(run: Run, number: int) -> Step | None:
-    """Returns the step in flight, or None if step ``number`` is committed. Raises StepStateError for a later step."""
-    if run.step is None:
+def _step_in_flight(run: Run, member: Member, number: int) -> Step | None:
+    """Returns the step in flight, or None if step ``number`` is committed. Raises StepStateError for a later step.
+
+    In an asynchronous run, the number is the version that the trainer's item reads.
+    """
+    if not run.started:
         raise StepStateError(f"run {run.name!r} has not started: wait until Join returns started=True")
     if number > run.committed_step:
         raise StepStateError(
             f"step {number} of run {run.name!r} has not started: step {run.committed_step} is in flight",
             step=run.committed_step,
         )
-    return run.step if number == run.committed_step else None
+    if run.asynchronous:
+        own = (step for step in run.steps if not step.is_vacant and step.items_of(member.name))
+        return next((step for step in own if step.number == number), None)
+    return run.steps[0] if number == run.committed_step else None
 
 
-def _committed_norms(run: Run, number: int, norm_type: float) -> PreparedGradients:
-    record = run.commits.find(number)
+def _record_of(run: Run, member: Member, number: int) -> CommitRecord | None:
+    """Returns the record of a committed step. In an asynchronous run: of the trainer's item that read a version."""
+    return run.commits.find_item(member.name, number) if run.asynchronous else run.commits.find(number)
+
+
+def _committed_norms(run: Run, member: Member, number: int, norm_type: float) -> PreparedGradients:
+    record = _record_of(run, member, number)
     prepared = None if record is None else PreparedGradients(record.grad_norm, _other_norm(record))
     if prepared is None or not prepared.has(norm_type):
         raise VersionGoneError(

@@ -54,6 +54,7 @@ class UpdateSender:
             optimizer=common_pb2.OptimizerStep.FromString(record.optimizer),
             clip_coefficient=record.clip_coefficient,
             unit_order=record.unit_order,
+            rank_versions=_rank_versions(run),
         )
         process, cluster, reported = (server_id, pending.incarnation), self._state.cluster, False
 
@@ -122,3 +123,10 @@ class UpdateSender:
         if run.relocations.fail_backups(stale):
             message = f"{len(stale)} backups on {server_id!r} lacked step {run.committed_step - 1} and are built again"
             self._state.events.add(EventKind.BACKUPS_LOST, message, run=run.name)
+
+
+def _rank_versions(run: Run) -> list[shard_pb2.RankVersion]:
+    """Returns the version that each work item of an asynchronous run reads after its last commit."""
+    if not run.asynchronous:
+        return []
+    return [shard_pb2.RankVersion(dp_rank=dp_rank, version=step.number) for step in run.steps for dp_rank in step.items]

@@ -9,8 +9,9 @@ from shardwell_server.coordinator.inspection.events import timestamp
 from shardwell_server.coordinator.runs.checkpoints import CheckpointInFlight
 from shardwell_server.coordinator.runs.replicas import Replica
 from shardwell_server.coordinator.runs.run import Run
+from shardwell_server.coordinator.runs.step import Step
 from shardwell_server.coordinator.runs.units import Unit
-from shardwell_server.coordinator.runs.work_items import WorkItem, WorkState
+from shardwell_server.coordinator.runs.work_items import WorkState
 from shardwell_server.coordinator.servers.cluster import Cluster
 from shardwell_server.coordinator.storage.records import BackupState, CheckpointRecord, ShardRecord
 from shardwell_server.coordinator.waiting import poll
@@ -82,7 +83,7 @@ def describe_world(world: World, run: Run | None) -> coordinator_pb2.DescribeWor
         world=world.to_proto(),
         world_size=world.size,
         rank_assignments=rank_assignments,
-        replicas=_summarize_replicas(run) if run is not None and run.step is not None else (),
+        replicas=_summarize_replicas(run) if run is not None and run.started else (),
         parallel_plan=run.parallel_plan if run is not None else None,
     )
 
@@ -144,7 +145,7 @@ def describe_run(run: Run, cluster: Cluster, now: float) -> coordinator_pb2.Desc
             )
             for member in run.members
         ],
-        work=_summarize_work(run.step.items.values() if run.step is not None else ()),
+        work=_summarize_work(run.steps),
         grad_norm=last.grad_norm if last is not None else 0.0,
         optimizer=common_pb2.OptimizerStep.FromString(last.optimizer) if last is not None else None,
         checkpoints=_summarize_checkpoints(run),
@@ -209,14 +210,16 @@ def _progress(checkpoint: CheckpointInFlight | CheckpointRecord) -> coordinator_
     )
 
 
-def _summarize_work(items: Iterable[WorkItem]) -> list[coordinator_pb2.WorkSummary]:
+def _summarize_work(steps: Iterable[Step]) -> list[coordinator_pb2.WorkSummary]:
     return [
         coordinator_pb2.WorkSummary(
             item=item.to_proto(member.global_rank),
             state=(WorkState.FINISHED if member.finished else item.state).value,
             trainer="" if item.state is WorkState.VACANT else member.trainer,
+            version=step.number,
         )
-        for item in items
+        for step in steps
+        for item in step.items.values()
         for member in item.members.values()
     ]
 

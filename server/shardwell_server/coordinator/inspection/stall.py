@@ -28,9 +28,9 @@ def explain_stall(run: Run, cluster: Cluster, now: float) -> Stall:
     if (restore := run.checkpoints.restore) is not None:
         progress = run.checkpoints.restoring
         return Stall("loading", now - progress.begun_s, _shorten([progress.describe(restore)]))
-    if run.step is None:
+    if not run.started:
         return Stall("starting", now - run.created_s, _shorten(_starting(run)))
-    phase, since = _phase(run, run.step)
+    phase, since = min((_phase(run, step) for step in run.steps), key=lambda found: found[1])
     lines = [
         *map(str, availability_errors(run, cluster)),
         *_silent_servers(run, cluster),
@@ -45,17 +45,18 @@ def explain_stall(run: Run, cluster: Cluster, now: float) -> Stall:
             "a trainer joins"
         )
         return Stall(phase, now - since, _shorten(lines))
-    if run.step.failure is not None:
-        lines.append(
-            f"step {run.step.number} cannot be committed: {run.step.failure}; the step continues when a trainer resets "
-            "its work (zero_grad, then backward)"
-        )
-    elif phase == "preparing" and run.units.servers:
-        servers = ", ".join(map(repr, run.units.servers))
-        lines.append(f"servers {servers}: reducing the gradients of step {run.step.number}")
-    elif phase == "awaiting commit":
-        lines += _proposals(run, run.step)
-    lines += [line for item in run.step.unfinished for line in _work_item(run, item, now)]
+    for step in run.steps:
+        if step.failure is not None:
+            lines.append(
+                f"step {step.number} cannot be committed: {step.failure}; the step continues when a trainer resets its "
+                "work (zero_grad, then backward)"
+            )
+        elif (of_step := _phase(run, step)[0]) == "preparing" and run.units.servers:
+            servers = ", ".join(map(repr, run.units.servers))
+            lines.append(f"servers {servers}: reducing the gradients of step {step.number}")
+        elif of_step == "awaiting commit":
+            lines += _proposals(run, step)
+        lines += [line for item in step.unfinished for line in _work_item(run, item, now)]
     return Stall(phase, now - since, _shorten(lines))
 
 
@@ -124,19 +125,19 @@ def _promotions(run: Run) -> list[str]:
 
 
 def _proposals(run: Run, step: Step) -> list[str]:
-    leaders = run.leaders()
+    leaders, rank = run.leaders(step), min(step.items)
     if not leaders:
         return ["step proposal: every trainer of the run is gone; the step continues when a trainer joins"]
     if missing := [leader for leader in leaders if leader not in step.proposals]:
         expired = {member.name for member in run.members.expired}
         trainers = ", ".join(f"trainer {at!r}" + " (its lease expired)" * (at in expired) for at in missing)
-        return [f"step proposal of rank 0: {trainers} has not called optimizer.step()"]
+        return [f"step proposal of rank {rank}: {trainers} has not called optimizer.step()"]
     proposal = step.proposals.leading(leaders, run.units.layouts)
     if proposal is None:
         return [f"step proposal of rank 0: trainers {', '.join(map(repr, leaders))} have proposed different steps"]
     if proposal.updates_on_trainers and not step.partitions.all_staged:
         return step.partitions.waiting_for(run.members.live)
-    return [f"step proposal of rank 0 has arrived: the next CommitStep request commits step {step.number}"]
+    return [f"step proposal of rank {rank} has arrived: the next CommitStep request commits step {step.number}"]
 
 
 def _work_item(run: Run, item: WorkItem, now: float) -> list[str]:
@@ -154,11 +155,20 @@ def _leased_rank(run: Run, item: WorkItem, work: MemberWork, now: float) -> str:
             "; its lease expired: the step continues when the trainer sends a request, or its work is reassigned "
             "to the first trainer that waits in step.batches or joins"
         )
-    return f"rank {work.global_rank}: {member} has been computing step {run.committed_step} for {duration} ({status})"
+    what = f"item {item.number}" if run.asynchronous else f"step {run.committed_step}"
+    return f"rank {work.global_rank}: {member} has been computing {what} for {duration} ({status})"
 
 
 def _vacant_item(run: Run, item: WorkItem, now: float) -> str:
     vacant, error = f"{item}: vacant for {now - item.since_s:.1f} s", f": {run.fence_error}" if run.fence_error else ""
+    if run.asynchronous and run.replicas[item.dp_rank][0] in run.members.live and item.fenced:
+        slowest = min(run.items, key=lambda each: each.number)
+        return (
+            f"{item}: item {item.number} starts when a trainer asks for it, and is at most "
+            f"{run.settings.consistency.max_staleness} items ahead of item {slowest.number} of {slowest}"
+            if run.settings.consistency.max_staleness is not None
+            else f"{item}: item {item.number} starts when a trainer asks for it"
+        )
     if len(item.members) == 1:
         gone = f"{vacant}: trainer {item.first_trainer!r} is gone"
         if not item.fenced:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 from shardwell_server.coordinator.connection import GRACE_S, ConnectionState
@@ -74,7 +74,7 @@ class TrainerLeases:
             run = self._state.create_run(name, settings)
             message = f"{settings.world}, seed {settings.seed}, starts with {settings.min_trainers} trainers"
             self._state.events.add(EventKind.RUN_CREATED, message, run=name)
-        elif run.step is None and not run.members.live and run.settings != settings:
+        elif not run.started and not run.members.live and run.settings != settings:
             run.replace_settings(replace(settings, backups=settings.backups or run.settings.backups))
         run.settings.require_same(name, settings)
         return run
@@ -124,14 +124,14 @@ class TrainerLeases:
         return True
 
     def _admit(self, run: Run, applicant: Applicant, incarnation: str, *, replaced: Member | None = None) -> Member:
-        started = run.step is not None
+        started = run.started
         self.revoke(run, [member for member in run.members.expired if member is not replaced])
         if replaced is not None and run.members.is_current(replaced):
             run.revoke_lease(replaced, keeps_place=True)
         member = run.admit(applicant, incarnation)
         self.start_fencing(run)
         self._state.events.add(EventKind.TRAINER_JOINED, f"{member}, epoch {member.epoch}", run=run.name)
-        if run.step is not None and not started:
+        if run.started and not started:
             owners = ", ".join(f"{rank}: {owner!r}" for rank, owner in sorted(run.rank_assignments.items())[:64])
             self._state.events.add(EventKind.RUN_STARTED, f"ranks {owners}", run=run.name)
         return member
@@ -156,7 +156,7 @@ class TrainerLeases:
             if run.checkpoints.restore is not None:
                 run.checkpoints.check_loadable(run.name)
                 return None
-            if run.step is None or run.members.returning or run.is_waiting_spare(member.name):
+            if not run.started or run.members.returning or run.is_waiting_spare(member.name):
                 return None
             if member.behind:
                 return True
@@ -281,8 +281,10 @@ class TrainerLeases:
 
     def _expire(self, run: Run, member: Member, why: str) -> None:
         self._add_event(run, member, EventKind.LEASE_EXPIRED, f"{member} {why}")
-        if run.step is None:
+        if not run.started:
             run.revoke_lease(member)
+        elif run.asynchronous:
+            self.revoke(run, [member])  # any other trainer can compute its items when it starts its next one
         else:
             run.expire_lease(member)
 
@@ -300,10 +302,10 @@ class TrainerLeases:
 
     def revoke_unfinished(self, run: Run) -> None:
         """Revokes expired leases on unfinished items if a replica waits for work, or a spare for a rank."""
-        if run.step is None or not run.members.expired:
+        if not run.members.expired:
             return
         if run.has_waiting_replica:
-            self.revoke(run, [member for member in run.members.expired if run.step.leased_to(member.name)])
+            self.revoke(run, [member for member in run.members.expired if run.computes(member.name)])
         if run.has_waiting_spare:
             self.revoke(run, run.members.expired)
 
@@ -324,19 +326,17 @@ class TrainerLeases:
             step: The step in flight.
             updates_on_trainers: True if the optimizer runs on the trainers.
         """
-        if not (expired := run.members.expired):
+        if run.asynchronous or not (expired := run.members.expired):
             return
-        pairs = zip(step.items[0].trainers, run.leaders(), strict=False)
+        pairs = zip(step.items[0].trainers, run.leaders(step), strict=False)
         replaced = {trainer for trainer, leader in pairs if leader != trainer and leader in step.proposals}
         self.revoke(run, [member for member in expired if updates_on_trainers or member.name in replaced])
 
     def _revoke_cut_off(self, run: Run) -> None:
         """Revokes leases of trainers that cannot reach a live server, if a waiting trainer can reach that server."""
-        if run.step is None:
-            return
         for member in list(run.members.live.values()):
             for cut in member.unreachable:
-                if run.step.leased_to(member.name) and self._is_cut_off(run, member, cut):
+                if run.computes(member.name) and self._is_cut_off(run, member, cut):
                     server = next(at for at in self._state.cluster.servers.values() if at.address == cut.address)
                     for_s = self._state.clock() - cut.since_s
                     what = f"could not reach server {server.server_id!r} at {cut.address} for {for_s:.1f} s"
@@ -360,12 +360,12 @@ class TrainerLeases:
 
     def start_fencing(self, run: Run) -> None:
         """Fences former trainers of work items in the background, then leases the vacant items."""
-        if run.step is not None and run.step.unfenced:
+        if run.unfenced:
             self._state.tasks.start(run.calls.fencing(lambda: self._fence_all(run)))
 
     async def _fence_all(self, run: Run) -> None:
         # The epochs of former trainers of a run that is loaded from a checkpoint are rejected by ``BeginRestore``.
-        while not (run.deleted or run.checkpoints.restore) and run.step is not None and (items := run.step.unfenced):
+        while not (run.deleted or run.checkpoints.restore) and (items := run.unfenced):
             # Store the new epochs before any server sees them: a restarted coordinator must not issue them again.
             await self._state.save_or_retry(run)
             fault_points.reach("coordinator.fence.before")
@@ -383,23 +383,27 @@ class TrainerLeases:
 
     async def fence(self, run: Run, items: list[WorkItem]) -> None:
         """Makes every server reject pushes under older epochs and attempts of the items' dp ranks."""
-        step = run.step
+        # In an asynchronous run, no commit may take place between the choice of the version and the fence.
+        async with run.calls.turn if run.asynchronous else nullcontext():
+            await self._fence(run, items)
+
+    async def _fence(self, run: Run, items: list[WorkItem]) -> None:
         # A server applies a fence to the step it is at. A server that has not updated yet would apply the fence of the
         # step in flight to the step before.
         await run.wait_until_updated()
-        if step is None or step is not run.step:
-            return
         # Attempts start again in every step, and the step may have been committed while the items were stored.
-        items = [item for item in items if step.items.get(item.dp_rank) is item]
-        if not items:
+        found = [(step, item) for item in items if (step := run.step_of(item)) is not None]
+        if not found:
             return
-        fences = [(item, item.epoch, item.attempt) for item in items]
+        fences = [(item, item.epoch, item.attempt) for _, item in found]
         request = shard_pb2.FenceRequest(
-            context=self._servers.context(run, step.number), ranks=[_rank_fence(item) for item in items]
+            context=self._servers.context(run, run.committed_step),
+            ranks=[_rank_fence(item, step.number if run.asynchronous else None) for step, item in found],
         )
         processes = [at for at in run.units.updated_processes if not self._is_replaced(run, at)]
         await asyncio.gather(*(self._fence_server(server_id, request) for server_id in dict(processes)))
-        step.mark_fenced(fences)
+        for step, _ in found:
+            step.mark_fenced(fences)
 
     def _is_replaced(self, run: Run, process: tuple[str, str]) -> bool:
         """True if a server process is gone, and what it holds of a run does not count even if it returns."""
@@ -447,7 +451,12 @@ class TrainerLeases:
             self._state.events.add(EventKind.WORK_LEASED, message, run=run.name)
 
 
-def _rank_fence(item: WorkItem) -> shard_pb2.RankFence:
-    """Returns the fence of an item. The contributions of a finished item count: the step may be prepared already."""
+def _rank_fence(item: WorkItem, version: int | None) -> shard_pb2.RankFence:
+    """Returns the fence of an item. The contributions of a finished item count: the step may be prepared already.
+
+    Args:
+        item: The item.
+        version: The version that it reads. None: the version of the step.
+    """
     attempt = 0 if item.state is WorkState.FINISHED else item.attempt
-    return shard_pb2.RankFence(dp_rank=item.dp_rank, epoch=item.epoch, attempt=attempt)
+    return shard_pb2.RankFence(dp_rank=item.dp_rank, epoch=item.epoch, attempt=attempt, version=version)

@@ -218,6 +218,7 @@ class UnitPlacer:
                 dp=run.settings.world.dp,
                 reduction_groups=run.settings.reduction_groups,
                 placement=placement,
+                asynchronous=run.asynchronous,
             )
 
         responses = await self._servers.call_all(ranges, "ReserveUnit", request)
@@ -340,6 +341,12 @@ def _check_new(run: Run, layout: UnitLayout) -> None:
             f"unit {layout.unit!r} is new, but run {run.name!r} has committed {run.committed_step} steps: declare "
             f"every unit before the first step, under the same name in every trainer{_advice_on_rewrap(run)}",
             unit=layout.unit,
+        )
+    if run.asynchronous and layout.holds_buffers:
+        raise InvalidRequestError(
+            f"consistency={run.settings.consistency}: the model has buffers, such as {layout.parameters[0].name!r}, "
+            "whose values data rank 0 sets in each step. Use layers without buffers, or SYNCHRONOUS",
+            buffer=layout.parameters[0].name,
         )
     if layout.tp_rank >= run.settings.world.tp or layout.pp_ranks[-1] >= run.settings.world.pp:
         raise InvalidRequestError(

@@ -8,7 +8,7 @@ from shardwell_server.coordinator.runs.run import Run
 from shardwell_server.coordinator.servers.cluster import Server
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.storage.records import ShardRecord
-from shardwell_wire.errors import StaleEpochError
+from shardwell_wire.errors import InvalidRequestError, StaleEpochError
 from shardwell_wire.v1 import coordinator_pb2
 
 
@@ -71,7 +71,15 @@ class Drains:
         )
 
     async def rebalance(self, run: Run, *, report_only: bool) -> coordinator_pb2.RebalanceRunResponse:
-        """Starts moving shards of a run until they are spread evenly, and reports the progress."""
+        """Starts moving shards of a run until they are spread evenly, and reports the progress.
+
+        Raises:
+            InvalidRequestError: The run is asynchronous.
+        """
+        if run.asynchronous:
+            raise InvalidRequestError(
+                f"run {run.name!r} has consistency={run.settings.consistency}, in which shards cannot move"
+            )
         if not report_only and not run.relocations.rebalancing:
             run.relocations.set_rebalancing(True)
             await self._state.save(run)

@@ -32,7 +32,13 @@ from shardwell_server.coordinator.servers.promoter import Promoter
 from shardwell_server.coordinator.servers.shard_servers import ShardServers
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.storage.records import BackupRecord, BackupState, ShardRecord
-from shardwell_wire.errors import CapacityError, DeadlineError, ShardwellError, UnavailableError
+from shardwell_wire.errors import (
+    CapacityError,
+    DeadlineError,
+    InvalidRequestError,
+    ShardwellError,
+    UnavailableError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +111,12 @@ class BackupKeeper:
     # Changes of what is wanted
 
     def set_count(self, run: Run, backups: int) -> None:
-        """Changes the number of backups of a run's shards."""
+        """Changes the number of backups of a run's shards. Raises InvalidRequestError in an asynchronous run."""
+        if backups and run.asynchronous:
+            raise InvalidRequestError(
+                f"backups={backups}: run {run.name!r} has consistency={run.settings.consistency}, in which shards have "
+                "no backups. Use SYNCHRONOUS"
+            )
         if backups != run.settings.backups:
             run.set_backups(backups)
             self._note(run).complete = False
@@ -118,6 +129,11 @@ class BackupKeeper:
     def explain_drain(self, run: Run, server: Server) -> list[str]:
         """Returns why a server cannot hand over its shards of a run, one line each. Empty: it is handing them over."""
         own = [(unit, shard) for unit, shard in self._shards(run) if shard.server_id == server.server_id]
+        if run.asynchronous and own:
+            return [
+                f"run {run.name!r} has consistency={run.settings.consistency}, in which shards cannot move: wait "
+                "until it has ended, and delete it"
+            ]
         stuck = [
             (unit, shard)
             for unit, shard in own
@@ -247,6 +263,8 @@ class BackupKeeper:
 
     def _targets(self, run: Run) -> dict[ShardKey, str]:
         """Returns the servers that shards are to move to. Empty id: any other server."""
+        if run.asynchronous:
+            return {}  # a copy of a shard has the newest version only
         targets = {(unit.index, shard.start_bytes): "" for unit, shard in self._shards(run) if self._is_draining(shard)}
         if run.relocations.rebalancing:
             staying = [server.server_id for server in self._state.cluster.live if not server.draining]

@@ -195,7 +195,7 @@ class Relocator:
         if losses.promotions:
             by_server = Counter(promotion.backup.server_id for promotion in losses.promotions)
             targets = ", ".join(f"{count} on {server!r}" for server, count in sorted(by_server.items()))
-            step = f"; step {run.committed_step} is computed again" if run.step is not None else ""
+            step = f"; step {run.committed_step} is computed again" if run.started else ""
             placement = f"placement {run.relocations.count}"
             message = f"backups replace {len(losses.promotions)} lost shards ({targets}), {placement}{step}"
             self._state.events.add(EventKind.SHARDS_PROMOTED, message, run=run.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 
 from shardwell_server.coordinator.waiting import SharedCall
@@ -36,6 +37,9 @@ class StepCalls:
     """Writes the commit record."""
     fencing: SharedCall[None] = field(default_factory=SharedCall)
     """Fences former trainers of work items on the servers."""
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held in an asynchronous run while items are fenced, and from the preparation of a step to its commit record: the
+    servers prepare one step at a time."""
     waking: SharedCall[None] = field(default_factory=SharedCall)
     """Waits until a work item is late, then wakes the trainers that wait for work."""
     promoting: SharedCall[None] = field(default_factory=SharedCall)

@@ -119,6 +119,9 @@ class Member:
     state: MemberState = MemberState.LIVE
     accepts_reassigned_work: bool | None = None
     """True if the trainer can compute work items of other trainers. None: unknown."""
+    item_limit: int | None = None
+    """In an asynchronous run: number of items of each data rank after which the trainer computes no more. None: not
+    known."""
     joined_step: int = 0
     """Committed steps when the trainer joined. After a coordinator restart: committed steps at the restart."""
     transports: tuple[TransportReport, ...] = ()
@@ -157,6 +160,10 @@ class Member:
     def renew_lease(self, now: float) -> None:
         """Starts the lease again at clock time ``now``."""
         self.last_seen_s = now
+
+    def note_item_limit(self, limit: int) -> None:
+        """Records from which number on the trainer computes no items."""
+        self.item_limit = limit
 
     def note_accepts_reassigned_work(self, accepts: bool) -> bool:
         """Records whether the trainer computes reassigned work. Returns True if this changed.

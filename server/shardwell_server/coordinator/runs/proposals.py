@@ -11,8 +11,10 @@ from typing import Literal
 
 from shardwell_server import optimizer_checks
 from shardwell_server.coordinator.storage.records import CommitRecord
+from shardwell_wire.consistency import Consistency
 from shardwell_wire.errors import ConflictError, HyperparameterMismatchError, InvalidRequestError
 from shardwell_wire.layout import UnitLayout
+from shardwell_wire.optimizers import KEPT_GROUP
 from shardwell_wire.partitions import runs_on_trainers
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
@@ -171,6 +173,20 @@ def validate_proposal(proposal: StepProposal, layouts: Sequence[UnitLayout], cut
                 unit=layout.unit,
             )
         optimizer_checks.check_fit(proposal.optimizer, unit.group_indices, layout, cuts[unit.unit_index])
+
+
+def check_asynchronous(proposal: StepProposal, consistency: Consistency) -> None:
+    """Raises InvalidRequestError if an asynchronous run cannot commit a proposal."""
+    if proposal.updates_on_trainers:
+        raise InvalidRequestError(
+            f"consistency={consistency}: the optimizer runs on the trainers, which needs the gradients of all ranks. "
+            "Use an optimizer that runs on the servers, or SYNCHRONOUS"
+        )
+    if any(KEPT_GROUP in unit.group_indices for unit in proposal.optimizer.units):
+        raise InvalidRequestError(
+            f"consistency={consistency}: several optimizers update the run's parameters in turn. Use one optimizer, "
+            "such as shardwell.optim.Combined([...]), or SYNCHRONOUS"
+        )
 
 
 def _check_indices(what: str, indices: Sequence[int], count: int) -> None:

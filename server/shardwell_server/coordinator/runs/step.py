@@ -50,6 +50,8 @@ class Step:
     """Why the step cannot be prepared with its current contributions."""
     skipped: bool = False
     """True if a gradient is not finite and the step will change no parameter."""
+    recording: bool = False
+    """True while the step's commit record is being written."""
 
     counted: set[int] = field(default_factory=set)
     """With several optimizers: indices of the units whose gradients count for the norms of this step."""
@@ -67,6 +69,19 @@ class Step:
     def _note_trainers(self, item: WorkItem) -> None:
         for trainer in item.trainers:
             self._items_by_trainer.setdefault(trainer, {})[item.dp_rank] = item
+
+    @property
+    def is_vacant(self) -> bool:
+        """True if no trainer computes an item or has finished one."""
+        return all(item.state is WorkState.VACANT for item in self.items.values())
+
+    def read_version(self, number: int) -> None:
+        """Makes the items of a vacant step read a later version. Drops what was prepared and proposed."""
+        assert self.is_vacant and number >= self.number
+        self.number = number
+        self.generation += 1
+        self.prepared = self.failure = None
+        self.proposals.clear()
 
     @property
     def all_finished(self) -> bool:
@@ -397,6 +412,10 @@ class Step:
         """Returns the names of the units of parameters that no trainer has named to ``note_counted``."""
         known = self.counted | self.kept
         return [layout.unit for index, layout in enumerate(layouts) if index not in known and not layout.holds_buffers]
+
+    def forget_prepared(self) -> None:
+        """Records that the servers have prepared another step since."""
+        self.prepared = None
 
     def record_failure(self, error: ShardwellError) -> None:
         """Records why the step cannot be prepared until an item is reset or the gradient is skipped."""

@@ -89,6 +89,8 @@ class WorkItem:
     """The members by global rank, ordered by tp rank and pp rank. There is one for each (tp, pp) coordinate."""
     epoch: int
     attempt: int = 0
+    number: int = 0
+    """Number of committed items of the dp rank, which determines the batch. In a synchronous run, the step."""
     state: WorkState = WorkState.LEASED
     since_s: float = 0.0
     """Clock time of the last change of state."""
@@ -168,6 +170,7 @@ class WorkItem:
             attempt=self.attempt,
             copy=self.is_copy,
             replica_epoch=replica_epoch,
+            number=self.number,
         )
 
     def copy_to_proto(self) -> coordinator_pb2.WorkItem:
@@ -179,6 +182,7 @@ class WorkItem:
             epoch=self.copy.epoch,
             attempt=self.copy.attempt,
             copy=True,
+            number=self.number,
         )
 
     def next_attempt(self) -> int:

@@ -52,7 +52,7 @@ class Promoter:
 
     async def _promote(self, run: Run, server_id: str) -> bool:
         """Sends one request. Returns False if it must be repeated."""
-        placement, step = run.relocations.count, run.step
+        placement = run.relocations.count
         process = next((at for at in run.units.processes if at[0] == server_id), None)
         if process is None:
             run.relocations.note_confirmed(server_id, placement)  # it owns no shards any more
@@ -70,8 +70,7 @@ class Promoter:
             placement=placement,
             shards=[_reference(unit, shard) for unit, shard in owned],
             fences=[
-                shard_pb2.RankFence(dp_rank=item.dp_rank, epoch=item.epoch, attempt=item.attempt)
-                for item in (step.items.values() if step is not None else ())
+                shard_pb2.RankFence(dp_rank=item.dp_rank, epoch=item.epoch, attempt=item.attempt) for item in run.items
             ],
             backups=[
                 shard_pb2.PromotedBackup(

@@ -84,7 +84,7 @@ class RankRecord(Row):
     """Trainer that computes or computed the rank's part of the work item."""
     epoch: int
     step: int
-    """Step that ``attempt`` belongs to."""
+    """Step that ``attempt`` belongs to: the version that the work item reads."""
     attempt: int
     last_attempt: int = 0
     """Highest attempt of the work item and its copies."""
@@ -92,6 +92,8 @@ class RankRecord(Row):
     """True if the work item is vacant, although its former trainers may be present."""
     replica_epoch: int = 0
     """Epoch of the replica that owns the dp rank."""
+    number: int = 0
+    """Number of committed work items of the dp rank."""
 
     @classmethod
     def from_row(cls, row: Sequence[Any]) -> Self:
@@ -220,6 +222,19 @@ class CommitRecord(Row):
     other_norm: float | None = None
     skipped: bool = False
     """True if a gradient was not finite and the step changed no parameter."""
+    trainer: str = ""
+    """In an asynchronous run: the trainer that computed the item."""
+    dp_rank: int = 0
+    """In an asynchronous run: the data rank of the item."""
+    item: int = 0
+    """In an asynchronous run: the number of the item in its data rank."""
+    base_version: int = 0
+    """In an asynchronous run: the version that the item read."""
+
+    @property
+    def staleness(self) -> int | None:
+        """Number of commits between the version that the item read and its own commit. None: in a synchronous run."""
+        return self.step - self.base_version if self.trainer else None
 
     def to_row(self) -> tuple[object, ...]:
         """Returns the values of the columns. The unit order is stored as text."""
@@ -264,8 +279,8 @@ class StoredRun:
     commits: tuple[CommitRecord, ...]
     """The most recent commit records, oldest first."""
     state: bytes | None
-    finished: tuple[FinishedRecord, ...]
-    """Finished items of the step in flight: either all or none."""
+    finished: tuple[tuple[int, FinishedRecord], ...]
+    """Finished items, each with its step."""
     checkpoints: tuple[CheckpointRecord, ...]
     """In the order in which they began."""
 

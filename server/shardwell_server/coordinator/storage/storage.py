@@ -33,7 +33,7 @@ from shardwell_server.coordinator.storage.records import (
 )
 from shardwell_wire.errors import UnavailableError
 
-SCHEMA_VERSION = 12
+SCHEMA_VERSION = 13
 
 FILE_NAME = "coordinator.sqlite"
 
@@ -57,7 +57,7 @@ CREATE TABLE members (
 CREATE TABLE ranks (
     run TEXT NOT NULL, global_rank INTEGER NOT NULL, owner TEXT NOT NULL, trainer TEXT NOT NULL, epoch INTEGER NOT NULL,
     step INTEGER NOT NULL, attempt INTEGER NOT NULL, last_attempt INTEGER NOT NULL, vacant INTEGER NOT NULL,
-    replica_epoch INTEGER NOT NULL, PRIMARY KEY (run, global_rank)
+    replica_epoch INTEGER NOT NULL, number INTEGER NOT NULL, PRIMARY KEY (run, global_rank)
 ) WITHOUT ROWID;
 CREATE TABLE addresses (
     run TEXT NOT NULL, name TEXT NOT NULL, address TEXT NOT NULL, PRIMARY KEY (run, name)
@@ -86,7 +86,8 @@ CREATE TABLE finished (
 CREATE TABLE commits (
     run TEXT NOT NULL, step INTEGER NOT NULL, time REAL NOT NULL, leader TEXT NOT NULL, optimizer BLOB NOT NULL,
     clip_coefficient REAL NOT NULL, unit_order TEXT NOT NULL, grad_norm REAL NOT NULL, norm_type REAL,
-    other_norm REAL, skipped INTEGER NOT NULL,
+    other_norm REAL, skipped INTEGER NOT NULL, trainer TEXT NOT NULL, dp_rank INTEGER NOT NULL,
+    item INTEGER NOT NULL, base_version INTEGER NOT NULL,
     PRIMARY KEY (run, step)
 ) WITHOUT ROWID;
 CREATE TABLE states (run TEXT PRIMARY KEY, step INTEGER NOT NULL, state BLOB NOT NULL) WITHOUT ROWID;
@@ -199,7 +200,7 @@ class Storage:
         writes = [
             *(_clear(table, run) for table in ("units", "shards", "backups", "finished", "commits", "states")),
             *_unit_writes(run, units),
-            (_upsert("commits", 11), [(run, *commit.to_row()) for commit in commits]),
+            (_upsert("commits", 15), [(run, *commit.to_row()) for commit in commits]),
         ]
         if state is not None:
             writes.append((_upsert("states", 3), [(run, commits[-1].step if commits else 0, state)]))
@@ -221,45 +222,48 @@ class Storage:
         commit.
         """
         rows = [(run, step, *record.to_row()) for record in records]
-        await self._call(self._database.write, [_clear("finished", run), (_upsert("finished", 5), rows)], full=False)
+        await self._call(self._database.write, [(_upsert("finished", 5), rows)], full=False)
 
     async def save_commit(
         self,
         run: str,
+        ranks: Iterable[int],
         record: CommitRecord,
         state: bytes | None,
-        moved: tuple[RunRecord, Sequence[UnitRecord]] | None = None,
+        changed: tuple[RunRecord, Sequence[UnitRecord]] | None = None,
     ) -> None:
         """Stores a commit record. When this returns, the step is committed.
 
         Args:
             run: Name of the run.
+            ranks: Global ranks of the items that are committed.
             record: The commit record.
             state: The run's state, if it changed.
-            moved: The run and its changed units, if shards change their servers with this commit.
+            changed: The run and its changed units, if they change with this commit.
         """
-        await self._call(self._write_commit, run, record, state, moved)
+        await self._call(self._write_commit, run, ranks, record, state, changed)
 
     def _write_commit(
         self,
         run: str,
+        ranks: Iterable[int],
         record: CommitRecord,
         state: bytes | None,
-        moved: tuple[RunRecord, Sequence[UnitRecord]] | None,
+        changed: tuple[RunRecord, Sequence[UnitRecord]] | None,
     ) -> None:
         writes: list[Write] = [
-            (_upsert("commits", 11), [(run, *record.to_row())]),
+            (_upsert("commits", 15), [(run, *record.to_row())]),
             ("DELETE FROM commits WHERE run = ? AND step <= ?", [(run, record.step - KEPT_COMMITS)]),
-            _clear("finished", run),
+            ("DELETE FROM finished WHERE run = ? AND global_rank = ?", [(run, rank) for rank in ranks]),
         ]
         if state is not None:
             writes.append((_upsert("states", 3), [(run, record.step, state)]))
-        if moved is not None:
-            run_record, units = moved
+        if changed is not None:
+            run_record, units = changed
             writes += [*self._run_writes(run_record), *_unit_writes(run, units)]
         self._database.write(writes)
-        if moved is not None:
-            self._stored[run] = moved[0]
+        if changed is not None:
+            self._stored[run] = changed[0]
 
     async def delete_run(self, run: str, last_epoch: int) -> None:
         """Deletes a run. Keeps its highest epoch: the epochs of later runs start above it."""
@@ -306,7 +310,6 @@ class Storage:
         (_, run_id, config, created, started, last_epoch, *rest), *_ = self._rows("runs", run)
         placement, rebalancing, checkpoints, parallel_plan = rest
         commits = [CommitRecord.from_row(row) for _, *row in self._rows("commits", run)]
-        step = commits[-1].step + 1 if commits else 0
         states = self._rows("states", run)
         return StoredRun(
             record=RunRecord(
@@ -328,7 +331,7 @@ class Storage:
             units=tuple(self._load_units(run)),
             commits=tuple(commits),
             state=states[0][2] if states else None,
-            finished=tuple(FinishedRecord.from_row(row) for _, at, *row in self._rows("finished", run) if at == step),
+            finished=tuple((step, FinishedRecord.from_row(row)) for _, step, *row in self._rows("finished", run)),
             checkpoints=tuple(
                 sorted(
                     (CheckpointRecord.from_row(row) for _, *row in self._rows("checkpoints", run)),

@@ -35,15 +35,18 @@ def default_budget_bytes(servers_on_host: int = 1) -> int:
     return int(usable_memory_bytes() * DEFAULT_SHARE) // servers_on_host
 
 
-def shard_need_bytes(shard_bytes: int, max_contributions: int, *, holds_buffers: bool = False) -> int:
+def shard_need_bytes(
+    shard_bytes: int, max_contributions: int, *, holds_buffers: bool = False, held_versions: int = 0
+) -> int:
     """Returns the memory that a shard needs for parameters, optimizer state, contributions and their mean.
 
-    A shard of buffers needs memory for its values and for those that data rank 0 pushed for the next version.
+    A shard of buffers needs memory for its values and for those that data rank 0 pushed for the next version. In an
+    asynchronous run, a shard needs memory for the versions that work items read besides the newest.
     """
     if holds_buffers:
         return 2 * shard_bytes
     mean = 1 if max_contributions > 1 else 0
-    return shard_bytes * (1 + _OPTIMIZER_STATES + max_contributions + mean)
+    return shard_bytes * (1 + _OPTIMIZER_STATES + max_contributions + mean + held_versions)
 
 
 @dataclass(slots=True)
@@ -179,7 +182,15 @@ class Memory:
 
     # ---- reservations ----
 
-    def reserve(self, key: ShardKey, shard_bytes: int, max_contributions: int, *, holds_buffers: bool = False) -> None:
+    def reserve(
+        self,
+        key: ShardKey,
+        shard_bytes: int,
+        max_contributions: int,
+        *,
+        holds_buffers: bool = False,
+        held_versions: int = 0,
+    ) -> None:
         """Reserves memory for a shard.
 
         Args:
@@ -187,12 +198,15 @@ class Memory:
             shard_bytes: Size of the shard.
             max_contributions: Number of contributions to one step.
             holds_buffers: True for a shard of buffers.
+            held_versions: Number of versions besides the newest that work items may read.
 
         Raises:
             CapacityError: The shard does not fit; nothing changed.
         """
         run, unit, _ = key
-        need = shard_need_bytes(shard_bytes, max_contributions, holds_buffers=holds_buffers)
+        need = shard_need_bytes(
+            shard_bytes, max_contributions, holds_buffers=holds_buffers, held_versions=held_versions
+        )
         # If this is the largest shard, the unreserved memory must grow to the size of the shard.
         set_aside = max(self._largest_bytes(), self.unreserved.used_bytes)
         total = need + max(0, shard_bytes - set_aside)
@@ -201,7 +215,8 @@ class Memory:
                 (f"{shard_bytes} of buffers, and as many for their next values", "use smaller buffers")
                 if holds_buffers
                 else (
-                    f"{shard_bytes} of parameters, with optimizer state and {max_contributions} gradients",
+                    f"{shard_bytes} of parameters, with optimizer state and {max_contributions} gradients"
+                    + (f", and {held_versions} older versions" if held_versions else ""),
                     "use fewer data ranks",
                 )
             )

@@ -174,13 +174,15 @@ class Push:
             self._run.fences.check_epoch(rank, epoch)
         if shard.version is None:
             raise StepStateError(f"{shard.what} has no published values yet")
-        if step < shard.version:
+        expected = self._run.version_of(self._dp_rank, shard)
+        assert expected is not None
+        if step < expected:
             raise VersionGoneError(
-                f"gradient of step {step} of {shard.what}: the step is committed, the unit has version {shard.version}"
+                f"gradient of step {step} of {shard.what}: the step is committed, the unit has version {expected}"
             )
-        if step > shard.version:
+        if step > expected:
             raise StepStateError(
-                f"gradient of step {step} of {shard.what} is too early: the unit is at version {shard.version}"
+                f"gradient of step {step} of {shard.what} is too early: the unit is at version {expected}"
             )
         for rank in self._epochs:
             oldest = max(self._run.fences.attempt(rank, step), self._contributions.attempt(self._contributor_of(rank)))
@@ -204,7 +206,7 @@ class Push:
         self._check_same_sum(accepted, max(counts))
         if self._part < accepted:
             return True
-        if self._run.is_prepared(self._step):
+        if self._run.is_closed_to(self._dp_rank, self._step):
             if not self._run.counts(self._dp_rank, self._attempt):
                 raise StaleEpochError(f"{self._what}: another trainer's copy of this work item counts")
             raise StepStateError(f"{self._what}: step {self._step} is prepared and accepts no more gradients")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from functools import partial
 
 from shardwell_server import optimizer_checks
@@ -32,6 +32,11 @@ def fence(run: HostedRun, request: shard_pb2.FenceRequest) -> None:
     """Rejects older epochs and attempts from now on, and drops the contributions of older attempts."""
     step = request.context.step
     risen = run.fences.raise_all(step, request.ranks)
+    if run.rank_versions is not None:
+        for fenced in request.ranks:
+            if fenced.HasField("version"):
+                run.rank_versions.raise_to(fenced.dp_rank, fenced.version)
+        _release_held(run)
     for shard in run.shards.values():
         if risen and shard.role is Role.BACKUP and shard.version == step:
             shard.drop_replica()  # the primary sends the new gradient
@@ -40,12 +45,13 @@ def fence(run: HostedRun, request: shard_pb2.FenceRequest) -> None:
                 shard.drop_older(rank, attempt)
         for fenced in request.ranks:
             rank = fenced.dp_rank
-            oldest = (run.fences.epoch(rank), run.fences.attempt(rank, step))
+            at = step if run.rank_versions is None else run.rank_versions.of(rank)
+            oldest = (run.fences.epoch(rank), run.fences.attempt(rank, at))
             over = StaleEpochError(f"{shard.what}, rank {rank}: the lease or attempt is over")
             for contributor in shard.spec.contributors_of(rank):
                 shard.streams.end(contributor, oldest, over)
     # The reduced gradient may contain a contribution that was dropped.
-    if risen and run.is_prepared(step):
+    if run.prepared is not None and run.is_prepared(step) and any(run.prepared.applies(rank) for rank, _ in risen):
         run.clear_prepared()
     fault_points.reach("server.fence.after", step=step)
 
@@ -94,6 +100,7 @@ async def _prepare(
             return former.answer
     else:
         _check_complete(run, request)
+        _allocate_held(run, step, attempts.keys())
         # Pushes are rejected from here on.
         run.set_prepared(PreparedStep(step, manifest, attempts, request.norm_type, None))
     try:
@@ -200,17 +207,46 @@ async def update(run: HostedRun, in_thread: InThread, request: shard_pb2.UpdateR
     groups = {unit.unit_index: unit.group_indices for unit in request.optimizer.units}
     for shard in waiting:
         shard.check_update(step, request.optimizer, groups.get(shard.index))
+    if run.rank_versions is not None:
+        run.rank_versions.update(request.rank_versions)
+        _release_held(run)
     fault_points.reach("server.update.before", step=step)
     for shard in (*waiting, *in_order(_able_backups(run, step, request.optimizer))):
         await run.before_update(shard)
         async with shard.unchanging:
-            await shard.update(in_thread, step, request.optimizer, groups.get(shard.index), clip, key)
+            hold = run.rank_versions is not None and step in run.rank_versions.needed(shard.dp)
+            await shard.update(in_thread, step, request.optimizer, groups.get(shard.index), clip, key, hold=hold)
         fault_points.reach("server.update.between_shards", step=step, unit=shard.index)
     if run.prepared is None or run.prepared.step <= step:  # a repeated request may arrive after the next PrepareStep
         run.clear_prepared()
     fault_points.reach("server.update.after", step=step)
     stale = [shard for shard in run.backups if shard.out_of_sync]
     return shard_pb2.UpdateResponse(version=step + 1, stale_backups=map(_stale_status, stale))
+
+
+def _allocate_held(run: HostedRun, step: int, ranks: Set[int]) -> None:
+    """Allocates the memory in which an update keeps the version of a step for the work items that still read it.
+
+    Args:
+        run: The run.
+        step: The step.
+        ranks: The ranks whose work items the step commits.
+
+    Raises:
+        CapacityError: There is no memory.
+    """
+    if run.rank_versions is None:
+        return
+    for shard in run.published:
+        if any(run.rank_versions.of(rank) == step for rank in range(shard.dp) if rank not in ranks):
+            shard.values.held.allocate(shard.size_bytes)
+
+
+def _release_held(run: HostedRun) -> None:
+    """Releases the versions of an asynchronous run that no work item reads."""
+    assert run.rank_versions is not None
+    for shard in run.published:
+        shard.values.held.keep(run.rank_versions.needed(shard.dp))
 
 
 def _able_backups(run: HostedRun, step: int, optimizer: common_pb2.OptimizerStep) -> list[UnitShard]:
@@ -253,11 +289,15 @@ def _check_complete(run: HostedRun, request: shard_pb2.PrepareStepRequest) -> No
     for shard in run.published:
         if shard.version != step:
             raise StepStateError(f"step {step} cannot be prepared: {shard.what} is at version {shard.version}")
-        if shard.dp != request.dp:
+        if run.rank_versions is not None:
+            (rank,) = request.ranks
+            shard.check_rank(rank.dp_rank)
+            shard.count_only(rank.dp_rank)
+        elif shard.dp != request.dp:
             raise InvalidRequestError(f"dp is {request.dp}, but {shard.what} was reserved with {shard.dp} data ranks")
         found.add(shard.index)
         shard.choose({rank.dp_rank: rank.attempt for rank in request.ranks})
-        differences = shard.contributions.differences(expected.get(shard.index, {}), shard.spec.name_of)
+        differences = shard.contributions.differences(expected.get(shard.index, {}), shard.counted, shard.spec.name_of)
         lines += [f"unit {shard.unit!r}: {line}" for line in differences]
     lines += [f"unit {index}: this server has no shard of the unit" for index in expected if index not in found]
     if lines:
@@ -268,7 +308,13 @@ def _check_complete(run: HostedRun, request: shard_pb2.PrepareStepRequest) -> No
 def _expected(run: HostedRun, request: shard_pb2.PrepareStepRequest) -> dict[int, dict[int, tuple[int, int]]]:
     """Returns ``(attempt, part_count)`` by unit index and contributor. Omits units and contributors without a part."""
     named = {manifest.dp_rank for manifest in request.ranks}
-    if len(named) != request.dp or max(named, default=0) >= request.dp:
+    if run.rank_versions is not None:
+        if (len(request.ranks), request.dp) != (1, 1):
+            raise InvalidRequestError(
+                f"step {request.context.step} of run {run.name!r}: expected dp=1 and the manifest of one data rank, "
+                f"because the run is asynchronous, got dp={request.dp} and manifests of ranks {sorted(named)[:10]}"
+            )
+    elif len(named) != request.dp or max(named, default=0) >= request.dp:
         raise InvalidRequestError(
             f"step {request.context.step} of run {run.name!r}: expected one manifest from each of {request.dp} data "
             f"ranks, got manifests of ranks {sorted(named)[:10]}"

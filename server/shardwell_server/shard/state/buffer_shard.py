@@ -75,6 +75,8 @@ class BufferShard(UnitShard):
         groups: Sequence[int] | None,
         clip_coefficient: float,
         key: bytes,
+        *,
+        hold: bool = False,
     ) -> None:
         """Makes version ``step + 1`` from version ``step`` and the values that rank 0 pushed."""
         self.encoded.discard()
@@ -83,7 +85,7 @@ class BufferShard(UnitShard):
         async with self.values.becoming(step + 1, in_thread, changes=has_new):
             await self._compute(in_thread, self.compute_store)
         self.discard_reduced()
-        self.contributions.end_step()
+        self.contributions.end_step(self.counted)
         self.replica = None
 
     def compute_store(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -172,24 +172,30 @@ class Contributions:
             contribution.release()
         self.by_rank.clear()
 
-    def end_step(self) -> None:
-        """Drops all contributions after an update and expects as many parts in the next step."""
+    def end_step(self, contributors: Set[int]) -> None:
+        """Drops the contributions that an update applied, and expects as many parts in the next step."""
+        applied = {each: self.by_rank[each] for each in contributors & self.by_rank.keys()}
         self._usual = {
-            rank: contribution.part_count for rank, contribution in self.by_rank.items() if contribution.part_count
+            each: contribution.part_count for each, contribution in applied.items() if contribution.part_count
         }
-        self.clear()
+        for contributor in applied:
+            self.drop(contributor)
 
     def differences(
-        self, expected: Mapping[int, tuple[int, int]], name: Callable[[int], str] = "rank {}".format
+        self,
+        expected: Mapping[int, tuple[int, int]],
+        contributors: Set[int],
+        name: Callable[[int], str] = "rank {}".format,
     ) -> list[str]:
-        """Describes how the accepted contributions differ from a manifest.
+        """Describes how the accepted contributions of a step differ from a manifest.
 
         Args:
             expected: ``(attempt, part_count)`` by contributor.
+            contributors: The contributors of the step.
             name: Names a contributor.
         """
         lines = []
-        for contributor in sorted({*expected, *self.by_rank}):
+        for contributor in sorted({*expected, *self.by_rank} & contributors):
             attempt, count = expected.get(contributor, (0, 0))
             accepted = self.by_rank.get(contributor)
             have = 0 if accepted is None else accepted.part_count

@@ -17,9 +17,8 @@ class Fences:
 
     def __init__(self) -> None:
         self._epochs: dict[int, int] = {}
-        self._attempts: dict[int, int] = {}
-        self._step = 0
-        """Step that ``_attempts`` belongs to."""
+        self._attempts: dict[int, tuple[int, int]] = {}
+        """By rank: a step, and the oldest attempt in it."""
         self._floor = 0
         """Epochs below this one are rejected for every rank."""
 
@@ -29,12 +28,13 @@ class Fences:
 
     def attempt(self, dp_rank: int, step: int) -> int:
         """Returns the oldest attempt that is accepted in a step."""
-        return self._attempts.get(dp_rank, 0) if step == self._step else 0
+        of_step, attempt = self._attempts.get(dp_rank, (0, 0))
+        return attempt if step == of_step else 0
 
     def restart(self, min_epoch: int) -> None:
         """Rejects all epochs below ``min_epoch``, and forgets attempts, because steps are repeated."""
         self._floor = max(self._floor, min_epoch)
-        self._attempts, self._step = {}, 0
+        self._attempts = {}
 
     def check_epoch(self, dp_rank: int, epoch: int) -> None:
         """Raises StaleEpochError if a lease on a rank is over."""
@@ -50,15 +50,14 @@ class Fences:
     def raise_all(self, step: int, ranks: Iterable[shard_pb2.RankFence]) -> list[tuple[int, int]]:
         """Applies the coordinator's fences; returns ``(dp_rank, attempt)`` for each attempt that rose.
 
-        Fences of an earlier step raise epochs only.
+        Fences of an earlier step raise epochs only. A fence that names a version is about the item that reads it.
         """
-        if step > self._step:
-            self._attempts, self._step = {}, step
         risen = []
         for fence in ranks:
             self._epochs[fence.dp_rank] = max(self.epoch(fence.dp_rank), fence.epoch)
-            if step == self._step and fence.attempt > self._attempts.get(fence.dp_rank, 0):
-                self._attempts[fence.dp_rank] = fence.attempt
+            bound = (fence.version if fence.HasField("version") else step, fence.attempt)
+            if fence.attempt and bound > self._attempts.get(fence.dp_rank, (0, 0)):
+                self._attempts[fence.dp_rank] = bound
                 risen.append((fence.dp_rank, fence.attempt))
         return risen
 

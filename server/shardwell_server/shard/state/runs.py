@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from shardwell_server.shard.state.fences import Fences
+from shardwell_server.shard.state.rank_versions import RankVersions
 from shardwell_server.shard.state.shard_files import RunFiles
 from shardwell_server.shard.state.shard_spec import Role
 from shardwell_server.shard.state.unit_shard import UnitShard
@@ -42,6 +43,10 @@ class PreparedStep:
     answer: shard_pb2.PrepareStepResponse | None
     """None until the gradients are reduced."""
 
+    def applies(self, dp_rank: int) -> bool:
+        """True if the step applies the contribution of a rank."""
+        return not self.attempts or dp_rank in self.attempts  # a restarted server does not know the attempts
+
 
 # Note: [Exclusive work on a run]
 # Everything that adds, reduces, applies or drops gradients runs inside ``HostedRun.exclusively``, which holds one
@@ -62,6 +67,8 @@ class HostedRun:
         self.shards: dict[tuple[str, int], UnitShard] = {}
         """By unit name and start of the shard in bytes."""
         self.fences = Fences()
+        self.rank_versions: RankVersions | None = None
+        """The versions that work items read, in an asynchronous run. None: all ranks read the version of the step."""
         self.prepared: PreparedStep | None = None
         self.expected_optimizer: common_pb2.OptimizerStep | None = None
         """The optimizer with which the prepared step is expected to be committed. None: not known yet."""
@@ -200,10 +207,32 @@ class HostedRun:
     def begin_restore(self, restore: int, min_epoch: int) -> None:
         """Records that the run is loaded from a checkpoint. All shards were removed."""
         assert not self.shards
-        self.restore, self.prepared = restore, None
+        self.restore, self.prepared, self.rank_versions = restore, None, None
         self.fences.restart(min_epoch)
 
     # ---- the step in flight ----
+
+    def read_by_rank(self) -> None:
+        """Lets each data rank read its own version, because the run is asynchronous."""
+        if self.rank_versions is None:
+            self.rank_versions = RankVersions()
+
+    def version_of(self, dp_rank: int, shard: UnitShard) -> int | None:
+        """Returns the version of a shard that a rank's work item reads. None: the shard has no values yet."""
+        if self.rank_versions is None or shard.version is None:
+            return shard.version
+        return self.rank_versions.of(dp_rank)
+
+    def is_closed_to(self, dp_rank: int, step: int) -> bool:
+        """True if a step is prepared that applies a rank's contribution, which can no longer change.
+
+        Args:
+            dp_rank: The rank.
+            step: The version that the rank's work item reads.
+        """
+        if self.rank_versions is None:
+            return self.is_prepared(step)
+        return self.prepared is not None and self.prepared.applies(dp_rank)
 
     def is_prepared(self, step: int) -> bool:
         """True if a step is prepared or is being prepared. Such a step accepts no more gradients."""

@@ -42,6 +42,8 @@ class ShardSpec:
     """Number of the placement that the shard belongs to."""
     reduction_groups: tuple[int, ...] = ()
     """Sizes of the run's reduction groups, as ``SumOrder`` takes them."""
+    asynchronous: bool = False
+    """True if each data rank reads its own version, and a step applies the contribution of one rank."""
 
     @property
     def unit(self) -> str:
@@ -72,6 +74,11 @@ class ShardSpec:
         if len(self.layout.pp_ranks) == 1:
             return f"rank {dp_rank}"
         return f"rank {dp_rank}, pipeline rank {self.layout.pp_ranks[stage]}"
+
+    @property
+    def held_versions(self) -> int:
+        """Number of older versions that are held at once: one per rank, while a step is prepared for one of them."""
+        return self.dp if self.asynchronous and self.dp > 1 and not self.layout.holds_buffers else 0
 
     @property
     def memory_key(self) -> tuple[str, str, int]:

@@ -199,11 +199,19 @@ class ShardStore:
         for shard in replaced:
             self._release(run, shard)
         self.memory.reserve(
-            spec.memory_key, spec.size_bytes, spec.max_contributions, holds_buffers=layout.holds_buffers
+            spec.memory_key,
+            spec.size_bytes,
+            spec.max_contributions,
+            holds_buffers=layout.holds_buffers,
+            held_versions=spec.held_versions,
         )
         kind = BufferShard if layout.holds_buffers else UnitShard
-        files = None if run.files is None else ShardFiles(spec, run.files)
-        shard = kind(spec, self.memory, self._shared, role, files)
+        if spec.asynchronous:  # trainers that map the newest version would see it change
+            run.read_by_rank()
+            shard = kind(spec, self.memory, None, role, None)
+        else:
+            files = None if run.files is None else ShardFiles(spec, run.files)
+            shard = kind(spec, self.memory, self._shared, role, files)
         self.runs.setdefault(identity.run_id, run).add_shard(shard)
         return shard
 

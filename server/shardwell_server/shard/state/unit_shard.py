@@ -76,13 +76,16 @@ class UnitShard:
         """Why this shard, a backup, can never become a primary. Empty: it can."""
         self.run, self.layout, self.index, self.dp = spec.run, spec.layout, spec.index, spec.dp
         self.start_bytes, self.stop_bytes, self.size_bytes = spec.start_bytes, spec.stop_bytes, spec.size_bytes
-        self.order = SumOrder(spec.dp, spec.reduction_groups, num_stages=len(spec.layout.pp_ranks))
+        summed = 1 if spec.asynchronous else spec.dp
+        self.order = SumOrder(summed, spec.reduction_groups, num_stages=len(spec.layout.pp_ranks))
         """The order in which contributions are added."""
         self.unit, self.what, self.placement = spec.unit, spec.what, spec.placement
         self.plans = RangePlans(spec.layout, spec.start_bytes, spec.stop_bytes)
         self.segments = self.plans.segments(None)
         self.segment_of = {segment.parameter_index: number for number, segment in enumerate(self.segments)}
-        self.values = Values(self.what, self.unit, memory, shared)
+        self.values = Values(self.what, self.unit, memory, shared, spec.held_versions)
+        self.counted = frozenset(range(spec.max_contributions))
+        """Contributors of the next step. In an asynchronous run those of one data rank, named by PrepareStep."""
         self.streams = OpenStreams()
         """Streams being received: initial values, contributions by rank, and optimizer partitions."""
         self.contributions = Contributions()
@@ -238,7 +241,7 @@ class UnitShard:
         dropped = {self.segment_of[index] for index in header.dropped_indices if index in self.segment_of}
         contributor = self.layout.contributor(header.dp_rank, header.pp_rank)
         contributions = self.contributions_of(contributor, header.attempt, copy=header.copy)
-        if contributions is self.contributions:
+        if contributions is self.contributions and contributor in self.counted:
             self.discard_reduced()
         if header.part == 0:
             # The replaced contribution belongs to an older attempt or another lease: parts of two trainers are never
@@ -267,8 +270,8 @@ class UnitShard:
         own = self.spec.contributors_of(dp_rank)
         for contributor in own:
             self.copies.drop_older(contributor, attempt)
-        dropped = [self.contributions.drop_older(contributor, attempt) for contributor in own]
-        if any(dropped) or self.mean.from_former:
+        dropped = [contributor for contributor in own if self.contributions.drop_older(contributor, attempt)]
+        if self.counted.intersection(dropped) or self.mean.from_former:
             self.discard_reduced()
 
     def drop_contributions(self) -> None:
@@ -278,6 +281,13 @@ class UnitShard:
         self.copies.clear()
 
     # ---- reducing ----
+
+    def count_only(self, dp_rank: int) -> None:
+        """Sets the data rank whose contribution the next step of an asynchronous run applies."""
+        counted = frozenset(self.spec.contributors_of(dp_rank))
+        if counted != self.counted:
+            self.discard_reduced()
+            self.counted = counted
 
     async def reduce(self, in_thread: InThread) -> Reduced:
         """Computes the mean of the contributions. Returns the same result when repeated.
@@ -313,6 +323,8 @@ class UnitShard:
     @property
     def seems_complete(self) -> bool:
         """True if there is no mean yet and as many parts have arrived as in the last step."""
+        if self.spec.asynchronous:
+            return False
         return self.reduced is None and self.contributions.seem_complete(self.max_contributions)
 
     async def _reduce(self, in_thread: InThread) -> None:
@@ -327,10 +339,12 @@ class UnitShard:
         await self.mean.compute(terms, self.order, file, partial(self._compute, in_thread))
 
     def _gradients(self) -> Mapping[int, Contribution]:
-        """The gradient of each contributor: its contribution, or its kept gradient if it pushed nothing.
+        """The gradient of each contributor of the step: its contribution, or its kept gradient if it pushed nothing.
 
         Sums of several ranks are at their lowest rank.
         """
+        if self.spec.asynchronous:
+            return {rank: found for rank, found in self.contributions.by_rank.items() if rank in self.counted}
         if not self.kept.ranks:
             return self.contributions.by_lowest_rank
         kept = {rank: gradient for rank in self.kept.ranks if (gradient := self.kept.find(rank)) is not None}
@@ -442,21 +456,24 @@ class UnitShard:
         groups: Sequence[int] | None,
         clip_coefficient: float,
         key: bytes,
+        *,
+        hold: bool = False,
     ) -> None:
         """Makes version ``step + 1`` from version ``step`` and the mean gradient.
 
-        After an error, the same call finishes the update. Until then, neither version can be read.
+        After an error, the same call finishes the update. Until then, neither version can be read. If ``hold`` is True,
+        version ``step`` stays readable, because a work item reads it.
         """
         await self.prepare_update(in_thread, optimizer, groups, key)
         self.encoded.discard()
         self.reader_copies.supersede()
         changes = self.changes_values(optimizer, groups)
-        async with self.values.becoming(step + 1, in_thread, changes=changes):
+        async with self.values.becoming(step + 1, in_thread, changes=changes, hold=hold):
             await self._compute(in_thread, lambda: self.compute_update(optimizer, groups, clip_coefficient, key))
         if runs_on_trainers(optimizer.algorithm):
             self.partitions.settle()
         self.discard_reduced()
-        self.contributions.end_step()
+        self.contributions.end_step(self.counted)
         self.replica = None
         self.updated_by_trainers = runs_on_trainers(optimizer.algorithm)
         self.applied.note_size()

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from shardwell_server.shard.concurrency import InThread
 from shardwell_server.shard.memory.budget import Grant, IncomingBuffer, Memory
 from shardwell_server.shard.memory.shared_memory import ShardFile, SharedMemory
+from shardwell_server.shard.state.held_versions import HeldVersions
 from shardwell_server.shard.state.snapshots import Snapshots, VersionBytes
 from shardwell_wire.errors import (
     CapacityError,
@@ -33,7 +34,7 @@ class LiveBuffer:
         self.buffer = received.claim()
         self.file: ShardFile | None = None
         """The file in shared memory. None: the values are in ordinary memory."""
-        self.why_not_shared = "this server offers no shared memory"
+        self.why_not_shared = "the server shares no memory, or the run is asynchronous"
         self._grant = received.grant
         if shared is not None:
             self._move(shared, what)
@@ -93,9 +94,10 @@ class Values:
         unit: Name of the unit, for errors.
         memory: Memory for snapshots.
         shared: Shared memory for the values, if trainers on this host may map them.
+        held_count: Number of older versions that the shard's reservation covers.
     """
 
-    def __init__(self, what: str, unit: str, memory: Memory, shared: SharedMemory | None) -> None:
+    def __init__(self, what: str, unit: str, memory: Memory, shared: SharedMemory | None, held_count: int = 0) -> None:
         self.version: int | None = None
         """The newest published version."""
         self.changed_version = 0
@@ -107,7 +109,9 @@ class Values:
         self._what, self._unit = what, unit
         self._memory, self._shared = memory, shared
         self._snapshots = Snapshots(what, unit, memory)
-        """Older versions."""
+        """Older versions with readers."""
+        self.held = HeldVersions(what, unit, memory, held_count)
+        """Older versions that work items of an asynchronous run still read."""
         self._updating = False
         self._becoming: int | None = None
         """Version that a started update is making in place."""
@@ -134,7 +138,8 @@ class Values:
         self.check_not_dropped()
         assert self.version is not None and self.current is not None
         found = self.version if version is None else version
-        bytes_read = self.current if found == self.version else self._snapshots.find(found)
+        older = self.held.find(found) or self._snapshots.find(found)
+        bytes_read = self.current if found == self.version else older
         if bytes_read is None:
             raise self._overwritten(found, self.version)
         bytes_read.readers += 1
@@ -261,10 +266,13 @@ class Values:
         self._notify()
 
     @asynccontextmanager
-    async def becoming(self, version: int, in_thread: InThread, *, changes: bool = True) -> AsyncIterator[None]:
+    async def becoming(
+        self, version: int, in_thread: InThread, *, changes: bool = True, hold: bool = False
+    ) -> AsyncIterator[None]:
         """Lets the block change the values in place. When the block ends, they are the given version.
 
-        If ``changes`` is False, the block leaves the values as they are.
+        If ``changes`` is False, the block leaves the values as they are. If ``hold`` is True, the version before stays
+        readable in ``held``.
 
         If the block raises, the values belong to neither version, and readers wait. The caller must repeat the block
         until it succeeds. If an error occurs before the block, nothing has changed.
@@ -273,7 +281,7 @@ class Values:
         self._updating = True  # from here on no new read can start
         if self._becoming != version:  # a repeated update has already moved the readers
             try:
-                await self._move_readers(in_thread)
+                await self._move_readers(in_thread, hold=hold)
             except BaseException:
                 self._updating = False
                 self._notify()
@@ -289,10 +297,16 @@ class Values:
         self._updating = False
         self._notify()
 
-    async def _move_readers(self, in_thread: InThread) -> None:
-        """Moves the readers of the current version to a snapshot, or revokes it if there is no memory."""
+    async def _move_readers(self, in_thread: InThread, *, hold: bool) -> None:
+        """Moves the readers of the current version to a held version or a snapshot, or revokes it without memory."""
         assert self.live is not None and self.current is not None and self.version is not None
         before, live, copy = self.current, self.live.buffer, None
+        if hold:
+            memory = self.held.allocate(self.live.size_bytes)
+            await in_thread(lambda: memory.copy_(live))
+            before.newest, self.current = False, VersionBytes(live, self.version + 1)
+            self.held.add(before)
+            return
         if before.readers:
             self._snapshots.evict(pinned_too=False)
             copy = self._memory.try_acquire(self.live.size_bytes)
@@ -315,6 +329,7 @@ class Values:
         self._failure = why
         self._notify()
         self._snapshots.drop(why)
+        self.held.drop(why)
         if self.current is not None and self.live is not None:
             self.current.revoked, self.current.newest = why, False
             self.live.close()

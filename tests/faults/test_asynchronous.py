@@ -1,0 +1,145 @@
+"""Fault tests of asynchronous runs: the weights are those of the commits, one after another, on one machine.
+
+Each test compares the weights with a replay of the run's commits in plain PyTorch, in which each item reads the version
+that its commit record names. Equal bits show that every commit was applied once and whole, and that each item read one
+version.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+import shardwell
+from shardwell.session.coordinator_client import CoordinatorClient
+from shardwell_wire.v1 import coordinator_pb2
+from tests.support.cluster import events, wait_until
+from tests.support.commit_log import ItemCommit, read_commits, replay
+from tests.support.processes import TrainerProcess
+
+ITEMS, DP = 6, 2
+LEASE_S = 1.5
+LONG_LEASE_S = 60.0
+"""Longer than a test: no lease ends."""
+
+
+@pytest.fixture
+def run() -> str:
+    return uuid.uuid4().hex
+
+
+@pytest.fixture
+def log_dir(tmp_path: Path) -> Path:
+    return tmp_path / "logs"
+
+
+@pytest.fixture
+def cluster(log_dir: Path, request: pytest.FixtureRequest) -> Iterator[shardwell.LocalCluster]:
+    lease_s = getattr(request, "param", LEASE_S)
+    with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096, lease_s=lease_s, log_dir=log_dir) as running:
+        yield running
+
+
+def trainer(cluster: shardwell.LocalCluster, run: str, rank: int, *options: object, mode: str) -> TrainerProcess:
+    shape = ("--dp", DP, "--steps", ITEMS, "--consistency", mode)
+    return TrainerProcess(cluster.address, run, "--trainer", f"t{rank}", "--global-rank", rank, *shape, *options)
+
+
+def explain(cluster: shardwell.LocalCluster, run: str) -> str:
+    with closing(CoordinatorClient(cluster.address)) as client:
+        return "\n".join(client.call("ExplainStall", coordinator_pb2.ExplainStallRequest(run=run)).waiting_for)
+
+
+def assert_each_once(commits: list[ItemCommit]) -> None:
+    assert sorted((commit.dp_rank, commit.item) for commit in commits) == list(product(range(DP), range(ITEMS)))
+
+
+@pytest.mark.parametrize("transports", ["shm,socket,grpc", "socket,grpc"])
+@pytest.mark.parametrize("cluster", [LONG_LEASE_S], indirect=True)
+def test_a_stopped_trainer_is_at_most_s_items_behind(
+    cluster: shardwell.LocalCluster, log_dir: Path, run: str, transports: str
+) -> None:
+    stop_at, limit, mode = 1, 1, "BOUNDED_STALENESS(1)"
+    options = ("--transports", transports)
+    with (
+        trainer(cluster, run, 1, *options, "--stop-at-step", stop_at, mode=mode) as stopped,
+        trainer(cluster, run, 0, *options, mode=mode) as other,
+    ):
+        stopped.wait_stopped()
+        at_most = f"is at most {limit} items ahead of item {stop_at}"
+        wait_until(lambda: at_most in explain(cluster, run), "rank 0 waits for rank 1", timeout_s=60.0)
+        before = read_commits(log_dir, run)
+        assert sorted((commit.dp_rank, commit.item) for commit in before) == [(0, 0), (0, 1), (0, 2), (1, 0)]
+        stopped.resume()
+        results = [stopped.finish(), other.finish()]
+    commits = read_commits(log_dir, run)
+    assert_each_once(commits)
+    late = next(commit for commit in commits if (commit.dp_rank, commit.item) == (1, stop_at))
+    assert late.step == len(before), "the first commit after the stop"
+    assert late.step - late.base_version >= limit
+    assert [len(result["losses"]) for result in results] == [ITEMS, ITEMS], "each item is computed once"
+    assert replay(commits) in [result.get("sha256") for result in results], results
+
+
+def test_others_go_on_when_the_lease_of_a_stopped_trainer_ends(
+    cluster: shardwell.LocalCluster, log_dir: Path, run: str
+) -> None:
+    mode = "BOUNDED_STALENESS(0)"
+    with (
+        trainer(cluster, run, 1, "--stop-at-step", 1, mode=mode) as stopped,
+        trainer(cluster, run, 0, mode=mode) as other,
+    ):
+        stopped.wait_stopped()
+        result = other.finish()
+        kinds = [event.kind for event in events(cluster.address, run)]
+        commits = read_commits(log_dir, run)
+        stopped.resume()
+        late = stopped.finish()
+    assert_each_once(commits)
+    assert len(result["losses"]) == ITEMS + ITEMS - 1, "item 0 of rank 1 is the only one that it does not compute"
+    assert replay(commits) == result.get("sha256"), result
+    assert "lease_expired" in kinds
+    assert late.get("sha256") == result["sha256"], "the stopped trainer finds its rank's items committed"
+
+
+@pytest.mark.parametrize("killed_rank", [0, 1])
+def test_sigkill_of_a_trainer(cluster: shardwell.LocalCluster, log_dir: Path, run: str, killed_rank: int) -> None:
+    mode = "ASYNCHRONOUS"
+    with (
+        trainer(cluster, run, killed_rank, "--kill-at-step", 2, mode=mode) as killed,
+        trainer(cluster, run, 1 - killed_rank, mode=mode) as survivor,
+    ):
+        assert killed.finish()["returncode"] == -9
+        with trainer(cluster, run, killed_rank, mode=mode) as again:
+            results = [survivor.finish(), again.finish()]
+    commits = read_commits(log_dir, run)
+    assert_each_once(commits)
+    assert replay(commits) in [result.get("sha256") for result in results], results
+
+
+@pytest.mark.parametrize("cluster", [LONG_LEASE_S], indirect=True)
+def test_sigkill_of_the_coordinator(cluster: shardwell.LocalCluster, log_dir: Path, run: str) -> None:
+    mode = "BOUNDED_STALENESS(2)"
+    with (
+        trainer(cluster, run, 1, "--stop-at-step", 0, mode=mode) as stopped,
+        trainer(cluster, run, 0, mode=mode) as other,
+    ):
+        stopped.wait_stopped()
+        other.wait_for_step(1)
+        cluster.restart_coordinator()
+        wait_until(
+            lambda: "is at most 2 items ahead of item 0" in explain(cluster, run), "rank 0 waits", timeout_s=60.0
+        )
+        cluster.restart_coordinator()
+        stopped.resume()
+        results = [stopped.finish(), other.finish()]
+    commits = read_commits(log_dir, run)
+    assert_each_once(commits)
+    first = next(commit for commit in commits if commit.dp_rank == 1)
+    assert (first.step, first.base_version) == (3, 0), "the version that it reads is kept over both restarts"
+    assert replay(commits) in [result.get("sha256") for result in results], results

@@ -1,0 +1,259 @@
+"""Runs whose work items are committed one by one, on fake shard servers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwell_wire.consistency import ASYNCHRONOUS, BOUNDED_STALENESS, SYNCHRONOUS, Consistency
+from shardwell_wire.errors import InvalidRequestError, RunMismatchError, ShardwellError, StaleEpochError
+from shardwell_wire.topology import World
+from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
+from tests.support.coordinator import Harness, Trainer, buffers, config, harness, optimizer, run_async
+from tests.support.coordinator_steps import team_with_unit
+
+
+async def take_item(trainer: Trainer) -> coordinator_pb2.CommitStepResponse:
+    """Finishes and commits the item that a trainer has."""
+    version = trainer.version
+    finished = await trainer.finish(version, wait_s=5)
+    assert finished.all_finished
+    response = await trainer.commit(version, wait_s=5)
+    assert response.committed
+    trainer.version = response.next_work.step
+    return response
+
+
+async def team(cluster: Harness, *names: str, consistency: Consistency = ASYNCHRONOUS) -> list[Trainer]:
+    return await team_with_unit(cluster, *names, consistency=consistency)
+
+
+def commits(cluster: Harness) -> list[tuple[int, int, int, int]]:
+    """Returns (step, dp rank, item, version read) of every commit record that is kept."""
+    records = cluster.state.runs["r"].commits.records
+    return [(record.step, record.dp_rank, record.item, record.base_version) for record in records]
+
+
+def updates(cluster: Harness) -> list[shard_pb2.UpdateRequest]:
+    return cluster.shards["s0"].runs["r"].updates
+
+
+def rank_versions(update: shard_pb2.UpdateRequest) -> dict[int, int]:
+    return {each.dp_rank: each.version for each in update.rank_versions}
+
+
+def test_each_item_is_committed_by_itself(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await team(cluster, "a", "b")
+            first = await take_item(a)
+            assert (first.version, first.staleness) == (1, 0)
+            assert [(item.dp_rank, item.number) for item in first.next_work.items] == [(0, 1)]
+            assert (first.next_work.step, first.next_work.position) == (1, 1)
+            assert (await take_item(a)).version == 2
+            late = await take_item(b)
+            assert (late.version, late.staleness) == (3, 2)
+            assert (late.next_work.step, late.next_work.position) == (3, 1)
+            assert commits(cluster) == [(0, 0, 0, 0), (1, 0, 1, 1), (2, 1, 0, 0)]
+            await cluster.settle()
+            assert [update.context.step for update in updates(cluster)] == [0, 1, 2]
+            assert [rank_versions(update) for update in updates(cluster)] == [{0: 1, 1: 0}, {0: 2, 1: 0}, {0: 2, 1: 3}]
+            manifests = cluster.shards["s0"].manifests
+            assert [[rank.dp_rank for rank in manifest.ranks] for manifest in manifests] == [[0], [0], [1]]
+            assert {manifest.dp for manifest in manifests} == {1}
+
+    run_async(test())
+
+
+def test_a_repeated_commit_gets_the_same_answer(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await team(cluster, "a", "b")
+            first = await take_item(a)
+            await take_item(b)
+            repeated = await a.commit(0)
+            assert (repeated.version, repeated.staleness, repeated.next_work) == (1, 0, first.next_work)
+            assert len(commits(cluster)) == 2
+            assert (await a.finish(0, [])).work == first.next_work
+
+    run_async(test())
+
+
+@pytest.mark.parametrize("limit", [0, 1, 3])
+def test_no_rank_starts_an_item_that_is_too_far_ahead(tmp_path: Path, limit: int) -> None:
+    async def test() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await team(cluster, "a", "b", consistency=BOUNDED_STALENESS(limit))
+            for _ in range(limit):
+                assert (await take_item(a)).next_work.items
+            last = await take_item(a)
+            assert not last.next_work.items, "the next item is more than `limit` items ahead of b's"
+            assert last.next_work.position == limit + 1
+            waiting = await a.finish(a.version, [])
+            assert not waiting.HasField("work")
+            assert any("rank 1" in line and "'b'" in line for line in waiting.waiting_for), waiting
+            assert [item.number for item in (await take_item(b)).next_work.items] == [1]
+            started = (await a.finish(a.version, [])).work
+            assert [item.number for item in started.items] == [limit + 1]
+            assert started.step == limit + 2, "it reads the newest version"
+
+    run_async(test())
+
+
+def test_item_of_a_lost_trainer_is_computed_once_from_the_newest_version(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await team(cluster, "a", "b", consistency=BOUNDED_STALENESS(1))
+            fences: list[shard_pb2.FenceRequest] = []
+
+            def note(rpc_name: str, request: Any) -> None:
+                if rpc_name == "Fence":
+                    fences.append(request)
+
+            cluster.shards["s0"].fail = note
+            await take_item(a)
+            await take_item(a)
+            assert (await b.finish(0, wait_s=5)).all_finished, "b has finished its item, but not proposed it"
+            await cluster.pass_time(11, a)
+            await cluster.settle()
+            (fence,) = fences[-1].ranks
+            assert (fence.dp_rank, fence.version) == (1, 2)
+            assert fence.attempt > 0
+            work = (await a.finish(a.version, [])).work
+            (item,) = work.items
+            assert (item.dp_rank, item.number, work.step) == (1, 0, 2)
+            assert item.attempt == fence.attempt
+            with pytest.raises(StaleEpochError):
+                await b.commit(0)
+            a.items, a.version = {item.global_rank: item}, work.step
+            after = await take_item(a)
+            assert [record[1:3] for record in commits(cluster)] == [(0, 0), (0, 1), (1, 0)]
+            assert [(each.dp_rank, each.number) for each in after.next_work.items] == [(1, 1)], "the slowest rank first"
+
+    run_async(test())
+
+
+def test_a_trainer_that_returns_gets_its_rank_back(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await team(cluster, "a", "b")
+            await take_item(a)
+            await b.leave()
+            await cluster.settle()
+            again = await cluster.join("b", config=config(World(dp=2), min_trainers=2, consistency=ASYNCHRONOUS))
+            (item,) = again.joined.work.items
+            assert (item.dp_rank, item.number, again.joined.work.step) == (1, 0, 1)
+            assert [each.dp_rank for each in (await take_item(a)).next_work.items] == [0]
+
+    run_async(test())
+
+
+def test_a_norm_stays_valid_while_others_commit(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await team(cluster, "a", "b")
+            await a.finish(0)
+            norm = await a.prepare(0)
+            assert norm.prepared
+            await take_item(b)
+            response = await a.commit(0, wait_s=5, clip_coefficient=0.5, norm_attempts=norm.attempts)
+            assert (response.version, response.staleness) == (2, 1)
+            await cluster.settle()
+            prepared = [
+                (manifest.context.step, manifest.ranks[0].dp_rank) for manifest in cluster.shards["s0"].manifests
+            ]
+            assert prepared == [(0, 0), (0, 1), (1, 0)]
+            assert [update.clip_coefficient for update in updates(cluster)] == [1.0, 0.5]
+
+    run_async(test())
+
+
+def test_trainers_may_commit_different_hyperparameters(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await team(cluster, "a", "b")
+            for trainer, rate in ((a, 0.1), (b, 0.2)):
+                await trainer.finish(0)
+                assert (await trainer.commit(0, wait_s=5, optimizer=optimizer(lr=rate))).committed
+            await cluster.settle()
+            assert [update.optimizer.groups[0].hyperparameters["lr"] for update in updates(cluster)] == [0.1, 0.2]
+
+    run_async(test())
+
+
+def test_a_restarted_coordinator_continues_every_item(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await team(cluster, "a", "b", consistency=BOUNDED_STALENESS(1))
+            await take_item(a)
+            second = await take_item(a)
+            assert not second.next_work.items
+            assert (await b.finish(0, wait_s=5)).all_finished
+            await cluster.restart()
+            for name in cluster.shards:
+                await cluster.register(name)
+            await cluster.settle()
+            repeated = await a.commit(1)
+            assert (repeated.version, repeated.next_work.items) == (2, second.next_work.items)
+            response = await b.commit(0, wait_s=5)
+            assert (response.version, response.staleness) == (3, 2), "b's item was finished before the restart"
+            assert [item.number for item in (await a.finish(2, [])).work.items] == [2]
+            assert commits(cluster) == [(0, 0, 0, 0), (1, 0, 1, 1), (2, 1, 0, 0)]
+
+    run_async(test())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"backups": 1}, "backups=1"),
+        ({"checkpoint_dir": "/c"}, "checkpoint_dir='/c'"),
+        ({"world": common_pb2.World(dp=1, tp=2, pp=1)}, "tp=1 and pp=1"),
+    ],
+)
+def test_settings_that_need_a_synchronous_run_are_named(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    async def test() -> None:
+        async with harness(tmp_path) as cluster:
+            settings = config(World(dp=2), consistency=BOUNDED_STALENESS(2))
+            settings.MergeFrom(coordinator_pb2.RunConfig(**fields))
+            with pytest.raises(InvalidRequestError, match=r"consistency=BOUNDED_STALENESS\(2\)") as raised:
+                await cluster.try_join("a", config=settings)
+            assert message in str(raised.value)
+
+    run_async(test())
+
+
+def test_requests_that_need_a_synchronous_run_are_rejected(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with harness(tmp_path) as cluster:
+            a, _ = await team(cluster, "a", "b")
+            await a.finish(0)
+            requests = [
+                cluster.call("SetBackups", run="r", backups=1),
+                cluster.call("RebalanceRun", run="r"),
+                a.declare(buffers("b", "running_mean")),
+                a.commit(0, optimizer=optimizer(groups=[-2])),
+            ]
+            for request in requests:
+                with pytest.raises(ShardwellError, match="consistency=ASYNCHRONOUS"):
+                    await request
+            with pytest.raises(
+                RunMismatchError, match="consistency=ASYNCHRONOUS, but this trainer asks for consistency=SYNCH"
+            ):
+                await cluster.try_join("c", config=config(World(dp=2), min_trainers=2, consistency=SYNCHRONOUS))
+
+    run_async(test())
+
+
+@pytest.mark.parametrize("mode", [SYNCHRONOUS, ASYNCHRONOUS, BOUNDED_STALENESS(0), BOUNDED_STALENESS(7)])
+def test_modes_are_written_as_they_are_read(mode: Consistency) -> None:
+    assert Consistency.parse(str(mode)) == mode
+    assert Consistency.from_proto(coordinator_pb2.RunConfig(**mode.to_fields())) == mode
+
+
+@pytest.mark.parametrize("text", ["", "ASYNC", "BOUNDED_STALENESS", "BOUNDED_STALENESS(-1)", "ASYNCHRONOUS(1)"])
+def test_unknown_modes_are_rejected(text: str) -> None:
+    with pytest.raises(InvalidRequestError, match="expected SYNCHRONOUS, ASYNCHRONOUS or BOUNDED_STALENESS"):
+        Consistency.parse(text)
