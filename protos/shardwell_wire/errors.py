@@ -24,7 +24,7 @@
     +-- DeadlineError                  DEADLINE_EXCEEDED    a wait took too long
     +-- UnavailableError               UNAVAILABLE          peer unreachable or not ready
     +-- AccessError                    PERMISSION_DENIED    caller is not allowed to do this
-    |   +-- UnauthenticatedError       UNAUTHENTICATED      the cluster's token is missing or wrong
+    |   +-- UnauthenticatedError       UNAUTHENTICATED      the token is missing, wrong or expired
     +-- InternalError                  INTERNAL             a defect; the server's log has details
     +-- TlsError                       (client only)        no connection: one end's TLS does not suit the other's
     +-- ReplicaLostError               (client only)        another trainer of this trainer's replica was lost
@@ -184,7 +184,7 @@ class AccessError(ShardwellError):
 
 
 class UnauthenticatedError(AccessError):
-    """The caller did not send the cluster's token."""
+    """The caller did not send a valid token."""
 
     status = grpc.StatusCode.UNAUTHENTICATED
 

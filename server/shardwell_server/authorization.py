@@ -10,7 +10,10 @@ import time
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
 from shardwell_wire.errors import AccessError, UnauthenticatedError
@@ -164,48 +167,80 @@ def check_request(caller: Identity, path: str, request: Message, run_id_of: Call
         request: The request, or the header of a stream.
         run_id_of: Returns the id of the run that has a name now. Empty: there is none.
     """
-    rule = RULES[path]
-    _check_rendezvous(caller, request)
-    if not caller.run or not rule.names_run:
+    rule, shape = RULES[path], _shape_of(request.DESCRIPTOR)
+    if shape.has_rendezvous:
+        _check_rendezvous(caller, request)
+    if not caller.run or not rule.names_run or not shape.names_run(request):
         return
-    named, trainer = _named_run(request), getattr(request, "trainer", caller.member)
-    if named is None:
-        return
-    name, run_id = named
-    if name != caller.run:
-        raise AccessError(
-            f"the token is of a {caller}, but the request names {f'run {name!r}' if name else 'no run'}", run=name
-        )
-    run_id = run_id or run_id_of(name)
+    named: Any = request
+    for field in shape.path:
+        named = getattr(named, field)
+    if named.run != caller.run:
+        run = f"run {named.run!r}" if named.run else "no run"
+        raise AccessError(f"the token is of a {caller}, but the request names {run}", run=named.run)
+    run_id = (named.run_id if shape.has_run_id else "") or run_id_of(named.run)
     if caller.run_id and run_id and run_id != caller.run_id:
         raise AccessError(
-            f"the token is of a {caller} with id {caller.run_id}, but this run has id {run_id}", run=name, run_id=run_id
+            f"the token is of a {caller} with id {caller.run_id}, but this run has id {run_id}",
+            run=named.run,
+            run_id=run_id,
         )
-    if rule.of_member and trainer != caller.member:
-        raise AccessError(f"the token is of a {caller}, but the request is in the name of trainer {trainer!r}")
-    if getattr(request, "replaced_epoch", 0) and trainer != caller.member:
-        raise AccessError(
-            f"the request takes the place of trainer {trainer!r}, which needs this trainer's own token, but the token "
-            f"is of a {caller}"
-        )
+    if shape.has_trainer:
+        _check_trainer(caller, rule, request)
 
 
-def _check_rendezvous(caller: Identity, request: Message) -> None:
-    if "rendezvous" not in request.DESCRIPTOR.fields_by_name:
+def _check_trainer(caller: Identity, rule: Rule, request: Any) -> None:
+    if request.trainer == caller.member:
         return
-    if bool(request.rendezvous) != (caller.role is Role.OPERATOR):  # type: ignore[attr-defined]
+    if rule.of_member:
+        raise AccessError(f"the token is of a {caller}, but the request is in the name of trainer {request.trainer!r}")
+    if getattr(request, "replaced_epoch", 0):
         raise AccessError(
-            f"the store of {'a rendezvous of torchrun' if request.rendezvous else 'a replica'} is for "  # type: ignore[attr-defined]
-            f"{'operators' if request.rendezvous else 'its trainers'}, but the token is of a {caller}"  # type: ignore[attr-defined]
+            f"the request takes the place of trainer {request.trainer!r}, which needs this trainer's own token, but "
+            f"the token is of a {caller}"
         )
 
 
-def _named_run(request: Message) -> tuple[str, str] | None:
-    """Returns name and id of the run that a request names. Either may be empty. None: it concerns no run."""
-    fields = request.DESCRIPTOR.fields_by_name
-    for outer in ("context", "header", "partition"):
-        if outer in fields:
-            return _named_run(getattr(request, outer))
-    if "world" in fields and request.HasField("world"):  # DescribeWorld of a world without a run
-        return None
-    return request.run, getattr(request, "run_id", "")  # type: ignore[attr-defined]
+def _check_rendezvous(caller: Identity, request: Any) -> None:
+    if bool(request.rendezvous) != (caller.role is Role.OPERATOR):
+        store, users = (
+            ("a rendezvous of torchrun", "operators") if request.rendezvous else ("a replica", "its trainers")
+        )
+        raise AccessError(f"the store of {store} is for {users}, but the token is of a {caller}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """Where the requests of one type name their run and their sender."""
+
+    path: tuple[str, ...]
+    """Fields that lead to the message with the fields ``run`` and ``run_id``."""
+    has_run: bool
+    has_run_id: bool
+    has_trainer: bool
+    has_rendezvous: bool
+    has_world: bool
+    """True if a request may describe a world without a run."""
+
+    def names_run(self, request: Any) -> bool:
+        """Returns whether a request concerns a run. Its name may still be empty."""
+        return self.has_run and not (self.has_world and request.HasField("world"))
+
+
+@cache
+def _shape_of(descriptor: Descriptor) -> _Shape:
+    path, named = [], descriptor
+    while outer := next((name for name in ("context", "header", "partition") if name in named.fields_by_name), None):
+        path.append(outer)
+        message_type = named.fields_by_name[outer].message_type
+        assert message_type is not None
+        named = message_type
+    own = descriptor.fields_by_name
+    return _Shape(
+        path=tuple(path),
+        has_run="run" in named.fields_by_name,
+        has_run_id="run_id" in named.fields_by_name,
+        has_trainer="trainer" in own,
+        has_rendezvous="rendezvous" in own,
+        has_world="world" in own,
+    )

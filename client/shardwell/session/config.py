@@ -238,7 +238,7 @@ class JoinConfig:
     address: str | None = None
     """The coordinator's host:port. None: a private local cluster, shared by the ranks of torchrun."""
     token_file: str | None = field(default=None, metadata=_ONLY_ARGUMENT)
-    """File with the cluster's token. None: see ``find_credentials``, which also reads SHARDWELL_TOKEN_FILE."""
+    """File with the cluster's key or a token. None: see ``find_credentials``, which also reads SHARDWELL_TOKEN_FILE."""
     tls: TlsOptions | None = field(default=None, metadata=_ONLY_ARGUMENT)
     """TLS of the connections to the cluster. None: see ``find_credentials``, which also reads SHARDWELL_TLS_CA."""
     run: str = "default"

@@ -51,8 +51,9 @@ def join(
         host: Name of this host. Default: the machine's host name.
         global_rank: Logical rank to request. Default: any.
         num_layers: Number of layers to split over pipeline stages, checked against the world. Default: not checked.
-        token_file: File with the cluster's token, readable by its user only. Default: the token of this user's local
-            cluster at the address, else of the file in ``SHARDWELL_TOKEN_FILE``.
+        token_file: File with the cluster's key or a token of a trainer, readable by its user only. Default: the key of
+            this user's local cluster at the address, else the token in ``SHARDWELL_TOKEN``, else the file in
+            ``SHARDWELL_TOKEN_FILE``.
         tls: TLS of the connections to the cluster. Default: as ``SHARDWELL_TLS_CA``, ``SHARDWELL_TLS_CERT``,
             ``SHARDWELL_TLS_KEY``, ``SHARDWELL_TLS_SERVER_NAME`` and ``SHARDWELL_ENCRYPT`` say; without an authority,
             connections are not encrypted.

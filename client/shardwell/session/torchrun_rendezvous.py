@@ -42,8 +42,8 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
 
     Args:
         params: Arguments of torchrun: ``--rdzv-endpoint`` is the coordinator's HOST:PORT, ``--rdzv-id`` names the
-            rendezvous. ``token_file`` in ``--rdzv-conf`` is the file with the cluster's token; the default is as in
-            ``shardwell.join``.
+            rendezvous. ``token_file`` in ``--rdzv-conf`` is the file with the cluster's key or an operator's token; the
+            default is as in ``shardwell.join``.
 
     Raises:
         UsageError: The address is malformed, or the token file cannot be used.

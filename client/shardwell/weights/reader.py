@@ -186,7 +186,7 @@ def attach(
     Args:
         address: The coordinator's host:port. Default: ``SHARDWELL_ADDRESS``, else localhost:50051.
         run: Name of the run. Default: ``SHARDWELL_RUN``, else ``default``.
-        token_file: File with the cluster's token. Default: as in ``join``.
+        token_file: File with the cluster's key or a token. Default: as in ``join``.
         tls: TLS of the connections to the cluster. Default: as in ``join``.
         timeout_s: Deadline of each read in seconds.
 

@@ -22,7 +22,7 @@ class TorchrunStores:
     """The stores of all rendezvous. They are kept in memory only.
 
     Args:
-        is_protected: True if every rpc needs the cluster's token.
+        is_protected: True if every rpc needs a token.
         clock: Returns monotonic seconds.
     """
 
