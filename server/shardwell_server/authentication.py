@@ -66,8 +66,8 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             AccessError: The caller's role may not call the rpc.
         """
         caller = self._key.verify(token_in(metadata))
-        check_role(caller, path)
         CALLER.set(caller)
+        check_role(caller, path)
 
 
 def interceptors(key: ClusterKey | None) -> list[grpc.aio.ServerInterceptor]:

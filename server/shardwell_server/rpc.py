@@ -19,9 +19,11 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
+from shardwell_server import audit
 from shardwell_server.authorization import CALLER, check_request
 from shardwell_wire.errors import (
     STATUS_DETAILS_KEY,
+    AccessError,
     InternalError,
     InvalidRequestError,
     ShardwellError,
@@ -56,9 +58,10 @@ class Call:
     """Returns the id of the run that has a name now. Empty: there is none."""
 
     def check(self, request: Message) -> None:
-        """Raises AccessError if the caller may not send this request, or the header of this stream."""
+        """Admits a request, or the header of a stream. Raises AccessError if the caller may not send it."""
         if self.caller is not None:
             check_request(self.caller, self.method, request, self.run_id_of)
+        audit.record_admitted(self.method, self.peer, request)
 
     def sees(self, run: str) -> bool:
         """Returns whether a list for the caller may contain a run."""
@@ -178,6 +181,8 @@ def reported_error(path: str, error: Exception, peer: str) -> ShardwellError:
         error: Error that the handler raised.
         peer: Address of the caller, for the log.
     """
+    if isinstance(error, AccessError):
+        audit.record_refused(path, peer, error)
     if not isinstance(error, ShardwellError) or error.status is None:
         logger.error("%s from %s failed", path, peer, exc_info=error)
         return InternalError(f"{path}: internal error; the server's log has the details")

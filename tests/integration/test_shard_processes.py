@@ -202,9 +202,12 @@ def test_error_names_an_invalid_setting(
 
 def test_members_differ_in_name_and_port_only() -> None:
     settings: dict[str, Any] = {"processes": 3, "coordinator": "c:1", "listen": "0.0.0.0:7", "threads": 2, "id": ""}
+    settings["audit_log"] = "/audit"
     members = member_settings(settings, server_id="host", memory_budget_bytes=100, bind="0.0.0.0:7")
     common = {"processes": 1, "coordinator": "c:1", "threads": 2, "memory_budget": 33, "exit_with_parent": True}
-    assert members == [{**common, "id": f"host-{n}", "listen": f"0.0.0.0:{7 + n}"} for n in range(3)]
+    assert members == [
+        {**common, "id": f"host-{n}", "listen": f"0.0.0.0:{7 + n}", "audit_log": f"/audit-{n}"} for n in range(3)
+    ]
     free = member_settings(settings, server_id="host", memory_budget_bytes=100, bind="[::]:0")
     assert [member["listen"] for member in free] == ["[::]:0"] * 3
 

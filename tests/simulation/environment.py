@@ -118,7 +118,7 @@ def leave() -> None:
 @cache
 def _install() -> None:
     logging.getLogger().addHandler(_Log())
-    _replace(channel.open_aio_channel, lambda address: Channel(running().network, address))
+    _replace(channel.open_aio_channel, lambda address, tls: Channel(running().network, address))
     _replace(shard_client._connect, _connect)
     database.sqlite3 = _Sqlite()  # type: ignore[attr-defined]
     _replace(process_identity.own_identity, _own_identity)

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 
-from shardwell_server import authentication, encryption, process
+from shardwell_server import audit, authentication, encryption, process
 from shardwell_server.coordinator.coordinator import Coordinator
 from shardwell_server.coordinator.servers.shard_client import GrpcShardCalls
 from shardwell_server.coordinator.servicer import CoordinatorServicer
@@ -83,6 +83,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="smallest shard into which a unit is cut (SHARDWELL_MIN_SHARD_BYTES, default %(default)s)",
     )
     authentication.add_argument(parser)
+    audit.add_argument(parser)
     encryption.add_arguments(parser)
     parser.add_argument("--exit-with-parent", action="store_true", help="stop when standard input closes")
     parser.add_argument(
@@ -102,6 +103,7 @@ def _run(arguments: argparse.Namespace) -> int:
         lease_s=arguments.lease_s, min_servers=arguments.min_servers, min_shard_bytes=arguments.min_shard_bytes
     )
     credentials = authentication.from_arguments(arguments)
+    audit.start(arguments.audit_log)
     with nullcontext(arguments.state_dir) if arguments.state_dir else temporary_folder() as path:
         process.run(
             coordinate(settings, Path(path), endpoint, keeps_state=bool(arguments.state_dir), credentials=credentials),

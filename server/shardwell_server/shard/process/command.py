@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from shardwell_server import authentication, encryption, process
+from shardwell_server import audit, authentication, encryption, process
 from shardwell_server.shard.memory.budget import default_budget_bytes
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.process.peers import GrpcPeers
@@ -132,6 +132,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "they end with the server (SHARDWELL_DRAIN_S, default %(default)s)",
     )
     authentication.add_argument(parser)
+    audit.add_argument(parser)
     encryption.add_arguments(parser)
     parser.add_argument("--exit-with-parent", action="store_true", help="stop when standard input closes")
     parser.add_argument(
@@ -165,6 +166,7 @@ def _run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--drain-s is {arguments.drain_s}, expected 0 to {_LONGEST_DRAIN_S:g} seconds")
     if arguments.processes > 1:
         return _run_group(arguments, endpoint)
+    audit.start(arguments.audit_log)
     torch.set_num_threads(arguments.threads)
     process.run(serve(arguments, endpoint), log_level=arguments.log_level)
     return 0

@@ -47,6 +47,7 @@ def member_settings(
             "memory_budget": memory_budget_bytes // count,
             "listen": f"{host}:{port and port + number}",
             "exit_with_parent": True,
+            "audit_log": settings["audit_log"] and f"{settings['audit_log']}-{number}",
         }
         for number in range(count)
     ]

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from shardwell_server.authorization import CALLER
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_server.shard.transports.base import ServerTransports
 from shardwell_server.shard.transports.socket_connection import Connection
@@ -106,6 +107,7 @@ class SocketTransport:
                 connection = Connection(peer)
                 try:
                     session = await self._authenticate(connection)
+                    CALLER.set(session.caller)
                     requests = StreamRequests(
                         self.name, self._store, session.run, connection, self._offered, session.caller
                     )
