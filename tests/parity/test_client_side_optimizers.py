@@ -258,6 +258,36 @@ def test_non_finite_values_change_nothing(sharded: tuple[shardwell.Session, nn.S
     assert session.step == 1
 
 
+@pytest.mark.parametrize("error", [shardwell.StaleEpochError, shardwell.StepStateError])
+@pytest.mark.parametrize("failures", [2, 1000])
+def test_partitions_that_were_leased_anew_or_whose_gradient_changed_are_asked_for_again(
+    sharded: tuple[shardwell.Session, nn.Sequential],
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[shardwell.ShardwellError],
+    failures: int,
+) -> None:
+    session, model = sharded
+    update, count = session.store.update_partitions, 0
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        nonlocal count
+        count += 1
+        if count <= failures:
+            raise error("the partition is not this trainer's any more")
+        update(*arguments, **options)
+
+    monkeypatch.setattr(session.store, "update_partitions", fail)
+    optimizer = shardwell.ClientSide(model.parameters(), torch.optim.SGD, lr=0.1)
+    model(torch.ones(4, 17)).sum().backward()
+    if failures < 1000:
+        optimizer.step()
+        assert (session.step, count) == (1, failures + 1)
+    else:
+        with pytest.raises(error, match="not this trainer's any more"):
+            optimizer.step()
+        assert (session.step, count) == (0, 21), "the number of attempts is limited"
+
+
 def test_changing_the_optimizer_of_a_run_is_rejected(sharded: tuple[shardwell.Session, nn.Sequential]) -> None:
     _, model = sharded
     model(torch.ones(4, 17)).sum().backward()
