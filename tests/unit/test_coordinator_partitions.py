@@ -223,6 +223,8 @@ def test_partitions_of_a_replica_that_lost_a_trainer_go_to_trainers_of_the_same_
                 f"optimizer partitions of rank 3: trainer {d.name!r} is gone",
             ]
             assert not ranks(await commit(c, own[2].partitions)), "rank 3 has another tp rank"
+            # The lost trainer is back, but the step does not wait until it has built its model.
+            await cluster.try_join(d.name, config=config(World(dp=2, tp=2), min_trainers=4))
             taken = await commit(b, own[1].partitions, wait_s=5)
             assert ranks(taken) == [3]
             assert taken.partitions[0].epoch > own[3].partitions[0].epoch

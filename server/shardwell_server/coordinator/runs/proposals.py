@@ -291,8 +291,7 @@ def _groups(optimizer: common_pb2.OptimizerStep) -> dict[int, Sequence[int]]:
 def _first_group_difference(
     ours: dict[int, Sequence[int]], theirs: dict[int, Sequence[int]], layouts: Sequence[UnitLayout]
 ) -> tuple[str, object, object] | None:
-    if not ours:
-        return None  # the commit record of a checkpoint with other units names none
+    # The commit record of a checkpoint with other units names none: then nothing is compared.
     places, known = {_place(layouts[index]) for index in theirs}, {_place(layouts[index]) for index in ours}
     for index, layout in enumerate(layouts):
         if places and _place(layout) not in places & known:
