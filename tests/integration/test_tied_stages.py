@@ -15,6 +15,7 @@ import torch
 import shardwell
 from shardwell.command.cli import main
 from shardwell.parallel import PipelineSchedule, PipelineStage, SchedulePlan, plan_tensor_parallel, split_model
+from shardwell.planning import DivisionOptions, PlanOptions, plan_run
 from tests.support import gloo, split_gpt
 from tests.support.processes import run_ranks
 from tests.support.split_gpt import LENGTH, loss_of
@@ -135,6 +136,19 @@ def test_tied_model_trains_as_one_process(
     names = [SHARED] if sizes[1] == 1 else [f"{SHARED}@tp0", f"{SHARED}@tp1"]
     assert [units[name].get("pp_ranks") for name in names] == [[0, 1]] * len(names)
     assert sum(len(unit.get("pp_ranks", [])) > 1 for unit in units.values()) == len(names)
+    assert planned_units(sizes) == {name.replace("@tp1", "@tp0") for name in units}, "as shardwell plan says"
+
+
+def planned_units(sizes: tuple[int, int, int]) -> set[str]:
+    """Returns the names of the units that a plan of the training has, without those of tensor-parallel rank 1."""
+    division = DivisionOptions(num_micro_batches=MICRO_BATCHES, fused_by_head=True)
+    plan = plan_run(
+        lambda: (gpt(tied=True), torch.zeros(BATCH // MICRO_BATCHES, LENGTH, dtype=torch.int64)),
+        PlanOptions(world=shardwell.World(*sizes)),
+        division=division,
+        batch=BATCH,
+    )
+    return {unit.name for stage in plan.division.stages for unit in stage.units}
 
 
 def test_lossy_pushes_of_both_stages_continue_from_a_checkpoint(

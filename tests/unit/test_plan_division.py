@@ -82,6 +82,30 @@ def test_stages_of_a_pipeline_are_planned_each() -> None:
     assert gpipe[1].activation_bytes == 4 * last.activation_bytes
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_tied_parameter_is_stored_once_and_pushed_by_each_stage(tp: int) -> None:
+    world = World(dp=2, tp=tp, pp=2)
+    plan, separate = (planned(world, partial(make_gpt, tied=tied)) for tied in (True, False))
+    shared = 4 * VOCABULARY * WIDTH
+    name = "token_embedding.weight" if tp == 1 else "token_embedding.weight@tp0"
+    for stage in (0, 1):
+        assert elements(plan, stage)[name] == VOCABULARY * WIDTH // tp
+        assert sum(elements(plan, stage).values()) == sum(elements(separate, stage).values())
+    assert plan.num_parameters == separate.num_parameters - VOCABULARY * WIDTH
+    assert plan.model_bytes == separate.model_bytes - shared
+    assert plan.server.weights_bytes == separate.server.weights_bytes - shared
+    assert plan.server.contributions_bytes == separate.server.contributions_bytes, "both stages push gradients"
+    assert plan.server.mean_bytes == separate.server.mean_bytes - shared, "which are added"
+    assert plan.server.received_bytes == separate.server.received_bytes
+    assert plan.server.sent_bytes == separate.server.sent_bytes
+    assert plan.trainers[1].weights_bytes == separate.trainers[1].weights_bytes
+
+
+def test_gradients_of_two_stages_are_added_even_with_one_data_rank() -> None:
+    plan = planned(World(pp=2), partial(make_gpt, tied=True))
+    assert plan.server.mean_bytes == 4 * VOCABULARY * WIDTH
+
+
 def test_description_has_layers_styles_and_bytes() -> None:
     plan = planned(World(dp=2, tp=2, pp=2), num_micro_batches=4, batch=8)
     model = plan.division.description
@@ -157,7 +181,7 @@ class Branching(nn.Module):
         (make_gpt, World(tp=3), {}, "tp=3 does not divide the 4 heads of block 'blocks.0'"),
         (make_gpt, World(pp=8), {}, "GPT has 4 blocks, too few for 8 stages"),
         (make_gpt, World(pp=2), {"schedule": "1F1B", "num_micro_batches": 1}, "at least as many micro-batches"),
-        (partial(make_gpt, tied=True), World(pp=2), {}, "is tied over the stages 0, 1"),
+        (partial(make_gpt, tied=True), World(pp=2), {"schedule": "ZBVZeroBubble"}, "is tied over the stages 0, 3"),
         (Branching, World(pp=2), {}, "the forward of Branching cannot be traced by torch.fx"),
         (lambda: (llama(), (), {"input_ids": torch.zeros(1, 4, dtype=torch.int64)}), World(pp=2), {}, "by keyword"),
         (lambda: nn.Linear(2, 2), World(tp=2), {}, "Linear has no repeated blocks"),

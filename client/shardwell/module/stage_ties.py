@@ -34,13 +34,25 @@ class StageTie:
         """
         ranks = tuple(sorted({stage % pp for stage in self.stages}))
         if len(ranks) < len(self.stages) or own_pp_rank not in ranks:
-            raise TiedParameterError(
-                f"parameter {self.names[0]!r} is tied over the stages {', '.join(map(str, self.stages))}, of which one "
-                f"trainer runs two (pp={pp}): keep these layers in one stage, use another number of stages, or a "
-                "schedule other than ZBVZeroBubble and DualPipeV",
-                parameter=self.names[0],
-            )
+            raise self._refusal(pp)
         return ranks
+
+    def check_holders(self, holders: Sequence[int]) -> None:
+        """Raises TiedParameterError if two of the stages belong to one trainer.
+
+        Args:
+            holders: Pipeline rank of each stage.
+        """
+        if len({holders[stage] for stage in self.stages}) < len(self.stages):
+            raise self._refusal(len(set(holders)))
+
+    def _refusal(self, pp: int) -> TiedParameterError:
+        return TiedParameterError(
+            f"parameter {self.names[0]!r} is tied over the stages {', '.join(map(str, self.stages))}, of which one "
+            f"trainer runs two (pp={pp}): keep these layers in one stage, use another number of stages, or a "
+            "schedule other than ZBVZeroBubble and DualPipeV",
+            parameter=self.names[0],
+        )
 
 
 def mark_ties(model: nn.Module, stages: Sequence[nn.Module]) -> list[StageTie]:

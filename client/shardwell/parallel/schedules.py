@@ -128,6 +128,12 @@ class SchedulePlan:
             return [pp_rank, self.num_stages - 1 - pp_rank]
         return list(range(pp_rank, self.num_stages, self.pp))
 
+    @property
+    def holders(self) -> list[int]:
+        """Pipeline rank of the trainer of each stage."""
+        owners = {stage: pp_rank for pp_rank in range(self.pp) for stage in self.stages_of(pp_rank)}
+        return [owners[stage] for stage in range(self.num_stages)]
+
     def micro_batch_size(self, batch_size: int) -> int:
         """Returns the samples of a micro-batch.
 

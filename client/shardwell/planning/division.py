@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from shardwell.module.naming import GridPlace
 from shardwell.parallel.description import ModelDescription, StageDescription, describe_model
 from shardwell.parallel.layers import list_layers
 from shardwell.parallel.schedules import SchedulePlan
@@ -17,7 +18,7 @@ from shardwell.parallel.tensor import TensorParallelPlan, plan_tensor_parallel
 from shardwell.planning.activations import SavedActivations
 from shardwell.planning.plan_model import NotRecorded, ShapeModel, plan_units, record_activations
 from shardwell.planning.rehearsal import PlannedUnit
-from shardwell_wire.errors import TiedParameterError, UsageError
+from shardwell_wire.errors import UsageError
 from shardwell_wire.layout import Parameter, UnitLayout
 from shardwell_wire.topology import World
 from shardwell_wire.v1 import coordinator_pb2
@@ -96,7 +97,7 @@ def divide(shapes: ShapeModel, world: World, options: DivisionOptions) -> Divisi
 
     Raises:
         UsageError: The model cannot be divided in this way; the message says why.
-        TiedParameterError: Two stages share a parameter.
+        TiedParameterError: Two stages of one trainer share a parameter.
     """
     schedule = options.schedule_plan(world)
     tensor_plan = plan_tensor_parallel(
@@ -126,13 +127,9 @@ def _divide_into_stages(
             "inputs of the first stage by position: use a function (module:callable) that returns (model, (inputs...))"
         )
     split = split_model(shapes.module, schedule.num_stages, by=by)
-    if split.ties:
-        raise TiedParameterError(
-            f"parameter {split.ties[0].names[0]!r} is tied over the stages "
-            f"{', '.join(map(str, split.ties[0].stages))}. Training supports this, but a plan counts each parameter in "
-            "one stage: plan the model with separate parameters, which need more memory on the servers",
-            parameter=split.ties[0].names[0],
-        )
+    holders = schedule.holders
+    for tie in split.ties:
+        tie.check_holders(holders)
     modules = [split.module(index) for index in range(schedule.num_stages)]
     if shapes.arguments:
         split.examples(*shapes.arguments)
@@ -140,7 +137,7 @@ def _divide_into_stages(
     parts = tensor_plan.tp if tensor_plan.sequence_parallel else 1
     stages: list[PlannedStage] = []
     unknown, values = "", shapes.arguments
-    for module in modules:
+    for index, module in enumerate(modules):
         received = values if stages else ()
         recorded = record_activations(replace(shapes, module=module, arguments=values), received=received)
         unknown = unknown or _reason(recorded)
@@ -149,7 +146,7 @@ def _divide_into_stages(
         values = tuple(value.detach().requires_grad_(value.requires_grad) for value in outputs)
         stages.append(
             PlannedStage(
-                _units(module, tensor_plan),
+                _units(module, tensor_plan, GridPlace(pp=schedule.pp, pp_rank=holders[index])),
                 saved,
                 received_bytes=_size_bytes(received) // parts,
                 sent_bytes=_size_bytes(outputs) // parts if module is not modules[-1] else 0,
@@ -172,24 +169,30 @@ def _describe_undivided(shapes: ShapeModel, tensor_plan: TensorParallelPlan) -> 
     return description.to_proto()
 
 
-def _units(module: nn.Module, tensor_plan: TensorParallelPlan) -> list[PlannedUnit]:
+def _units(module: nn.Module, tensor_plan: TensorParallelPlan, place: GridPlace | None = None) -> list[PlannedUnit]:
     """Returns the units of a stage in one tensor-parallel rank."""
-    units = plan_units(module)
+    units = plan_units(module, place=place)
     return units if tensor_plan.tp == 1 else list(_with_parts(units, tensor_plan))
 
 
 def _with_parts(units: Sequence[PlannedUnit], tensor_plan: TensorParallelPlan) -> Iterator[PlannedUnit]:
     """Yields for each unit one with its whole parameters, and one with this rank's parts of its split parameters."""
     for unit in units:
-        name, outer = unit.name, [part for each in unit.outer_units for part in (each, f"{each}@tp0")]
+        name, pp_ranks = unit.name, unit.layout.pp_ranks
+        outer = [part for each in unit.outer_units for part in (each, f"{each}@tp0")]
         local = [_local_part(parameter, tensor_plan) for parameter in unit.layout.parameters]
         whole = tuple(parameter for parameter in local if not parameter.is_part)
         parts = tuple(parameter for parameter in local if parameter.is_part)
         if whole:
-            yield replace(unit, layout=UnitLayout(name, whole), outer_units=tuple(outer))
+            yield replace(unit, layout=UnitLayout(name, whole, pp_ranks=pp_ranks), outer_units=tuple(outer))
         if parts:
             outer += [name] if whole else []
-            yield replace(unit, layout=UnitLayout(f"{name}@tp0", parts), outer_units=tuple(outer), is_split=True)
+            yield replace(
+                unit,
+                layout=UnitLayout(f"{name}@tp0", parts, pp_ranks=pp_ranks),
+                outer_units=tuple(outer),
+                is_split=True,
+            )
 
 
 def _local_part(parameter: Parameter, tensor_plan: TensorParallelPlan) -> Parameter:

@@ -40,7 +40,7 @@ def plan_run(
 
     Raises:
         UsageError: The model cannot be built from shapes, or not be divided; the message says why.
-        TiedParameterError: Two stages share a parameter.
+        TiedParameterError: Two stages of one trainer share a parameter.
     """
     division = division or DivisionOptions()
     schedule = division.schedule_plan(options.world)

@@ -13,7 +13,7 @@ from shardwell.module.strategy import ReplicaOptions, ShardingStrategy
 from shardwell.planning.division import Division
 from shardwell.planning.options import PlanOptions
 from shardwell.planning.rehearsal import PlannedUnit
-from shardwell.planning.trainers import RehearsedTrainer, num_copies, wire_bytes
+from shardwell.planning.trainers import RehearsedTrainer, num_contributors, stored_units, wire_bytes
 from shardwell_wire.errors import UsageError
 from shardwell_wire.layout import cut
 from shardwell_wire.shared_segment import HEAD_BYTES
@@ -149,7 +149,7 @@ def make_plan(division: Division, options: PlanOptions) -> Plan:
     if not any(stage.units for stage in division.stages):
         raise UsageError("the model has no parameters: there is nothing to plan")
     trainers = [RehearsedTrainer.rehearsed(division, pp_rank, options) for pp_rank in range(options.world.pp)]
-    units = [unit for trainer in trainers for unit in trainer.units for _ in range(num_copies(unit, options))]
+    units = stored_units(trainers, options)
     model_bytes = sum(unit.size_bytes for unit in units)
     return Plan(
         options=options,
@@ -236,29 +236,36 @@ def _gradients(units: Collection[PlannedUnit], options: PlanOptions, *, streams:
 def _plan_server(trainers: Sequence[RehearsedTrainer], options: PlanOptions) -> ServerPlan:
     world, count = options.world, options.num_servers
     held, states, largest, encoded = [0] * count, [0.0] * count, [0] * count, [0] * count
-    stored = [unit for trainer in trainers for unit in trainer.units for _ in range(num_copies(unit, options))]
+    contributed, means = [0] * count, [0] * count
+    stored = stored_units(trainers, options)
     for unit in stored:
         unit_states = options.state_bytes(unit.layout)
         for server, (start, stop) in enumerate(cut(unit.size_bytes, [1.0] * count, options.min_shard_bytes)):
             held[server] += stop - start
             states[server] += unit_states * (stop - start) / max(1, unit.size_bytes)
+            contributed[server] += (stop - start) * world.dp * num_contributors(unit)
+            means[server] += stop - start if world.dp * num_contributors(unit) > 1 else 0
             largest[server] = max(largest[server], stop - start)
             if options.gather_dtype != "float32":
                 encoded[server] += wire_bytes(unit.layout, options.gather_dtype, start, stop)
     most = max(range(count), key=lambda server: held[server])
     shards, share = held[most], held[most] / sum(held) if sum(held) else 0.0
-    optimizer_bytes, mean = round(states[most]), shards if world.dp > 1 else 0
+    optimizer_bytes, mean = round(states[most]), means[most]
     hosts = -(-world.dp // options.ranks_per_host)
     sent = sum(trainer.received_bytes(options, world.dp, hosts, tp=world.tp) for trainer in trainers)
-    received = world.dp * sum(wire_bytes(unit.layout, options.push_dtype) for unit in stored)
+    received = world.dp * sum(wire_bytes(unit.layout, options.push_dtype) * num_contributors(unit) for unit in stored)
     return ServerPlan(
         weights_bytes=shards,
         optimizer_bytes=optimizer_bytes,
-        contributions_bytes=shards * world.dp,
+        contributions_bytes=contributed[most],
         mean_bytes=mean,
         encoded_bytes=encoded[most],
         staging_bytes=largest[most],
-        reserved_bytes=shards * (1 + world.dp) + max(_RESERVED_STATES * shards, optimizer_bytes) + mean + largest[most],
+        reserved_bytes=shards
+        + contributed[most]
+        + max(_RESERVED_STATES * shards, optimizer_bytes)
+        + mean
+        + largest[most],
         sent_bytes=round(sent * share),
         received_bytes=round(received * share),
     )

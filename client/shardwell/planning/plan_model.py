@@ -18,6 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from shardwell.module.fully_shard import collect_parameters
+from shardwell.module.naming import GridPlace
+from shardwell.module.naming import plan_units as plan_call
 from shardwell.planning.activations import SavedActivations, recording
 from shardwell.planning.rehearsal import PlannedCall, PlannedUnit
 from shardwell.wrapping.auto_wrap import ChosenUnit, choose_units
@@ -76,36 +78,44 @@ def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def plan_units(model: nn.Module, policy: WrapPolicy | None = None) -> list[PlannedUnit]:
-    """Returns the units that ``auto_wrap(model, session, policy)`` would make, in that order."""
-    root = ChosenUnit(type(model).__name__, {"": model})
+def plan_units(
+    model: nn.Module, policy: WrapPolicy | None = None, *, place: GridPlace | None = None
+) -> list[PlannedUnit]:
+    """Returns the units that ``auto_wrap(model, session, policy)`` would make, in that order.
+
+    Args:
+        model: The model, or a stage of it.
+        policy: As in ``auto_wrap``.
+        place: Place of the trainer on the pipeline axis, before tensor parallelism divides the model. None: the model
+            is one stage.
+
+    Raises:
+        TiedParameterError: Stages of one trainer share a parameter.
+    """
+    place = place or GridPlace()
+    root = ChosenUnit(place.root_name(type(model).__name__), {"": model})
     taken: list[nn.Parameter] = []
     made: list[tuple[ChosenUnit, UnitLayout]] = []
     for unit in [*choose_units(model, policy), root]:
         prefixes = [f"{name}." if name else "" for name in unit.modules]
         found = collect_parameters(list(unit.modules.values()), prefixes, taken)
         taken += [entry.parameter for entry in found]
-        if found:
-            made.append((unit, UnitLayout(unit.name, tuple(entry.describe() for entry in found))))
-    outer = {unit.name: _outer_units(unit, [other for other, _ in made]) for unit, _ in made}
+        made += [(unit, planned.layout) for planned in plan_call(unit.name, found, "flat", place)]
     call = _calls(model, policy)
     return [
         PlannedUnit(
             layout,
-            outer_units=outer[unit.name],
+            outer_units=tuple(outer.unit for other, outer in made if _contains(other, unit)),
             calls=tuple(call(name, module) for name, module in unit.modules.items()),
         )
         for unit, layout in made
     ]
 
 
-def _outer_units(unit: ChosenUnit, others: Sequence[ChosenUnit]) -> tuple[str, ...]:
-    """Returns the names of the units with a module that contains a module of this unit."""
-    return tuple(
-        other.name
-        for other in others
-        if other is not unit
-        and any(not outer or name.startswith(f"{outer}.") for outer in other.modules for name in unit.modules)
+def _contains(outer: ChosenUnit, inner: ChosenUnit) -> bool:
+    """Whether a module of one unit contains a module of another unit."""
+    return outer is not inner and any(
+        not module or name.startswith(f"{module}.") for module in outer.modules for name in inner.modules
     )
 
 

@@ -19,6 +19,27 @@ def num_copies(unit: PlannedUnit, options: PlanOptions) -> int:
     return options.world.tp if unit.is_split else 1
 
 
+def num_contributors(unit: PlannedUnit) -> int:
+    """Returns the number of trainers of a replica that push gradients of a unit: one per stage that holds it."""
+    return len(unit.layout.pp_ranks)
+
+
+def stored_units(trainers: Sequence[RehearsedTrainer], options: PlanOptions) -> list[PlannedUnit]:
+    """Returns the units that servers store. A unit that several stages hold is stored once.
+
+    Args:
+        trainers: Those of tensor-parallel rank 0, by pipeline rank.
+        options: The run.
+    """
+    return [
+        unit
+        for pp_rank, trainer in enumerate(trainers)
+        for unit in trainer.units
+        if unit.layout.pp_ranks[0] == pp_rank
+        for _ in range(num_copies(unit, options))
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class RehearsedTrainer:
     """The trainer of one pipeline rank and of tensor-parallel rank 0."""
