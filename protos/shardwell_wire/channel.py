@@ -112,20 +112,9 @@ class _SecureChannel:
                 self._opened.append((certificates, channel))
             return self._opened[-1][1]
 
-    def _stub(self, kind: str, *arguments: Any, **options: Any) -> Callable[..., Any]:
+    def _stub(self, kind: str, *arguments: Any, **options: Any) -> _SecureStub:
         """Returns a stub for one rpc, with the arguments of gRPC's function of the same name."""
-        newest: tuple[Any, Callable[..., Any] | None] = (None, None)
-        """Channel and stub of the last call. Replaced as a whole, because threads share the stub."""
-
-        def call(*call_arguments: Any, **call_options: Any) -> Any:
-            nonlocal newest
-            channel, stub = newest
-            if (current := self._channel()) is not channel or stub is None:
-                stub = getattr(current, kind)(*arguments, **options)
-                newest = (current, stub)
-            return stub(*call_arguments, **call_options)
-
-        return call
+        return _SecureStub(self._channel, lambda channel: getattr(channel, kind)(*arguments, **options))
 
     def close(self) -> Any:
         """Closes all connections."""
@@ -137,6 +126,34 @@ class _SecureChannel:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class _SecureStub:
+    """A stub of a ``_SecureChannel``.
+
+    Args:
+        channel: Returns the channel for a new call.
+        make: Makes the stub of a channel.
+    """
+
+    def __init__(self, channel: Callable[[], Any], make: Callable[[Any], Any]) -> None:
+        self._channel, self._make = channel, make
+        self._newest: tuple[Any, Any] = (None, None)
+        """Channel and stub of the last call. Replaced as a whole, because threads share it."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self._stub()(*arguments, **options)
+
+    def future(self, *arguments: Any, **options: Any) -> Any:
+        """As gRPC's stub of a blocking channel."""
+        return self._stub().future(*arguments, **options)
+
+    def _stub(self) -> Any:
+        channel, stub = self._newest
+        if (current := self._channel()) is not channel:
+            stub = self._make(current)
+            self._newest = (current, stub)
+        return stub
 
 
 class _SecureAioChannel(_SecureChannel):

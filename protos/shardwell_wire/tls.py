@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import logging
 import os
+import socket
 import ssl
 import threading
 from collections.abc import Mapping
@@ -44,6 +45,20 @@ class Encryption(enum.IntEnum):
     def text(self) -> str:
         """The value of the option ``encrypt``."""
         return self.name.lower().replace("_", "-")
+
+
+def must_encrypt(encryption: int, connected: socket.socket) -> bool:
+    """Returns whether a connection of the socket transport must be encrypted.
+
+    Args:
+        encryption: The larger value of both ends.
+        connected: The connected socket.
+    """
+    if encryption != Encryption.OFF_HOST:
+        return encryption > Encryption.OFF_HOST
+    # Behind a dual-stack listener, an IPv4 address has this prefix.
+    own, peer = (name[0].removeprefix("::ffff:") for name in (connected.getsockname(), connected.getpeername()))
+    return bool(own != peer)
 
 
 ENCRYPT_CHOICES = tuple(each.text for each in reversed(Encryption))

@@ -43,6 +43,7 @@ from shardwell_wire.errors import (
 )
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import common_pb2, shard_pb2
+from tests.support.certificates import TestAuthority
 from tests.support.shard_server import (
     BIG,
     MIXED,
@@ -130,9 +131,15 @@ class Opened:
         return self.server.evaluate(lambda: dict(self.one.shard.contributions.by_rank))
 
 
-@pytest.fixture
-def server() -> Iterator[ShardServer]:
-    with closing(SharedMemory()) as shared, ShardServer(shared=shared) as running:
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> TestAuthority:
+    return TestAuthority(tmp_path_factory.mktemp("certs")).make()
+
+
+@pytest.fixture(params=["plain", "encrypted"])
+def server(request: pytest.FixtureRequest, authority: TestAuthority) -> Iterator[ShardServer]:
+    tls = authority.server(encrypt="always") if request.param == "encrypted" else None
+    with closing(SharedMemory()) as shared, ShardServer(shared=shared, tls=tls) as running:
         yield running
         running.until(lambda: not running.shm._open, "all sessions are closed")
 
@@ -143,12 +150,19 @@ def opened(server: ShardServer, request: pytest.FixtureRequest) -> Iterator[Open
         yield made
 
 
+def connected(one: OneUnit, *transports: str) -> ServerConnection:
+    client = one.server.client
+    return ServerConnection(
+        client.address, one.identity, transports=transports, chunk_bytes=64 << 10, credentials=client.credentials
+    )
+
+
 @pytest.fixture(params=TRANSPORT_NAMES)
 def connection(server: ShardServer, request: pytest.FixtureRequest) -> Iterator[ServerConnection]:
     one = OneUnit(server, MIXED)
     one.begin(values_of(one))
     transports = (request.param, "grpc") if request.param in SHARED_TRANSPORTS else (request.param,)
-    made = ServerConnection(server.client.address, one.identity, transports=transports, chunk_bytes=64 << 10)
+    made = connected(one, *transports)
     with closing(made):
         yield made
 
@@ -368,9 +382,7 @@ def test_all_transports_round_values_equally(
     one = OneUnit(server, MIXED)
     results = []
     for over in (connection, None):
-        reference = over or ServerConnection(
-            server.client.address, one.identity, transports=("grpc",), chunk_bytes=64 << 10
-        )
+        reference = over or connected(one, "grpc")
         shard = RemoteShard(one.identity, MIXED, reference, one.start, one.stop, Wire(gather_dtype, wait_limit_s=20.0))
         if (location := shard.locate()) is not None:
             shard.map(location)
@@ -401,9 +413,7 @@ def test_all_transports_round_gradients_equally(
     header = shard_pb2.ReduceScatterHeader(context=one.context(0), unit="u", parameter_indices=sorted(gradients))
     shard.prepare_push(header, gradients)(ignore)
     other = OneUnit(server, MIXED, run="reference").begin(values_of(one))
-    with closing(
-        ServerConnection(server.client.address, other.identity, transports=("grpc",), chunk_bytes=64 << 10)
-    ) as reference:
+    with closing(connected(other, "grpc")) as reference:
         shard = RemoteShard(
             other.identity, MIXED, reference, one.start, one.stop, Wire(0, push_dtype, wait_limit_s=20.0)
         )

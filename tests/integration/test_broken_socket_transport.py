@@ -34,7 +34,7 @@ from shardwell_wire.errors import (
 )
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.socket_frames import Kind
-from shardwell_wire.v1 import common_pb2
+from shardwell_wire.v1 import common_pb2, shard_pb2
 from tests.support.shard_server import (
     BIG,
     PLAIN,
@@ -361,8 +361,8 @@ def test_broken_connection_is_retried_for_retry_for_s(connected: ConnectedUnit) 
 
 def test_unresponsive_server_raises_at_the_deadline() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        port = silent.getsockname()[1]
-        connect = partial(SocketConnection, LOCAL, port, bytes(32), peer="socket transport", timeout_s=0.1)
+        offer = shard_pb2.SocketOffer(port=silent.getsockname()[1], token=bytes(32))
+        connect = partial(SocketConnection, LOCAL, offer, peer="socket transport", timeout_s=0.1)
         error = error_of(connect)
         assert isinstance(error, DeadlineError)
         assert "socket transport did not finish within 0.1 s" in str(error)

@@ -216,10 +216,8 @@ def test_stale_push_is_rejected_before_it_is_received(big: ConnectedUnit) -> Non
 def test_client_stops_sending_a_rejected_push() -> None:
     refusal = socket_frames.encode(Kind.ERROR, to_status_details(StaleEpochError("too late", newest=7)))
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        connecting = in_background(
-            partial(SocketConnection, LOCAL, port, bytes(32), peer="socket transport", timeout_s=20.0)
-        )
+        offer = shard_pb2.SocketOffer(port=listener.getsockname()[1], token=bytes(32))
+        connecting = in_background(partial(SocketConnection, LOCAL, offer, peer="socket transport", timeout_s=20.0))
         peer, _ = listener.accept()
         with peer:
             peer.sendall(socket_frames.encode(Kind.WELCOME) + refusal)  # sent before the peer reads anything

@@ -30,9 +30,11 @@ from shardwell_server.shard.transports.shm_transport import ShmTransport
 from shardwell_server.shard.transports.socket_transport import SocketTransport
 from shardwell_wire import chunk_streams
 from shardwell_wire.channel import SERVER_OPTIONS
+from shardwell_wire.credentials import Credentials
 from shardwell_wire.errors import ShardwellError, from_rpc_error
 from shardwell_wire.layout import DTYPE_NUMBERS, UnitLayout
 from shardwell_wire.run_identity import RunIdentity
+from shardwell_wire.tls import Tls, TlsOptions
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
 Result = TypeVar("Result")
@@ -57,8 +59,10 @@ class ShardServer:
         shared: Shared memory for the shm transport. None if the server does not offer it.
     """
 
-    def __init__(self, budget_bytes: int = 1 << 30, shared: SharedMemory | None = None) -> None:
-        self._budget_bytes, self._shared = budget_bytes, shared
+    def __init__(
+        self, budget_bytes: int = 1 << 30, shared: SharedMemory | None = None, tls: TlsOptions | None = None
+    ) -> None:
+        self._budget_bytes, self._shared, self._tls = budget_bytes, shared, tls and Tls(tls)
         self._loop = shared_loop()
         self._accepting = AsyncExitStack()
         self.coordinator_term = 1
@@ -69,7 +73,7 @@ class ShardServer:
     def __enter__(self) -> ShardServer:
         port = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
         self.address = f"127.0.0.1:{port}"
-        self.client = ShardClient(self.address, chunk_bytes=64 << 10)
+        self.client = ShardClient(self.address, chunk_bytes=64 << 10, credentials=Credentials(tls=self._tls))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
@@ -84,7 +88,7 @@ class ShardServer:
         self._threads = ThreadPoolExecutor(2)
         self.store = ShardStore(self._budget_bytes, self._threads, self._shared)
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
-        resources = TransportResources(store=self.store, host="127.0.0.1", shared=self._shared)
+        resources = TransportResources(store=self.store, host="127.0.0.1", shared=self._shared, tls=self._tls)
         transports = build_transports("here", resources)
         self.sockets = transports.find(SocketTransport)
         if self._shared is not None:
@@ -94,7 +98,10 @@ class ShardServer:
         self.servicer = ShardServicer("here", "1", self.store, self._term, transports, self.peers)
         add_service(self._server, SERVICE, self.servicer)
         await self._accepting.enter_async_context(transports.serving())
-        port: int = self._server.add_insecure_port("127.0.0.1:0")
+        if self._tls is None:
+            port: int = self._server.add_insecure_port("127.0.0.1:0")
+        else:
+            port = self._server.add_secure_port("127.0.0.1:0", self._tls.server_credentials())
         await self._server.start()
         return port
 

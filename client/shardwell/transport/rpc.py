@@ -14,10 +14,12 @@ from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
 from shardwell.credentials import find_credentials
+from shardwell_wire.byte_streams import EncryptedStream, PlainStream
 from shardwell_wire.channel import open_channel
 from shardwell_wire.credentials import Credentials
 from shardwell_wire.errors import DeadlineError, ShardwellError, UnavailableError, from_rpc_error
 from shardwell_wire.retry import retry
+from shardwell_wire.tls import must_encrypt
 from shardwell_wire.tls_problems import connection_error
 
 Result = TypeVar("Result")
@@ -42,6 +44,18 @@ class Endpoint:
         """Returns a TCP connection to another port of the server's host."""
         host = self.address.rpartition(":")[0].strip("[]")
         return socket.create_connection((host, port), timeout_s)
+
+    def byte_stream(self, connected: socket.socket, encryption: int) -> PlainStream | EncryptedStream:
+        """Returns the bytes of a connection. If they are encrypted, the handshake follows.
+
+        Args:
+            connected: The connected socket.
+            encryption: What the server requires, a value of ``SocketEncryption``.
+        """
+        tls = self.credentials.tls
+        if tls is None or not must_encrypt(max(encryption, tls.options.encryption), connected):
+            return PlainStream(connected)
+        return EncryptedStream(connected, tls.current.client_context, tls.server_name(self.address))
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@ from shardwell.transport.base import NEARLY_DONE_BYTES, ByteCounter, NearlyDone,
 from shardwell.transport.rpc import Endpoint
 from shardwell.transport.shard_client import ShardClient
 from shardwell_wire import chunk_streams, socket_frames
+from shardwell_wire.byte_streams import EncryptedStream
 from shardwell_wire.chunk_streams import Buffer
 from shardwell_wire.errors import AccessError, DeadlineError, ShardwellError, UnavailableError, from_status_details
 from shardwell_wire.low_water_mark import LowWaterMark
@@ -190,9 +191,7 @@ class SocketTransport(StreamTransport):
                 return connection
             self._discard(connection)
         try:
-            connection = SocketConnection(
-                self._endpoint, self._offer.port, self._offer.token, peer=self._peer, timeout_s=timeout_s
-            )
+            connection = SocketConnection(self._endpoint, self._offer, peer=self._peer, timeout_s=timeout_s)
         except AccessError as error:
             raise UnavailableError(f"{self._peer} is closed: {error}") from error
         with self._lock:
@@ -220,8 +219,7 @@ class SocketConnection:
 
     Args:
         endpoint: Connects to the shard server.
-        port: Port of the session.
-        token: Token of the session.
+        offer: Port and token of the session, and the encryption that the server requires.
         peer: Name of the server in errors.
         timeout_s: Deadline for connecting.
 
@@ -231,12 +229,12 @@ class SocketConnection:
         DeadlineError: The server did not answer in time.
     """
 
-    def __init__(self, endpoint: Endpoint, port: int, token: bytes, *, peer: str, timeout_s: float) -> None:
+    def __init__(self, endpoint: Endpoint, offer: shard_pb2.SocketOffer, *, peer: str, timeout_s: float) -> None:
         self._peer, self._deadline = peer, time.monotonic() + timeout_s
         self.is_idle = False
         """Whether no request is in flight: the next bytes in either direction start a frame of a new request."""
         with self._request("connect", timeout_s):
-            self._socket = endpoint.connect(port, timeout_s)
+            self._socket = endpoint.connect(offer.port, timeout_s)
             set_options(self._socket)
             # Blocking, so that one call sends a whole frame. `_limit_send` sets the timeout of a call.
             self._socket.settimeout(None)
@@ -245,7 +243,9 @@ class SocketConnection:
             self._mark = LowWaterMark(self._socket)
             self._send_limit_s = 0.0
             try:
-                self._send([socket_frames.hello(token)])
+                self._stream = endpoint.byte_stream(self._socket, offer.encryption)
+                self._shake_hands()
+                self._send([socket_frames.hello(offer.token)])
                 self._receive_message(Kind.WELCOME)
             except BaseException:
                 self._socket.close()
@@ -254,7 +254,7 @@ class SocketConnection:
     @property
     def usable(self) -> bool:
         """Whether another request can be sent. False if the server has closed the connection."""
-        return self.is_idle and not self._has_input()
+        return self.is_idle and not self._stream.is_worn_out and not self._has_input()
 
     def close(self) -> None:
         self._socket.close()
@@ -376,12 +376,22 @@ class SocketConnection:
 
     # ---- bytes ----
 
+    def _shake_hands(self) -> None:
+        """Waits for the TLS handshake, if the connection is encrypted."""
+        while isinstance(self._stream, EncryptedStream):
+            self._limit_send()
+            try:
+                return self._stream.handshake()
+            except BlockingIOError:
+                self._wait_for_input()
+        return None
+
     def _send(self, buffers: Sequence[Buffer]) -> None:
         left = buffers
         while left:
             self._limit_send()
             with contextlib.suppress(BlockingIOError):
-                left = socket_frames.unsent(left, self._socket.sendmsg(left[:_MAX_BUFFERS]))
+                left = socket_frames.unsent(left, self._stream.send(left[:_MAX_BUFFERS]))
 
     def _limit_send(self) -> None:
         """Makes the next send raise BlockingIOError at about the deadline of the request."""
@@ -397,7 +407,7 @@ class SocketConnection:
     def _has_input(self) -> bool:
         """Whether the server has sent a byte or closed the connection."""
         self._mark.want(1)
-        return bool(self._readable.poll(0))
+        return bool(self._stream.buffered_bytes or self._readable.poll(0))
 
     def _receive_exactly(self, size_bytes: int) -> bytes:
         data = bytearray(size_bytes)
@@ -408,16 +418,22 @@ class SocketConnection:
 
     def _receive(self, places: Sequence[memoryview]) -> int:
         """Waits for bytes and writes them to consecutive places; returns their number."""
-        self._mark.want(sum(map(len, places)))
+        wanted_bytes, has_bytes = sum(map(len, places)), self._stream.buffered_bytes > 0
         while True:
             # Poll first. A blocking receive starts to copy at once, and the kernel then compares the mark with the
             # missing bytes only, which may be fewer than the mark.
-            self._readable.poll(min(_LONGEST_POLL_MS, math.ceil(1000 * self._remaining_s())))
+            if not has_bytes:
+                self._mark.want(self._stream.low_water_mark(wanted_bytes))
+                self._wait_for_input()
             with contextlib.suppress(BlockingIOError):
-                count, *_ = self._socket.recvmsg_into(places, 0, socket.MSG_DONTWAIT)
+                count = self._stream.receive(places)
                 if not count:
                     raise ConnectionResetError("the server closed the connection in the middle of a response")
                 return count
+            has_bytes = False
+
+    def _wait_for_input(self) -> None:
+        self._readable.poll(min(_LONGEST_POLL_MS, math.ceil(1000 * self._remaining_s())))
 
     def _remaining_s(self) -> float:
         remaining_s = self._deadline - time.monotonic()

@@ -45,6 +45,34 @@ SHARD_ROLE_BACKUP: ShardRole.ValueType  # 2
 """Keeps a copy, which the primary updates."""
 global___ShardRole = ShardRole
 
+class _SocketEncryption:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _SocketEncryptionEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_SocketEncryption.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    SOCKET_ENCRYPTION_UNSPECIFIED: _SocketEncryption.ValueType  # 0
+    """The server has no TLS."""
+    SOCKET_ENCRYPTION_NEVER: _SocketEncryption.ValueType  # 1
+    """None."""
+    SOCKET_ENCRYPTION_OFF_HOST: _SocketEncryption.ValueType  # 2
+    """Those whose two ends have different IP addresses."""
+    SOCKET_ENCRYPTION_ALWAYS: _SocketEncryption.ValueType  # 3
+    """All."""
+
+class SocketEncryption(_SocketEncryption, metaclass=_SocketEncryptionEnumTypeWrapper):
+    """Connections of the socket transport that are encrypted with TLS. Of two ends, the larger value counts."""
+
+SOCKET_ENCRYPTION_UNSPECIFIED: SocketEncryption.ValueType  # 0
+"""The server has no TLS."""
+SOCKET_ENCRYPTION_NEVER: SocketEncryption.ValueType  # 1
+"""None."""
+SOCKET_ENCRYPTION_OFF_HOST: SocketEncryption.ValueType  # 2
+"""Those whose two ends have different IP addresses."""
+SOCKET_ENCRYPTION_ALWAYS: SocketEncryption.ValueType  # 3
+"""All."""
+global___SocketEncryption = SocketEncryption
+
 class _StepContent:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -843,17 +871,21 @@ class SocketOffer(google.protobuf.message.Message):
 
     PORT_FIELD_NUMBER: builtins.int
     TOKEN_FIELD_NUMBER: builtins.int
+    ENCRYPTION_FIELD_NUMBER: builtins.int
     port: builtins.int
     """TCP port, on the host under which the trainer reached the server."""
     token: builtins.bytes
     """Token that every connection of the transport sends first."""
+    encryption: global___SocketEncryption.ValueType
+    """Connections that the server requires to be encrypted. The client may encrypt others too."""
     def __init__(
         self,
         *,
         port: builtins.int = ...,
         token: builtins.bytes = ...,
+        encryption: global___SocketEncryption.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["port", b"port", "token", b"token"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["encryption", b"encryption", "port", b"port", "token", b"token"]) -> None: ...
 
 global___SocketOffer = SocketOffer
 

@@ -196,7 +196,7 @@ async def serve(arguments: argparse.Namespace, endpoint: process.Endpoint) -> No
         store = ShardStore(budget_bytes, threads, shared, credentials.key)
         registration = Registration(arguments.coordinator, server_id, store, credentials)
         service = shard_pb2.DESCRIPTOR.services_by_name["ShardService"]
-        resources = TransportResources(store=store, host=endpoint.host, shared=shared)
+        resources = TransportResources(store=store, host=endpoint.host, shared=shared, tls=credentials.tls)
         transports = build_transports(server_id, resources)
         async with transports.serving():
             peers = GrpcPeers(credentials.of_role(Role.SERVER))

@@ -10,6 +10,7 @@ from shardwell_server.shard.state.store import ShardStore
 from shardwell_server.shard.transports.base import ServerTransport, ServerTransports
 from shardwell_server.shard.transports.shm_transport import ShmTransport
 from shardwell_server.shard.transports.socket_transport import SocketTransport, listen
+from shardwell_wire.tls import Tls
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,8 @@ class TransportResources:
     """Host to listen on, without a port."""
     shared: SharedMemory | None
     """None: the server offers no shared memory."""
+    tls: Tls | None = None
+    """None: connections of the socket transport are not encrypted."""
 
 
 def _build_shm(resources: TransportResources, _: ServerTransports) -> ServerTransport | None:
@@ -28,7 +31,7 @@ def _build_shm(resources: TransportResources, _: ServerTransports) -> ServerTran
 
 
 def _build_socket(resources: TransportResources, offered: ServerTransports) -> ServerTransport:
-    return SocketTransport(resources.store, listen(resources.host), offered)
+    return SocketTransport(resources.store, listen(resources.host), offered, resources.tls)
 
 
 TRANSPORTS: tuple[Callable[[TransportResources, ServerTransports], ServerTransport | None], ...] = (

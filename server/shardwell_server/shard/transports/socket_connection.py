@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import ClassVar, Protocol
@@ -13,6 +14,7 @@ from google.protobuf.message import Message
 from shardwell_server.rpc import reported_error
 from shardwell_server.shard.requests import streams
 from shardwell_wire import fault_points, socket_frames
+from shardwell_wire.byte_streams import ByteStream, EncryptedStream, PlainStream
 from shardwell_wire.chunk_streams import Buffer
 from shardwell_wire.errors import DeadlineError, ShardwellError, to_status_details
 from shardwell_wire.low_water_mark import LowWaterMark
@@ -20,6 +22,9 @@ from shardwell_wire.socket_frames import Kind, StreamReceiver
 from shardwell_wire.tcp_options import set_options
 
 _SCRATCH_BYTES = 256 << 10
+
+_TLS_HANDSHAKE = b"\x16"
+"""First byte of a TLS connection. Other connections begin with the magic bytes of the hello."""
 
 _LINGER_S = 5.0
 """How long to drain a rejected peer's bytes. Closing the socket earlier would reset the connection, and the peer would
@@ -67,15 +72,15 @@ class SendTransfer:
 
     receives: ClassVar[bool] = False
 
-    def __init__(self, connected: socket.socket, buffers: Sequence[Buffer]) -> None:
-        self._socket, self._left = connected, socket_frames.unsent(buffers, 0)
+    def __init__(self, stream: ByteStream, buffers: Sequence[Buffer]) -> None:
+        self._stream, self._left = stream, socket_frames.unsent(buffers, 0)
 
     @property
     def missing_bytes(self) -> int:
         return sum(map(len, self._left))
 
     def move(self) -> int:
-        sent_bytes = self._socket.sendmsg(self._left)
+        sent_bytes = self._stream.send(self._left)
         self._left = socket_frames.unsent(self._left, sent_bytes)
         return sent_bytes
 
@@ -84,15 +89,15 @@ class ReceiveTransfer:
     """Receives bytes into one buffer.
 
     Args:
-        connected: The socket.
+        stream: The bytes of the connection.
         target: The buffer.
         enough: The transfer is complete after this many bytes.
     """
 
     receives: ClassVar[bool] = True
 
-    def __init__(self, connected: socket.socket, target: memoryview, enough: int) -> None:
-        self._socket, self._target, self._enough = connected, target, enough
+    def __init__(self, stream: ByteStream, target: memoryview, enough: int) -> None:
+        self._stream, self._target, self._enough = stream, target, enough
         self.count = 0
         """Bytes received."""
 
@@ -101,7 +106,7 @@ class ReceiveTransfer:
         return max(0, self._enough - self.count)
 
     def move(self) -> int:
-        received = self._socket.recv_into(self._target[self.count :])
+        received = self._stream.receive([self._target[self.count :]])
         if not received:
             raise PeerClosedError
         self.count += received
@@ -113,21 +118,54 @@ class ReceiveStreamTransfer:
 
     receives: ClassVar[bool] = True
 
-    def __init__(self, connected: socket.socket, receiver: StreamReceiver) -> None:
-        self._socket, self._receiver = connected, receiver
+    def __init__(self, stream: ByteStream, receiver: StreamReceiver) -> None:
+        self._stream, self._receiver = stream, receiver
 
     @property
     def missing_bytes(self) -> int:
         return 0 if self._receiver.over else self._receiver.wanted_bytes
 
     def move(self) -> int:
-        received, *_ = self._socket.recvmsg_into(self._receiver.places())
+        received = self._stream.receive(self._receiver.places())
         if not received:
             raise PeerClosedError
         self._receiver.took(received)
         if not self._receiver.over:
             fault_points.reach("server.stream.middle")
         return received
+
+
+class FirstByteTransfer:
+    """Waits for the first byte of a connection, which stays unread."""
+
+    receives: ClassVar[bool] = True
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket, self.byte = connected, b""
+
+    @property
+    def missing_bytes(self) -> int:
+        return 1 - len(self.byte)
+
+    def move(self) -> int:
+        self.byte = self._socket.recv(1, socket.MSG_PEEK)
+        if not self.byte:
+            raise PeerClosedError
+        return 1
+
+
+class HandshakeTransfer:
+    """The handshake of TLS."""
+
+    receives: ClassVar[bool] = True
+
+    def __init__(self, stream: EncryptedStream) -> None:
+        self._stream, self.missing_bytes = stream, 1
+
+    def move(self) -> int:
+        self._stream.handshake()
+        self.missing_bytes = 0
+        return 1
 
 
 class Connection:
@@ -146,6 +184,7 @@ class Connection:
         set_options(peer)
         # The loop watches the descriptor's number: for a socket object, asyncio would format its repr at every call.
         self._socket, self._number, self._loop = peer, peer.fileno(), asyncio.get_running_loop()
+        self._stream: PlainStream | EncryptedStream = PlainStream(peer)
         self._mark = LowWaterMark(peer)
         self._peer = _name_of(peer)
         """Address of the peer, for the log."""
@@ -153,12 +192,23 @@ class Connection:
         self._torn = False
         """True if part of a frame was sent: the peer cannot interpret any further bytes."""
 
+    async def wants_tls(self) -> bool:
+        """Waits for the first byte; returns whether a TLS handshake begins."""
+        first = FirstByteTransfer(self._socket)
+        await self._drive(first, streams.IDLE_LIMIT_S)
+        return first.byte == _TLS_HANDSHAKE
+
+    async def encrypt(self, context: ssl.SSLContext) -> None:
+        """Encrypts the connection, after a handshake in which this end is the server."""
+        self._stream = EncryptedStream(self._socket, context)
+        await self._drive(HandshakeTransfer(self._stream), streams.IDLE_LIMIT_S)
+
     # ---- frames ----
 
     async def send(self, *buffers: Buffer) -> None:
         """Sends whole frames."""
         self._torn = True
-        await self._drive(SendTransfer(self._socket, buffers), streams.IDLE_LIMIT_S)
+        await self._drive(SendTransfer(self._stream, buffers), streams.IDLE_LIMIT_S)
         self._torn = False
 
     async def send_response(self, response: Message) -> None:
@@ -210,7 +260,7 @@ class Connection:
 
     async def _receive(self, targets: Iterable[memoryview], total_bytes: int, what: str) -> int:
         receiver = socket_frames.StreamReceiver(targets, total_bytes, what)
-        await self._drive(ReceiveStreamTransfer(self._socket, receiver), streams.IDLE_LIMIT_S)
+        await self._drive(ReceiveStreamTransfer(self._stream, receiver), streams.IDLE_LIMIT_S)
         assert receiver.checksum is not None
         return receiver.checksum
 
@@ -264,11 +314,11 @@ class Connection:
 
     async def _fill(self, target: memoryview) -> None:
         if target:
-            await self._drive(ReceiveTransfer(self._socket, target, len(target)), streams.IDLE_LIMIT_S)
+            await self._drive(ReceiveTransfer(self._stream, target, len(target)), streams.IDLE_LIMIT_S)
 
     async def _receive_some(self, target: memoryview) -> int:
         """Waits without limit for at least one byte; returns the number received. 0 if the peer has closed."""
-        transfer = ReceiveTransfer(self._socket, target, 1)
+        transfer = ReceiveTransfer(self._stream, target, 1)
         with suppress(PeerClosedError):
             await self._drive(transfer, None)
         return transfer.count
@@ -289,16 +339,20 @@ class Connection:
             if done.done():
                 return  # the loop had already scheduled this call when the transfer ended
             try:
-                transfer.move()
-                moved_at = self._loop.time()
-                if transfer.missing_bytes:
-                    self._set_mark(transfer)
-                else:
-                    done.set_result(None)
+                while transfer.missing_bytes:
+                    transfer.move()
+                    moved_at = self._loop.time()
+                    if not self._stream.buffered_bytes:
+                        break
             except BlockingIOError:
                 pass
             except Exception as error:
                 done.set_exception(error)
+                return
+            if transfer.missing_bytes:
+                self._set_mark(transfer)
+            else:
+                done.set_result(None)
 
         def check_idle(limit_s: float) -> None:
             nonlocal timer
@@ -329,7 +383,7 @@ class Connection:
 
     def _set_mark(self, transfer: Transfer) -> None:
         if transfer.receives:
-            self._mark.want(transfer.missing_bytes)
+            self._mark.want(self._stream.low_water_mark(transfer.missing_bytes))
 
     async def _move_without_waiting(self, transfer: Transfer) -> bool:
         """Moves bytes until the socket would block; returns True if the transfer is complete."""

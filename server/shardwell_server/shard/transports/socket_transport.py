@@ -21,6 +21,7 @@ from shardwell_wire import socket_frames
 from shardwell_wire.errors import AccessError, DeadlineError
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.socket_frames import Kind
+from shardwell_wire.tls import Encryption, Tls, must_encrypt
 from shardwell_wire.tokens import Identity
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
@@ -31,6 +32,13 @@ HELLO_LIMIT_S = 5.0
 
 _MAX_CONNECTIONS = 4096
 """Maximum number of connections of all sessions. Further connections are closed at once."""
+
+_ENCRYPTION = {
+    Encryption.NEVER: shard_pb2.SOCKET_ENCRYPTION_NEVER,
+    Encryption.OFF_HOST: shard_pb2.SOCKET_ENCRYPTION_OFF_HOST,
+    Encryption.ALWAYS: shard_pb2.SOCKET_ENCRYPTION_ALWAYS,
+}
+"""Values of a ``SocketOffer``, by those of the option ``encrypt``. The numbers are equal."""
 
 _ACCEPT_PAUSE_S = 0.5
 """Pause after a connection could not be accepted, such as when the process has no file descriptor left."""
@@ -51,14 +59,20 @@ class SocketTransport:
         store: The server's shards.
         listener: A listening socket. The transport closes it.
         offered: The server's transports. Requests may name gradient buffers of the shm transport.
+        tls: TLS of the server. None: connections are not encrypted.
     """
 
     kind: ClassVar[int] = common_pb2.TRANSPORT_KIND_SOCKET
     name: ClassVar[str] = "socket"
 
-    def __init__(self, store: ShardStore, listener: socket.socket, offered: ServerTransports) -> None:
+    def __init__(
+        self, store: ShardStore, listener: socket.socket, offered: ServerTransports, tls: Tls | None = None
+    ) -> None:
         listener.setblocking(False)
-        self._store, self._listener, self._offered = store, listener, offered
+        self._store, self._listener, self._offered, self._tls = store, listener, offered, tls
+        self._encryption = (
+            shard_pb2.SOCKET_ENCRYPTION_UNSPECIFIED if tls is None else _ENCRYPTION[tls.options.encryption]
+        )
         self._port: int = listener.getsockname()[1]
         self._sessions: set[_Session] = set()
         self._connections: set[asyncio.Task[None]] = set()
@@ -79,7 +93,8 @@ class SocketTransport:
         session = _Session(run, caller)
         self._sessions.add(session)
         try:
-            yield shard_pb2.OpenTransportResponse(socket=shard_pb2.SocketOffer(port=self._port, token=session.token))
+            offer = shard_pb2.SocketOffer(port=self._port, token=session.token, encryption=self._encryption)
+            yield shard_pb2.OpenTransportResponse(socket=offer)
         finally:
             self._sessions.remove(session)
             await _cancel(*session.connections)
@@ -106,7 +121,7 @@ class SocketTransport:
             try:
                 connection = Connection(peer)
                 try:
-                    session = await self._authenticate(connection)
+                    session = await self._authenticate(connection, peer)
                     CALLER.set(session.caller)
                     requests = StreamRequests(
                         self.name, self._store, session.run, connection, self._offered, session.caller
@@ -118,10 +133,11 @@ class SocketTransport:
             except OSError as error:
                 logger.info("a connection of a socket session broke: %s", error)
 
-    async def _authenticate(self, connection: Connection) -> _Session:
+    async def _authenticate(self, connection: Connection, peer: socket.socket) -> _Session:
         """Returns the session whose token a new connection sends. Closing the session then ends the connection."""
         try:
             async with asyncio.timeout(HELLO_LIMIT_S):
+                await self._encrypt(connection, peer)
                 token = socket_frames.token_of(await connection.exactly(socket_frames.HELLO_BYTES))
         except TimeoutError:
             raise DeadlineError(f"the connection sent no token within {HELLO_LIMIT_S:g} s") from None
@@ -134,6 +150,20 @@ class SocketTransport:
         task.add_done_callback(session.connections.discard)
         await connection.send(socket_frames.encode(Kind.WELCOME))
         return session
+
+    async def _encrypt(self, connection: Connection, peer: socket.socket) -> None:
+        """Encrypts a connection if the client begins a TLS handshake. Raises AccessError if it had to begin one."""
+        if self._tls is None:
+            return
+        if await connection.wants_tls():
+            context = self._tls.current.server_context
+            assert context is not None
+            await connection.encrypt(context)
+        elif must_encrypt(self._encryption, peer):
+            raise AccessError(
+                f"this server encrypts connections (encrypt={self._tls.options.encrypt}), and the connection does not "
+                "use TLS: if a proxy makes both ends believe that they share a host, set encrypt=always on the client"
+            )
 
 
 def listen(host: str) -> socket.socket:
