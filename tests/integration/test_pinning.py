@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_wire.errors import DeadlineError, NotFoundError, VersionGoneError
@@ -12,22 +11,14 @@ from shardwell_wire.v1 import shard_pb2
 from tests.support.shard_server import (
     BIG,
     PLAIN,
-    OneUnit,
     ShardServer,
     assert_all,
     error_of,
     in_background,
+    pinned,
     train,
     unit,
 )
-
-
-@contextmanager
-def pinned(one: OneUnit, version: int) -> Iterator[shard_pb2.PinVersionResponse]:
-    request = shard_pb2.PinVersionRequest(run="r", version=version, wait_s=20.0)
-    standing = one.server.client.open("PinVersion", request, timeout_s=20.0)
-    yield standing.answer
-    standing.end()
 
 
 def test_pinned_version_is_readable_until_unpinned(server: ShardServer) -> None:

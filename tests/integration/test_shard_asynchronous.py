@@ -16,7 +16,7 @@ from shardwell_wire.errors import (
     VersionGoneError,
 )
 from shardwell_wire.v1 import shard_pb2
-from tests.support.shard_server import PLAIN, OneUnit, ShardServer, assert_all, error_of
+from tests.support.shard_server import PLAIN, OneUnit, ShardServer, assert_all, error_of, pinned
 
 
 def asynchronous_unit(server: ShardServer, *, dp: int = 2) -> OneUnit:
@@ -78,6 +78,21 @@ def test_versions_stay_readable_until_the_last_item_that_reads_them_is_committed
     assert_all(one.gather(3)[1], -3.0)
     assert gone(one, 0)
     assert server.taken_bytes() <= held
+
+
+def test_a_pinned_version_stays_readable_when_no_item_reads_it_any_more(server: ShardServer) -> None:
+    one = asynchronous_unit(server)
+    with pinned(one, 0):
+        for step, rank in enumerate([0, 1, 0]):
+            one.push(one.filled(1.0), step=[0, 0, 1][step], rank=rank)
+            prepare(one, step, rank)
+            update(one, step, r0=[1, 1, 3][step], r1=[0, 2, 2][step])
+        assert_all(one.gather(0)[1], 0.0)
+        assert_all(one.gather(2)[1], -2.0)
+        assert gone(one, 1)
+        assert server.unreserved_bytes() == one.size
+    server.until(lambda: server.store.memory.unreserved.used_bytes == 0, "nothing is pinned")
+    assert gone(one, 0)
 
 
 def test_a_prepared_step_can_be_replaced_by_that_of_another_rank(server: ShardServer) -> None:

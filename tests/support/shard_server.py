@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, contextmanager
 from functools import cache
 from types import TracebackType
 from typing import Any, TypeVar
@@ -438,6 +438,15 @@ def train(one: OneUnit, step: int, gradient: float = 1.0, **options: Any) -> Non
         one.push(one.filled(gradient), step=step, rank=rank)
     one.prepare(step)
     one.update(step, **options)
+
+
+@contextmanager
+def pinned(one: OneUnit, version: int) -> Iterator[shard_pb2.PinVersionResponse]:
+    """Pins a version of run ``r``, as a reader does."""
+    request = shard_pb2.PinVersionRequest(run="r", version=version, wait_s=20.0)
+    standing = one.server.client.open("PinVersion", request, timeout_s=20.0)
+    yield standing.answer
+    standing.end()
 
 
 def assert_all(values: Sequence[torch.Tensor], expected: float) -> None:

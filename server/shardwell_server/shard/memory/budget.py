@@ -106,6 +106,13 @@ class Grant:
             self.reserved = True
             self.memory.unreserved.release(self.size_bytes)
 
+    def unsettle(self) -> bool:
+        """Moves the grant to unreserved memory, which frees the shard's reservation. Returns False if none is free."""
+        if self.reserved and self.memory.unreserved.try_acquire(self.size_bytes):
+            self.reserved = False
+            self.quota.release()
+        return not self.reserved
+
     def acquire_buffer(self, size_bytes: int) -> torch.Tensor:
         """Returns a buffer from the pool. Releases the grant if there is none. [size_bytes]"""
         try:

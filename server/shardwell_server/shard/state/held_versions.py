@@ -7,24 +7,25 @@ from collections.abc import Collection
 import torch
 
 from shardwell_server.shard.memory.budget import BufferQuota, Grant, Memory
-from shardwell_server.shard.state.snapshots import VersionBytes
+from shardwell_server.shard.state.snapshots import Snapshots, VersionBytes
 from shardwell_wire.errors import ShardwellError, VersionGoneError
 
 
 class HeldVersions:
     """Versions of one shard that stay readable until the last work item that reads them is committed.
 
-    They use the shard's reservation and are never evicted, unlike ``Snapshots``. Used on the event loop.
+    They use the shard's reservation and are never evicted, unlike snapshots. Used on the event loop.
 
     Args:
         what: Names the shard in errors.
         unit: Name of the unit, for errors.
         memory: The server's memory.
         count: Number of versions that the shard's reservation covers.
+        snapshots: Takes versions that have other readers than work items.
     """
 
-    def __init__(self, what: str, unit: str, memory: Memory, count: int) -> None:
-        self._what, self._unit, self._memory = what, unit, memory
+    def __init__(self, what: str, unit: str, memory: Memory, count: int, snapshots: Snapshots) -> None:
+        self._what, self._unit, self._memory, self._snapshots = what, unit, memory, snapshots
         self._quota = BufferQuota(count)
         self._held: dict[int, tuple[VersionBytes, Grant]] = {}
         self._next: tuple[torch.Tensor, Grant] | None = None
@@ -53,8 +54,13 @@ class HeldVersions:
         self._next, self._held[version.version] = None, (version, grant)
 
     def keep(self, versions: Collection[int]) -> None:
-        """Releases all held versions except the given ones."""
+        """Releases all held versions except the given ones. Those with readers become snapshots if memory is free."""
         for version in self._held.keys() - set(versions):
+            found, grant = self._held[version]
+            if found.readers and self._is_evictable(grant):
+                del self._held[version]
+                self._snapshots.add(found)
+                continue
             self._release(
                 version,
                 VersionGoneError(
@@ -64,6 +70,11 @@ class HeldVersions:
                     version=version,
                 ),
             )
+
+    def _is_evictable(self, grant: Grant) -> bool:
+        """Moves memory out of the shard's reservation, if there is other memory for it."""
+        self._snapshots.evict(pinned_too=False)
+        return grant.unsettle()
 
     def drop(self, why: ShardwellError) -> None:
         """Releases everything. Readers get the error."""

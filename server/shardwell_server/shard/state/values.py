@@ -110,7 +110,7 @@ class Values:
         self._memory, self._shared = memory, shared
         self._snapshots = Snapshots(what, unit, memory)
         """Older versions with readers."""
-        self.held = HeldVersions(what, unit, memory, held_count)
+        self.held = HeldVersions(what, unit, memory, held_count, self._snapshots)
         """Older versions that work items of an asynchronous run still read."""
         self._updating = False
         self._becoming: int | None = None
