@@ -31,8 +31,13 @@ MODES = (
     "shardwell_grpc",
     "shardwell_shm_backup",
     "shardwell_shm_checkpoint",
+    "shardwell_shm_tls",
+    "shardwell_socket_tls",
+    "shardwell_socket_encrypted",
+    "shardwell_socket_keep_encrypted",
+    "shardwell_grpc_tls",
 )
-_DEFAULT_MODES = tuple(mode for mode in MODES if not mode.endswith(("_backup", "_checkpoint")))
+_DEFAULT_MODES = tuple(mode for mode in MODES if not mode.endswith(("_backup", "_checkpoint", "_tls", "_encrypted")))
 _CHECKPOINT_EVERY = 20
 _ALL_BYTES = 1 << 40
 _FSDP2_MODES = ("fsdp2", "fsdp2_prefetch")
@@ -73,6 +78,7 @@ class TrainStepBenchmark:
             dp=1 if mode == "plain" else _NUM_RANKS,
             transfers=_transfer_options(*options),
             join=_join_options(*options),
+            encrypt="always" if "encrypted" in options else "off-host" if "tls" in options else "",
         )
 
     def run(self) -> dict[str, str]:

@@ -29,6 +29,7 @@ from benchmarks import workers
 from benchmarks.models import compute, count_parameters, make_model, make_tokens
 from benchmarks.workers import Group
 from examples.gpt import GPT, GPTConfig
+from shardwell_server.certificates import make_certificates
 
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 _WAITS = ("gather_wait_s", "push_wait_s", "finish_wait_s", "commit_wait_s")
@@ -53,6 +54,10 @@ class TrainerSpec:
     """Arguments of ``shardwell.TransferOptions``."""
     join: dict[str, Any] = field(default_factory=dict)
     """Further arguments of ``shardwell.join``."""
+    encrypt: str = ""
+    """Which connections of the socket transport are encrypted. Empty: the cluster has no TLS."""
+    security: dict[str, Any] = field(default_factory=dict)
+    """Token file and TLS of the cluster."""
 
     def tokens(self, step: int, dp_rank: int) -> torch.Tensor:
         """Returns a rank's batch of a step. [batch_size, length + 1]"""
@@ -146,8 +151,11 @@ def _as_fsdp2(module: nn.Module) -> FSDPModule:
 
 def shardwell_steps(spec: TrainerSpec) -> Generator[StepResult, None, None]:
     """Trains with Shardwell: one unit per block and one for the rest."""
+    tls = shardwell.TlsOptions(**spec.security["tls"]) if spec.security else None
     with shardwell.join(
         spec.address,
+        token_file=spec.security.get("token_file"),
+        tls=tls,
         run=_RUN,
         world=shardwell.World(dp=spec.dp),
         global_rank=spec.dp_rank,
@@ -189,11 +197,26 @@ def baseline_group(spec: TrainerSpec) -> Iterator[Group]:
 @contextmanager
 def shardwell_group(spec: TrainerSpec, *, num_shards: int) -> Iterator[Group]:
     """Starts ``spec.dp`` trainers of Shardwell, and a cluster for them."""
-    with tempfile.TemporaryDirectory() as folder, shardwell.LocalCluster(num_shards=num_shards) as cluster:
+    with tempfile.TemporaryDirectory() as folder, _cluster(spec, folder, num_shards) as cluster:
+        security: dict[str, Any] = {}
+        if spec.encrypt:
+            trusted = shardwell.TlsOptions(ca=f"{folder}/ca.pem", encrypt=spec.encrypt)
+            security = {"token_file": cluster.token_file, "tls": asdict(trusted)}
         join = spec.join | ({"checkpoint_dir": folder} if "checkpoint_every" in spec.join else {})
         server_pids = [cluster.coordinator.pid, *(shard.pid for shard in cluster.shards)]
-        with _trainers(replace(spec, address=cluster.address, join=join), server_pids=server_pids) as group:
+        with _trainers(
+            replace(spec, address=cluster.address, join=join, security=security), server_pids=server_pids
+        ) as group:
             yield group
+
+
+def _cluster(spec: TrainerSpec, folder: str, num_shards: int) -> shardwell.LocalCluster:
+    """Returns a cluster, with new certificates in the folder if the spec has TLS."""
+    if not spec.encrypt:
+        return shardwell.LocalCluster(num_shards=num_shards)
+    make_certificates(Path(folder), ["127.0.0.1"], days=1)
+    files = {name: f"{folder}/{file}.pem" for name, file in (("ca", "ca"), ("cert", "server"), ("key", "server-key"))}
+    return shardwell.LocalCluster(num_shards=num_shards, tls=shardwell.TlsOptions(**files, encrypt=spec.encrypt))
 
 
 def _trainers(spec: TrainerSpec, *, server_pids: Sequence[int] = ()) -> workers.GroupContext:
