@@ -129,12 +129,20 @@ def start_on_hosts(kind: str, network: Network, model: GPTConfig) -> Iterator[Gr
 
 def start_servers(stack: ExitStack, hosts: Sequence[Host]) -> tuple[list[Worker], str]:
     """Starts the coordinator and the shard servers. Returns them and the coordinator's address."""
-    listen = ["--listen", f"{hosts[0].address}:0", "--exit-with-parent"]
+    listen = ["--listen", f"{hosts[0].address}:0", "--insecure", "--exit-with-parent"]
     coordinator = start(stack, hosts[0], "shardwell_server", ["coordinator", *listen, "--min-servers", str(len(hosts))])
     address = address_of(coordinator)
     shards = []
     for host in hosts:
-        options = ["--listen", f"{host.address}:0", "--coordinator", address, "--id", f"shard-{host.name}"]
+        options = [
+            "--listen",
+            f"{host.address}:0",
+            "--insecure",
+            "--coordinator",
+            address,
+            "--id",
+            f"shard-{host.name}",
+        ]
         shards.append(start(stack, host, "shardwell_server", ["shard", *options, "--exit-with-parent"]))
     for shard in shards:
         address_of(shard)

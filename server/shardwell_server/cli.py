@@ -21,8 +21,8 @@ the requested command is imported, so that a coordinator does not import torch."
 
 _EPILOG = """\
 To start a cluster manually, in three terminals (see also `docker compose up` and shardwell.LocalCluster):
-    shardwell-server coordinator --listen 0.0.0.0:50051 --state-dir /var/lib/shardwell
-    shardwell-server shard --coordinator localhost:50051 --listen 0.0.0.0:50052 --id shard-0
+    shardwell-server coordinator --state-dir /var/lib/shardwell
+    shardwell-server shard --coordinator localhost:50051 --id shard-0
     shardwell servers --address localhost:50051
 """
 

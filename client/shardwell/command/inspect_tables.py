@@ -260,8 +260,14 @@ def _backup_state(backup: coordinator_pb2.BackupSummary) -> str:
 
 def servers(response: coordinator_pb2.ListServersResponse) -> RenderableType:
     """Renders ``shardwell servers``."""
-    if not response.servers:
-        return "no shard servers"
+    insecure = [("the coordinator", response.coordinator_insecure)] if response.coordinator_insecure else []
+    insecure += [(f"server {server.server_id}", server.insecure) for server in response.servers if server.insecure]
+    warnings = [Text(f"INSECURE: {name} listens on a network with {lacks}", "red") for name, lacks in insecure]
+    table = _server_table(response) if response.servers else "no shard servers"
+    return Group(*warnings, table) if warnings else table
+
+
+def _server_table(response: coordinator_pb2.ListServersResponse) -> Table:
     headings = ("IN USE", "RESERVED", "BUDGET", "PRIMARIES", "BACKUPS", "SENT TO BACKUPS", "LAST HEARTBEAT")
     table = _table("SERVER", "ADDRESS", "STATE", *headings)
     for server in response.servers:

@@ -311,6 +311,7 @@ class RegisterServerRequest(google.protobuf.message.Message):
     HELD_FIELD_NUMBER: builtins.int
     RESTARTABLE_FIELD_NUMBER: builtins.int
     NONCE_FIELD_NUMBER: builtins.int
+    INSECURE_FIELD_NUMBER: builtins.int
     server_id: builtins.str
     """Id of the shard server, the same after a restart."""
     address: builtins.str
@@ -329,6 +330,8 @@ class RegisterServerRequest(google.protobuf.message.Message):
     """Whether a new process of this server on the same host can take up the shards if this process dies."""
     nonce: builtins.bytes
     """Random. The response proves that the coordinator has the cluster's key."""
+    insecure: builtins.str
+    """What the server lacks although it listens on a network: "no TLS", "no token" or both. Empty: nothing."""
     @property
     def protocol(self) -> global___ProtocolVersions:
         """Protocol versions of the server."""
@@ -352,9 +355,10 @@ class RegisterServerRequest(google.protobuf.message.Message):
         held: collections.abc.Iterable[global___HeldShard] | None = ...,
         restartable: builtins.bool = ...,
         nonce: builtins.bytes = ...,
+        insecure: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["protocol", b"protocol"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "budget_bytes", b"budget_bytes", "held", b"held", "incarnation", b"incarnation", "nonce", b"nonce", "process", b"process", "protocol", b"protocol", "restartable", b"restartable", "server_id", b"server_id", "shardwell_version", b"shardwell_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "budget_bytes", b"budget_bytes", "held", b"held", "incarnation", b"incarnation", "insecure", b"insecure", "nonce", b"nonce", "process", b"process", "protocol", b"protocol", "restartable", b"restartable", "server_id", b"server_id", "shardwell_version", b"shardwell_version"]) -> None: ...
 
 global___RegisterServerRequest = RegisterServerRequest
 
@@ -413,6 +417,7 @@ class HeartbeatServerRequest(google.protobuf.message.Message):
     RUN_IDS_FIELD_NUMBER: builtins.int
     REPLICATED_BYTES_FIELD_NUMBER: builtins.int
     NONCE_FIELD_NUMBER: builtins.int
+    INSECURE_FIELD_NUMBER: builtins.int
     server_id: builtins.str
     """Id of the shard server."""
     epoch: builtins.int
@@ -425,6 +430,8 @@ class HeartbeatServerRequest(google.protobuf.message.Message):
     """DescribeServerResponse.replicated_bytes of shard.proto."""
     nonce: builtins.bytes
     """Random. The response proves that the coordinator has the cluster's key."""
+    insecure: builtins.str
+    """RegisterServerRequest.insecure."""
     @property
     def run_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Ids of the runs with shards on the server."""
@@ -439,8 +446,9 @@ class HeartbeatServerRequest(google.protobuf.message.Message):
         run_ids: collections.abc.Iterable[builtins.str] | None = ...,
         replicated_bytes: builtins.int = ...,
         nonce: builtins.bytes = ...,
+        insecure: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "nonce", b"nonce", "replicated_bytes", b"replicated_bytes", "reserved_bytes", b"reserved_bytes", "run_ids", b"run_ids", "server_id", b"server_id", "used_bytes", b"used_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "insecure", b"insecure", "nonce", b"nonce", "replicated_bytes", b"replicated_bytes", "reserved_bytes", b"reserved_bytes", "run_ids", b"run_ids", "server_id", b"server_id", "used_bytes", b"used_bytes"]) -> None: ...
 
 global___HeartbeatServerRequest = HeartbeatServerRequest
 
@@ -3461,6 +3469,7 @@ class ServerSummary(google.protobuf.message.Message):
     BACKUP_COUNT_FIELD_NUMBER: builtins.int
     BACKUP_BYTES_FIELD_NUMBER: builtins.int
     REPLICATED_BYTES_FIELD_NUMBER: builtins.int
+    INSECURE_FIELD_NUMBER: builtins.int
     server_id: builtins.str
     """Id of the shard server."""
     address: builtins.str
@@ -3491,6 +3500,8 @@ class ServerSummary(google.protobuf.message.Message):
     """Their size, without optimizer state."""
     replicated_bytes: builtins.int
     """Bytes that the process has sent to backups on other servers, as of its last heartbeat: copies of shards, and steps."""
+    insecure: builtins.str
+    """What the server lacks although it listens on a network: "no TLS", "no token" or both. Empty: nothing."""
     def __init__(
         self,
         *,
@@ -3509,8 +3520,9 @@ class ServerSummary(google.protobuf.message.Message):
         backup_count: builtins.int = ...,
         backup_bytes: builtins.int = ...,
         replicated_bytes: builtins.int = ...,
+        insecure: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "backup_bytes", b"backup_bytes", "backup_count", b"backup_count", "budget_bytes", b"budget_bytes", "draining", b"draining", "epoch", b"epoch", "live", b"live", "primary_bytes", b"primary_bytes", "primary_count", b"primary_count", "replicated_bytes", b"replicated_bytes", "reserved_bytes", b"reserved_bytes", "server_id", b"server_id", "silent_s", b"silent_s", "state", b"state", "used_bytes", b"used_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "backup_bytes", b"backup_bytes", "backup_count", b"backup_count", "budget_bytes", b"budget_bytes", "draining", b"draining", "epoch", b"epoch", "insecure", b"insecure", "live", b"live", "primary_bytes", b"primary_bytes", "primary_count", b"primary_count", "replicated_bytes", b"replicated_bytes", "reserved_bytes", b"reserved_bytes", "server_id", b"server_id", "silent_s", b"silent_s", "state", b"state", "used_bytes", b"used_bytes"]) -> None: ...
 
 global___ServerSummary = ServerSummary
 
@@ -3719,6 +3731,9 @@ class ListServersResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SERVERS_FIELD_NUMBER: builtins.int
+    COORDINATOR_INSECURE_FIELD_NUMBER: builtins.int
+    coordinator_insecure: builtins.str
+    """ServerSummary.insecure, for the coordinator."""
     @property
     def servers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ServerSummary]:
         """The shard servers."""
@@ -3727,8 +3742,9 @@ class ListServersResponse(google.protobuf.message.Message):
         self,
         *,
         servers: collections.abc.Iterable[global___ServerSummary] | None = ...,
+        coordinator_insecure: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["servers", b"servers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["coordinator_insecure", b"coordinator_insecure", "servers", b"servers"]) -> None: ...
 
 global___ListServersResponse = ListServersResponse
 

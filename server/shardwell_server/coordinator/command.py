@@ -28,6 +28,9 @@ _EXAMPLES = """\
 examples:
     shardwell-server coordinator --listen 0.0.0.0:50051 --advertise node0 --state-dir /var/lib/shardwell
     shardwell-server coordinator --listen 127.0.0.1:0     # a free port, printed in the first line of output
+
+Another interface than loopback needs TLS and a token: set SHARDWELL_TLS_CA, SHARDWELL_TLS_CERT, SHARDWELL_TLS_KEY and
+SHARDWELL_TOKEN_FILE, or pass --insecure.
 """
 
 
@@ -99,10 +102,13 @@ def _run(arguments: argparse.Namespace) -> int:
     endpoint = process.Endpoint(
         bind=arguments.listen, advertise=arguments.advertise, exit_with_parent=arguments.exit_with_parent
     )
-    settings = Settings(
-        lease_s=arguments.lease_s, min_servers=arguments.min_servers, min_shard_bytes=arguments.min_shard_bytes
-    )
     credentials = authentication.from_arguments(arguments)
+    settings = Settings(
+        lease_s=arguments.lease_s,
+        min_servers=arguments.min_servers,
+        min_shard_bytes=arguments.min_shard_bytes,
+        insecure=encryption.insecurity(endpoint.host, credentials, arguments),
+    )
     audit.start(arguments.audit_log)
     with nullcontext(arguments.state_dir) if arguments.state_dir else temporary_folder() as path:
         process.run(
@@ -136,6 +142,7 @@ async def coordinate(
         keeps_state: False if ``directory`` is temporary.
         credentials: The key with which tokens are verified and issued, and the TLS of the server.
     """
+    encryption.warn(endpoint.bind, settings.insecure)
     if not keeps_state:
         logger.warning("no --state-dir: runs are stored in %s and deleted when the coordinator stops", directory)
     storage, calls = Storage(directory), GrpcShardCalls(credentials.of_role(Role.COORDINATOR))

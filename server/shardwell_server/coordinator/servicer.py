@@ -79,6 +79,7 @@ class CoordinatorServicer:
             restartable=request.restartable,
             holds_shards=bool(request.held),
         )
+        self._state.cluster.require(request.server_id).insecure = request.insecure
         adopted = await self._coordinator.adoption.adopt(request.server_id, request.incarnation, request.held)
         response = coordinator_pb2.RegisterServerResponse(
             epoch=epoch,
@@ -94,7 +95,8 @@ class CoordinatorServicer:
         self, request: coordinator_pb2.HeartbeatServerRequest, call: Call
     ) -> coordinator_pb2.HeartbeatServerResponse:
         self._coordinator.server_leases.heartbeat(request)
-        incarnation = self._state.cluster.require(request.server_id).incarnation
+        server = self._state.cluster.require(request.server_id)
+        incarnation, server.insecure = server.incarnation, request.insecure
         response = coordinator_pb2.HeartbeatServerResponse(
             retired_shards=await self._coordinator.relocator.retired_shards(request.server_id, incarnation),
             coordinator_epoch=self._state.term,
@@ -481,7 +483,9 @@ class CoordinatorServicer:
     async def ListServers(
         self, request: coordinator_pb2.ListServersRequest, call: Call
     ) -> coordinator_pb2.ListServersResponse:
-        return describe.list_servers(self._state.cluster, self._state.runs.values(), self._state.clock())
+        response = describe.list_servers(self._state.cluster, self._state.runs.values(), self._state.clock())
+        response.coordinator_insecure = self._state.settings.insecure
+        return response
 
     async def ForgetServer(
         self, request: coordinator_pb2.ForgetServerRequest, call: Call

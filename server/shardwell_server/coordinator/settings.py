@@ -28,6 +28,8 @@ class Settings:
     """Live shard servers required before the first unit of a run is placed."""
     min_shard_bytes: int = 64 << 10
     """Smallest shard in bytes into which a unit is cut."""
+    insecure: str = ""
+    """What the coordinator lacks although it listens on a network, for ``shardwell servers``. Empty: nothing."""
 
     def __post_init__(self) -> None:
         if not 0.1 <= self.lease_s <= 3600:

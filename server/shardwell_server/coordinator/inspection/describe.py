@@ -360,6 +360,7 @@ def list_servers(cluster: Cluster, runs: Iterable[Run], now: float) -> coordinat
                 backup_count=backups[server.server_id],
                 backup_bytes=backup_bytes[server.server_id],
                 replicated_bytes=server.replicated_bytes,
+                insecure=server.insecure,
             )
             for _, server in sorted(cluster.servers.items())
         ]

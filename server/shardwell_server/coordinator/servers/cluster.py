@@ -60,6 +60,8 @@ class Server:
     used_bytes: int = 0
     replicated_bytes: int = 0
     """Bytes that the process has sent to backups on other servers."""
+    insecure: str = ""
+    """What the server lacks although it listens on a network. Empty: nothing, or unknown since a restart."""
     state: ServerState = ServerState.LIVE
     unreachable_because: str = ""
     """Why the coordinator could not reach the server. Empty: it is reachable."""

@@ -39,6 +39,9 @@ examples:
     shardwell-server shard --coordinator coordinator:50051 --listen 0.0.0.0:50052 --memory-budget 12GiB
     shardwell-server shard --coordinator coordinator:50051 --listen 0.0.0.0:50052 --processes 4
 
+Another interface than loopback needs TLS and a token: set SHARDWELL_TLS_CA, SHARDWELL_TLS_CERT, SHARDWELL_TLS_KEY and
+SHARDWELL_TOKEN_FILE, or pass --insecure.
+
 The throughput of one process is limited by its Python interpreter, so run several processes per host. On a host
 dedicated to shards, raise --processes until the network is saturated, up to one process per core. The processes
 divide --memory-budget, are called NAME-0, NAME-1 and so on, and listen on consecutive ports (with port 0: on free
@@ -164,6 +167,8 @@ def _run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--processes is {arguments.processes}, expected at least 1")
     if not 0 <= arguments.drain_s <= _LONGEST_DRAIN_S:
         raise ValueError(f"--drain-s is {arguments.drain_s}, expected 0 to {_LONGEST_DRAIN_S:g} seconds")
+    # Before a group starts, whose members would each fail.
+    encryption.insecurity(endpoint.host, authentication.from_arguments(arguments), arguments)
     if arguments.processes > 1:
         return _run_group(arguments, endpoint)
     audit.start(arguments.audit_log)
@@ -189,12 +194,14 @@ async def serve(arguments: argparse.Namespace, endpoint: process.Endpoint) -> No
     server_id = arguments.id or f"{socket.gethostname()}-{os.getpid()}"
     fault_points.describe_process(server=server_id)
     credentials = authentication.from_arguments(arguments)
+    insecure = encryption.insecurity(endpoint.host, credentials, arguments)
+    encryption.warn(endpoint.bind, insecure)
     with ExitStack() as stack:
         threads = stack.enter_context(ThreadPoolExecutor(2, thread_name_prefix="tensor-work"))
         shared = stack.enter_context(_shared_memory(arguments.shm_dir, _folder_owner(arguments)))
         budget_bytes = arguments.memory_budget or default_budget_bytes(arguments.servers_on_host)
         store = ShardStore(budget_bytes, threads, shared, credentials.key)
-        registration = Registration(arguments.coordinator, server_id, store, credentials)
+        registration = Registration(arguments.coordinator, server_id, store, credentials, insecure)
         service = shard_pb2.DESCRIPTOR.services_by_name["ShardService"]
         resources = TransportResources(store=store, host=endpoint.host, shared=shared, tls=credentials.tls)
         transports = build_transports(server_id, resources)

@@ -65,6 +65,7 @@ class Registration:
         store: State whose memory and runs are reported.
         credentials: The key with which this server proves itself and checks that answers come from the cluster's
             coordinator, and its TLS.
+        insecure: What the server lacks although it listens on a network. Empty: nothing.
 
     Attributes:
         incarnation: Random id that distinguishes this process from others with the same server id.
@@ -72,9 +73,15 @@ class Registration:
     """
 
     def __init__(
-        self, coordinator: str, server_id: str, store: ShardStore, credentials: Credentials = NO_CREDENTIALS
+        self,
+        coordinator: str,
+        server_id: str,
+        store: ShardStore,
+        credentials: Credentials = NO_CREDENTIALS,
+        insecure: str = "",
     ) -> None:
         self._coordinator, self._server_id, self._store = coordinator, server_id, store
+        self._insecure = insecure
         self._credentials = credentials.of_role(Role.SERVER)
         store.lease.suspend()
         self.incarnation = uuid.uuid4().hex
@@ -140,6 +147,7 @@ class Registration:
             process=own_identity(),
             held=[] if self._store.of_former is None else self._store.of_former.held(),
             restartable=self._store.of_former is not None,
+            insecure=self._insecure,
             nonce=secrets.token_bytes(_NONCE_BYTES),
         )
         sent_s = 0.0
@@ -258,6 +266,7 @@ class Registration:
             used_bytes=self._store.memory.used_bytes,
             run_ids=self._store.runs,
             replicated_bytes=self._store.replicated_bytes,
+            insecure=self._insecure,
             nonce=secrets.token_bytes(_NONCE_BYTES),
         )
         sent_s = asyncio.get_running_loop().time()
