@@ -61,7 +61,7 @@ def test_grpcurl_describes_the_services(coordinator: grpcurl.Grpcurl, shard: grp
             {"world", "world_size", "rank_assignments", "replicas"},
         ),
         ("ListUnits", {"run": RUN}, {"units", "version", "placement"}),
-        ("ListServers", {}, {"servers"}),
+        ("ListServers", {}, {"servers", "coordinator_insecure"}),
         ("ExplainStall", {"run": RUN}, {"step", "phase", "phase_s", "waiting_for"}),
     ],
 )
