@@ -104,11 +104,11 @@ class History:
                 raise
             process.all_finished = False
 
-    async def join_again(self, name: str) -> None:
+    async def join_again(self, name: str, wait_s: float = 0.02) -> None:
         if name in self.processes:
             return
         try:
-            joined = await self.cluster.try_join(name, wait_s=0.02, config=self.config)
+            joined = await self.cluster.try_join(name, wait_s=wait_s, config=self.config)
         except DuplicateError:
             return
         if joined.started:
@@ -157,8 +157,10 @@ def test_random_history_commits_every_step_once(tmp_path: Path, seed: int, world
             # Without further failures, and with all trainers back, the run must make progress.
             await cluster.pass_time(12, *(process.trainer for process in history.processes.values()))
             if world.replica_size > 1:
-                for name in history.names:
-                    await history.join_again(name)
+                # All at once: a trainer waits in Join until its replica is complete.
+                absent = [name for name in history.names if name not in history.processes]
+                missing = absent[: world.size - len(history.processes)]
+                await asyncio.gather(*(history.join_again(name, wait_s=5.0) for name in missing))
             target = cluster.state.runs["r"].committed_step + 3
             for _ in range(400):
                 if cluster.state.runs["r"].committed_step >= target:
