@@ -2,8 +2,9 @@
 
 Two hosts with two trainers each, and hosts with a shard server each, are network namespaces of this machine
 (``network.py``). The run adds gradients in pairs, so that each host has a complete reduction group. With ``direct``
-every trainer pushes its gradient. With ``hierarchical`` the trainers of a host push their sum. The variants take turns
-of a few steps at every rate. The losses of both must agree, because the weights are bit-identical.
+every trainer pushes its gradient. With ``hierarchical`` the trainers of a host push their sum. With ``allreduce`` all
+trainers add and push a part of the sum each. ``adaptive`` chooses one of these for each unit. The variants take turns
+of a few steps at every rate. The losses of all must agree, because the weights are bit-identical.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from benchmarks.workers import Group
 from examples.gpt import GPTConfig
 
 NUM_TRAINER_HOSTS, TRAINERS_PER_HOST, NUM_SERVERS = 2, 2, 2
-VARIANTS = ("direct", "hierarchical")
+VARIANTS = ("direct", "hierarchical", "allreduce", "adaptive")
 
 
 @dataclass

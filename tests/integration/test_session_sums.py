@@ -1,8 +1,8 @@
-"""Trainers of one host that add their gradients, as threads of one process. Restarted work changes no bit."""
+"""Trainers that add their gradients, as threads of one process. Restarted work changes no bit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,7 @@ from shardwell_wire.errors import UsageError
 from tests.support.reference import sha256
 
 STEPS = 3
+SUMMING = pytest.mark.parametrize("reduction", ["hierarchical", "allreduce"])
 
 
 def build() -> nn.Sequential:
@@ -44,17 +45,19 @@ class Training:
     interfere: Callable[[int, int, int, Any], None] = lambda rank, step, attempt, optimizer: None
     """Called after each backward, with the rank, the step, the number of this batch and the optimizer."""
     stats: list[dict[str, float]] = field(default_factory=list)
+    reports: list[shardwell.PerformanceReport] = field(default_factory=list)
 
     def run(self) -> str:
         """Trains with one trainer per rank; returns a hash of the weights."""
         with testing.in_process_cluster(num_shards=2) as address, ThreadPoolExecutor(self.dp) as threads:
             done = [threads.submit(self.train, address, rank) for rank in range(self.dp)]
             results = [each.result(120) for each in done]
-        self.stats = [stats for _, stats in results]
-        (found,) = {weights for weights, _ in results}
+        self.stats = [stats for _, stats, _ in results]
+        self.reports = [report for _, _, report in results]
+        (found,) = {weights for weights, _, _ in results}
         return found
 
-    def train(self, address: str, rank: int) -> tuple[str, dict[str, float]]:
+    def train(self, address: str, rank: int) -> tuple[str, dict[str, float], shardwell.PerformanceReport]:
         transfers = shardwell.TransferOptions(transports="socket,grpc", gradient_reduction=self.reduction)
         with shardwell.join(
             address,
@@ -75,46 +78,80 @@ class Training:
                     self.interfere(rank, step.number, number, optimizer)
                 optimizer.step()
                 optimizer.zero_grad()
-            return sha256(shardwell.full_state_dict(model)), session.stats()
+            return sha256(shardwell.full_state_dict(model)), session.stats(), session.report()
 
 
-def summed_bytes(training: Training) -> Sequence[float]:
-    return [stats["node_summed_bytes"] for stats in training.stats]
+def total(training: Training, name: str) -> float:
+    """Returns the sum of a statistic over all trainers."""
+    return sum(stats[name] for stats in training.stats)
 
 
-def test_sums_change_no_bit_and_halve_the_bytes() -> None:
-    alone, together = Training(reduction="direct"), Training()
+def gradient_bytes() -> int:
+    """Returns the bytes of one rank's gradients in one step."""
+    return sum(parameter.nbytes for parameter in build().parameters())
+
+
+@SUMMING
+@pytest.mark.parametrize("dp", [2, 3])
+def test_sums_change_no_bit_and_the_servers_get_one_gradient(dp: int, reduction: str) -> None:
+    alone, together = Training(dp, reduction="direct"), Training(dp, reduction=reduction)
     assert alone.run() == together.run()
-    gradients = sum(parameter.nbytes for parameter in build().parameters())
-    sent = [sum(stats["sent_bytes"] for stats in training.stats) for training in (alone, together)]
-    assert sent[0] - sent[1] == STEPS * gradients
-    assert summed_bytes(alone) == [0, 0]
-    assert min(summed_bytes(together)) > 0
+    one = STEPS * gradient_bytes()
+    assert total(alone, "sent_bytes") - total(together, "sent_bytes") == (dp - 1) * one
+    assert (total(alone, "direct_pushed_bytes"), total(alone, "direct_count")) == (dp * one, dp * 2 * STEPS)
+    assert total(together, "direct_pushed_bytes") == 0
+    assert (total(together, f"{reduction}_pushed_bytes"), total(together, f"{reduction}_count")) == (
+        one,
+        dp * 2 * STEPS,
+    )
+    assert total(together, f"{reduction}_peer_bytes") == (dp - 1) * one, "each gradient, except what its trainer adds"
+    assert total(together, f"{reduction}_seconds") > 0
 
 
-def test_groups_are_added_in_their_order() -> None:
-    weights = {
-        (groups, reduction): Training(4, groups, reduction).run()
-        for groups in ((), (2, 2))
-        for reduction in ("direct", "hierarchical")
-    }
-    assert weights[(), "direct"] == weights[(), "hierarchical"]
-    assert weights[(2, 2), "direct"] == weights[(2, 2), "hierarchical"] != weights[(), "direct"]
+@pytest.mark.parametrize("groups", [(), (2, 2)])
+def test_groups_are_added_in_their_order(groups: tuple[int, ...]) -> None:
+    direct, *others = (Training(4, groups, name).run() for name in ("direct", "hierarchical", "allreduce"))
+    assert others == [direct, direct]
+    other_order = Training(4, () if groups else (2, 2), "direct").run()
+    assert other_order != direct
 
 
+@SUMMING
 @pytest.mark.parametrize("rank", [0, 1])
-def test_withdrawn_gradients_void_the_sums(rank: int) -> None:
+def test_withdrawn_gradients_void_the_sums(rank: int, reduction: str) -> None:
     """One rank drops its first gradient of step 1 and computes it again."""
 
     def withdraw(own: int, step: int, number: int, optimizer: Any) -> None:
         if (own, step, number) == (rank, 1, 0):
             optimizer.zero_grad()
 
-    assert Training(interfere=withdraw).run() == Training(reduction="direct", interfere=withdraw).run()
+    together = Training(reduction=reduction, interfere=withdraw)
+    assert together.run() == Training(reduction="direct", interfere=withdraw).run()
+    assert total(together, f"{reduction}_count") >= 2 * 2 * (STEPS - 1), "they add again in the next step"
 
 
-def test_several_backwards_are_added_per_rank_first() -> None:
-    assert Training(backwards=2).run() == Training(reduction="direct", backwards=2).run()
+@SUMMING
+def test_several_backwards_are_added_per_rank_first(reduction: str) -> None:
+    together = Training(reduction=reduction, backwards=2)
+    assert together.run() == Training(reduction="direct", backwards=2).run()
+
+
+def test_report_names_the_route_of_each_unit() -> None:
+    together = Training(reduction="allreduce")
+    together.run()
+    for report in together.reports:
+        assert {at["route"] for at in report.unit_routes.values()} == {"allreduce"}
+        assert list(report.routes) == ["allreduce"]
+        assert report.routes["allreduce"]["count"] == 2
+    assert sum(at.routes["allreduce"]["pushed_bytes"] for at in together.reports) == gradient_bytes()
+    assert "2 units allreduce: gradient_reduction='allreduce'" in str(together.reports[0])
+
+
+def test_adaptive_pushes_small_units_directly() -> None:
+    together = Training(reduction="adaptive")
+    assert together.run() == Training(reduction="direct").run()
+    (choice,) = {tuple(at.values()) for at in together.reports[0].unit_routes.values()}
+    assert choice == ("direct", "smaller than 256 KiB")
 
 
 def test_several_optimizers_are_refused() -> None:

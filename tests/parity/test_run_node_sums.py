@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 import shardwell
 from shardwell_wire.errors import UsageError
-from tests.support import transformer
-from tests.support.processes import TrainerProcess
+from tests.support.rank_runs import STEPS, gradient_bytes, hashes, total, train_ranks
 from tests.support.reference import undisturbed_sha256
 from tests.support.shared_files import wait_for_no_folder
-
-STEPS = 4
 
 
 @pytest.fixture
@@ -33,44 +28,9 @@ def _hierarchical(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     wait_for_no_folder()
 
 
-def train_ranks(
-    cluster: shardwell.LocalCluster,
-    dp: int,
-    *options: Sequence[object],
-    environments: Sequence[Mapping[str, str]] = (),
-) -> list[dict[str, Any]]:
-    """Runs one trainer per rank, each with its own options and variables; returns their results in rank order."""
-    run, trainers = uuid.uuid4().hex, list[TrainerProcess]()
-    with ExitStack() as stack:
-        for rank in range(dp):
-            own = options[rank] if options else ()
-            with pytest.MonkeyPatch.context() as patch:
-                for name, value in (environments[rank] if environments else {}).items():
-                    patch.setenv(name, value)
-                trainer = TrainerProcess(
-                    cluster.address, run, "--dp", dp, "--steps", STEPS, "--global-rank", rank, *own
-                )
-            trainers.append(stack.enter_context(trainer))
-        return [trainer.finish() for trainer in trainers]
-
-
-def hashes(results: Sequence[dict[str, Any]]) -> list[str]:
-    return [result.get("sha256", str(result)) for result in results]
-
-
-def total(results: Sequence[dict[str, Any]], name: str) -> float:
-    """Returns the sum of a statistic over all trainers."""
-    return float(sum(result["stats"][name] for result in results))
-
-
-def gradient_bytes() -> int:
-    """Returns the bytes of one rank's gradients in one step."""
-    return sum(parameter.nbytes for parameter in transformer.build().parameters())
-
-
 def warnings_of(result: dict[str, Any]) -> list[str]:
-    """Returns the log lines of a trainer about the node group."""
-    return [line for line in result["stderr"].splitlines() if line.startswith("node group")]
+    """Returns the log lines of a trainer about its groups."""
+    return [line for line in result["stderr"].splitlines() if line.startswith(("node group", "gradient group"))]
 
 
 def test_a_node_sends_one_gradient_for_all_its_trainers(
@@ -131,7 +91,12 @@ def test_several_backwards_are_added_per_rank_first(
     ("options", "message"),
     [
         ({"push_dtype": "bfloat16"}, "gradient_reduction='hierarchical' with push_dtype='bfloat16': the sums of"),
-        ({"gradient_reduction": "tree"}, "gradient_reduction='tree': expected one of direct, hierarchical"),
+        (
+            {"gradient_reduction": "tree"},
+            "gradient_reduction='tree': expected one of direct, hierarchical, allreduce",
+        ),
+        ({"gradient_reduction": "ring"}, "gradient_reduction='ring': a ring adds each part of a gradient in another"),
+        ({"gradient_reduction": "allreduce", "push_dtype": "int8"}, "gradient_reduction='allreduce' with push_dtype="),
     ],
 )
 def test_options_that_change_bits_or_do_not_exist_are_refused(options: dict[str, str], message: str) -> None:

@@ -11,14 +11,16 @@ from typing import Any
 import pytest
 import torch
 
+from shardwell.data_plane.gradient_sums import GradientSums
 from shardwell.data_plane.host_folder import HostFolder
+from shardwell.data_plane.node_exchange import NodeExchange
 from shardwell.data_plane.node_group import NodeRendezvous
-from shardwell.data_plane.node_sums import NodeSums
 from shardwell.data_plane.pushes import Pushes
 from shardwell.data_plane.remote_shard import RemoteShard, Wire
 from shardwell.data_plane.remote_unit import RemoteUnit
 from shardwell.data_plane.shared_gradients import SharedGradients
 from shardwell.data_plane.traffic_stats import TrafficStats
+from shardwell.transport.route_stats import HIERARCHICAL
 from shardwell_wire.layout import BLOCK_BYTES, Parameter, UnitLayout
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.sum_order import Scratch, SumOrder
@@ -62,7 +64,7 @@ class Server(FakeStream):
 class Member:
     """A trainer of the node, with its own connection to the servers."""
 
-    def __init__(self, sums: NodeSums, pushes: Pushes, rank: int) -> None:
+    def __init__(self, sums: GradientSums, pushes: Pushes, rank: int) -> None:
         self.sums, self.pushes, self.rank, self.server = sums, pushes, rank, Server()
         server: Any = StreamedServer(self.server)
         wire, run = Wire(wait_limit_s=5), RunIdentity("r", "id-of-r")
@@ -102,7 +104,8 @@ def make() -> Iterator[MakeMembers]:
             assert rendezvous.meet(LONG_S)
             memory = SharedGradients(folder.path, position, len(dp_ranks))
             pushes = Pushes(TrafficStats(), push_bytes=1 << 30)
-            sums = NodeSums(rendezvous, memory, dp_ranks, position, order, pushes, patience_s=patience_s)
+            exchange = NodeExchange(rendezvous, memory, patience_s=patience_s)
+            sums = GradientSums(HIERARCHICAL, exchange, dp_ranks, position, order, pushes)
             return Member(sums, pushes, dp_ranks[position])
 
         with ThreadPoolExecutor(len(dp_ranks)) as threads:

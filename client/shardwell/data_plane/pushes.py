@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
@@ -57,6 +58,8 @@ class Pushes:
         header: shard_pb2.ReduceScatterHeader,
         gradients: Sequence[tuple[int, torch.Tensor]],
         excuse: Excuse = lambda _: False,
+        *,
+        route: str | None = None,
     ) -> None:
         """Starts to push one part of a contribution to every owner of the unit.
 
@@ -67,6 +70,7 @@ class Pushes:
             header: See ``RemoteShard.prepare_push``.
             gradients: ``(parameter index, gradient)`` by rising index. The caller must not change them afterwards.
             excuse: Returns whether an error of this push does not matter. Called in any thread.
+            route: The route for which the push is counted. None: none.
         """
         flats, copied = self.start_copies(gradients)
         size = _size_of(flats)
@@ -74,10 +78,10 @@ class Pushes:
         on_cpu = all(gradient.device.type == "cpu" for _, gradient in gradients)
         with uninterrupted:
             if on_cpu:
-                release = self.hold(size if _are_streamed(unit) else 0)
+                release = self._counted(route, size, self.hold(size if _are_streamed(unit) else 0))
                 self.push_held(unit, header, flats, excuse, release)
             else:
-                release = self.hold(size)
+                release = self._counted(route, size, self.hold(size))
                 self._start(
                     unit, lambda shard: partial(_push_after_copy, copied, shard, header, flats), size, excuse, release
                 )
@@ -88,11 +92,14 @@ class Pushes:
         header: shard_pb2.ReduceScatterHeader,
         gradients: EncodedGradients,
         excuse: Excuse = lambda _: False,
+        *,
+        route: str | None = None,
     ) -> None:
         """Starts to push encoded gradients; see ``push``. Releases them when all shards have their part."""
         self._raise_push_error()
         with uninterrupted:
-            release = self.hold(len(gradients.stream) if _are_streamed(unit) else 0)
+            held_bytes = len(gradients.stream) if _are_streamed(unit) else 0
+            release = self._counted(route, gradients.stored_bytes, self.hold(held_bytes))
 
             def when_pushed() -> None:
                 gradients.release()
@@ -138,6 +145,18 @@ class Pushes:
                 self._changed.notify_all()
 
         return release
+
+    def _counted(self, route: str | None, size_bytes: int, release: Callable[[], None]) -> Callable[[], None]:
+        """Returns a function that counts a push for a route when it is acknowledged, and calls ``release``."""
+        if route is None:
+            return release
+        started_s = time.perf_counter()
+
+        def when_pushed() -> None:
+            self.stats.routes.add(route, pushed_bytes=size_bytes, seconds=time.perf_counter() - started_s)
+            release()
+
+        return when_pushed
 
     def push_held(
         self,

@@ -12,13 +12,12 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from shardwell.data_plane.gradient_exchange import WholeGradient
 from shardwell.data_plane.node_group import Round
 from shardwell.transport.shared_vector import map_shared
 from shardwell_wire.layout import ALIGNMENT_BYTES, UnitLayout
@@ -30,22 +29,6 @@ _SLOTS = 2
 _HEADER = struct.Struct(f"<4q{PROOF_BYTES}s")
 _DONE = "done"
 _ROUNDS_PER_VERSION = 1 << 24
-
-
-@dataclass(frozen=True, slots=True)
-class SharedGradient:
-    """The gradient of one unit that one member has written."""
-
-    epoch: int
-    """Epoch of the lease on the member's work item."""
-    lease_proof: bytes
-    """Proves this lease to shard servers. Zeros: the cluster has no key."""
-    attempt: int
-    """Attempt at the work item."""
-    cuts: int
-    """Identifies how the unit is cut into shards. Members with different cuts cannot share the work."""
-    flats: Mapping[int, torch.Tensor]
-    """Flattened gradients by parameter index. Views of shared memory. Each [numel]."""
 
 
 class SharedGradients:
@@ -76,7 +59,7 @@ class SharedGradients:
         last = self._last_read[this_round.number % _SLOTS]
         return bool((np.delete(self._done, self._position) >= last).all())
 
-    def write(self, this_round: Round, layout: UnitLayout, gradient: SharedGradient) -> None:
+    def write(self, this_round: Round, layout: UnitLayout, gradient: WholeGradient) -> None:
         """Writes the gradient of a unit into this member's slot, which is free.
 
         Raises:
@@ -91,7 +74,7 @@ class SharedGradients:
         for index in indices:
             _view(memory, offset, layout, index).copy_(gradient.flats[index])
 
-    def read_all(self, this_round: Round, layout: UnitLayout) -> list[SharedGradient]:
+    def read_all(self, this_round: Round, layout: UnitLayout) -> list[WholeGradient]:
         """Returns the gradients of all members, after all of them arrived at the round. Valid until ``end_round``.
 
         Raises:
@@ -104,13 +87,13 @@ class SharedGradients:
         """Records that this member does not read the slots of the round any more."""
         self._done[self._position] = _position_of(this_round)
 
-    def _read(self, member: int, slot: int, layout: UnitLayout) -> SharedGradient:
+    def _read(self, member: int, slot: int, layout: UnitLayout) -> WholeGradient:
         offset = _offset(layout)
         memory = self._slot(member, slot, offset + layout.size_bytes)
         epoch, attempt, cuts, count, lease_proof = _HEADER.unpack_from(memory, 0)
         indices = np.frombuffer(memory, np.int32, count, _HEADER.size).tolist()
         flats = {index: _view(memory, offset, layout, index) for index in indices}
-        return SharedGradient(epoch, lease_proof, attempt, cuts, flats)
+        return WholeGradient(epoch, lease_proof, attempt, cuts, flats)
 
     def _own_slot(self, slot: int, size_bytes: int) -> memoryview:
         """Returns this member's slot, enlarged to at least ``size_bytes``."""
@@ -152,8 +135,3 @@ def _view(memory: memoryview, offset: int, layout: UnitLayout, index: int) -> to
     parameter, start = layout.parameters[index], offset + layout.starts[index]
     dtype: torch.dtype = getattr(torch, parameter.dtype)
     return bytes_tensor(memory)[start : start + parameter.size_bytes].view(dtype)
-
-
-def identify_cuts(ranges: Sequence[tuple[int, int]]) -> int:
-    """Returns a number that differs for different ranges of shards, with the bits of a positive int64."""
-    return hash(tuple(ranges)) & ((1 << 62) - 1)

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
+from shardwell.transport.route_stats import RouteStats
+
 _MAX_WAITS = 4096
 _SHORTEST_WAIT_S = 1e-5
 
@@ -29,9 +31,11 @@ class TrafficStats:
 
     def __post_init__(self) -> None:
         self._waits: list[tuple[float, float]] = []
+        self.routes = RouteStats()
+        """What the routes of gradients have carried."""
 
     def as_dict(self) -> dict[str, float]:
-        return {item.name: getattr(self, item.name) for item in fields(self)}
+        return {item.name: getattr(self, item.name) for item in fields(self)} | self.routes.as_dict()
 
     def take_gather_waits(self) -> list[tuple[float, float]]:
         """Returns start and end of each gather wait since the last call, by ``time.perf_counter``.

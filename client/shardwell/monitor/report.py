@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from io import StringIO
 from typing import Any
 
@@ -17,6 +17,7 @@ from shardwell.monitor.bottlenecks import Bottleneck, find_bottlenecks, format_s
 from shardwell.monitor.setup import MonitoredSetup
 from shardwell.monitor.step_times import StepPart, StepTimes
 from shardwell.sizes import format_size
+from shardwell.transport.route_stats import ROUTES, RouteTotals
 
 _WIDTH = 120
 
@@ -36,6 +37,8 @@ class PerformanceReport:
     """Size of all weights."""
     bottlenecks: tuple[Bottleneck, ...]
     """What slows the steps down, the most severe first."""
+    unit_routes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Route of each unit's gradient, and why, by the unit's name; see ``TransferOptions.gradient_reduction``."""
 
     @property
     def step_s(self) -> float:
@@ -85,6 +88,18 @@ class PerformanceReport:
         return self._mean([step.freed_bytes for step in self.steps])
 
     @property
+    def routes(self) -> dict[str, dict[str, float]]:
+        """What each route of gradients carried in a step: ``count``, ``pushed_bytes``, ``peer_bytes``, ``seconds``."""
+        names = [name for name in ROUTES if any(name in step.routes for step in self.steps)]
+        return {
+            name: {
+                item.name: self._mean([getattr(step.routes.get(name, RouteTotals()), item.name) for step in self.steps])
+                for item in fields(RouteTotals)
+            }
+            for name in names
+        }
+
+    @property
     def staleness(self) -> dict[int, int]:
         """Number of steps by staleness: commits of other work items between the version that a step read and its own
         commit. Empty in a synchronous run."""
@@ -113,6 +128,8 @@ class PerformanceReport:
             "received_bytes": self.received_bytes,
             "sent_bytes": self.sent_bytes,
             "in_place_bytes": self.in_place_bytes,
+            "routes": self.routes,
+            "unit_routes": {name: dict(at) for name, at in self.unit_routes.items()},
             "model_bytes": self.model_bytes,
             "peak_gathered_bytes": self.peak_gathered_bytes,
             "freed_bytes": self.freed_bytes,
@@ -174,6 +191,14 @@ class PerformanceReport:
             f"{name}: {format_size(round(received[name]))} received and {format_size(round(sent[name]))} sent per step"
             for name in self._transports
         ]
+        lines += [
+            f"gradients, {name}: {format_size(round(at['pushed_bytes']))} pushed and "
+            f"{format_size(round(at['peer_bytes']))} to other trainers per step, "
+            f"{at['count']:.1f} pushes of {format_seconds(at['seconds'] / at['count'])} each"
+            for name, at in self.routes.items()
+        ]
+        chosen = Counter((at["route"], at["reason"]) for at in self.unit_routes.values())
+        lines += [f"{count} units {route}: {reason}" for (route, reason), count in sorted(chosen.items())]
         if self.in_place_bytes:
             lines.append(f"in place: {format_size(round(self.in_place_bytes))} of weights read per step")
         lines.append(
@@ -193,4 +218,6 @@ def make_report(steps: Sequence[StepTimes], setup: MonitoredSetup) -> Performanc
         steps: The steps, oldest first.
         setup: Options and sizes of their session.
     """
-    return PerformanceReport(setup.trainer, tuple(steps), setup.model_bytes, find_bottlenecks(steps, setup))
+    return PerformanceReport(
+        setup.trainer, tuple(steps), setup.model_bytes, find_bottlenecks(steps, setup), setup.routes
+    )

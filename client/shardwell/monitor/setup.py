@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +26,10 @@ class MonitoredSetup:
     memory_bytes: int
     """Memory that this process could use for gathered weights when the report was made: what is free on the device
     of the units, and what the weights and their idle buffers take."""
+
+    routes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Route and reason of each unit whose gradient was pushed, by the unit's name. Empty: all gradients are pushed
+    directly."""
 
     @property
     def model_bytes(self) -> int:

@@ -15,9 +15,10 @@ import enum
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from shardwell.transport.route_stats import ROUTES, RouteTotals
 from shardwell_wire.errors import UsageError
 
 MAX_STEPS = 1024
@@ -108,6 +109,8 @@ class StepTimes:
     """Memory of gathered weights that was released."""
     tokens: int
     samples: int
+    routes: Mapping[str, RouteTotals] = field(default_factory=dict)
+    """What each route of gradients has carried, by its name. Routes without a gradient are left out."""
 
 
 class StepCounters(Protocol):
@@ -219,6 +222,7 @@ class StepMonitor:
             freed_bytes=int(grown["freed_unit_bytes"]),
             tokens=self._tokens,
             samples=self._samples,
+            routes=_routes(grown),
         )
 
     def _parts(
@@ -251,3 +255,13 @@ class StepMonitor:
 
 _MEASURED = (StepPart.PIPELINE_BUBBLE, StepPart.DATA, StepPart.BETWEEN_STEPS)
 """Parts that ``StepMonitor.add`` measures."""
+
+
+def _routes(grown: Mapping[str, float]) -> dict[str, RouteTotals]:
+    """Returns what each route has carried, from the growth of the counters of ``RouteStats``."""
+    found = {}
+    for route in ROUTES:
+        if count := int(grown.get(f"{route}_count", 0)):
+            pushed_bytes, peer_bytes = (int(grown[f"{route}_{name}"]) for name in ("pushed_bytes", "peer_bytes"))
+            found[route] = RouteTotals(count, pushed_bytes, peer_bytes, grown[f"{route}_seconds"])
+    return found

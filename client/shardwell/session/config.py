@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from shardwell.data_plane.node_group import BACKENDS
 from shardwell.module.strategy import BackwardPrefetch
+from shardwell.transport.route_stats import DIRECT, ROUTES
 from shardwell.transport.selector import TRANSPORT_NAMES, parse_transports
 from shardwell_wire import chunk_streams
 from shardwell_wire.checkpoints.opening import absolute
@@ -23,8 +24,8 @@ from shardwell_wire.v1 import coordinator_pb2
 from shardwell_wire.wire_dtypes import GATHER_NAMES, PUSH_NAMES, TOP_K_PERCENT
 
 ENVIRONMENT_PREFIX = "SHARDWELL_"
-DIRECT, HIERARCHICAL = "direct", "hierarchical"
-"""Values of ``TransferOptions.gradient_reduction``."""
+ADAPTIVE = "adaptive"
+"""Value of ``TransferOptions.gradient_reduction`` that chooses a route for each unit."""
 LATEST = "latest"
 """Value of ``resume`` for the newest checkpoint of the run."""
 _ONLY_ARGUMENT = {"environment": False}
@@ -110,16 +111,23 @@ class TransferOptions(_Options):
     ``none`` by default: each trainer fetches whole units."""
 
     gradient_reduction: str = DIRECT
-    """Where gradients are added first: ``direct`` (on the servers: each trainer pushes its own) or ``hierarchical`` (on
-    this host, if it has all trainers of a reduction group of the run: they push their sum). All trainers of a host must
-    use the same value. The weights are bit-identical."""
+    """Where gradients are added first: ``direct`` (on the servers: each trainer pushes its own), ``hierarchical`` (on
+    this host, if it has all trainers of a reduction group of the run: they push their sum), ``allreduce`` (among the
+    trainers of the largest complete reduction group, on any hosts: each adds and pushes a part of the sum), or
+    ``adaptive`` (one of these for each unit). All trainers of a run should use the same value. The weights are
+    bit-identical."""
 
     def __post_init__(self) -> None:
         parse_transports(self.transports)
         if not 1 <= self.chunk_bytes <= chunk_streams.MAX_CHUNK_BYTES:
             raise UsageError(f"chunk_bytes={self.chunk_bytes!r}: expected 1 to {chunk_streams.MAX_CHUNK_BYTES}")
         choices = {"gather_dtype": GATHER_NAMES, "push_dtype": PUSH_NAMES, "node_group": ("none", *BACKENDS)}
-        choices["gradient_reduction"] = (DIRECT, HIERARCHICAL)
+        choices["gradient_reduction"] = (*ROUTES, ADAPTIVE)
+        if self.gradient_reduction == "ring":
+            raise UsageError(
+                "gradient_reduction='ring': a ring adds each part of a gradient in another order than the run's "
+                "reduction_groups, so the weights would differ. Use 'allreduce', with which trainers send as many bytes"
+            )
         for name, known in {**choices, "backward_prefetch": list(BackwardPrefetch)}.items():
             if getattr(self, name) not in known:
                 raise UsageError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(known)}")
@@ -127,11 +135,11 @@ class TransferOptions(_Options):
             if getattr(self, name) < 0:
                 raise UsageError(f"{name}={getattr(self, name)!r}: expected at least 0")
         _require_positive(self, "push_bytes")
-        if self.gradient_reduction == HIERARCHICAL and self.push_dtype != "float32":
+        if self.gradient_reduction != DIRECT and self.push_dtype != "float32":
             raise UsageError(
-                f"gradient_reduction={HIERARCHICAL!r} with push_dtype={self.push_dtype!r}: the sums of trainers would "
-                "be rounded instead of their gradients, which changes the weights. Use push_dtype='float32', or "
-                f"gradient_reduction={DIRECT!r}"
+                f"gradient_reduction={self.gradient_reduction!r} with push_dtype={self.push_dtype!r}: the sums of "
+                "trainers would be rounded instead of their gradients, which changes the weights. Use "
+                f"push_dtype='float32', or gradient_reduction={DIRECT!r}"
             )
 
     @property
@@ -290,10 +298,10 @@ class JoinConfig:
             raise UsageError(f"seed={self.seed!r}: expected 0 <= seed < 2**63")
         object.__setattr__(self, "reduction_groups", checked_groups(self.world.dp, self.reduction_groups))
         self._check_error_feedback()
-        if self.transfers.gradient_reduction == HIERARCHICAL and self.world.replica_size > 1:
+        if self.transfers.gradient_reduction != DIRECT and self.world.replica_size > 1:
             raise UsageError(
-                f"gradient_reduction={HIERARCHICAL!r} needs a world with tp=1 and pp=1, got {self.world}: use "
-                f"gradient_reduction={DIRECT!r}"
+                f"gradient_reduction={self.transfers.gradient_reduction!r} needs a world with tp=1 and pp=1, got "
+                f"{self.world}: use gradient_reduction={DIRECT!r}"
             )
         self._check_durability()
         self._check_consistency()
@@ -351,8 +359,8 @@ class JoinConfig:
                 "the trainers of a node read different versions",
             ),
             (
-                transfers.gradient_reduction == HIERARCHICAL,
-                f"gradient_reduction={HIERARCHICAL!r}",
+                transfers.gradient_reduction != DIRECT,
+                f"gradient_reduction={transfers.gradient_reduction!r}",
                 "the gradient of each rank is applied by itself",
             ),
             (

@@ -16,6 +16,7 @@ from shardwell.session.item_sums import ItemSums
 from shardwell.session.membership import Membership
 from shardwell.session.servers import ShardServers
 from shardwell.session.step_state import FinishedStep, StepState, WorkItemState
+from shardwell.transport.route_stats import DIRECT
 from shardwell_wire.errors import CapacityError, StaleEpochError, VersionGoneError
 from shardwell_wire.v1 import coordinator_pb2
 
@@ -34,7 +35,7 @@ class ItemPushes:
     feedback: ErrorFeedback | None = None
     """Rounding errors of earlier pushes, if ``push_error_feedback`` is set."""
     sums: ItemSums | None = None
-    """Adds gradients within the node, if ``gradient_reduction`` is set. None: this trainer pushes its own."""
+    """Adds gradients among trainers, as ``gradient_reduction`` says. None: this trainer pushes its own."""
 
     def __init__(
         self,
@@ -63,6 +64,7 @@ class ItemPushes:
     def rejoin(self, *, moved: bool) -> None:
         """Called when this trainer has joined the run again; see ``RunStore.rejoin``."""
         if self.sums is not None:
+            self.sums.abandon()
             self.sums.leave("this trainer has joined the run again")
         self._pushes.discard()
         self._servers.release_gradient_buffers()
@@ -80,6 +82,7 @@ class ItemPushes:
         self._membership.check()
         unit, current = self._units[unit_index], self._state.require_current()
         if current.abandoned or self._membership.lapsed:
+            self.abandon_sums()
             return
         if self.sums is not None and not self.sums.allows_part(current, unit):
             return
@@ -93,10 +96,10 @@ class ItemPushes:
             whole = {index: flat for (index, _), flat in zip(gradients, copies, strict=True)}
             encoded = self.feedback.encode(unit_index, unit.layout, current.item.dp_rank, whole)
             if encoded is not None:
-                self._pushes.push_encoded(unit, header, encoded, excuse)
+                self._pushes.push_encoded(unit, header, encoded, excuse, route=DIRECT)
                 return
         if self.sums is None or not self.sums.push(current, unit, header, gradients, excuse):
-            self._pushes.push(unit, header, gradients, excuse)
+            self._pushes.push(unit, header, gradients, excuse, route=DIRECT)
 
     def excuses(self, item: WorkItemState, key: tuple[int, int], error: BaseException) -> bool:
         """Returns whether a failed push does not matter, because the attempt of its item is over. In any thread."""
@@ -117,6 +120,13 @@ class ItemPushes:
             if current.parts[unit_index] or self.may_keep(unit_index) or not held_before:
                 self.push(unit_index, [])
         current.clear_drops()
+        if self.sums is not None:
+            self.sums.finish_item()
+
+    def abandon_sums(self) -> None:
+        """Drops gradients that are not yet added to those of other trainers, because their attempts are over."""
+        if self.sums is not None:
+            self.sums.abandon()
 
     def drain(self) -> None:
         """Waits until every push is acknowledged; raises the first error."""
@@ -165,8 +175,7 @@ class ItemPushes:
 
     def _discard(self) -> None:
         """Waits until no push is in flight and drops their errors."""
-        if self.sums is not None:
-            self.sums.skip()  # otherwise a push may wait for the other trainers of the node
+        self.abandon_sums()  # otherwise a push may wait for other trainers
         self._pushes.discard()
 
     @property

@@ -76,6 +76,7 @@ def describe_setup(trainer: str, store: RunStore, units: Units) -> MonitoredSetu
         max_gathers_in_flight=transfers.max_gathers_in_flight,
         unit_bytes=tuple(unit.size_bytes for unit in units),
         memory_bytes=_free_bytes(units) + units.live_bytes + units.memory.pool.idle_bytes,
+        routes=store.routes,
     )
 
 

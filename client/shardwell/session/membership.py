@@ -144,6 +144,11 @@ class Membership:
         """Credentials that every rpc to the cluster carries: this trainer's token, which is renewed with its lease."""
         return self._token
 
+    @property
+    def coordinator_address(self) -> str:
+        """Address of the coordinator, host:port."""
+        return self._coordinator.address
+
     def attach(
         self,
         *,

@@ -14,13 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwell.data_plane.host_folder import HostFolder
 from shardwell.data_plane.node_group import CONNECTED, MemberGoneError, NodeGroup, NodeRendezvous, Outcome
-from shardwell.data_plane.node_sums import NodeSums
-from shardwell.data_plane.pushes import Pushes
-from shardwell.data_plane.shared_gradients import SharedGradients
 from shardwell.session.config import JoinConfig
 from shardwell.session.membership import Membership
 from shardwell_wire.errors import ShardwellError, UnavailableError
-from shardwell_wire.sum_order import SumOrder
 from shardwell_wire.topology import World
 from shardwell_wire.v1 import coordinator_pb2
 
@@ -32,7 +28,8 @@ RENDEZVOUS_LIMIT_S = 5.0
 """Seconds to wait for the other members of a node group. ``join`` returns on all trainers of a run at the
 same time, so a short wait is enough. A trainer that joins later does not take part in this rendezvous."""
 
-_CONNECT_LIMIT_S = 60.0
+CONNECT_LIMIT_S = 60.0
+"""Seconds to wait until present members are connected."""
 
 ExchangeAddress = Callable[[str, str | None], str]
 """``(name, address) -> address``: publishes an address, or waits for it if ``address`` is None."""
@@ -93,40 +90,6 @@ class NodeMembers:
     """Index of this trainer in ``global_ranks``."""
 
 
-def form_gradient_group(membership: Membership, config: JoinConfig, pushes: Pushes) -> NodeSums | None:
-    """Connects this trainer with the other trainers of its largest reduction group that is complete on this host.
-
-    Args:
-        membership: The membership of this trainer.
-        config: Options of the trainer.
-        pushes: Pushes gradients and sums.
-
-    Returns:
-        None if no reduction group is complete, or if not all of its trainers could be connected. The reason is logged,
-        and all of them get None.
-    """
-    order = SumOrder(config.world.dp, config.reduction_groups)
-    try:
-        members = _find_members(membership, config, order)
-        if members is None:
-            return None
-        rendezvous, folder = _meet(members)
-        try:
-            memory = SharedGradients(folder.path, members.position, len(members.global_ranks))
-            if rendezvous.decide(CONNECTED, 0, _CONNECT_LIMIT_S) is not Outcome.EXCHANGE:
-                raise UnavailableError("not all trainers of the node could be connected")
-        except BaseException:
-            rendezvous.close()
-            raise
-    except (ShardwellError, MemberGoneError, OSError) as error:
-        logger.warning(
-            "node group: every trainer of this node pushes its own gradients: %s", str(error).partition("\n")[0]
-        )
-        return None
-    logger.info("node group: logical ranks %s add their gradients", list(members.global_ranks))
-    return NodeSums(rendezvous, memory, members.global_ranks, members.position, order, pushes)
-
-
 def form_node_group(membership: Membership, config: JoinConfig) -> NodeGroup | None:
     """Connects this trainer with the other trainers of its host that joined at the same time.
 
@@ -149,14 +112,8 @@ def form_node_group(membership: Membership, config: JoinConfig) -> NodeGroup | N
     return group
 
 
-def _find_members(membership: Membership, config: JoinConfig, order: SumOrder | None = None) -> NodeMembers | None:
-    """Finds the trainers of this host that hold the same units.
-
-    Args:
-        membership: The membership of this trainer.
-        config: Options of the trainer.
-        order: If given, only those of the largest complete reduction group. The world has ``tp = pp = 1``.
-    """
+def _find_members(membership: Membership, config: JoinConfig) -> NodeMembers | None:
+    """Finds the trainers of this host that hold the same units."""
     if len(membership.rank_assignments) != 1:
         count = len(membership.rank_assignments)
         logger.info("node group: this trainer plays %d logical ranks and shares no transfers", count)
@@ -171,28 +128,27 @@ def _find_members(membership: Membership, config: JoinConfig, order: SumOrder | 
             at = world.coordinates(trainer.global_ranks[0])
             if (at.tp_rank, at.pp_rank) == (own.tp_rank, own.pp_rank):
                 found.append((at.global_rank, trainer.trainer, trainer.epoch))
-    if order is not None:
-        present = {rank for rank, _, _ in found}
-        complete = [group for group in order.groups_of(own.dp_rank) if present.issuperset(group)]
-        found = [member for member in found if complete and member[0] in complete[-1]]
     ranks = tuple(rank for rank, _, _ in sorted(found))
     if len(ranks) < 2 or own.global_rank not in ranks:
-        what = "holds the units of this one" if order is None else "completes a reduction group with this one"
-        logger.info("node group: no other trainer on host %r %s", config.host, what)
+        logger.info("node group: no other trainer on host %r holds the units of this one", config.host)
         return None
-    kind = config.transfers.node_group if order is None else "gradients"
-    identity = repr((membership.identity, config.host, kind, sorted(found)))
-    return NodeMembers(hashlib.sha256(identity.encode()).hexdigest()[:24], ranks, ranks.index(own.global_rank))
+    identity = (membership.identity, config.host, config.transfers.node_group, sorted(found))
+    return NodeMembers(key_of(identity), ranks, ranks.index(own.global_rank))
+
+
+def key_of(identity: object) -> str:
+    """Returns a name for the members of a group, from what identifies them."""
+    return hashlib.sha256(repr(identity).encode()).hexdigest()[:24]
 
 
 def _connect(members: NodeMembers, backend: str) -> NodeGroup:
     rank, size = members.position, len(members.global_ranks)
-    rendezvous, folder = _meet(members)
+    rendezvous, folder = meet(members)
     group = None
     try:
         store = FileStore(str(folder.path / "store"), size)
         group = NodeGroup(rendezvous, backend, store, rank=rank, size=size)
-        if rendezvous.decide(CONNECTED, 0, _CONNECT_LIMIT_S) is not Outcome.EXCHANGE:
+        if rendezvous.decide(CONNECTED, 0, CONNECT_LIMIT_S) is not Outcome.EXCHANGE:
             raise UnavailableError("not all trainers of the node could be connected")
     except BaseException:
         rendezvous.close() if group is None else group.close()
@@ -200,7 +156,7 @@ def _connect(members: NodeMembers, backend: str) -> NodeGroup:
     return group
 
 
-def _meet(members: NodeMembers) -> tuple[NodeRendezvous, HostFolder]:
+def meet(members: NodeMembers) -> tuple[NodeRendezvous, HostFolder]:
     """Waits until all members are present; returns their rendezvous and its folder, which it closes."""
     folder = HostFolder(members.key)
     try:

@@ -24,17 +24,20 @@ from shardwell.data_plane.traffic_stats import TrafficStats
 from shardwell.memory.device_copies import Completable
 from shardwell.module.store import InitialValues
 from shardwell.session.buffer_store import RemoteBuffers
-from shardwell.session.config import HIERARCHICAL, JoinConfig, TransferOptions
+from shardwell.session.config import ADAPTIVE, JoinConfig, TransferOptions
+from shardwell.session.gradient_groups import GradientGroups
+from shardwell.session.gradient_routes import AdaptiveRoute, FixedRoute, GradientRoutes
 from shardwell.session.item_pushes import ItemPushes
 from shardwell.session.item_sums import ItemSums
 from shardwell.session.membership import Membership
-from shardwell.session.process_groups import form_gradient_group, form_node_group
+from shardwell.session.process_groups import form_node_group
 from shardwell.session.residuals import CheckpointResiduals
 from shardwell.session.run_units import ShardMappings, UnitDeclarations
 from shardwell.session.servers import ShardServers
 from shardwell.session.step_state import FinishedStep, StepState
 from shardwell.session.unit_moves import MovableUnits, UnitMoves
 from shardwell.transport.partitions import PartitionSegment
+from shardwell.transport.route_stats import ALLREDUCE, DIRECT, HIERARCHICAL
 from shardwell.transport.shared_vector import SharedVector
 from shardwell_wire import wire_dtypes
 from shardwell_wire.errors import StaleEpochError, UsageError, VersionGoneError
@@ -107,9 +110,34 @@ class RunStore:
         )
         group = form_node_group(membership, config) if config.transfers.node_group != "none" else None
         self._node = NodeGathers(group, self._fetches) if group is not None else None
-        if config.transfers.gradient_reduction == HIERARCHICAL:
-            sums = form_gradient_group(membership, config, background)
-            self.pushes.sums = None if sums is None else ItemSums(membership, state, sums)
+        if config.transfers.gradient_reduction != DIRECT:
+            self.pushes.sums = ItemSums(membership, state, self._form_routes(background))
+
+    def _form_routes(self, pushes: Pushes) -> GradientRoutes:
+        """Connects this trainer with those with which it adds gradients."""
+        reduction = self._config.transfers.gradient_reduction
+        groups = GradientGroups(self._membership, self._config, pushes)
+        uses_tls = self._membership.credentials.tls is not None
+        if uses_tls and reduction == ALLREDUCE:
+            raise UsageError(
+                f"gradient_reduction={ALLREDUCE!r} in a cluster with TLS: the connections between trainers are not "
+                f"encrypted. Use {HIERARCHICAL!r} or {DIRECT!r}"
+            )
+        formed = {
+            HIERARCHICAL: groups.form_on_host() if reduction in (HIERARCHICAL, ADAPTIVE) else None,
+            ALLREDUCE: groups.form_across_hosts() if reduction in (ALLREDUCE, ADAPTIVE) and not uses_tls else None,
+        }
+        rule = (
+            AdaptiveRoute(groups.order, groups.owners, across_hosts=not uses_tls)
+            if reduction == ADAPTIVE
+            else FixedRoute(reduction)
+        )
+        return GradientRoutes(rule, {route: group for route, group in formed.items() if group is not None})
+
+    @property
+    def routes(self) -> dict[str, dict[str, str]]:
+        """Route and reason of each unit whose gradient was pushed; see ``GradientRoutes.describe``."""
+        return self.pushes.sums.routes.describe() if self.pushes.sums is not None else {}
 
     @property
     def stats(self) -> dict[str, float]:
@@ -120,7 +148,7 @@ class RunStore:
             "sent_bytes": self._servers.sent_bytes,
             "cache_hit_bytes": self._mappings.cache_hit_bytes,
             "node_shared_bytes": self._node.shared_bytes if self._node is not None else 0,
-            "node_summed_bytes": self.pushes.sums.summed_bytes if self.pushes.sums is not None else 0,
+            "node_summed_bytes": self.pushes.sums.node_summed_bytes if self.pushes.sums is not None else 0,
         }
 
     @property

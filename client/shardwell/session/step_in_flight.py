@@ -8,7 +8,6 @@ from collections.abc import Collection, Mapping, Sequence
 
 from shardwell.module.units import Units
 from shardwell.monitor.step_times import StepMonitor
-from shardwell.session.config import DIRECT, HIERARCHICAL
 from shardwell.session.iteration import Iteration
 from shardwell.session.membership import Membership
 from shardwell.session.rejoining import Rejoining
@@ -19,6 +18,7 @@ from shardwell.session.step_commit import GradNorm, StepCommitter, StepUpdate
 from shardwell.session.step_state import StepPhase, StepState
 from shardwell.session.tracked_objects import TrackedObjects
 from shardwell.session.work_items import WorkItems
+from shardwell.transport.route_stats import DIRECT
 from shardwell_wire.errors import (
     DeadlineError,
     ReplicaLostError,
@@ -88,11 +88,11 @@ class StepInFlight:
         If so, a commit leaves the autograd graphs of the other optimizers' units usable.
 
         Raises:
-            UsageError: Gradients are added within the node. The servers cannot keep such sums for a later step.
+            UsageError: Gradients are added among trainers. The servers cannot keep such sums for a later step.
         """
-        if several and self._store.transfers.gradient_reduction == HIERARCHICAL:
+        if several and (reduction := self._store.transfers.gradient_reduction) != DIRECT:
             raise UsageError(
-                f"several optimizers in one session need gradient_reduction={DIRECT!r}: with {HIERARCHICAL!r} the "
+                f"several optimizers in one session need gradient_reduction={DIRECT!r}: with {reduction!r} the "
                 "servers get sums of several ranks' gradients, which they cannot keep for another optimizer's step"
             )
         self._several_optimizers = self.items.keeps_graphs = several

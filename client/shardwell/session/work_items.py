@@ -105,6 +105,7 @@ class WorkItems:
         current = self._state.current
         if current is not None and self._state.in_batches and self._is_over(current):
             self._units.zero_grad()
+            self._store.pushes.abandon_sums()
             self._buffers.abandon_item()
             self._state.leave_item()
             self._restart_spoiled()
