@@ -26,6 +26,7 @@ from shardwell_wire.errors import (
     StepStateError,
     VersionGoneError,
 )
+from shardwell_wire.shared_proof import NONCE_BYTES
 from shardwell_wire.v1 import common_pb2, shard_pb2
 from tests.support.shard_server import (
     PLAIN,
@@ -295,6 +296,29 @@ def test_sessions_share_one_proof_file_removed_with_the_last(connected: Connecte
         before - PROOF_FILE_BYTES,
         count - 1,
     )
+
+
+def test_client_that_cannot_read_the_servers_files_uses_no_session(connected: ConnectedUnit) -> None:
+    """Such as one on another host, or of another user: it gets the answer of OpenTransport, but not the nonce."""
+    answer, proof = connected.transport._rpc.answer, connected.transport._rpc.answer.shm.proof
+    used_bytes = connected.server.evaluate(lambda: connected.server.store.memory.used_bytes)
+    name, _, nonce = connected.transport._session.partition(".")
+    assert (name, len(bytes.fromhex(nonce))) == (answer.transport_id, NONCE_BYTES)
+    assert bytes.fromhex(nonce) not in answer.SerializeToString()
+    for guess in (name, f"{name}.", f"{name}.{proof[:NONCE_BYTES].hex()}", f"{name}.{nonce[:-1]}", f".{nonce}"):
+        for use in (
+            lambda guess=guess: connected.open_gradient_buffer(transport_id=guess),
+            lambda guess=guess: connected.server.call(
+                "LocateShard",
+                shard_pb2.LocateShardRequest(run="r", run_id="id-of-r", unit="u", transport_id=guess),
+            ),
+        ):
+            error = error_of(use)
+            assert isinstance(error, ConflictError)
+            assert "with this nonce is open on this server" in str(error)
+            assert nonce not in str(error)
+    assert connected.server.evaluate(lambda: connected.server.store.memory.used_bytes) == used_bytes
+    assert connected.open_gradient_buffer().path
 
 
 def test_contribution_outlives_its_session(connected: ConnectedUnit) -> None:

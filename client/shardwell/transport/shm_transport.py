@@ -39,10 +39,11 @@ from shardwell.transport.shared_vector import map_shared
 from shardwell_wire.errors import UnavailableError
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.shared_files import file_size, open_in_folder, opened, require_folder, server_folder
+from shardwell_wire.shared_proof import NONCE_BYTES, PROOF_BYTES, session_name
 from shardwell_wire.v1 import common_pb2, shard_pb2
 from shardwell_wire.wire_dtypes import AS_STORED
 
-_MIN_PROOF_BYTES, _MAX_PROOF_FILE_BYTES = 16, 16 << 20
+_MAX_PROOF_FILE_BYTES = 16 << 20
 
 
 class ControlPath(Protocol):
@@ -175,9 +176,9 @@ class ShmTransport(SharedTransport):
         self._client, self._run, self._control = client, run, control
         request = shard_pb2.OpenTransportRequest(run=run.name, run_id=run.run_id, kind=self.kind)
         self._rpc = client.open("OpenTransport", request, timeout_s=timeout_s)
-        self._session = self._rpc.answer.transport_id
         try:
             self._proof = self._verify(self._rpc.answer.shm)
+            self._session = session_name(self._rpc.answer.transport_id, self._proof[: PROOF_BYTES + NONCE_BYTES])
         except BaseException:
             self._rpc.end()
             raise
@@ -200,7 +201,7 @@ class ShmTransport(SharedTransport):
                 proof = mmap.mmap(descriptor, 0, mmap.MAP_SHARED, mmap.PROT_READ)
         except (OSError, ValueError) as error:
             raise UnavailableError(f"{self._client.peer} offers shared memory at {offer.path}, but {error}") from error
-        if len(offer.proof) < _MIN_PROOF_BYTES or proof[: len(offer.proof)] != offer.proof:
+        if len(offer.proof) != PROOF_BYTES or proof[:PROOF_BYTES] != offer.proof:
             raise UnavailableError(
                 f"{self._client.peer} offers shared memory, but {offer.path} on this host is not its file"
             )

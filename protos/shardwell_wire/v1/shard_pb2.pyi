@@ -852,7 +852,9 @@ class SharedMemoryOffer(google.protobuf.message.Message):
     owns it and no other user can enter the folder.
     """
     proof: builtins.bytes
-    """The first 32 bytes of the file, which are random. A trainer that reads them shares memory with the server."""
+    """The first 32 bytes of the file, which are random. A trainer that reads them shares memory with the server. The next 16
+    bytes are random, too. The trainer sends them in its requests, which proves to the server that it can read its files.
+    """
     def __init__(
         self,
         *,
@@ -897,7 +899,7 @@ class OpenTransportResponse(google.protobuf.message.Message):
     SHM_FIELD_NUMBER: builtins.int
     SOCKET_FIELD_NUMBER: builtins.int
     transport_id: builtins.str
-    """Identifies a shm transport in other requests. Empty for socket transports."""
+    """Identifies a shm transport. Empty for socket transports."""
     @property
     def shm(self) -> global___SharedMemoryOffer:
         """For TRANSPORT_KIND_SHM."""
@@ -936,7 +938,9 @@ class LocateShardRequest(google.protobuf.message.Message):
     version: builtins.int
     """Version to wait for. Unset: the newest."""
     transport_id: builtins.str
-    """An open shm transport."""
+    """An open shm transport: OpenTransportResponse.transport_id, a dot, and the 16 bytes after the proof in the file of
+    SharedMemoryOffer, in hexadecimal.
+    """
     run_id: builtins.str
     """Id of the run, from JoinResponse. Required."""
     start_bytes: builtins.int
@@ -997,7 +1001,9 @@ class OpenGradientBufferRequest(google.protobuf.message.Message):
     unit: builtins.str
     """Name of the unit."""
     transport_id: builtins.str
-    """An open shm transport."""
+    """An open shm transport: OpenTransportResponse.transport_id, a dot, and the 16 bytes after the proof in the file of
+    SharedMemoryOffer, in hexadecimal.
+    """
     run_id: builtins.str
     """Id of the run, from JoinResponse. Required."""
     start_bytes: builtins.int
@@ -1045,7 +1051,9 @@ class ReduceGradientBufferRequest(google.protobuf.message.Message):
     TRANSPORT_ID_FIELD_NUMBER: builtins.int
     GRADIENT_BUFFER_ID_FIELD_NUMBER: builtins.int
     transport_id: builtins.str
-    """An open shm transport."""
+    """An open shm transport: OpenTransportResponse.transport_id, a dot, and the 16 bytes after the proof in the file of
+    SharedMemoryOffer, in hexadecimal.
+    """
     gradient_buffer_id: builtins.int
     """A shared gradient buffer of the transport."""
     @property
@@ -1688,7 +1696,9 @@ class OpenStagingBufferRequest(google.protobuf.message.Message):
     PARTITION_FIELD_NUMBER: builtins.int
     TRANSPORT_ID_FIELD_NUMBER: builtins.int
     transport_id: builtins.str
-    """An open shm transport."""
+    """An open shm transport: OpenTransportResponse.transport_id, a dot, and the 16 bytes after the proof in the file of
+    SharedMemoryOffer, in hexadecimal.
+    """
     @property
     def partition(self) -> global___ReadPartitionRequest:
         """The partition to read. cached_request_id is empty."""
@@ -1751,7 +1761,9 @@ class StageStagingBufferRequest(google.protobuf.message.Message):
     TRANSPORT_ID_FIELD_NUMBER: builtins.int
     STAGING_BUFFER_ID_FIELD_NUMBER: builtins.int
     transport_id: builtins.str
-    """An open shm transport."""
+    """An open shm transport: OpenTransportResponse.transport_id, a dot, and the 16 bytes after the proof in the file of
+    SharedMemoryOffer, in hexadecimal.
+    """
     staging_buffer_id: builtins.int
     """A shared staging buffer of the transport. The trainer must not write to it until it opens the buffer again."""
     @property

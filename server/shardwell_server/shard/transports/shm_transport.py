@@ -15,10 +15,10 @@ from shardwell_server.shard.transports.shm_buffers import SharedGradientBuffer, 
 from shardwell_wire.chunk_streams import memory_at
 from shardwell_wire.errors import ConflictError
 from shardwell_wire.run_identity import RunIdentity
+from shardwell_wire.shared_proof import NONCE_BYTES, PROOF_BYTES, session_name
 from shardwell_wire.tokens import Identity
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
-_PROOF_BYTES = 32
 PROOF_FILE_BYTES = 1 << 20
 """Size of the proof file. Trainers also measure the bandwidth of shared memory with it."""
 
@@ -126,7 +126,7 @@ class ShmTransport:
     def __init__(self, shared: SharedMemory, memory: Memory) -> None:
         self._shared, self._memory = shared, memory
         self._open: dict[str, ShmSession] = {}
-        """Open sessions, by the name in ``OpenTransportResponse.transport_id``."""
+        """Open sessions, by ``session_name``."""
         self._proof: SharedBuffer | None = None
 
     def serving(self) -> AbstractAsyncContextManager[None]:
@@ -136,11 +136,12 @@ class ShmTransport:
     @asynccontextmanager
     async def open(self, run: RunIdentity, caller: Identity | None) -> AsyncIterator[shard_pb2.OpenTransportResponse]:
         """Opens a session; see ``ServerTransport.open``."""
-        name, proof = secrets.token_hex(8), self._proof or self._make_proof()
+        transport_id, proof = secrets.token_hex(8), self._proof or self._make_proof()
+        name = session_name(transport_id, _start_of(proof))
         session = self._open[name] = ShmSession(run, self._shared, self._memory)
         try:
-            offer = shard_pb2.SharedMemoryOffer(path=proof.path, proof=bytes(_proof_in(proof)))
-            yield shard_pb2.OpenTransportResponse(transport_id=name, shm=offer)
+            offer = shard_pb2.SharedMemoryOffer(path=proof.path, proof=bytes(_start_of(proof)[:PROOF_BYTES]))
+            yield shard_pb2.OpenTransportResponse(transport_id=transport_id, shm=offer)
         finally:
             del self._open[name]
             session.close()
@@ -152,7 +153,7 @@ class ShmTransport:
     def _make_proof(self) -> SharedBuffer:
         """Makes the file by which trainers check that they share this memory. All open sessions use the same file."""
         self._proof = self._shared.create(PROOF_FILE_BYTES, "an shm session")
-        _proof_in(self._proof)[:] = secrets.token_bytes(_PROOF_BYTES)
+        _start_of(self._proof)[:] = secrets.token_bytes(PROOF_BYTES + NONCE_BYTES)
         self._memory.note_shared(PROOF_FILE_BYTES)
         return self._proof
 
@@ -164,10 +165,14 @@ class ShmTransport:
         """
         session = self._open.get(name)
         if session is None:
-            raise ConflictError(f"no shm session {name!r} is open on this server: open one with OpenTransport")
+            # The name has the nonce of the file, which a wrong name may contain in part.
+            raise ConflictError(
+                f"no shm session {name.partition('.')[0]!r} with this nonce is open on this server: open one with "
+                "OpenTransport"
+            )
         session.check_run(run)
         return session
 
 
-def _proof_in(file: SharedBuffer) -> memoryview:
-    return memory_at(file.tensor.data_ptr(), _PROOF_BYTES)
+def _start_of(file: SharedBuffer) -> memoryview:
+    return memory_at(file.tensor.data_ptr(), PROOF_BYTES + NONCE_BYTES)
