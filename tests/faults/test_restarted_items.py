@@ -46,7 +46,7 @@ def restart_step(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]
     async def restart() -> None:
         (of,) = coordinators
         (run,) = of.state.runs.values()
-        run.restart_step()
+        run.work.restart()
         await of.state.save(run)
         of.trainers.start_fencing(run)
 

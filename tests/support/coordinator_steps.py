@@ -16,7 +16,7 @@ async def team_with_unit(cluster: Harness, *names: str, **options: Any) -> list[
 
 def proposers(cluster: Harness) -> set[str]:
     """Returns the trainers that have proposed the step in flight."""
-    (step,) = cluster.state.runs["r"].steps
+    (step,) = cluster.state.runs["r"].work.steps
     return set(step.proposals)
 
 

@@ -177,7 +177,7 @@ def test_fences_of_a_step_do_not_reach_the_next_step(tmp_path: Path) -> None:
             cluster.coordinator.trainers.leave(run, run.members.by_name["b"])
             assert (await committing).committed
             await cluster.settle()
-            attempts = {rank: item.attempt for rank, item in run.steps[0].items.items()}
+            attempts = {rank: item.attempt for rank, item in run.work.steps[0].items.items()}
             for shard in cluster.shards.values():
                 assert all(attempt <= attempts[rank] for rank, attempt in shard.runs["r"].attempts.items())
             await a.finish(1)

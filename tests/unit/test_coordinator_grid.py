@@ -31,7 +31,7 @@ async def grid(cluster: Harness, world: World = WORLD, names: Sequence[str] = ""
 
 
 def step_of(cluster: Harness) -> Any:
-    return cluster.state.runs["r"].steps[0]
+    return cluster.state.runs["r"].work.steps[0]
 
 
 def work(response: Any) -> Items:
@@ -289,7 +289,7 @@ def test_lost_server_restarts_the_item_for_all_members(tmp_path: Path) -> None:
             a, b, c, d = trainers = await grid(cluster)
             await asyncio.gather(*(trainer.finish(0) for trainer in (a, b, c)))
             run = cluster.state.runs["r"]
-            run.restart_step()
+            run.work.restart()
             cluster.coordinator.trainers.start_fencing(run)
             for trainer in (a, b, c):
                 ((_, _, attempt),) = work(await trainer.finish(0, wait_s=5)).values()
@@ -483,7 +483,7 @@ def test_step_is_committed_without_a_leader_that_joined_after_its_item_was_finis
             assert [sorted(trainer.items) for trainer in (a, new, c, d)] == [[0], [1], [2], [3]]
             await asyncio.gather(*(trainer.finish(1, accept_work=False) for trainer in (a, new, c, d)))
             await asyncio.gather(c.commit(1), d.commit(1))
-            assert cluster.state.runs["r"].leaders(cluster.state.runs["r"].steps[0]) == ["a", new.name], (
+            assert cluster.state.runs["r"].work.leaders(cluster.state.runs["r"].work.steps[0]) == ["a", new.name], (
                 "at the next step, it leads again"
             )
 

@@ -200,7 +200,7 @@ def test_a_run_with_other_data_ranks_continues_and_says_what_differs(tmp_path: P
 
             await cluster.until(is_loaded, "the run is loaded")
             run = run_of(cluster)
-            assert (run.committed_step, sorted(run.steps[0].items)) == (STEP, [0, 1])
+            assert (run.committed_step, sorted(run.work.steps[0].items)) == (STEP, [0, 1])
             names = [unit.layout.unit for unit in run.units]
             assert names == ([] if world.tp == 1 else [layout.unit for layout in FORMER])
             assert len(messages) == 1

@@ -30,7 +30,7 @@ def run() -> Run:
 
 
 def test_the_trainers_of_dp_rank_0_lead(run: Run) -> None:
-    assert run.leaders(run.steps[0]) == ["d0t0p0", "d0t0p1", "d0t1p0", "d0t1p1"]
+    assert run.work.leaders(run.work.steps[0]) == ["d0t0p0", "d0t0p1", "d0t1p0", "d0t1p1"]
 
 
 @pytest.mark.parametrize(("tp_rank", "pp_rank"), [(0, 0), (0, 1), (1, 0), (1, 1)])
@@ -52,7 +52,7 @@ def test_a_gone_holder_is_replaced_by_one_of_the_same_place(run: Run) -> None:
     assert after.trainer == "d1t1p0" and after.epoch > before.epoch
     run.revoke_lease(run.members.by_name["d1t1p0"])
     assert run.choose_initializer(unit) is None, "no other trainer has the values"
-    assert run.leaders(run.steps[0]) == []
+    assert run.work.leaders(run.work.steps[0]) == []
 
 
 def test_owners_and_states_are_current_after_every_change(run: Run) -> None:

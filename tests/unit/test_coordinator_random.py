@@ -135,8 +135,8 @@ class History:
             steps = [update.context.step for update in shard.runs["r"].updates]
             assert steps == list(range(len(steps)))
         run = self.cluster.state.runs["r"]
-        assert {*run.steps[0].items} == set(range(self.world.dp))
-        for item in run.steps[0].items.values():
+        assert {*run.work.steps[0].items} == set(range(self.world.dp))
+        for item in run.work.steps[0].items.values():
             assert item.epoch <= run.last_epoch
             assert len(set(item.trainers)) == self.world.replica_size
             assert (item.state is WorkState.FINISHED) == (not item.unfinished)
@@ -185,7 +185,7 @@ def test_stale_trainer_stays_rejected(tmp_path: Path) -> None:
             await history.begin()
             stale, run = history.processes.pop("a"), cluster.state.runs["r"]
             await cluster.pass_time(12, *(process.trainer for process in history.processes.values()))
-            while run.started and run.steps[0].items[0].first_trainer == "a":
+            while run.started and run.work.steps[0].items[0].first_trainer == "a":
                 await history.advance("b")
             for _ in range(60):
                 await history.execute_event()

@@ -119,9 +119,11 @@ def test_lost_store_gets_a_new_epoch_when_a_trainer_uses_it(tmp_path: Path) -> N
             waiting = asyncio.create_task(store_call(b, "Get", keys=["x"], wait_s=5, replica_epoch=now))
             await store_call(a, "Set", key="x", value=b"2", replica_epoch=now)
             assert list((await waiting).values) == [b"2"]
-            assert {rank: item.epoch for item in run.steps[0].items.values() for rank in item.members} | leases == {
-                rank: item.epoch for item in run.steps[0].items.values() for rank in item.members
-            }, "nothing is computed again"
+            assert {
+                rank: item.epoch for item in run.work.steps[0].items.values() for rank in item.members
+            } | leases == {rank: item.epoch for item in run.work.steps[0].items.values() for rank in item.members}, (
+                "nothing is computed again"
+            )
             assert run.replica_epoch_of("c") == run.replica_epoch_of("d") == c.joined.replica_epoch
             await stream.break_()
 

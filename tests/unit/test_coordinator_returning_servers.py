@@ -104,7 +104,7 @@ def test_server_that_returns_is_fenced_before_its_step_is_computed_again(tmp_pat
             cluster.shards["s0"].available = True
             await cluster.call("HeartbeatServer", server_id="s0", epoch=epoch)
             run = run_of(cluster)
-            await cluster.until(lambda: run.started and not run.unfenced, "the fences")
+            await cluster.until(lambda: run.started and not run.work.unfenced, "the fences")
             assert [shard.runs["r"].attempts for shard in cluster.shards.values()] == [{0: 1, 1: 1}] * 2
             await take_step(trainers, 0)
 

@@ -25,13 +25,13 @@ async def finish_summed(
 
 
 def attempts(cluster: Harness) -> list[int]:
-    step = cluster.state.runs["r"].steps[0]
+    step = cluster.state.runs["r"].work.steps[0]
     assert step is not None
     return [item.attempt for _, item in sorted(step.items.items())]
 
 
 def states(cluster: Harness) -> list[WorkState]:
-    step = cluster.state.runs["r"].steps[0]
+    step = cluster.state.runs["r"].work.steps[0]
     assert step is not None
     return [item.state for _, item in sorted(step.items.items())]
 

@@ -60,7 +60,7 @@ def test_report_of_a_former_attempt_has_no_effect_and_is_answered_with_the_resta
             reports = a.finished()
             await a.finish(0, reports)
             run = cluster.state.runs["r"]
-            run.restart_step()
+            run.work.restart()
             unfenced = await a.finish(0, reports)
             assert not unfenced.HasField("work"), "servers have not fenced the former attempts"
             cluster.coordinator.trainers.start_fencing(run)

@@ -174,7 +174,7 @@ class CoordinatorServicer:
         describer = describe.RankDescriber(run.settings.world)
         response.rank_assignments.extend(map(describer.describe, run.ranks_of(member.name)))
         response.replica_epoch = run.replica_epoch_of(member.name)
-        response.work.CopyFrom(run.work_of(member.name))
+        response.work.CopyFrom(run.work.assigned_to(member.name))
         self._issuer.prove_leases(run, response.work.items)
         if run.commits.state is not None:
             response.state.CopyFrom(run.commits.state)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass, field, replace
 
 from shardwell_server.coordinator.inspection.events import EventLog
+from shardwell_server.coordinator.runs.asynchronous_work import AsynchronousWork
 from shardwell_server.coordinator.runs.members import Member, MemberState
 from shardwell_server.coordinator.runs.replicas import ranks_of_items
 from shardwell_server.coordinator.runs.run import Run
@@ -269,9 +270,9 @@ def _run_record(run: Run, *, committed: Step | None = None) -> RunRecord:
 
 
 def _rank_records(run: Run, committed: Step | None) -> tuple[RankRecord, ...]:
-    items = [(step.number, item) for step in run.steps for item in step.items.values()]
-    if run.asynchronous and committed is not None:
-        next_item = run.next_item(committed)
+    items = [(step.number, item) for step in run.work.steps for item in step.items.values()]
+    if isinstance(run.work, AsynchronousWork) and committed is not None:
+        next_item = run.work.next_item(committed)
         items[next_item.dp_rank] = (run.committed_step + 1, next_item)
     return tuple(
         RankRecord(
@@ -352,11 +353,11 @@ def _restore_step(run: Run, stored: StoredRun) -> None:
         {world.coordinates(rank.global_rank).dp_rank: rank.replica_epoch for rank in ranks},
     )
     run.replica_stores.note_lost(run.rank_owners.replica_epochs.values())
-    run.restore_steps(
+    run.work.restore(
         _restore_items(world, ranks, present, now),
         {world.coordinates(rank.global_rank).dp_rank: rank.step for rank in ranks},
     )
-    for step in run.steps:
+    for step in run.work.steps:
         finished = {at.global_rank: at for number, at in stored.finished if number == step.number}
         attempts = {rank: item.attempt for item in step.items.values() for rank in item.members}
         if step.is_vacant and run.asynchronous:

@@ -72,7 +72,7 @@ class Committer:
                 changed.
         """
         is_joined = True
-        while is_joined and run.is_in_flight(step):
+        while is_joined and run.work.is_in_flight(step):
             is_joined = run.asynchronous and run.calls.committing.in_flight
             try:
                 await run.calls.committing(partial(self._prepare_and_commit, run, step))
@@ -91,13 +91,13 @@ class Committer:
     async def _commit(self, run: Run, step: Step, prepared: PreparedGradients | None) -> None:
         if prepared is None or run.deleted:
             return
-        if (proposal := step.proposals.leading(run.leaders(step), run.units.layouts)) is None:
+        if (proposal := step.proposals.leading(run.work.leaders(step), run.units.layouts)) is None:
             return
         generation = step.generation
         if not await self._confirm_update(run, step, proposal):
             return
         async with run.checkpoints.boundary:  # see Note: [Consistent checkpoints]
-            if run.is_in_flight(step) and generation == step.generation and run.checkpoints.restore is None:
+            if run.work.is_in_flight(step) and generation == step.generation and run.checkpoints.restore is None:
                 await self._write_record(run, step, prepared, proposal)
 
     async def _write_record(self, run: Run, step: Step, prepared: PreparedGradients, proposal: StepProposal) -> None:
@@ -134,7 +134,7 @@ class Committer:
             self._state.events.add(EventKind.STEP_FAILED, f"step {record.step}: {error}", run=run.name)
             if moves:
                 # The new owners have no contributions of their own, and a restarted step goes to them.
-                run.restart_step()
+                run.work.restart()
                 self._state.tasks.start(self._store_moves(run))
             raise
         finally:
@@ -185,7 +185,7 @@ class Committer:
         unchanged = generation == step.generation and not run.deleted
         if unchanged:
             self._preparer.note_failed_backups(run, responses)
-        return unchanged and step.proposals.leading(run.leaders(step), run.units.layouts) == proposal
+        return unchanged and step.proposals.leading(run.work.leaders(step), run.units.layouts) == proposal
 
 
 def _asynchronous_facts(run: Run, step: Step) -> dict[str, Any]:

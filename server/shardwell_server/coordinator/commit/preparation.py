@@ -52,7 +52,7 @@ class StepPreparer:
             ShardwellError: Another error of a server. The next call tries again.
         """
         # The shared call may have prepared another norm type or a former generation: check again after each call.
-        while run.is_in_flight(step) and step.all_finished:
+        while run.work.is_in_flight(step) and step.all_finished:
             if step.failure is not None:
                 # A new exception for each caller: raising one instance again would extend its traceback every time.
                 raise type(step.failure)(str(step.failure), **step.failure.data)
@@ -70,14 +70,14 @@ class StepPreparer:
 
     async def prepare_in_turn(self, run: Run, step: Step) -> PreparedGradients | None:
         """As ``prepare_or_skip``, for a caller that holds ``StepCalls.turn`` until it has written the commit record."""
-        while run.is_in_flight(step) and step.all_finished and step.prepared is None:
+        while run.work.is_in_flight(step) and step.all_finished and step.prepared is None:
             try:
                 if step.failure is not None:
                     raise type(step.failure)(str(step.failure), **step.failure.data)
                 await self._prepare(run, step, 0.0)
             except NonFiniteError as error:
                 self._skip_or_raise(run, step, error)
-        return step.prepared if run.is_in_flight(step) and step.all_finished else None
+        return step.prepared if run.work.is_in_flight(step) and step.all_finished else None
 
     def start(self, run: Run, step: Step) -> None:
         """Prepares a step in the background, while trainers learn that all items are finished.
@@ -101,9 +101,9 @@ class StepPreparer:
 
     def _skip_or_raise(self, run: Run, step: Step, error: NonFiniteError) -> None:
         """Skips the gradient of a step, which is not finite, if losses are scaled. Otherwise raises the error."""
-        if not run.is_in_flight(step) or not step.all_finished:
+        if not run.work.is_in_flight(step) or not step.all_finished:
             raise error
-        proposal = step.proposals.leading(run.leaders(step), run.units.layouts)
+        proposal = step.proposals.leading(run.work.leaders(step), run.units.layouts)
         if proposal is None or not proposal.optimizer.skip_non_finite:
             raise error
         step.skip()
@@ -121,7 +121,7 @@ class StepPreparer:
             not run.asynchronous
             and step.unfenced
             and generation == step.generation
-            and run.is_in_flight(step)
+            and run.work.is_in_flight(step)
             and not run.deleted
         ):
             await run.changed.wait()  # a fence that arrives after PrepareStep discards what was prepared
@@ -129,7 +129,7 @@ class StepPreparer:
             # The servers drop the contributions of trainers that lost to a copy. A restarted coordinator must not wait
             # for these trainers.
             await self._state.save(run)
-        if generation != step.generation or not run.is_in_flight(step):
+        if generation != step.generation or not run.work.is_in_flight(step):
             # An item was reset and is unfinished. The servers would accept an incomplete manifest.
             return
         optimizer = _expected_optimizer(run, step)
@@ -144,13 +144,13 @@ class StepPreparer:
                 optimizer=optimizer,
             )
 
-        for other in run.steps:
+        for other in run.work.steps:
             if other is not step:
                 other.forget_prepared()  # the servers prepare one step at a time
         try:
             responses = await self._servers.call_all(run.units.servers, "PrepareStep", request)
         except ShardwellError as error:
-            if generation != step.generation or not run.is_in_flight(step):
+            if generation != step.generation or not run.work.is_in_flight(step):
                 return  # the error is about a former attempt
             if not isinstance(error, NonFiniteError | IncompleteStepError):
                 raise
@@ -191,7 +191,7 @@ class StepPreparer:
 
 def _expected_optimizer(run: Run, step: Step) -> common_pb2.OptimizerStep | None:
     """Returns the optimizer that the step will probably be committed with. The servers allocate memory for it early."""
-    if (proposal := step.proposals.leading(run.leaders(step), run.units.layouts)) is not None:
+    if (proposal := step.proposals.leading(run.work.leaders(step), run.units.layouts)) is not None:
         return proposal.optimizer
     if (last_commit := run.commits.last) is None:
         return None

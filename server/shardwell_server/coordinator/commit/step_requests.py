@@ -14,6 +14,7 @@ from shardwell_server.coordinator.commit.preparation import StepPreparer
 from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.inspection.stall import explain_stall
 from shardwell_server.coordinator.leases.trainers import TrainerLeases
+from shardwell_server.coordinator.runs.asynchronous_work import AsynchronousWork
 from shardwell_server.coordinator.runs.gradient_norms import OtherNorm, PreparedGradients
 from shardwell_server.coordinator.runs.members import Member
 from shardwell_server.coordinator.runs.module_buffers import check_written_buffers
@@ -77,8 +78,8 @@ class StepRequests:
         Reports of former attempts have no effect. If the caller's items were restarted, the response contains them.
         """
         step = _step_in_flight(run, member, number)
-        if step is None and run.asynchronous and not reports:
-            return await self._start_item(run, member, wait_s)
+        if step is None and isinstance(run.work, AsynchronousWork) and not reports:
+            return await self._start_item(run, run.work, member, wait_s)
         if step is None:
             return coordinator_pb2.FinishWorkResponse(all_finished=True, placement=run.relocations.announced)
         member.note_behind(False)
@@ -86,7 +87,7 @@ class StepRequests:
         finished = step.check_finished(member.name, reports, len(run.units))
         written = check_written_buffers(step, finished, reports, run.units.layouts)
         note_gradients(finished, reports, run.units.layouts)
-        are_last = run.finish_items(member, step, finished, written)
+        are_last = run.work.finish_items(member, step, finished, written)
         self._compare_gradients(run, step, finished)
         if are_last:
             run.changed.notify()
@@ -132,7 +133,7 @@ class StepRequests:
         accept_copies: bool,
     ) -> coordinator_pb2.FinishWorkResponse | None:
         run.require_member(member.name, member.epoch)
-        if not run.is_in_flight(step):
+        if not run.work.is_in_flight(step):
             return coordinator_pb2.FinishWorkResponse(all_finished=True)
         self._servers.require_available(run)
         if step.all_finished:
@@ -155,17 +156,19 @@ class StepRequests:
         restarted = any(not reported.isdisjoint(item.members) for item in leased)
         copied = step.copied_by(member.name) is not None
         if (copied or (leased and (accept_work or restarted))) and all(item.fenced for item in leased):
-            return coordinator_pb2.FinishWorkResponse(work=run.work_of(member.name))
+            return coordinator_pb2.FinishWorkResponse(work=run.work.assigned_to(member.name))
         return None
 
-    async def _start_item(self, run: Run, member: Member, wait_s: float) -> coordinator_pb2.FinishWorkResponse:
+    async def _start_item(
+        self, run: Run, work: AsynchronousWork, member: Member, wait_s: float
+    ) -> coordinator_pb2.FinishWorkResponse:
         """Waits until a trainer of an asynchronous run may start its next item."""
 
         async def check() -> coordinator_pb2.FinishWorkResponse | None:
             run.require_member(member.name, member.epoch)
             self._servers.require_available(run)
-            if run.start_item(member.name) or run.has_all_items(member):
-                return coordinator_pb2.FinishWorkResponse(work=run.work_of(member.name))
+            if work.start_item(member.name) or work.has_all_items(member):
+                return coordinator_pb2.FinishWorkResponse(work=work.assigned_to(member.name))
             run.members.wait_for_work(member.name)
             return None
 
@@ -223,7 +226,7 @@ class StepRequests:
             # this item's replica get the new attempt.
             expired = [each for each in run.members.expired if each.name not in item.trainers]
             self._trainers.revoke(run, expired)
-            run.reset_item(step, item, request.context.request_id)
+            run.work.reset_item(step, item, request.context.request_id)
             message = f"{item} of step {number}: trainer {member.name!r} starts attempt {item.attempt}"
             self._state.events.add(EventKind.WORK_RESET, message, run=run.name)
         # Store the attempt before any server sees it: a restarted coordinator must not reuse its number.
@@ -268,7 +271,7 @@ class StepRequests:
 
         async def check() -> PreparedGradients | None:
             run.require_member(member.name, member.epoch)
-            if step is None or not run.is_in_flight(step):
+            if step is None or not run.work.is_in_flight(step):
                 return _committed_norms(run, member, number, norm_type)
             self._servers.require_available(run)
             step.require_finished(member.name)
@@ -318,7 +321,7 @@ class StepRequests:
                 check_asynchronous(proposal, run.settings.consistency)
         if step is not None:
             await self._filler.check_step(run, proposal.optimizer)
-        if step is not None and run.is_in_flight(step):
+        if step is not None and run.work.is_in_flight(step):
             run.check_algorithms(proposal.optimizer)
             step.check_ready(proposal)
             step.proposals.add(proposal)
@@ -327,7 +330,7 @@ class StepRequests:
 
         async def check() -> coordinator_pb2.CommitStepResponse | None:
             run.require_member(member.name, member.epoch)
-            if step is None or not run.is_in_flight(step):
+            if step is None or not run.work.is_in_flight(step):
                 return self._committed_response(run, member, number, proposal)
             return await self._try_commit(run, member, step, proposal)
 
@@ -345,7 +348,7 @@ class StepRequests:
             self._trainers.revoke_for_commit(run, step, updates_on_trainers=proposal.updates_on_trainers)
         # Repeat this after every change: the leader may have proposed since, and a reset drops all proposals.
         step.proposals.restore(proposal)
-        leaders, layouts = run.leaders(step), run.units.layouts
+        leaders, layouts = run.work.leaders(step), run.units.layouts
         step.proposals.reject_if_different(member.name, leaders, layouts)
         if step.proposals.leading(leaders, layouts) is not None and step.all_finished:
             if proposal.updates_on_trainers:
@@ -354,11 +357,11 @@ class StepRequests:
                 if not step.partitions.all_staged:
                     return None
             await self._committer.commit(run, step)
-        return None if run.is_in_flight(step) else self._committed_response(run, member, step.number, proposal)
+        return None if run.work.is_in_flight(step) else self._committed_response(run, member, step.number, proposal)
 
     async def _partitions_for(self, run: Run, member: Member, step: Step) -> list[coordinator_pb2.PartitionWork]:
         """Returns the optimizer partitions that a trainer must update, once the gradients are reduced."""
-        if await self._preparer.prepare_or_skip(run, step) is None or not run.is_in_flight(step):
+        if await self._preparer.prepare_or_skip(run, step) is None or not run.work.is_in_flight(step):
             return []
         run.require_member(member.name, member.epoch)
         position = run.rank_owners.position_of(member.name, run.settings)
@@ -369,8 +372,8 @@ class StepRequests:
     ) -> coordinator_pb2.CommitStepResponse:
         """Returns the response for a committed step, with the caller's current work and the run's current state."""
         record = _record_of(run, member, number)
-        if run.asynchronous:
-            run.start_item(member.name)
+        if isinstance(run.work, AsynchronousWork):
+            run.work.start_item(member.name)
         elif record is not None:
             # A trainer that joined after the commit repeats the step without its gradients. It cannot compute the norm
             # behind the committed clip coefficient, so its own coefficient is accepted.
@@ -382,7 +385,7 @@ class StepRequests:
             grad_norm=record.grad_norm if record is not None else 0.0,
             version=number + 1 if record is None else record.step + 1,
             skipped=record is not None and record.skipped,
-            next_work=run.work_of(member.name),
+            next_work=run.work.assigned_to(member.name),
             record_s=run.commits.record_s if number == run.committed_step - 1 else 0.0,
             residuals=run.wanted_residuals(member),
             staleness=None if record is None else record.staleness,
@@ -412,9 +415,9 @@ def _step_in_flight(run: Run, member: Member, number: int) -> Step | None:
             step=run.committed_step,
         )
     if run.asynchronous:
-        own = (step for step in run.steps if not step.is_vacant and step.items_of(member.name))
+        own = (step for step in run.work.steps if not step.is_vacant and step.items_of(member.name))
         return next((step for step in own if step.number == number), None)
-    return run.steps[0] if number == run.committed_step else None
+    return run.work.steps[0] if number == run.committed_step else None
 
 
 def _record_of(run: Run, member: Member, number: int) -> CommitRecord | None:

@@ -129,4 +129,6 @@ def _rank_versions(run: Run) -> list[shard_pb2.RankVersion]:
     """Returns the version that each work item of an asynchronous run reads after its last commit."""
     if not run.asynchronous:
         return []
-    return [shard_pb2.RankVersion(dp_rank=dp_rank, version=step.number) for step in run.steps for dp_rank in step.items]
+    return [
+        shard_pb2.RankVersion(dp_rank=dp_rank, version=step.number) for step in run.work.steps for dp_rank in step.items
+    ]

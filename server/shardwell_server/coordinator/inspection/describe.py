@@ -145,7 +145,7 @@ def describe_run(run: Run, cluster: Cluster, now: float) -> coordinator_pb2.Desc
             )
             for member in run.members
         ],
-        work=_summarize_work(run.steps),
+        work=_summarize_work(run.work.steps),
         grad_norm=last.grad_norm if last is not None else 0.0,
         optimizer=common_pb2.OptimizerStep.FromString(last.optimizer) if last is not None else None,
         checkpoints=_summarize_checkpoints(run),

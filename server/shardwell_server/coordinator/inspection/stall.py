@@ -30,7 +30,7 @@ def explain_stall(run: Run, cluster: Cluster, now: float) -> Stall:
         return Stall("loading", now - progress.begun_s, _shorten([progress.describe(restore)]))
     if not run.started:
         return Stall("starting", now - run.created_s, _shorten(_starting(run)))
-    phase, since = min((_phase(run, step) for step in run.steps), key=lambda found: found[1])
+    phase, since = min((_phase(run, step) for step in run.work.steps), key=lambda found: found[1])
     lines = [
         *map(str, availability_errors(run, cluster)),
         *_silent_servers(run, cluster),
@@ -45,7 +45,7 @@ def explain_stall(run: Run, cluster: Cluster, now: float) -> Stall:
             "a trainer joins"
         )
         return Stall(phase, now - since, _shorten(lines))
-    for step in run.steps:
+    for step in run.work.steps:
         if step.failure is not None:
             lines.append(
                 f"step {step.number} cannot be committed: {step.failure}; the step continues when a trainer resets its "
@@ -125,7 +125,7 @@ def _promotions(run: Run) -> list[str]:
 
 
 def _proposals(run: Run, step: Step) -> list[str]:
-    leaders, rank = run.leaders(step), min(step.items)
+    leaders, rank = run.work.leaders(step), min(step.items)
     if not leaders:
         return ["step proposal: every trainer of the run is gone; the step continues when a trainer joins"]
     if missing := [leader for leader in leaders if leader not in step.proposals]:
@@ -162,7 +162,7 @@ def _leased_rank(run: Run, item: WorkItem, work: MemberWork, now: float) -> str:
 def _vacant_item(run: Run, item: WorkItem, now: float) -> str:
     vacant, error = f"{item}: vacant for {now - item.since_s:.1f} s", f": {run.fence_error}" if run.fence_error else ""
     if run.asynchronous and run.replicas[item.dp_rank][0] in run.members.live and item.fenced:
-        slowest = min(run.items, key=lambda each: each.number)
+        slowest = min(run.work.items, key=lambda each: each.number)
         return (
             f"{item}: item {item.number} starts when a trainer asks for it, and is at most "
             f"{run.settings.consistency.max_staleness} items ahead of item {slowest.number} of {slowest}"

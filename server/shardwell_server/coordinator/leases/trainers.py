@@ -29,6 +29,7 @@ from shardwell_server.coordinator.runs.members import Member, UnreachableServer
 from shardwell_server.coordinator.runs.rank_assignment import Applicant
 from shardwell_server.coordinator.runs.run import Run
 from shardwell_server.coordinator.runs.step import Step
+from shardwell_server.coordinator.runs.synchronous_work import SynchronousWork
 from shardwell_server.coordinator.runs.work_items import WorkItem, WorkState
 from shardwell_server.coordinator.servers.shard_servers import ShardServers
 from shardwell_server.coordinator.settings import RunSettings
@@ -160,7 +161,7 @@ class TrainerLeases:
                 return None
             if member.behind:
                 return True
-            return True if not run.missing_peers(member.name) and run.lease_own_items(member.name) else None
+            return True if not run.missing_peers(member.name) and run.work.lease_own_items(member.name) else None
 
         return await poll(run.changed, check, wait_s) or False
 
@@ -305,7 +306,7 @@ class TrainerLeases:
         if not run.members.expired:
             return
         if run.has_waiting_replica:
-            self.revoke(run, [member for member in run.members.expired if run.computes(member.name)])
+            self.revoke(run, [member for member in run.members.expired if run.work.computes(member.name)])
         if run.has_waiting_spare:
             self.revoke(run, run.members.expired)
 
@@ -328,7 +329,7 @@ class TrainerLeases:
         """
         if run.asynchronous or not (expired := run.members.expired):
             return
-        pairs = zip(step.items[0].trainers, run.leaders(step), strict=False)
+        pairs = zip(step.items[0].trainers, run.work.leaders(step), strict=False)
         replaced = {trainer for trainer, leader in pairs if leader != trainer and leader in step.proposals}
         self.revoke(run, [member for member in expired if updates_on_trainers or member.name in replaced])
 
@@ -336,7 +337,7 @@ class TrainerLeases:
         """Revokes leases of trainers that cannot reach a live server, if a waiting trainer can reach that server."""
         for member in list(run.members.live.values()):
             for cut in member.unreachable:
-                if run.computes(member.name) and self._is_cut_off(run, member, cut):
+                if run.work.computes(member.name) and self._is_cut_off(run, member, cut):
                     server = next(at for at in self._state.cluster.servers.values() if at.address == cut.address)
                     for_s = self._state.clock() - cut.since_s
                     what = f"could not reach server {server.server_id!r} at {cut.address} for {for_s:.1f} s"
@@ -360,12 +361,12 @@ class TrainerLeases:
 
     def start_fencing(self, run: Run) -> None:
         """Fences former trainers of work items in the background, then leases the vacant items."""
-        if run.unfenced:
+        if run.work.unfenced:
             self._state.tasks.start(run.calls.fencing(lambda: self._fence_all(run)))
 
     async def _fence_all(self, run: Run) -> None:
         # The epochs of former trainers of a run that is loaded from a checkpoint are rejected by ``BeginRestore``.
-        while not (run.deleted or run.checkpoints.restore) and (items := run.unfenced):
+        while not (run.deleted or run.checkpoints.restore) and (items := run.work.unfenced):
             # Store the new epochs before any server sees them: a restarted coordinator must not issue them again.
             await self._state.save_or_retry(run)
             fault_points.reach("coordinator.fence.before")
@@ -392,7 +393,7 @@ class TrainerLeases:
         # step in flight to the step before.
         await run.wait_until_updated()
         # Attempts start again in every step, and the step may have been committed while the items were stored.
-        found = [(step, item) for item in items if (step := run.step_of(item)) is not None]
+        found = [(step, item) for item in items if (step := run.work.step_of(item)) is not None]
         if not found:
             return
         fences = [(item, item.epoch, item.attempt) for _, item in found]
@@ -421,14 +422,15 @@ class TrainerLeases:
 
         See Note: [Copies of late items] in ``copies.py``.
         """
-        if (found := run.next_late_item(excluding=member.name)) is None:
+        work = run.work
+        if not isinstance(work, SynchronousWork) or (found := work.next_late_item(excluding=member.name)) is None:
             return
         item, late_s = found
         remaining_s = late_s - self._state.clock()
         if remaining_s > 0:
             self._wake_later(run, remaining_s)
             return
-        run.start_copy(item, member.name)
+        work.start_copy(item, member.name)
         message = (
             f"{item} of step {run.committed_step} is late at trainer {item.first_trainer!r}: trainer "
             f"{member.name!r} computes a copy"
@@ -444,8 +446,10 @@ class TrainerLeases:
             self._state.tasks.start(run.calls.waking(wake))
 
     def lease_vacant_items(self, run: Run) -> None:
-        """Leases vacant items to trainers that wait for work."""
-        for item in run.lease_vacant_items():
+        """Leases vacant items to trainers that wait for work. In an asynchronous run, they ask for items."""
+        if not isinstance(run.work, SynchronousWork):
+            return
+        for item in run.work.lease_vacant_items():
             trainers = ", ".join(f"trainer {name!r}" for name in item.trainers)
             message = f"{item} of step {run.committed_step} is leased to {trainers}"
             self._state.events.add(EventKind.WORK_LEASED, message, run=run.name)

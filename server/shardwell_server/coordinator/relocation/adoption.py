@@ -89,7 +89,7 @@ class Adoption:
             return kept, False
         run.relocations.unconfirmed.add(server_id)  # PromoteShards names the backups, which the process does not know
         run.relocations.raise_count()
-        run.restart_step()
+        run.work.restart()
         run.commits.expect_update(process, self._state.clock())
         for each in former:
             self._servers.abandon(each)

@@ -391,7 +391,7 @@ class BackupKeeper:
         ):
             return
         run.relocations.promote(promotions)
-        run.restart_step()
+        run.work.restart()
         await self._state.save_or_retry(run)
         targets = ", ".join(sorted({repr(at.backup.server_id) for at in promotions}))
         self._state.events.add(EventKind.SHARDS_MOVED, f"{len(promotions)} shards moved to {targets}", run=run.name)

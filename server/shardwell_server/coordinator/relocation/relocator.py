@@ -184,7 +184,7 @@ class Relocator:
         if losses.promotions:
             gone |= {promotion.unit.shard_at(promotion.backup.start_bytes).process for promotion in losses.promotions}
             run.relocations.promote(losses.promotions)
-            run.restart_step()
+            run.work.restart()
         else:
             run.touch()
         for process in gone:

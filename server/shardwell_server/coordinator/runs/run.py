@@ -8,15 +8,15 @@ stores the run.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
+from shardwell_server.coordinator.runs.asynchronous_work import AsynchronousWork
 from shardwell_server.coordinator.runs.background_calls import StepCalls, UnsavedChanges
 from shardwell_server.coordinator.runs.checkpoints import CheckpointSource, RunCheckpoints
 from shardwell_server.coordinator.runs.committed_steps import CommittedSteps
-from shardwell_server.coordinator.runs.copies import WorkTimes, next_late_item
-from shardwell_server.coordinator.runs.item_starts import choose_item, position
+from shardwell_server.coordinator.runs.copies import WorkTimes
 from shardwell_server.coordinator.runs.members import Member, Members, MemberState
 from shardwell_server.coordinator.runs.parallel_plan import require_same_plan
 from shardwell_server.coordinator.runs.proposals import committed_optimizer, require_same_algorithms
@@ -27,13 +27,11 @@ from shardwell_server.coordinator.runs.replica_stores import ReplicaStores
 from shardwell_server.coordinator.runs.replicas import (
     Replica,
     candidates,
-    distribute_items,
-    ranks_of_items,
     waiting_replicas,
 )
 from shardwell_server.coordinator.runs.step import Step
+from shardwell_server.coordinator.runs.synchronous_work import SynchronousWork
 from shardwell_server.coordinator.runs.units import DeclaredUnits, Initializer, Unit
-from shardwell_server.coordinator.runs.work_items import FinishedWork, WorkItem, WorkState, new_members
 from shardwell_server.coordinator.settings import RunSettings
 from shardwell_server.coordinator.storage.records import CommitRecord
 from shardwell_server.coordinator.waiting import Signal
@@ -80,9 +78,7 @@ class Run:
         self.parallel_plan: coordinator_pb2.ParallelPlan | None = None
         """How the models are divided over tensor and pipeline ranks. None: no trainer has reported it."""
         self.units = DeclaredUnits(identity.name)
-        self.steps: tuple[Step, ...] = ()
-        """The steps in flight: one with all work items, or in an asynchronous run one for each data rank, in their
-        order. Empty until the run starts."""
+        self.work = self._new_work()
         self.calls = StepCalls()
         self.work_times = WorkTimes()
         self.commits = CommittedSteps()
@@ -97,35 +93,13 @@ class Run:
 
     @property
     def asynchronous(self) -> bool:
-        """True if each work item is committed by itself. See Note: [Asynchronous runs] in ``item_starts.py``."""
+        """True if each work item is committed by itself. See ``asynchronous_work.py``."""
         return self.settings.consistency.asynchronous
 
     @property
     def started(self) -> bool:
         """True if enough trainers have joined once."""
-        return bool(self.steps)
-
-    @property
-    def items(self) -> list[WorkItem]:
-        """The work items of all steps in flight, by data rank."""
-        return [item for step in self.steps for item in step.items.values()]
-
-    def is_in_flight(self, step: Step) -> bool:
-        """True if a step is neither committed nor replaced."""
-        return any(each is step for each in self.steps)
-
-    def step_of(self, item: WorkItem) -> Step | None:
-        """Returns the step in flight that has a work item. None: the item is committed."""
-        return next((step for step in self.steps if step.items.get(item.dp_rank) is item), None)
-
-    def computes(self, name: str) -> bool:
-        """True if a trainer still has to compute a work item."""
-        return any(step.leased_to(name) for step in self.steps)
-
-    @property
-    def unfenced(self) -> list[WorkItem]:
-        """Items whose former trainers may still push to a server."""
-        return [item for step in self.steps for item in step.unfenced]
+        return bool(self.work.steps)
 
     @property
     def committed_step(self) -> int:
@@ -156,7 +130,11 @@ class Run:
     def replace_settings(self, settings: RunSettings) -> None:
         """Replaces the settings of a run that never started and has no live trainer."""
         self.settings = settings
+        self.work = self._new_work()
         self.touch()
+
+    def _new_work(self) -> SynchronousWork | AsynchronousWork:
+        return AsynchronousWork(self) if self.settings.consistency.asynchronous else SynchronousWork(self)
 
     def set_deleted(self, deleted: bool) -> None:
         """Marks the run as deleted, or undoes this if the deletion could not be stored."""
@@ -238,7 +216,7 @@ class Run:
         self.members.prune(keep=self._trainers_with_ranks())
         if not self.started and len(self.members.live) >= self.settings.min_trainers:
             self.rank_owners.start(self.settings, self.members.live.values())
-            self._begin({})
+            self.work.begin({})
         elif self.started:
             self._change_replicas(member)
         self.changed.notify()
@@ -301,7 +279,7 @@ class Run:
 
     def _trainers_with_ranks(self) -> set[str]:
         """Returns the trainers that own a rank or computed it last."""
-        return {*self.rank_assignments.values(), *(trainer for item in self.items for trainer in item.trainers)}
+        return {*self.rank_assignments.values(), *(trainer for item in self.work.items for trainer in item.trainers)}
 
     def expire_lease(self, member: Member) -> None:
         """Marks a lease as expired. The trainer keeps its work items until another trainer wants them."""
@@ -323,27 +301,10 @@ class Run:
         """
         if not self.started:
             self.members.remove(member)
-        for step in self.steps:
-            step.drop_copies(member.name)
-            for item in step.items_of(member.name):
-                item.note_lost(member.name)
-                if item.state is not WorkState.VACANT and not (self.asynchronous and step.recording):
-                    self._revoke(step, item)
+        self.work.revoke_items_of(member.name)
         self._set_state(member, MemberState.GONE)
         if self.started and not keeps_place:
             self._change_replicas(member)
-
-    def _revoke(self, step: Step, item: WorkItem) -> None:
-        """Revokes an item. In an asynchronous run, its next trainer computes it from the newest version.
-
-        The finished item of a synchronous step counts without its trainer. That of an asynchronous run is computed
-        again, because only its trainer could have proposed the step.
-        """
-        if self.asynchronous and item.state is WorkState.FINISHED:
-            step.reset(item, "", self.clock())
-        step.revoke(item, self.next_epoch(), self.clock())
-        if self.asynchronous:
-            step.read_version(self.committed_step)
 
     def _set_state(self, member: Member, state: MemberState) -> None:
         self.members.set_state(member, state)
@@ -372,8 +333,7 @@ class Run:
 
     def describe_trainer(self, name: str) -> str:
         """Returns a trainer and the ranks it plays in this step, for messages."""
-        items = [item for step in self.steps for item in step.items_of(name)]
-        ranks = sorted(member.global_rank for item in items if (member := item.member_of(name)) is not None)
+        ranks = self.work.played_ranks(name)
         return f"rank {', '.join(map(str, ranks)) or 'none'} (trainer {name!r})"
 
     def note_fence_error(self, error: str) -> None:
@@ -396,17 +356,12 @@ class Run:
         """
         live, rank, former = self.members.live, self.rank_of_unit(layout), self.initializer_of(layout)
         if former is None or former.trainer not in live:
-            trainer = self._first_trainers()[rank]
-            name = trainer if trainer in live else self._lowest_live_trainer(rank)
+            trainer = self.work.first_trainers()[rank]
+            name = trainer if trainer in live else self.lowest_live_trainer(rank)
             self.units.set_initializer(rank, Initializer(name, self.next_epoch()) if name is not None else None)
         return self.initializer_of(layout)
 
-    def _first_trainers(self) -> dict[int, str]:
-        """Returns the trainers that compute dp rank 0's work item, by global rank in the order of tp and pp ranks."""
-        members = self.items[0].members
-        return {rank: member.trainer for rank, member in members.items()}
-
-    def _lowest_live_trainer(self, rank: int, preferred: Container[str] = ()) -> str | None:
+    def lowest_live_trainer(self, rank: int, preferred: Container[str] = ()) -> str | None:
         """Returns the live trainer that owns the lowest rank with the tp rank and pp rank of a rank.
 
         Prefers the given trainers, then those that are not behind. With tp = pp = 1, a spare is the last choice.
@@ -445,236 +400,18 @@ class Run:
         self.commits.load(records, state)
         self.relocations.raise_count()
         if self.started:
-            self._begin({})
+            self.work.begin({})
         self.touch()
         self.changed.notify()
-
-    # The steps in flight
 
     @property
     def replicas(self) -> Sequence[Replica]:
         """The replica that owns each dp rank, live or gone. See Note: [Replicas] in ``replicas.py``."""
         return self.rank_owners.replicas(self.settings)
 
-    @property
-    def _step(self) -> Step:
-        """The step in flight of a synchronous run."""
-        (step,) = self.steps
-        return step
-
-    def _begin(self, previous: dict[int, WorkItem]) -> None:
-        """Starts the steps that read the newest version. ``previous`` contains the items of the previous step."""
-        if self.asynchronous:
-            owners = enumerate(self.replicas)
-            items = (self._vacant_item(dp_rank, replica) for dp_rank, replica in owners)
-            self.steps = tuple(Step(self.committed_step, {item.dp_rank: item}, self.clock()) for item in items)
-        else:
-            self.steps = (self._next_step(previous),)
-
-    def _vacant_item(self, dp_rank: int, trainers: Replica) -> WorkItem:
-        members = new_members(ranks_of_items(self.settings.world)[dp_rank], trainers)
-        return WorkItem(dp_rank, members, self.next_epoch(), state=WorkState.VACANT, since_s=self.clock())
-
-    def _next_step(self, previous: dict[int, WorkItem]) -> Step:
-        """Returns the next step of a synchronous run, and leases its items."""
-        live, replicas = self.members.live, self.replicas
-        chosen = distribute_items(
-            replicas,
-            live.keys(),
-            lambda name: live[name].accepts_reassigned_work is not False,
-            expired={member.name for member in self.members.expired},
-            behind={name for name, member in live.items() if member.behind},
-        )
-        items = {
-            dp_rank: self._new_item(dp_rank, replica, replicas[dp_rank], previous.get(dp_rank))
-            for dp_rank, replica in enumerate(chosen)
-        }
-        return Step(self.committed_step, items, self.clock())
-
-    def _new_item(self, dp_rank: int, replica: Replica | None, owners: Replica, before: WorkItem | None) -> WorkItem:
-        # A lease that continues keeps its epoch: only its trainers have ever seen that epoch.
-        epoch = before.epoch if before is not None and before.trainers == replica else self.next_epoch()
-        return WorkItem(
-            dp_rank,
-            new_members(ranks_of_items(self.settings.world)[dp_rank], replica or owners),
-            epoch,
-            number=self.committed_step,
-            state=WorkState.LEASED if replica else WorkState.VACANT,
-            since_s=self.clock(),
-            fenced=replica is not None and (before is None or before.fenced),
-        )
-
-    def restore_steps(self, items: dict[int, WorkItem], versions: Mapping[int, int]) -> None:
-        """Restores the steps in flight after a coordinator restart. ``rank_owners`` must be restored.
-
-        Args:
-            items: Work items as stored, by dp rank.
-            versions: The version that each item reads.
-        """
-        now, newest = self.clock(), self.committed_step
-        if self.asynchronous:
-            self.steps = tuple(
-                Step(newest if item.state is WorkState.VACANT else versions[dp_rank], {dp_rank: item}, now)
-                for dp_rank, item in sorted(items.items())
-            )
-        elif any(version != newest for version in versions.values()):
-            # The run was not stored after the last commit, because nothing else changed: lease the items as before.
-            self._begin(items)
-        else:
-            self.steps = (Step(newest, items, now),)
-
-    def lease_vacant_items(self) -> list[WorkItem]:
-        """Leases vacant items to replicas that wait for work: one item each, spares first. Returns the items.
-
-        Unlike ``distribute_items``, this compares no loads: a waiting replica has no unfinished item.
-        """
-        leasable = [] if self.asynchronous else self._step.leasable
-        if not leasable or not self.members.waiting_for_work:
-            return []
-        pairs = list(zip(waiting_replicas(self.replicas, self.members.waiting_for_work), leasable, strict=False))
-        for replica, item in pairs:
-            self._lease(item, replica)
-        if pairs:  # otherwise waiting trainers would wake each other without end
-            self.changed.notify()
-        return [item for _, item in pairs]
-
-    def _lease(self, item: WorkItem, replica: Replica) -> None:
-        self._step.lease(item, replica, self.next_epoch(), self.clock())
-        for name in replica:
-            self.members.stop_waiting_for_work(name)
-
-    def start_item(self, name: str) -> bool:
-        """Leases to a trainer of an asynchronous run the item that it computes next. Returns False if there is none."""
-        if any(step.items_of(name) and not step.is_vacant for step in self.steps):
-            return True
-        item = self._choose_item(name, self.items)
-        if item is None:
-            return False
-        step = self.steps[item.dp_rank]
-        step.lease(item, (name,), self.next_epoch(), self.clock())
-        self.members.stop_waiting_for_work(name)
-        self.touch()
-        return True
-
-    def _choose_item(self, name: str, items: Sequence[WorkItem]) -> WorkItem | None:
-        live = self.members.live
-        limit = live[name].item_limit if name in live else None
-        return choose_item(name, items, self._owners, live, self.settings.consistency, limit)
-
-    def has_all_items(self, member: Member) -> bool:
-        """True if all items that a trainer of an asynchronous run wants of its data ranks are committed."""
-        return member.item_limit is not None and position(member.name, self.items, self._owners) >= member.item_limit
-
-    @property
-    def _owners(self) -> dict[int, str]:
-        """Owner of each data rank, in a run whose replicas have one trainer."""
-        return {dp_rank: name for dp_rank, (name,) in enumerate(self.replicas)}
-
-    # Copies of late items
-
-    def finish_items(
-        self,
-        member: Member,
-        step: Step,
-        finished: Sequence[FinishedWork],
-        written_buffers: Mapping[int, dict[tuple[int, int], int]],
-    ) -> bool:
-        """Marks what a trainer has finished in a step. Returns True if these were the last ones."""
-        now = self.clock()
-        for item in (work.item for work in finished):
-            if item.copy is None:
-                self.work_times.add((now - item.since_s) / len(finished))
-                continue
-            copy_wins = item.copy.trainer == member.name
-            self.work_times.add(now - (item.copy.since_s if copy_wins else item.since_s))
-            loser = self.members.by_name.get(item.first_trainer if copy_wins else item.copy.trainer)
-            if loser is not None:
-                loser.note_behind(True)
-            self.touch()
-        are_last = step.finish(finished, now, written_buffers, trainer=member.name)
-        if step.unfenced:  # items were restarted: see Note: [Sums of items]
-            self.touch()
-            self.changed.notify()
-        return are_last
-
-    def next_late_item(self, *, excluding: str) -> tuple[WorkItem, float] | None:
-        """Returns the item that a trainer may copy next, and the clock time from which it is late."""
-        late_after_s, updated_s = self.work_times.late_after_s, self.commits.updated_s
-        return next_late_item(self._step, self.members.by_name, late_after_s, updated_s, excluding=(excluding,))
-
-    def start_copy(self, item: WorkItem, name: str) -> None:
-        """Lets a trainer compute a copy of a late item."""
-        self._step.start_copy(item, name, self.next_epoch(), self.clock())
-        self.members.stop_waiting_for_work(name)
-
-    def lease_own_items(self, name: str) -> bool:
-        """Leases the vacant items of a trainer's own ranks to its replica, if the replica is complete.
-
-        Returns:
-            False if the items are not fenced yet.
-        """
-        if self.asynchronous:
-            own = [self.items[rank] for rank in self.ranks_of(name)]
-            return self.start_item(name) or all(item.fenced for item in own)
-        step, replicas, live = self._step, self.replicas, self.members.live
-        vacant = ((item, replicas[item.dp_rank]) for item in step.items.values() if item.state is WorkState.VACANT)
-        found = [(item, replica) for item, replica in vacant if name in replica and live.keys() >= set(replica)]
-        if not all(item.fenced for item, _ in found):
-            return False
-        for item, replica in found:
-            self._lease(item, replica)
-        return True
-
-    def work_of(self, name: str) -> coordinator_pb2.StepWork:
-        """Returns the items that a trainer has to compute now."""
-        if self.asynchronous:
-            return self._item_of(name)
-        step = self._step
-        # All trainers of a replica must compute their items in the same order.
-        leased = sorted(step.leased_to(name), key=lambda item: item.dp_rank)
-        played = ((item, item.member_of(name)) for item in leased)
-        replica_epoch = self.replica_epoch_of(name)
-        items = [item.to_proto(member.global_rank, replica_epoch) for item, member in played if member is not None]
-        if (copied := step.copied_by(name)) is not None:
-            items.append(copied.copy_to_proto())
-        return coordinator_pb2.StepWork(step=step.number, items=items, position=step.number)
-
-    def _item_of(self, name: str) -> coordinator_pb2.StepWork:
-        """Returns the item that a trainer of an asynchronous run has to compute now."""
-        at = position(name, self.items, self._owners)
-        for step in self.steps:
-            for item in step.leased_to(name):
-                return coordinator_pb2.StepWork(step=step.number, items=[item.to_proto()], position=at)
-        return coordinator_pb2.StepWork(step=self.committed_step, position=at)
-
-    def reset_item(self, step: Step, item: WorkItem, request_id: str) -> None:
-        """Starts a new attempt of an item, and of finished items whose trainers are lost and cannot reset them."""
-        now = self.clock()
-        step.reset(item, request_id, now)
-        for other in step.items.values():
-            if other.trainer_lost:
-                step.reset(other, "", now)
-                step.revoke(other, self.next_epoch(), now)
-        self.touch()
-        self.changed.notify()
-
     def set_backups(self, backups: int) -> None:
         """Changes the number of backups of every shard."""
         self.settings = replace(self.settings, backups=backups)
-        self.touch()
-        self.changed.notify()
-
-    def restart_step(self) -> None:
-        """Starts a new attempt of every item of the step in flight. See ``Step.restart``.
-
-        Items of trainers that are gone get new epochs, so that what these trainers may still push is rejected.
-        """
-        for step in self.steps:
-            step.restart(self.clock())
-        present = {member.name for member in self.members if member.state is not MemberState.GONE}
-        for item in self.items:
-            if not present >= set(item.trainers):
-                item.epoch = self.next_epoch()
         self.touch()
         self.changed.notify()
 
@@ -688,61 +425,10 @@ class Run:
             if len(units_that_count(before, len(self.units))) == len(self.units):
                 return  # this optimizer updated all units; otherwise earlier steps used other optimizers
 
-    def leaders(self, step: Step) -> list[str]:
-        """Returns the trainers whose proposals are committed together: one for each tp rank and pp rank.
-
-        A leader is the trainer that computes its rank in dp rank 0's work item, if it has proposed, or if all trainers
-        of the item are present. Otherwise these trainers may wait for the one that was lost. The leader is then a live
-        trainer that owns a rank with the same tp rank and pp rank: if possible one that has proposed, and among those
-        the owner of the lowest rank. In an asynchronous run, only the trainer of a step's item leads.
-
-        Returns:
-            The leaders in the order of tp ranks and pp ranks. Empty: all trainers that can lead for a rank are gone.
-        """
-        if self.asynchronous:
-            return [item.first_trainer for item in step.items.values()]
-        found = []
-        is_whole = all(self._computes(step, step.items[0], name) for name in step.items[0].trainers)
-        for rank, trainer in self._first_trainers().items():
-            leads = is_whole or trainer in step.proposals
-            other = None if leads else self._lowest_live_trainer(rank, preferred=step.proposals)
-            found.append(other or (trainer if leads or self.members.by_name[trainer].expired else None))
-        return [leader for leader in found if leader is not None] if all(found) else []
-
-    def _computes(self, step: Step, item: WorkItem, name: str) -> bool:
-        """True if a trainer is present, and was already when one of its ranks was leased to it in this step."""
-        member = self.members.live.get(name)
-        if member is None or member.behind:
-            return False
-        return member.joined_step < step.number or member.epoch < item.epoch
-
-    def next_item(self, step: Step) -> WorkItem:
-        """Returns the item after that of an asynchronous step, leased to the same trainer if it may start."""
-        (before,) = step.items.values()
-        item = WorkItem(
-            before.dp_rank,
-            new_members([before.first_rank], [before.first_trainer]),
-            before.epoch,
-            number=before.number + 1,
-            state=WorkState.VACANT,
-            since_s=self.clock(),
-        )
-        others = [item if at is before else at for at in self.items]
-        if before.first_trainer in self.members.live and self._choose_item(before.first_trainer, others) is item:
-            item.state = WorkState.LEASED
-        return item
-
     def advance(self, step: Step, record: CommitRecord, state: coordinator_pb2.RunState | None) -> None:
         """Starts the step after a step whose commit record is durable."""
         self.commits.append(record, state, self.units.updated_processes, self.clock())
-        if self.asynchronous:
-            after = Step(self.committed_step, {item.dp_rank: item for item in [self.next_item(step)]}, self.clock())
-            self.steps = tuple(after if each is step else each for each in self.steps)
-            for each in self.steps:
-                if each.is_vacant:
-                    each.read_version(self.committed_step)
-        else:
-            self._begin(step.items)
+        self.work.advance(step)
         self.changed.notify()
         # The response of an rpc in progress tells its trainer about the commit.
         self.tell(member for member in self.members if not member.rpcs_in_progress)

@@ -70,7 +70,8 @@ class Promoter:
             placement=placement,
             shards=[_reference(unit, shard) for unit, shard in owned],
             fences=[
-                shard_pb2.RankFence(dp_rank=item.dp_rank, epoch=item.epoch, attempt=item.attempt) for item in run.items
+                shard_pb2.RankFence(dp_rank=item.dp_rank, epoch=item.epoch, attempt=item.attempt)
+                for item in run.work.items
             ],
             backups=[
                 shard_pb2.PromotedBackup(
