@@ -15,6 +15,7 @@ from shardwell.session.membership import Membership
 from shardwell.session.peer_connections import end_connections, open_connections
 from shardwell.session.replica_epoch import ReplicaEpoch
 from shardwell.session.step_commit import StepCommitter
+from shardwell_wire.credentials import NO_CREDENTIALS
 from shardwell_wire.errors import ReplicaLostError
 from shardwell_wire.protocol_versions import own_versions
 from shardwell_wire.topology import World
@@ -44,7 +45,7 @@ class News:
 class FakeCoordinator:
     """Answers a trainer of replica epoch 3. ``finish_work`` answers FinishWork."""
 
-    address, credentials = "coordinator:1", None
+    address, credentials = "coordinator:1", NO_CREDENTIALS
 
     def __init__(self) -> None:
         self.news = News()

@@ -6,17 +6,45 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Protocol
 
-from shardwell_server.coordinator.runs.members import Member, MemberState
+from shardwell_server.coordinator.runs.committed_steps import CommittedSteps
+from shardwell_server.coordinator.runs.copies import WorkTimes
+from shardwell_server.coordinator.runs.members import Member, Members, MemberState
 from shardwell_server.coordinator.runs.replicas import Replica, ranks_of_items
 from shardwell_server.coordinator.runs.step import Step
 from shardwell_server.coordinator.runs.work_items import FinishedWork, WorkItem, WorkState, new_members
+from shardwell_server.coordinator.settings import RunSettings
+from shardwell_server.coordinator.waiting import Signal
 from shardwell_wire.v1 import coordinator_pb2
 
-if TYPE_CHECKING:
-    from shardwell_server.coordinator.runs.run import Run
+
+class WorkingRun(Protocol):
+    """The parts of a run that its work depends on. See ``Run``."""
+
+    settings: RunSettings
+    clock: Callable[[], float]
+    changed: Signal
+    members: Members
+    commits: CommittedSteps
+    work_times: WorkTimes
+
+    @property
+    def committed_step(self) -> int: ...
+
+    @property
+    def replicas(self) -> Sequence[Replica]: ...
+
+    def touch(self) -> None: ...
+
+    def next_epoch(self) -> int: ...
+
+    def ranks_of(self, name: str) -> list[int]: ...
+
+    def replica_epoch_of(self, name: str) -> int: ...
+
+    def lowest_live_trainer(self, rank: int, preferred: Container[str] = ()) -> str | None: ...
 
 
 class Work(ABC):
@@ -26,7 +54,7 @@ class Work(ABC):
         run: The run.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: WorkingRun) -> None:
         self._run = run
         self.steps: tuple[Step, ...] = ()
         """The steps in flight. Empty until the run starts."""
