@@ -19,7 +19,7 @@ import shardwell
 from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support.cluster import events, wait_until
-from tests.support.commit_log import ItemCommit, read_commits, replay
+from tests.support.commit_log import ItemCommit, read_commits, replay, stored_commits
 from tests.support.processes import TrainerProcess
 
 ITEMS, DP = 6, 2
@@ -39,9 +39,16 @@ def log_dir(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def cluster(log_dir: Path, request: pytest.FixtureRequest) -> Iterator[shardwell.LocalCluster]:
+def state_dir(tmp_path: Path) -> Path:
+    return tmp_path / "state"
+
+
+@pytest.fixture
+def cluster(log_dir: Path, state_dir: Path, request: pytest.FixtureRequest) -> Iterator[shardwell.LocalCluster]:
     lease_s = getattr(request, "param", LEASE_S)
-    with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096, lease_s=lease_s, log_dir=log_dir) as running:
+    with shardwell.LocalCluster(
+        num_shards=2, min_shard_bytes=4096, lease_s=lease_s, log_dir=log_dir, state_dir=state_dir
+    ) as running:
         yield running
 
 
@@ -123,7 +130,7 @@ def test_sigkill_of_a_trainer(cluster: shardwell.LocalCluster, log_dir: Path, ru
 
 
 @pytest.mark.parametrize("cluster", [LONG_LEASE_S], indirect=True)
-def test_sigkill_of_the_coordinator(cluster: shardwell.LocalCluster, log_dir: Path, run: str) -> None:
+def test_sigkill_of_the_coordinator(cluster: shardwell.LocalCluster, log_dir: Path, state_dir: Path, run: str) -> None:
     mode = "BOUNDED_STALENESS(2)"
     with (
         trainer(cluster, run, 1, "--stop-at-step", 0, mode=mode) as stopped,
@@ -135,10 +142,11 @@ def test_sigkill_of_the_coordinator(cluster: shardwell.LocalCluster, log_dir: Pa
         wait_until(
             lambda: "is at most 2 items ahead of item 0" in explain(cluster, run), "rank 0 waits", timeout_s=60.0
         )
+        stored = stored_commits(state_dir, run)
         cluster.restart_coordinator()
         stopped.resume()
         results = [stopped.finish(), other.finish()]
-    commits = read_commits(log_dir, run)
+    commits = read_commits(log_dir, run, stored)
     assert_each_once(commits)
     first = next(commit for commit in commits if commit.dp_rank == 1)
     assert (first.step, first.base_version) == (3, 0), "the version that it reads is kept over both restarts"

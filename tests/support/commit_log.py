@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import re
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from shardwell.seeds import derive_seed
+from shardwell_server.coordinator.storage.storage import FILE_NAME
 from tests.support import transformer
 from tests.support.reference import ADAMW, sha256
 
@@ -26,16 +32,36 @@ class ItemCommit:
     """The version that the item read."""
 
 
-def read_commits(log_dir: Path, run: str) -> list[ItemCommit]:
-    """Returns all commits of a run from the coordinator's log."""
+def read_commits(log_dir: Path, run: str, stored: Iterable[ItemCommit] = ()) -> list[ItemCommit]:
+    """Returns all commits of a run.
+
+    Args:
+        log_dir: Folder with the coordinator's log, which has one line per commit.
+        run: Name of the run.
+        stored: Commits that may be missing in the log, because the coordinator was killed before it wrote the line.
+    """
     event = re.compile(
         rf"run '{run}': step_committed: step (\d+): item (\d+) of dp rank (\d+), which read version (\d+), gradient"
     )
     lines = (log_dir / "coordinator.log").read_text(encoding="utf-8").splitlines()
     numbers = [tuple(map(int, found.groups())) for line in lines if (found := event.search(line))]
-    commits = [ItemCommit(step, dp_rank, item, base) for step, item, dp_rank, base in numbers]
+    found = {*stored, *(ItemCommit(step, dp_rank, item, base) for step, item, dp_rank, base in numbers)}
+    commits = sorted(found, key=lambda commit: commit.step)
     assert [commit.step for commit in commits] == list(range(len(commits))), commits
     return commits
+
+
+def stored_commits(state_dir: Path, run: str) -> list[ItemCommit]:
+    """Returns the newest commits of a run, at most ``KEPT_COMMITS``, from the coordinator's database.
+
+    Reads a copy, because the coordinator locks its database. The run must not commit meanwhile.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        for file in state_dir.glob(f"{FILE_NAME}*"):
+            shutil.copy(file, folder)
+        with closing(sqlite3.connect(Path(folder) / FILE_NAME)) as database:
+            rows = database.execute("SELECT step, dp_rank, item, base_version FROM commits WHERE run = ?", (run,))
+            return [ItemCommit(*row) for row in rows]
 
 
 def replay(commits: list[ItemCommit]) -> str:
