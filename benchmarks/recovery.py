@@ -41,7 +41,7 @@ from shardwell_wire.v1 import coordinator_pb2
 
 NAMES = ("a", "b")
 _STALLED_AFTER_S = 60.0
-_STARTED_AFTER_S = 300.0
+STARTED_AFTER_S = 300.0
 """Longest time until a process that was started again takes part in steps. Most of it is the import of torch."""
 _PAUSE_S = (0.3, 1.0)
 """Shortest and longest time between two kills, while all processes take part."""
@@ -52,10 +52,21 @@ class Stalled(Exception):
 
 
 class Trainer:
-    """A trainer process and what it has reported. Reads its output in a thread."""
+    """A trainer process and what it has reported. Reads its output in a thread.
 
-    def __init__(self, address: str, name: str, steps: int, join_options: str, logs: Path) -> None:
+    Args:
+        address: Address of the coordinator.
+        name: Name of the trainer.
+        steps: Steps of the run.
+        join_options: Options of ``join`` as JSON.
+        logs: Folder for the trainer's log.
+        tp: Trainers of a replica.
+    """
+
+    def __init__(self, address: str, name: str, steps: int, join_options: str, logs: Path, *, tp: int = 1) -> None:
         self.name, self.sha256 = name, ""
+        self.formed: list[float] = []
+        """Times at which the replica was complete. Only with ``tp`` > 1."""
         self._commits: list[tuple[int, float]] = []
         self._items: list[tuple[float, float]] = []
         self._log_path = logs / f"trainer-{name}.log"
@@ -63,7 +74,7 @@ class Trainer:
         command = [sys.executable, "-m", "benchmarks.recovery_trainer", "--address", address, "--trainer", name]
         with self._log_path.open("ab") as log:
             self.process = subprocess.Popen(
-                [*command, "--steps", str(steps), "--join-options", join_options],
+                [*command, "--steps", str(steps), "--tp", str(tp), "--join-options", join_options],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 cwd=ROOT,
@@ -81,6 +92,8 @@ class Trainer:
                     self._commits.append((fields["step"], fields["committed_at"]))
                 elif "item_s" in fields:
                     self._items.append((time.monotonic(), fields["item_s"]))
+                elif "formed_at" in fields:
+                    self.formed.append(fields["formed_at"])
                 else:
                     self.sha256 = fields["sha256"]
                 self._changed.notify_all()
@@ -107,10 +120,30 @@ class Trainer:
                     raise Stalled(f"trainer {self.name!r} committed nothing for {limit_s:.0f} s:\n{self.log()}")
             return next(at for _, at in self._commits if at > after_s)
 
+    def wait_for_item(self, after_s: float) -> float:
+        """Returns the time of the first item that the trainer finished in a replica that was formed after a time.
+
+        Infinity if the run ended before. Raises Stalled if there is none after ``STARTED_AFTER_S``.
+        """
+        deadline = time.monotonic() + STARTED_AFTER_S
+        with self._changed:
+            while time.monotonic() < deadline and not self.sha256 and self.process.poll() is None:
+                formed = next((at for at in self.formed if at > after_s), float("inf"))
+                if finished := [at for at, _ in self._items if at > formed]:
+                    return finished[0]
+                self._changed.wait(1.0)
+        if self.sha256 or not self.process.poll():
+            return float("inf")
+        raise Stalled(f"trainer {self.name!r} did not compute again:\n{self.log()}")
+
     def last_item_s(self, start_s: float, stop_s: float) -> float:
         """Returns how long the last of several items in a time span took. 0: the trainer finished at most one."""
         items = [seconds for at, seconds in self._items if start_s < at <= stop_s]
         return items[-1] if len(items) > 1 else 0.0
+
+    def committed_since(self, after_s: float) -> bool:
+        """True if the trainer observed a commit after a time."""
+        return bool(self._commits) and self._commits[-1][1] > after_s
 
     def intervals(self) -> list[float]:
         """Returns the times between successive commits."""
@@ -193,7 +226,7 @@ class Round:
                 start(name)
             while True:
                 now = time.monotonic()
-                ended = max(trainer.wait_for_commit(now, _STARTED_AFTER_S) for trainer in trainers.values())
+                ended = max(trainer.wait_for_commit(now, STARTED_AFTER_S) for trainer in trainers.values())
                 if not self._result.kind or ended == float("inf"):
                     break
                 self._wait_for_backups(coordinator)
@@ -214,7 +247,7 @@ class Round:
     def _wait_for_backups(self, coordinator: CoordinatorClient) -> None:
         """Waits until every shard has the wanted number of backups in sync."""
         wanted = json.loads(self._arguments.join_options).get("backups", 0)
-        deadline = time.monotonic() + _STARTED_AFTER_S
+        deadline = time.monotonic() + STARTED_AFTER_S
         while time.monotonic() < deadline:
             try:
                 listed = coordinator.call("ListUnits", coordinator_pb2.ListUnitsRequest(run=RUN), timeout_s=10.0)
@@ -226,7 +259,7 @@ class Round:
             ):
                 return
             time.sleep(0.1)
-        raise Stalled(f"the backups are not in sync after {_STARTED_AFTER_S:.0f} s")
+        raise Stalled(f"the backups are not in sync after {STARTED_AFTER_S:.0f} s")
 
     def _kill(self, cluster: shardwell.LocalCluster, trainers: dict[str, Trainer], start: Any) -> None:
         name, kind = self._random.choice(NAMES), self._result.kind

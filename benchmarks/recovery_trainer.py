@@ -6,11 +6,14 @@ import argparse
 import hashlib
 import json
 import logging
+import os
 import time
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 import shardwell
 
@@ -34,11 +37,50 @@ def report(**fields: Any) -> None:
     print(json.dumps(fields), flush=True)
 
 
+def split(model: nn.Sequential, session: shardwell.Session) -> None:
+    """Splits pairs of layers over the trainers of the replica: the first by columns, the second by rows."""
+    styles = (ColwiseParallel(), RowwiseParallel())
+    plan: dict[str, ParallelStyle] = {f"{index}.0": styles[index % 2] for index in range(LAYERS)}
+    parallelize_module(model, session.replica_mesh()["tp"], plan)
+
+
+def train(session: shardwell.Session, steps: int) -> None:
+    """Trains to the end. Called again if the replica has lost a trainer."""
+    model = build()
+    if session.world.tp > 1:
+        split(model, session)
+        report(formed_at=time.monotonic())
+    for layer in model:
+        shardwell.fully_shard(layer, session)
+    optimizer = shardwell.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in session.steps(steps):
+        started = time.monotonic()
+        for inputs in step.batches(batch):
+            model(inputs).square().mean().backward()
+            report(step=step.number, item_s=time.monotonic() - started)
+            started = time.monotonic()
+        optimizer.step()
+        report(step=step.number, committed_at=time.monotonic())
+        optimizer.zero_grad()
+    report(sha256=read_hash(session))
+
+
+def read_hash(session: shardwell.Session) -> str:
+    """Returns the hash of the whole weights."""
+    model, digest = build(), hashlib.sha256()
+    with shardwell.attach(session.config.address, run=RUN) as reader:
+        reader.follow(model)
+    for name, value in sorted(model.state_dict().items()):
+        digest.update(name.encode() + value.numpy().tobytes())
+    return digest.hexdigest()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--address", required=True)
     parser.add_argument("--trainer", required=True)
     parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--join-options", type=json.loads, default={})
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -46,28 +88,13 @@ def main() -> None:
     with shardwell.join(
         arguments.address,
         run=RUN,
-        world=shardwell.World(dp=2),
-        min_trainers=1,
+        world=shardwell.World(dp=2, tp=arguments.tp),
+        min_trainers=arguments.tp,
         trainer=arguments.trainer,
         **arguments.join_options,
     ) as session:
-        model = build()
-        for layer in model:
-            shardwell.fully_shard(layer, session)
-        optimizer = shardwell.optim.AdamW(model.parameters(), lr=1e-3)
-        for step in session.steps(arguments.steps):
-            started = time.monotonic()
-            for inputs in step.batches(batch):
-                model(inputs).square().mean().backward()
-                report(step=step.number, item_s=time.monotonic() - started)
-                started = time.monotonic()
-            optimizer.step()
-            report(step=step.number, committed_at=time.monotonic())
-            optimizer.zero_grad()
-        digest = hashlib.sha256()
-        for name, value in sorted(shardwell.full_state_dict(model).items()):
-            digest.update(name.encode() + value.numpy().tobytes())
-        report(sha256=digest.hexdigest())
+        session.run_replica(partial(train, steps=arguments.steps))
+    os._exit(0)  # gloo's threads may wait for a lost trainer
 
 
 if __name__ == "__main__":
