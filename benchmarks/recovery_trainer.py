@@ -1,4 +1,4 @@
-"""A trainer of ``benchmarks.recovery``. Prints one JSON line per work item, per commit, and at the end."""
+"""A trainer of ``benchmarks.recovery``. Prints a JSON line when it joins, per work item, per commit, and at the end."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def read_hash(session: shardwell.Session) -> str:
     """Returns the hash of the whole weights."""
     model, digest = build(), hashlib.sha256()
     with shardwell.attach(session.config.address, run=RUN) as reader:
-        reader.follow(model)
+        reader.follow(model, rename=lambda name: name.removeprefix("Sequential-"))
     for name, value in sorted(model.state_dict().items()):
         digest.update(name.encode() + value.numpy().tobytes())
     return digest.hexdigest()
@@ -85,6 +85,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    report(joins_at=time.monotonic())
     with shardwell.join(
         arguments.address,
         run=RUN,

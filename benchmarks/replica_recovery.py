@@ -81,6 +81,8 @@ class Round:
             self._address = cluster.address
             for _ in range(WORLD_SIZE):
                 self._start(next(self._names))
+            for trainer in self._trainers.values():
+                trainer.wait_for_commit(0.0, STARTED_AFTER_S)
             if self._result is not None:
                 self._lose_trainers(self._result, coordinator)
             hashes = {trainer.finish() for trainer in self._trainers.values() if trainer.step >= 0}
@@ -104,7 +106,9 @@ class Round:
             trainer.kill()
 
     def _wait_until_all_compute(self) -> int:
-        """Waits until all trainers of the grid have committed since the call. Returns the step."""
+        """Waits until all trainers of the grid have committed since the call, and spares join. Returns the step."""
+        for trainer in self._trainers.values():
+            trainer.joins.wait(STARTED_AFTER_S)
         now = time.monotonic()
         deadline = now + STARTED_AFTER_S
         while sum(trainer.committed_since(now) for trainer in self._trainers.values()) < WORLD_SIZE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import sys
 import time
@@ -20,6 +21,7 @@ from shardwell.session.peer_connections import Connection, end_connections, open
 from shardwell.session.replica_epoch import START_AGAIN
 from shardwell.session.replica_store import ReplicaStore
 from shardwell_wire.errors import DeadlineError, ReplicaLostError, StaleEpochError, UsageError
+from shardwell_wire.topology import World
 from shardwell_wire.v1 import coordinator_pb2
 
 logger = logging.getLogger(__name__)
@@ -27,6 +29,15 @@ logger = logging.getLogger(__name__)
 _AXES = ("tp", "pp")
 _PAUSE_S = 0.05
 """Pause between two questions to the coordinator while members are missing."""
+
+
+def import_first_uses(world: World) -> None:
+    """Imports what torch would import when the model is split: the first use of a DTensor imports torch._dynamo.
+
+    This takes up to a second. A spare spends it before it joins, and not while its replica waits.
+    """
+    if world.tp > 1:
+        importlib.import_module("torch._dynamo")
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from shardwell.session.measurements import describe_setup
 from shardwell.session.membership import Membership
 from shardwell.session.preemption import preemption
 from shardwell.session.private_cluster import open_private_cluster
-from shardwell.session.replica import ReplicaGroup
+from shardwell.session.replica import ReplicaGroup, import_first_uses
 from shardwell.session.run_store import RunStore
 from shardwell.session.step import Step
 from shardwell.session.step_commit import StepCommitter
@@ -67,6 +67,7 @@ class Session:
         )
         self._coordinator = CoordinatorClient(address, credentials)
         self._closed = False
+        import_first_uses(config.world)
         try:
             self._membership = Membership(config, self._coordinator)
         except BaseException:
