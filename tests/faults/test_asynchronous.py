@@ -7,6 +7,8 @@ version.
 
 from __future__ import annotations
 
+import shutil
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import closing
@@ -17,6 +19,8 @@ import pytest
 
 import shardwell
 from shardwell.session.coordinator_client import CoordinatorClient
+from shardwell_wire.checkpoints.folder import RunFolder
+from shardwell_wire.server_folders import DEFAULT_DIRECTORY, FolderOwner
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support.cluster import events, wait_until
 from tests.support.commit_log import ItemCommit, read_commits, replay, stored_commits
@@ -151,3 +155,49 @@ def test_sigkill_of_the_coordinator(cluster: shardwell.LocalCluster, log_dir: Pa
     first = next(commit for commit in commits if commit.dp_rank == 1)
     assert (first.step, first.base_version) == (3, 0), "the version that it reads is kept over both restarts"
     assert replay(commits) in [result.get("sha256") for result in results], results
+
+
+def lose(cluster: shardwell.LocalCluster, number: int) -> None:
+    """Kills a shard server and starts it again without its memory, as if its host had restarted."""
+    server = cluster.shards[number]
+    server.kill()
+    for folder in DEFAULT_DIRECTORY.glob(f"{FolderOwner(server_id=server.name, coordinator=cluster.address).prefix}*"):
+        shutil.rmtree(folder)
+    server.restart(time.monotonic() + 60)
+
+
+@pytest.mark.parametrize("cluster", [LONG_LEASE_S], indirect=True)
+def test_loss_of_a_shard_server_rolls_the_run_back(
+    cluster: shardwell.LocalCluster, log_dir: Path, tmp_path: Path, run: str
+) -> None:
+    """The checkpoint is that of version 4. Each rank computes an item that has read an earlier or a later version."""
+    mode, folder = "BOUNDED_STALENESS(3)", tmp_path / "checkpoints"
+    options = ("--checkpoint-dir", folder, "--checkpoint-every", 4)
+    with (
+        trainer(cluster, run, 1, *options, "--stop-at-step", 1, mode=mode) as stopped,
+        trainer(cluster, run, 0, *options, mode=mode) as other,
+    ):
+        stopped.wait_stopped()
+        wait_until(
+            lambda: [at.step for at in RunFolder.of(folder, run).entries() if at.is_valid] == [4], "saved", timeout_s=60
+        )
+        wait_until(lambda: len(read_commits(log_dir, run)) == 6, "rank 0 waits for rank 1", timeout_s=60)
+        lose(cluster, 1)
+        stopped.resume()
+        results = [stopped.finish(), other.finish()]
+    commits = read_commits(log_dir, run)
+    assert_each_once(commits)
+    assert [commit.base_version for commit in commits[4:6]] == [4, 4], "items in flight read the restored version"
+    assert replay(commits) in [result.get("sha256") for result in results], results
+    assert "rolled_back" in [event.kind for event in events(cluster.address, run)]
+
+
+def test_loss_of_a_shard_server_without_a_checkpoint_is_reported(cluster: shardwell.LocalCluster, run: str) -> None:
+    with trainer(cluster, run, 1, "--stop-at-step", 1, mode="ASYNCHRONOUS") as stopped:
+        with trainer(cluster, run, 0, mode="ASYNCHRONOUS") as other:
+            stopped.wait_stopped()
+            lose(cluster, 1)
+            assert "lost its shards of units" in explain(cluster, run)
+            result = other.finish()
+        assert result["returncode"] == 1
+        assert "ConflictError: server 'shard-1' was restarted and has lost its shards" in result["stderr"], result

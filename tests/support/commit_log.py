@@ -33,7 +33,7 @@ class ItemCommit:
 
 
 def read_commits(log_dir: Path, run: str, stored: Iterable[ItemCommit] = ()) -> list[ItemCommit]:
-    """Returns all commits of a run.
+    """Returns all commits of a run, without those that a rollback has undone.
 
     Args:
         log_dir: Folder with the coordinator's log, which has one line per commit.
@@ -43,9 +43,14 @@ def read_commits(log_dir: Path, run: str, stored: Iterable[ItemCommit] = ()) -> 
     event = re.compile(
         rf"run '{run}': step_committed: step (\d+): item (\d+) of dp rank (\d+), which read version (\d+), gradient"
     )
-    lines = (log_dir / "coordinator.log").read_text(encoding="utf-8").splitlines()
-    numbers = [tuple(map(int, found.groups())) for line in lines if (found := event.search(line))]
-    found = {*stored, *(ItemCommit(step, dp_rank, item, base) for step, item, dp_rank, base in numbers)}
+    rollback = re.compile(rf"run '{run}': rolled_back: rolled back to step (\d+)")
+    found = set(stored)
+    for line in (log_dir / "coordinator.log").read_text(encoding="utf-8").splitlines():
+        if match := event.search(line):
+            step, item, dp_rank, base = map(int, match.groups())
+            found.add(ItemCommit(step, dp_rank, item, base))
+        elif match := rollback.search(line):
+            found = {commit for commit in found if commit.step < int(match[1])}
     commits = sorted(found, key=lambda commit: commit.step)
     assert [commit.step for commit in commits] == list(range(len(commits))), commits
     return commits

@@ -53,10 +53,13 @@ def train(
 
     Every work item has ``backwards`` forwards and backwards, each of which pushes its gradients.
 
-    During the backward of ``signal_at_step`` the process sends the signal ``number`` to itself, after some seconds.
+    During the first backward of ``signal_at_step`` the process sends the signal ``number`` to itself, after some
+    seconds.
     """
 
     def send_signal() -> None:
+        nonlocal signal_at_step
+        signal_at_step = None
         time.sleep(signal_after_s)
         os.kill(os.getpid(), number)
 
@@ -96,6 +99,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--consistency", type=shardwell.Consistency.parse)
     parser.add_argument("--chunk-bytes", type=int)
+    parser.add_argument("--checkpoint-dir")
+    parser.add_argument("--checkpoint-every", type=int)
+    parser.add_argument("--resume")
+    parser.add_argument("--backups", type=int)
     parser.add_argument("--transports")
     parser.add_argument("--clip", type=float)
     parser.add_argument("--kill-at-step", type=int)
@@ -117,6 +124,10 @@ def main() -> None:
         trainer=options.trainer,
         global_rank=options.global_rank,
         consistency=options.consistency,
+        checkpoint_dir=options.checkpoint_dir,
+        checkpoint_every=options.checkpoint_every,
+        resume=options.resume,
+        backups=options.backups,
         **join_options(chunk_bytes=options.chunk_bytes, transports=options.transports, wait_limit_s=90),
     )
     at_step, number = options.kill_at_step, signal.SIGKILL

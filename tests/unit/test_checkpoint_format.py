@@ -204,6 +204,9 @@ def test_a_checkpoint_without_a_manifest_is_not_offered(tmp_path: Path) -> None:
         ({"run_state": []}, "run_state is list"),
         ({"commits": [5]}, "commit is int"),
         ({"run": "x" * 300}, "300 characters"),
+        ({"extra": {"consistency": "ASYNCHRONOUS"}}, "item_numbers"),
+        ({"extra": {"consistency": "ASYNCHRONOUS", "item_numbers": [1, -1]}}, "item_numbers"),
+        ({"extra": {"consistency": "SOMETIMES"}}, "expected SYNCHRONOUS"),
     ],
 )
 def test_impossible_manifests_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:

@@ -11,29 +11,8 @@ from shardwell_wire.consistency import ASYNCHRONOUS, BOUNDED_STALENESS, SYNCHRON
 from shardwell_wire.errors import InvalidRequestError, RunMismatchError, ShardwellError, StaleEpochError
 from shardwell_wire.topology import World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
-from tests.support.coordinator import Harness, Trainer, buffers, config, harness, optimizer, run_async
-from tests.support.coordinator_steps import team_with_unit
-
-
-async def take_item(trainer: Trainer) -> coordinator_pb2.CommitStepResponse:
-    """Finishes and commits the item that a trainer has."""
-    version = trainer.version
-    finished = await trainer.finish(version, wait_s=5)
-    assert finished.all_finished
-    response = await trainer.commit(version, wait_s=5)
-    assert response.committed
-    trainer.version = response.next_work.step
-    return response
-
-
-async def team(cluster: Harness, *names: str, consistency: Consistency = ASYNCHRONOUS) -> list[Trainer]:
-    return await team_with_unit(cluster, *names, consistency=consistency)
-
-
-def commits(cluster: Harness) -> list[tuple[int, int, int, int]]:
-    """Returns (step, dp rank, item, version read) of every commit record that is kept."""
-    records = cluster.state.runs["r"].commits.records
-    return [(record.step, record.dp_rank, record.item, record.base_version) for record in records]
+from tests.support.asynchronous import commits, take_item, team
+from tests.support.coordinator import Harness, buffers, config, harness, optimizer, run_async
 
 
 def updates(cluster: Harness) -> list[shard_pb2.UpdateRequest]:
@@ -209,7 +188,6 @@ def test_a_restarted_coordinator_continues_every_item(tmp_path: Path) -> None:
     ("fields", "message"),
     [
         ({"backups": 1}, "backups=1"),
-        ({"checkpoint_dir": "/c"}, "checkpoint_dir='/c'"),
         ({"world": common_pb2.World(dp=1, tp=2, pp=1)}, "tp=1 and pp=1"),
     ],
 )

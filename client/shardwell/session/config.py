@@ -346,8 +346,6 @@ class JoinConfig:
         for conflicts, option, reason in (
             (world.tp * world.pp > 1, f"world={world}", "the trainers of a replica commit together"),
             (self.backups, f"backups={self.backups}", "backups follow one version"),
-            (self.checkpoint_dir, f"checkpoint_dir={self.checkpoint_dir!r}", "checkpoints hold one version"),
-            (self.resume, f"resume={self.resume!r}", "checkpoints hold one version"),
             (
                 transfers.host_cache_bytes,
                 f"host_cache_bytes={transfers.host_cache_bytes}",

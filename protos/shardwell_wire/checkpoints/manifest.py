@@ -16,6 +16,7 @@ from google.protobuf import json_format
 
 from shardwell_wire.checkpoints.format import FORMAT_VERSION, checksum_of, require_count, require_readable
 from shardwell_wire.checkpoints.safetensors_header import parse_json
+from shardwell_wire.consistency import SYNCHRONOUS, Consistency
 from shardwell_wire.errors import CorruptDataError, ShardwellError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.names import check_id, check_name
@@ -31,6 +32,13 @@ RESIDUAL_RANKS = "residual_ranks"
 
 REDUCTION_GROUPS = "reduction_groups"
 """Key in ``Manifest.extra``: sizes of the run's reduction groups, innermost first. A list of integers."""
+
+CONSISTENCY = "consistency"
+"""Key in ``Manifest.extra``: consistency mode of an asynchronous run, as text. Missing: the run is synchronous."""
+
+ITEM_NUMBERS = "item_numbers"
+"""Key in ``Manifest.extra``: in an asynchronous run, the number of each data rank's next work item. A list of
+integers."""
 
 _FORMAT = "shardwell-checkpoint"
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*\.safetensors")
@@ -121,11 +129,26 @@ class Manifest:
         ]
         if len(set(names)) != len(names) or len(set(parameters)) != len(parameters):
             raise ValueError("two units or two parameters have the same name")
+        if self.consistency.asynchronous:
+            for number in self.item_numbers:
+                require_count(number, ITEM_NUMBERS)
+            if len(self.item_numbers) != self.world.dp:
+                raise ValueError(f"{ITEM_NUMBERS} are {self.item_numbers[:20]}, expected one for each of {self.world}")
 
     @property
     def reduction_groups(self) -> tuple[int, ...]:
         """Sizes of the run's reduction groups; see ``sum_order.py``."""
         return tuple(self.extra.get(REDUCTION_GROUPS, ()))
+
+    @property
+    def consistency(self) -> Consistency:
+        """Consistency mode of the run."""
+        return Consistency.parse(str(self.extra.get(CONSISTENCY, SYNCHRONOUS)))
+
+    @property
+    def item_numbers(self) -> tuple[int, ...]:
+        """Number of each data rank's next work item in an asynchronous run."""
+        return tuple(self.extra.get(ITEM_NUMBERS, ()))
 
     @property
     def size_bytes(self) -> int:

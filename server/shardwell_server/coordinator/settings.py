@@ -135,7 +135,6 @@ def _check_asynchronous(consistency: Consistency, world: World, config: coordina
             config.reduction_groups,
             f"reduction_groups={tuple(config.reduction_groups)}, but the gradient of each rank is applied by itself",
         ),
-        (config.checkpoint_dir, f"checkpoint_dir={config.checkpoint_dir!r}, but checkpoints are not written"),
     ):
         if reason:
             raise InvalidRequestError(f"consistency={consistency}: the run has {what} in this mode. Use SYNCHRONOUS")

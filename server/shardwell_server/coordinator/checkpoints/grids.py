@@ -58,9 +58,10 @@ def describe_other_data_ranks(manifest: Manifest, world: World, commits: Sequenc
         lost.append(f"the residuals of error feedback of data ranks {ranks}, which start at zero")
     if commits and any(KEPT_GROUP in unit.group_indices for unit in committed_optimizer(commits[-1].optimizer).units):
         lost.append("the gradients that were kept for another optimizer")
+    items = f"; all data ranks continue at work item {min(numbers)}" if (numbers := manifest.item_numbers) else ""
     return (
         f"the checkpoint has dp={former}, and this run dp={world.dp}: from step {manifest.step} on, gradients are "
-        f"those of {world.dp} data ranks and their batches; not taken over: " + (" and ".join(lost) or "nothing")
+        f"those of {world.dp} data ranks and their batches{items}; not taken over: " + (" and ".join(lost) or "nothing")
     )
 
 

@@ -8,10 +8,13 @@ from typing import Any
 
 from google.protobuf import json_format
 
+from shardwell_server.coordinator.runs.asynchronous_work import AsynchronousWork
 from shardwell_server.coordinator.runs.run import Run
 from shardwell_server.coordinator.settings import RunSettings
 from shardwell_server.coordinator.storage.records import CommitRecord
 from shardwell_wire.checkpoints.manifest import (
+    CONSISTENCY,
+    ITEM_NUMBERS,
     REDUCTION_GROUPS,
     RESIDUAL_RANKS,
     FileRecord,
@@ -49,8 +52,16 @@ def manifest_of(run: Run, checkpoint_id: str, created: float, commits: Iterable[
             "num_layers": run.settings.num_layers,
             "min_trainers": run.settings.min_trainers,
             REDUCTION_GROUPS: list(run.settings.reduction_groups),
+            **_asynchronous_facts(run),
         },
     )
+
+
+def _asynchronous_facts(run: Run) -> dict[str, Any]:
+    """Returns what the manifest of an asynchronous run has in addition."""
+    if not isinstance(run.work, AsynchronousWork):
+        return {}
+    return {CONSISTENCY: str(run.settings.consistency), ITEM_NUMBERS: run.work.numbers}
 
 
 def with_files(manifest: Manifest, files: Sequence[FileRecord], residual_ranks: Collection[int]) -> Manifest:
@@ -81,6 +92,20 @@ def commits_in(manifest: Manifest, where: str) -> list[CommitRecord]:
     return commits
 
 
+def first_items_in(manifest: Manifest, settings: RunSettings) -> tuple[int, ...]:
+    """Returns the number of each data rank's first work item in a run that is loaded from a checkpoint.
+
+    With another number of data ranks, all continue at the lowest number of the checkpoint: no number is left out.
+
+    Returns:
+        One number for each data rank of the run. Empty: the run is synchronous.
+    """
+    if not settings.consistency.asynchronous:
+        return ()
+    numbers, dp = manifest.item_numbers, settings.world.dp
+    return numbers if len(numbers) == dp else (min(numbers),) * dp
+
+
 def run_state_in(manifest: Manifest) -> coordinator_pb2.RunState | None:
     """Returns the state of a run that is loaded from a checkpoint.
 
@@ -99,8 +124,20 @@ def require_same_run(manifest: Manifest, run: str, settings: RunSettings, where:
     """Raises RunMismatchError unless a run with these settings can continue from a checkpoint.
 
     The world may differ, see Note: [Resuming in another grid] and Note: [Resuming with other data ranks]. Reduction
-    groups belong to a number of data ranks.
+    groups belong to a number of data ranks. The batches of a synchronous run depend on the step, and those of an
+    asynchronous run on the numbers of the data ranks' work items. Therefore, neither can continue from the other.
     """
+    if settings.consistency.asynchronous != manifest.consistency.asynchronous:
+        raise RunMismatchError(
+            f"run {run!r} cannot continue from checkpoint {where}: the checkpoint has "
+            f"consistency={manifest.consistency}, but this trainer asks for consistency={settings.consistency}, whose "
+            f"batches are numbered otherwise. Pass consistency={manifest.consistency} to join, or start a new run with "
+            "the weights of the checkpoint (shardwell convert)",
+            run=run,
+            name="consistency",
+            expected=manifest.consistency,
+            actual=settings.consistency,
+        )
     facts: list[tuple[str, object, object]] = [("seed", settings.seed, manifest.seed)]
     if settings.world.dp == manifest.world.dp:
         facts.append(("reduction_groups", settings.reduction_groups, manifest.reduction_groups))
@@ -137,4 +174,8 @@ def _commit_from_dict(content: Mapping[str, Any]) -> CommitRecord:
         norm_type=None if norm_type is None else float(norm_type),
         other_norm=None if other_norm is None else float(other_norm),
         skipped=bool(fields["skipped"]),
+        trainer=str(fields.get("trainer", "")),
+        dp_rank=int(fields.get("dp_rank", 0)),
+        item=int(fields.get("item", 0)),
+        base_version=int(fields.get("base_version", 0)),
     )

@@ -28,7 +28,7 @@ from shardwell_server.coordinator.checkpoints.grids import (
     without_buffers,
     without_units,
 )
-from shardwell_server.coordinator.checkpoints.manifests import commits_in, run_state_in
+from shardwell_server.coordinator.checkpoints.manifests import commits_in, first_items_in, run_state_in
 from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.leases.trainers import TrainerLeases
 from shardwell_server.coordinator.placement.placer import UnitPlacer
@@ -290,6 +290,7 @@ class RunRestorer:
         else:
             run.checkpoints.set_source(CheckpointSource(url=restore.url, step=restore.step))
             commits, state = without_units(commits), without_buffers(state)
+        run.checkpoints.set_first_items(first_items_in(manifest, run.settings))
         run.load(units, commits, state)
         fault_points.reach("coordinator.restore.before_record", step=restore.step)
         await retry_async(lambda: self._state.save_loaded(run), errors=ShardwellError, check=_raise_if_deleted)

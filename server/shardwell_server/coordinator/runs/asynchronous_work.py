@@ -24,12 +24,26 @@ from shardwell_wire.v1 import coordinator_pb2
 class AsynchronousWork(Work):
     """The steps in flight, by data rank, with one item each. See Note: [Asynchronous runs]."""
 
+    @property
+    def numbers(self) -> list[int]:
+        """Number of each data rank's next item, which is the number of its committed items."""
+        return [item.number for item in self.items] or self._first_numbers
+
+    @property
+    def _first_numbers(self) -> list[int]:
+        """Number of each data rank's first item: 0, unless the run was loaded from a checkpoint."""
+        return list(self._run.checkpoints.first_items) or [0] * self._run.settings.world.dp
+
     # ---- steps ----
 
     def begin(self, previous: Mapping[int, WorkItem]) -> None:
         """See ``Work``. No item is leased: each trainer asks for its first one."""
         run = self._run
-        items = (self._new_item(rank, replica, WorkState.VACANT) for rank, replica in enumerate(run.replicas))
+        numbers = self._first_numbers
+        items = (
+            self._new_item(rank, replica, WorkState.VACANT, number=numbers[rank])
+            for rank, replica in enumerate(run.replicas)
+        )
         self.steps = tuple(Step(run.committed_step, {item.dp_rank: item}, run.clock()) for item in items)
 
     def restore(self, items: dict[int, WorkItem], versions: Mapping[int, int]) -> None:

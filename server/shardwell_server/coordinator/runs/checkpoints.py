@@ -195,6 +195,8 @@ class RunCheckpoints:
         self.restore: Restore | None = None
         """Set while the run is loaded from a checkpoint."""
         self.restoring = RestoreProgress()
+        self.first_items: tuple[int, ...] = ()
+        """In an asynchronous run that was loaded: the number of each data rank's first work item. Empty: 0 for all."""
         self.source: CheckpointSource | None = None
         """The checkpoint that the run was loaded from last, if it has other units, or may have."""
         self._filling: dict[str, tuple[int, int]] = {}
@@ -221,6 +223,7 @@ class RunCheckpoints:
             "rollback_count": rollback_count,
             "restore": None if restore is None else asdict(restore),
             "source": None if self.source is None else asdict(self.source),
+            "first_items": self.first_items,
         }
         return json.dumps(facts)
 
@@ -232,6 +235,7 @@ class RunCheckpoints:
         self.rollback_count = facts["rollback_count"]
         if (restore := facts["restore"]) is not None:
             self.begin_restore(Restore(**{**restore, "damaged": tuple(restore["damaged"])}), now)
+        self.first_items = tuple(facts.get("first_items", ()))
         if (source := facts.get("source")) is not None:
             self.set_source(CheckpointSource(**source))
         self.saved = [record for record in records if record.is_complete]
@@ -337,6 +341,10 @@ class RunCheckpoints:
     def set_source(self, source: CheckpointSource | None) -> None:
         """Records from which checkpoint units are filled when trainers declare them. None: from none."""
         self.source = source
+
+    def set_first_items(self, numbers: Sequence[int]) -> None:
+        """Records the number of each data rank's first work item after the run was loaded."""
+        self.first_items = tuple(numbers)
 
     def note_filling(self, unit: str, progress: Iterable[tuple[int, int]]) -> None:
         """Records read and total bytes of each server that fills a unit."""

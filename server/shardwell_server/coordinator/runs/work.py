@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Protocol
 
+from shardwell_server.coordinator.runs.checkpoints import RunCheckpoints
 from shardwell_server.coordinator.runs.committed_steps import CommittedSteps
 from shardwell_server.coordinator.runs.copies import WorkTimes
 from shardwell_server.coordinator.runs.members import Member, Members, MemberState
@@ -28,6 +29,7 @@ class WorkingRun(Protocol):
     changed: Signal
     members: Members
     commits: CommittedSteps
+    checkpoints: RunCheckpoints
     work_times: WorkTimes
 
     @property

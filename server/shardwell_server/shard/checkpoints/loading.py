@@ -153,6 +153,8 @@ class ShardLoading:
                 raise outcome
         for shard in shards:
             finish_import(shard, self._source.version)
+        if self._run.rank_versions is not None:
+            self._run.rank_versions.start_at(self._source.version)
 
     async def _fill(self, checkpoint: Checkpoint, destination: ShardState) -> None:
         def fill() -> None:

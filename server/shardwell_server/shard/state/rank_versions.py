@@ -12,10 +12,16 @@ class RankVersions:
 
     def __init__(self) -> None:
         self._versions: dict[int, int] = {}
+        self._first = 0
+        """The version with which the run started on this server."""
+
+    def start_at(self, version: int) -> None:
+        """Makes all ranks read at least this version, because the run was loaded from a checkpoint."""
+        self._first = max(version, self._first)
 
     def of(self, dp_rank: int) -> int:
         """Returns the version that a rank's work item reads."""
-        return self._versions.get(dp_rank, 0)
+        return max(self._versions.get(dp_rank, 0), self._first)
 
     def raise_to(self, dp_rank: int, version: int) -> None:
         """Makes a rank's next work item, or its restarted one, read a later version. An earlier one changes nothing."""

@@ -169,7 +169,7 @@ class ShardStore:
             CapacityError: The shard does not fit the budget.
             RunDeletedError: The run was deleted.
         """
-        identity, layout = spec.run, spec.layout
+        identity = spec.run
         _check_reservation(spec)
         self._check_not_dropped(identity)
         run = self.runs.get(identity.run_id) or self._new_run(identity)
@@ -198,21 +198,28 @@ class ShardStore:
             )
         for shard in replaced:
             self._release(run, shard)
+        shard = self._new_shard(run, spec, role)
+        self.runs.setdefault(identity.run_id, run)
+        return shard
+
+    def _new_shard(self, run: HostedRun, spec: ShardSpec, role: Role) -> UnitShard:
+        """Reserves memory for a shard without content, and adds it to its run. Raises CapacityError."""
+        holds_buffers = spec.layout.holds_buffers
         self.memory.reserve(
             spec.memory_key,
             spec.size_bytes,
             spec.max_contributions,
-            holds_buffers=layout.holds_buffers,
+            holds_buffers=holds_buffers,
             held_versions=spec.held_versions,
         )
-        kind = BufferShard if layout.holds_buffers else UnitShard
+        kind = BufferShard if holds_buffers else UnitShard
         if spec.asynchronous:  # trainers that map the newest version would see it change
             run.read_by_rank()
             shard = kind(spec, self.memory, None, role, None)
         else:
             files = None if run.files is None else ShardFiles(spec, run.files)
             shard = kind(spec, self.memory, self._shared, role, files)
-        self.runs.setdefault(identity.run_id, run).add_shard(shard)
+        run.add_shard(shard)
         return shard
 
     def _new_run(self, identity: RunIdentity) -> HostedRun:
@@ -255,14 +262,7 @@ class ShardStore:
         why = StaleEpochError(f"{shard.what} is filled anew on this server", unit=shard.unit)
         run.remove_shard(shard, why)
         self.memory.release_shard(shard.spec.memory_key)
-        spec = shard.spec
-        self.memory.reserve(
-            spec.memory_key, spec.size_bytes, spec.max_contributions, holds_buffers=spec.layout.holds_buffers
-        )
-        files = None if run.files is None else ShardFiles(shard.spec, run.files)
-        empty = type(shard)(shard.spec, self.memory, self._shared, shard.role, files)
-        run.add_shard(empty)
-        return empty
+        return self._new_shard(run, shard.spec, shard.role)
 
     def retire(self, run_id: str, unit: str, start_bytes: int, placement: int) -> None:
         """Stops serving a shard that belongs to another server, at once. Its memory is released in the background.
