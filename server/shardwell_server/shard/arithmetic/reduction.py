@@ -18,7 +18,7 @@ import torch
 from shardwell_wire.layout import BLOCK_BYTES
 from shardwell_wire.sum_order import Scratch, SumOrder, Term
 
-_SLICE_BYTES = 1 << 20
+SLICE_BYTES = 1 << 20
 """Size of the slices that are summed, divided and squared together, while they are in the cache."""
 
 
@@ -57,6 +57,16 @@ class Reduced:
         return exact_partials(powers)
 
 
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """All segments of a small shard, and the bytes between them, as one vector. One pass adds it for all segments."""
+
+    terms: Sequence[Term]
+    """By ascending data rank. Each [numel]"""
+    out: torch.Tensor
+    """Receives the mean. [numel]"""
+
+
 def reduce_shard(
     terms: Sequence[Sequence[Term]],
     order: SumOrder,
@@ -64,6 +74,7 @@ def reduce_shard(
     first_bytes: Sequence[int],
     *,
     buffer: torch.Tensor | None,
+    whole: Whole | None = None,
 ) -> Reduced:
     """Returns the mean gradients of all segments of a shard, and their share of the norm.
 
@@ -73,17 +84,20 @@ def reduce_shard(
         outs: Receive the results. None if no segment has more than one gradient, and there is one data rank.
         first_bytes: First byte of each segment in the flat vector.
         buffer: Memory that contains ``outs``.
+        whole: All segments as one vector, if every rank has a gradient of each segment.
     """
     gradients: list[torch.Tensor | None] = [None] * len(terms)
     squares: list[float] = []
     scratch = Scratch()
+    if whole is not None:
+        compute_mean(whole.terms, order, whole.out, scratch)
     for number, own in enumerate(terms):
         if not own:
             continue
         mean = own[0][1] if outs is None else outs[number]
         found: list[float] = []
         for here in _slices(mean, first_bytes[number]):
-            if outs is not None:
+            if outs is not None and whole is None:
                 compute_mean([(rank, term[here]) for rank, term in own], order, mean[here], scratch)
             found += block_squares(mean[here], first_bytes[number] + here.start * mean.element_size())
         # A sum of squares may overflow even if all values are finite.
@@ -99,7 +113,7 @@ def _slices(values: torch.Tensor, first_byte: int) -> Iterator[slice]:
     size, stop = values.element_size(), 0
     while stop < values.numel():
         start = stop
-        end_byte = (first_byte + start * size) // BLOCK_BYTES * BLOCK_BYTES + _SLICE_BYTES
+        end_byte = (first_byte + start * size) // BLOCK_BYTES * BLOCK_BYTES + SLICE_BYTES
         stop = min(values.numel(), (end_byte - first_byte) // size)
         yield slice(start, stop)
 

@@ -7,9 +7,10 @@ from functools import partial
 
 import torch
 
-from shardwell_server.shard.arithmetic.reduction import Reduced, reduce_shard
+from shardwell_server.shard.arithmetic.reduction import SLICE_BYTES, Reduced, Whole, reduce_shard
 from shardwell_server.shard.memory.budget import Memory
-from shardwell_wire.sum_order import SumOrder, Term
+from shardwell_server.shard.state.contributions import Contribution
+from shardwell_wire.sum_order import SumOrder
 
 Compute = Callable[[Callable[[], Reduced]], Awaitable[Reduced]]
 """Runs tensor work, in a thread if that is worth it."""
@@ -65,26 +66,49 @@ class MeanGradient:
         self.reduced = Reduced([None] * len(self._starts), None, [], skipped=skipped)
 
     async def compute(
-        self, terms: Sequence[Sequence[Term]], order: SumOrder, file: torch.Tensor | None, compute: Compute
+        self, found: Sequence[tuple[int, Contribution]], order: SumOrder, file: torch.Tensor | None, compute: Compute
     ) -> None:
         """Computes the mean in the run's order of additions.
 
         Args:
-            terms: Gradients of each segment, by ascending data rank.
+            found: The contributions, by ascending data rank.
             order: The order of additions.
             file: Where to write the mean. None: to a buffer, or nowhere if the only gradient is the mean.
             compute: Runs the work.
         """
+        terms = [
+            [(rank, gradient) for rank, own in found if (gradient := own.gradient(number)) is not None]
+            for number in range(len(self._starts))
+        ]
         several = any(order.dp > 1 or len(own) > 1 for own in terms if own)
         buffer = self._memory.pool.acquire(self._size_bytes) if several and file is None else None
         out = buffer if file is None else file
         outs = None if out is None else self._views(out)
+        whole = None if out is None or outs is None else self._whole(found, out, outs)
+        work = partial(reduce_shard, terms, order, outs, self._starts, buffer=buffer, whole=whole)
         try:
-            self.reduced = await compute(partial(reduce_shard, terms, order, outs, self._starts, buffer=buffer))
+            self.reduced = await compute(work)
         except BaseException:
             self.release(buffer)
             raise
         self.in_file = file is not None
+
+    def _whole(
+        self, found: Sequence[tuple[int, Contribution]], out: torch.Tensor, outs: Sequence[torch.Tensor]
+    ) -> Whole | None:
+        """Returns all segments as one vector if the shard is small and every contribution has all of them.
+
+        The bytes between the segments are undefined, so their mean is too. 16-bit gradients need a sum in fp32.
+        """
+        dtypes = {view.dtype for view in outs}
+        if len(outs) < 2 or self._size_bytes > SLICE_BYTES or len(dtypes) > 1 or outs[0].element_size() < 4:
+            return None
+        if not all(view.numel() for view in outs) or any(len(own.present) < len(outs) for _, own in found):
+            return None
+        (dtype,) = dtypes
+        first = outs[0].data_ptr() - out.data_ptr()
+        span = slice(first, first + outs[-1].data_ptr() + outs[-1].nbytes - outs[0].data_ptr())
+        return Whole([(rank, own.buffer[span].view(dtype)) for rank, own in found], out[span].view(dtype))
 
     def compute_write(self, file: torch.Tensor) -> None:
         """Copies the gradients, which are in a contribution, to their file. uint8. [size_bytes]"""

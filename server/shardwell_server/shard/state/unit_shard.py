@@ -329,14 +329,10 @@ class UnitShard:
 
     async def _reduce(self, in_thread: InThread) -> None:
         found = sorted(self._gradients().items())
-        terms = [
-            [(rank, gradient) for rank, own in found if (gradient := own.gradient(number)) is not None]
-            for number in range(len(self.segments))
-        ]
         file = (
             self._files.acquire_mean(self) if self._files is not None and self.max_contributions > 1 and found else None
         )
-        await self.mean.compute(terms, self.order, file, partial(self._compute, in_thread))
+        await self.mean.compute(found, self.order, file, partial(self._compute, in_thread))
 
     def _gradients(self) -> Mapping[int, Contribution]:
         """The gradient of each contributor of the step: its contribution, or its kept gradient if it pushed nothing.
