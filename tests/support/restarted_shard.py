@@ -38,7 +38,7 @@ DP = 2
 STEPS = 3
 OWNER = FolderOwner(server_id="shard-0", coordinator="localhost:1")
 RUN = RunIdentity("run", "0123456789abcdef")
-SHAPES = [(48, 64), (7, 3), (33, 40)]
+SHAPES = [(48, 64), (7, 3), (5, 2), (33, 40)]
 ADAMW = {"lr": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "amsgrad": 0.0, "maximize": 0.0}
 BUFFERS = 2
 """Index of the unit of buffers."""

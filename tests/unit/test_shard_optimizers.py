@@ -12,6 +12,7 @@ import torch
 
 from shardwell_server import optimizer_checks
 from shardwell_server.shard.arithmetic.shard_optimizer import ShardOptimizer
+from shardwell_server.shard.arithmetic.update_pieces import Piece, Progress
 from shardwell_wire.errors import InvalidRequestError
 from shardwell_wire.layout import Parameter, UnitLayout
 from shardwell_wire.optimizers import OPTIMIZERS
@@ -47,7 +48,7 @@ def step_of(algorithm: str, **changes: float) -> common_pb2.OptimizerStep:
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def test_every_algorithm_is_covered() -> None:
@@ -75,6 +76,46 @@ def test_cuts_on_blocks_change_no_bit(algorithm: str, dtype: torch.dtype) -> Non
     assert bits(start) not in results
     assert bool(torch.isfinite(torch.cat(values)).all())
     assert results[1:] == results[:1] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("algorithm", OPTIMIZERS)
+def test_parts_that_one_piece_updates_together_get_the_same_bits(algorithm: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(48, 64), (7, 3), (5, 1), (400, 900), (3, 2), *[(2, 2)] * 70]
+    start = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    steps = [[torch.randn(shape, generator=generator).to(dtype).view(-1) for shape in shapes] for _ in range(3)]
+    settings = step_of(algorithm)
+    settings.clip_value = 0.5
+    together, apart = [value.clone() for value in start], [value.clone() for value in start]
+    optimizer, single = ShardOptimizer(together), [ShardOptimizer([value]) for value in apart]
+    for number, gradients in enumerate(steps):
+        # Some parts have their first update in the second step.
+        present = [gradient if number or part % 3 else None for part, gradient in enumerate(gradients)]
+        optimizer.step(present, settings, [0] * len(shapes), 0.5)
+        for each, gradient in zip(single, present, strict=True):
+            each.step([gradient], settings, [0], 0.5)
+    assert list(map(bits, together)) == list(map(bits, apart))
+    for part, each in enumerate(single):
+        assert {name: bits(tensor) for name, tensor in optimizer.state(part).items()} == {
+            name: bits(tensor) for name, tensor in each.state(0).items()
+        }
+
+
+@pytest.mark.parametrize("algorithm", ["sgd", "adam", "adamw"])
+def test_small_parts_are_updated_by_one_call(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces: list[int] = []
+    run = Progress.run
+
+    def count(self: Progress, piece: Piece) -> None:
+        pieces.append(len(piece.changed))
+        run(self, piece)
+
+    monkeypatch.setattr(Progress, "run", count)
+    optimizer = ShardOptimizer([torch.ones(4, 3) for _ in range(10)])
+    optimizer.step([torch.ones(12)] * 10, step_of(algorithm), [0] * 10, 1.0)
+    changed = {"sgd": [20], "adam": [40, 10], "adamw": [30, 10]}  # values and state tensors, then step counts
+    assert pieces == changed[algorithm]
 
 
 def test_no_algorithm_imports_torchs_compiler() -> None:

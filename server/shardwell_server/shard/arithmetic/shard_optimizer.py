@@ -12,7 +12,7 @@ import torch
 from shardwell_server.optimizer_checks import algorithm_of, allocation_key
 from shardwell_server.shard.arithmetic.algorithms.engines import ENGINES, Engine, Part, Settings, State, torch_settings
 from shardwell_server.shard.arithmetic.averages import AveragedUpdate, Averages
-from shardwell_server.shard.arithmetic.update_pieces import Clipping, Piece, Progress, apply, slice_bytes
+from shardwell_server.shard.arithmetic.update_pieces import Clipping, Piece, Progress, apply, joint_bytes, slice_bytes
 from shardwell_wire.v1 import common_pb2
 
 Key = TypeVar("Key")
@@ -144,8 +144,7 @@ class _Update:
     def _pieces(self) -> Iterator[Piece]:
         yield from self.averages.before()
         for engine, settings, parts in self.groups:
-            for part in parts:
-                yield from engine.pieces(part, settings, self.clipping)
+            yield from engine.all_pieces(parts, settings, self.clipping)
         yield from self.averages.after()
 
 
@@ -173,6 +172,12 @@ class ShardOptimizer:
         self.state_names: list[str] = []
         """Names of the state tensors after the last step, such as ``exp_avg``."""
         self._size_bytes = self._piece_bytes = 0
+        self.revision = 0
+        """Changes whenever ``content`` changes, except for the step counts of ``counted``."""
+        self.counted: tuple[int, ...] = ()
+        """Numbers of the parts that the prepared update changes, or the last one if none is prepared."""
+        self.update_count = 0
+        """Number of updates. Each adds one to the step counts of the parts that were ``counted`` then."""
 
     @property
     def is_updating(self) -> bool:
@@ -262,7 +267,7 @@ class ShardOptimizer:
         if self.is_prepared(present, group_of, key):
             return
         former, allocated, missing = self._allocated, _Allocated(), _Missing()
-        piece_bytes = max(map(slice_bytes, self._values), default=0)
+        largest, total = max(map(slice_bytes, self._values), default=0), 0
         for member in self._members(present, optimizer, group_of):
             if (fresh := self._fresh(member, former.states.get(member.number), missing)) is not None:
                 allocated.states[member.number] = fresh
@@ -273,11 +278,14 @@ class ShardOptimizer:
                 missing.add(torch.empty_like(self._values[number], device="meta"), 0.0, allocated.averages, number)
         missing.allocate(self._allocate)
         self._allocated = allocated
+        self.revision += 1
+        self.counted = tuple(member.number for member in self._members(present, optimizer, group_of))
         for member in self._members(present, optimizer, group_of):
             fresh_state = allocated.states[member.number].state if member.number in allocated.states else {}
             state = {**self._own_state(member), **fresh_state}
-            piece_bytes = max(piece_bytes, member.engine.piece_bytes(self._values[member.number], state))
-        self._piece_bytes = piece_bytes
+            size = member.engine.piece_bytes(self._values[member.number], state)
+            largest, total = max(largest, size), total + size
+        self._piece_bytes = max(largest, joint_bytes(total))
         self._prepared_for = (tuple(present), tuple(group_of), key)
 
     def _fresh(self, member: _Member, former: _Fresh | None, missing: _Missing) -> _Fresh | None:
@@ -373,9 +381,14 @@ class ShardOptimizer:
             if self._algorithms[part.number] not in (None, algorithm):
                 self._step_counts[part.number] = 0
                 self._tensor_count = -1
+            if self._algorithms[part.number] != algorithm or part.fresh:
+                self.revision += 1
             self._algorithms[part.number], self._states[part.number] = algorithm, part.state
             self._step_counts[part.number] += 1
+        if self._allocated.averages:
+            self.revision += 1
         self._allocated = _Allocated()
+        self.update_count += 1
         return update
 
     def _update_statistics(self) -> None:
@@ -425,6 +438,7 @@ class ShardOptimizer:
         averages = {number: part.average for number, part in enumerate(parts) if part.average is not None}
         self.averages.restore(averages, has_started=averages_begun)
         self._allocated, self._prepared_for, self._tensor_count = _Allocated(), None, -1
+        self.revision, self.counted = self.revision + 1, ()
         self._update_statistics()
 
     def steps_of(self, part: int) -> int:

@@ -16,6 +16,10 @@ SLICE_BYTES = 256 * BLOCK_BYTES
 cut at a multiple of 64 bytes."""
 
 
+MAX_JOINT = 64
+"""Most parts that one piece changes together."""
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A part of an update."""
@@ -57,6 +61,27 @@ def apply(pieces: Iterable[Piece], progress: Progress) -> None:
         if number >= progress.done:
             progress.run(piece)
             fault_points.reach("server.update.middle", piece=number)
+
+
+def joint(sizes: Iterable[int]) -> Iterator[int]:
+    """Divides consecutive small parts into groups that one piece changes together; yields the size of each group.
+
+    Args:
+        sizes: Bytes that the update of each part changes.
+    """
+    count = total = 0
+    for size in sizes:
+        if count and (total + size > SLICE_BYTES or count == MAX_JOINT):
+            yield count
+            count = total = 0
+        count, total = count + 1, total + size
+    if count:
+        yield count
+
+
+def joint_bytes(total_bytes: int) -> int:
+    """Returns the most bytes that one piece of several parts changes, if all parts together have this size."""
+    return min(total_bytes, SLICE_BYTES)
 
 
 def slice_bytes(values: Tensor) -> int:

@@ -18,14 +18,14 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from shardwell_server.shard.arithmetic.update_pieces import Piece, Progress
+from shardwell_server.shard.arithmetic.update_pieces import MAX_JOINT, Piece, Progress
 from shardwell_server.shard.memory.shared_memory import SharedBuffer
 from shardwell_wire import fault_points
 
 _WORD = struct.Struct("@Q")
 _STARTED, _PIECE_BITS = 1, 32
 _ALIGNMENT = 64
-_MAX_TENSORS = 16
+_MAX_TENSORS = 5 * MAX_JOINT
 """More tensors than any piece changes."""
 
 

@@ -14,9 +14,10 @@ Note: [Failed updates]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from torch.optim.sgd import sgd
 
 from shardwell_server.shard.arithmetic.algorithms.lamb import lamb
 from shardwell_server.shard.arithmetic.algorithms.lion import lion
-from shardwell_server.shard.arithmetic.update_pieces import Clipping, Piece, slice_bytes, slices
+from shardwell_server.shard.arithmetic.update_pieces import Clipping, Piece, joint, slice_bytes, slices
 from shardwell_wire.optimizers import OPTIMIZERS, StateShape, StateTensor
 
 Settings = Mapping[str, Any]
@@ -118,8 +119,16 @@ class Engine:
             state[name].nbytes for name in self._scalars if name in state
         )
 
+    def all_pieces(self, parts: Sequence[Part], settings: Settings, clipping: Clipping) -> Iterator[Piece]:
+        """Yields the pieces of the update of several parts, in place. Run each piece before the next one is requested.
+
+        They are the same for the same parts, in every process.
+        """
+        for part in parts:
+            yield from self.pieces(part, settings, clipping)
+
     def pieces(self, part: Part, settings: Settings, clipping: Clipping) -> Iterator[Piece]:
-        """Yields the pieces of the update of one part, in place. Run each piece before the next one is requested."""
+        """Yields the pieces of the update of one part."""
         if self._whole_tensors:
             changed = (part.values, *part.state.values())
             gradient = part.gradient
@@ -148,7 +157,36 @@ class Engine:
         self._function([values], [gradient], *lists, **self._options, **chosen)
 
 
-class _AdamKernel(Engine):
+class _FusedEngine(Engine):
+    """An engine whose kernel takes lists of tensors and updates one after the other.
+
+    One call updates many small parts. The bits are those of one call per part.
+    """
+
+    def all_pieces(self, parts: Sequence[Part], settings: Settings, clipping: Clipping) -> Iterator[Piece]:
+        for kind, group in groupby(parts, partial(self._kind, settings)):
+            alike = list(group)
+            if kind is None:
+                yield from super().all_pieces(alike, settings, clipping)
+                continue
+            start = 0
+            for count in joint(self.piece_bytes(part.values, part.state) for part in alike):
+                together, start = alike[start : start + count], start + count
+                if count == 1:
+                    yield from self.pieces(together[0], settings, clipping)
+                else:
+                    yield from self._joint_pieces(together, settings, clipping)
+
+    def _kind(self, settings: Settings, part: Part) -> Hashable | None:
+        """Returns a key that is equal for parts that one call can update. None: no call can update others with it."""
+        return part.values.dtype if slice_bytes(part.values) == part.values.nbytes else None
+
+    def _joint_pieces(self, parts: Sequence[Part], settings: Settings, clipping: Clipping) -> Iterator[Piece]:
+        """Yields the pieces of the update of several small parts."""
+        raise NotImplementedError
+
+
+class _AdamKernel(_FusedEngine):
     """torch's fused Adam or AdamW. The kernel expects that steps are already counted."""
 
     def pieces(self, part: Part, settings: Settings, clipping: Clipping) -> Iterator[Piece]:
@@ -169,13 +207,45 @@ class _AdamKernel(Engine):
             yield Piece(partial(run, values, gradient, state), changed, atomic=True)
         yield Piece(lambda: count.add_(1), (count,), atomic=True)
 
+    def _joint_pieces(self, parts: Sequence[Part], settings: Settings, clipping: Clipping) -> Iterator[Piece]:
+        counts, values = [part.state["step"] for part in parts], [part.values for part in parts]
+        moments = [
+            [part.state[name] for part in parts] if _is_enabled(tensor, settings) else []
+            for name, tensor in self._state.items()
+            if name != "step"
+        ]
+        steps = [count + 1 for count in counts]
 
-class _Sgd(Engine):
+        def run() -> None:
+            gradients = [clipping.apply(part.gradient) for part in parts]
+            self._function(values, gradients, *moments, steps, **settings)
+
+        yield Piece(run, [*values, *(tensor for tensors in moments for tensor in tensors)], atomic=True)
+        yield Piece(lambda: torch._foreach_add_(counts, 1), counts, atomic=True)
+
+
+class _Sgd(_FusedEngine):
     """torch's fused SGD.
 
     The kernel leaves all but the last few elements of 16-bit parameters unchanged (torch 2.13, CPU), so these take the
     plain loop.
     """
+
+    def _kind(self, settings: Settings, part: Part) -> Hashable | None:
+        if part.values.element_size() <= 2 or (kind := super()._kind(settings, part)) is None:
+            return None
+        return kind, "momentum_buffer" in part.fresh
+
+    def _joint_pieces(self, parts: Sequence[Part], settings: Settings, clipping: Clipping) -> Iterator[Piece]:
+        values = [part.values for part in parts]
+        buffers = [part.state["momentum_buffer"] for part in parts] if settings["momentum"] else []
+        is_first_step = bool(buffers) and "momentum_buffer" in parts[0].fresh
+
+        def run() -> None:
+            gradients = [clipping.apply(part.gradient) for part in parts]
+            torch._fused_sgd_(values, gradients, buffers, is_first_step=is_first_step, **settings)
+
+        yield Piece(run, [*values, *buffers], atomic=True)
 
     def pieces(self, part: Part, settings: Settings, clipping: Clipping) -> Iterator[Piece]:
         if part.values.element_size() <= 2:
