@@ -157,7 +157,7 @@ def _is_garbage(path: Path, owner: Mapping[str, Any]) -> bool:
 
 
 def _changed_at(path: Path) -> float:
-    """Returns when a folder's files changed last: every update of a shard replaces its record."""
+    """Returns when a server changed the files of its folder last. Updates in place count once in an hour."""
     try:
         return path.stat().st_mtime
     except OSError:

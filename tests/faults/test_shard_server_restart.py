@@ -107,6 +107,20 @@ def test_step_is_repeated_or_continued_from_every_point(point: str, dp: int, tmp
         assert (found["hash"], found["held"]) == (expected["hash"], 3)
 
 
+@pytest.mark.parametrize("dp", [1, 2])
+def test_step_goes_on_from_every_record_that_no_step_word_continues(dp: int, tmp_path: Path, shards: Shards) -> None:
+    case = ("adamw", "float32", dp)
+    expected = shards.finish(tmp_path / "whole", *case)
+    for nth in range(4, 40):  # the first records are those of the three published shards
+        folder = tmp_path / f"killed-{nth}"
+        folder.mkdir()
+        if shards.play(folder, *case, ("server.record.replaced", nth))["code"] == 0:
+            break  # fewer records were replaced
+        found = shards.play(folder, *case, None)
+        assert (found["hash"], found["held"]) == (expected["hash"], 3), nth
+    assert 10 < nth < 39
+
+
 # Real processes.
 
 

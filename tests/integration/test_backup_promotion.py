@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shardwell_server.shard.memory.shared_memory import SharedMemory
-from shardwell_server.shard.state import shard_record
+from shardwell_server.shard.state import taking_up
 from shardwell_wire.errors import NotFoundError, StaleEpochError
 from shardwell_wire.server_folders import FolderOwner
 from shardwell_wire.v1 import shard_pb2
@@ -67,7 +67,8 @@ def test_a_process_can_take_up_a_promoted_shard_with_the_step_that_is_due(tmp_pa
         pair.push(1)
         pair.primary.prepare(1, optimizer=adam(pair.primary, 1).optimizer)
         pair.promote(2 if pending else 1)
-        (record,) = map(shard_record.decode, shared.records().values())
+        (record, _), *others = [taking_up.read(shared, data) for data in shared.records().values()]
+        assert not others
         assert record.version == 1
         assert (record.prepared is not None) == pending
 

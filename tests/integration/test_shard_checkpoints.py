@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from shardwell_server.shard.memory.shared_memory import SharedMemory
-from shardwell_server.shard.state import shard_record, version_capture
+from shardwell_server.shard.state import taking_up, version_capture
 from shardwell_wire import fault_points
 from shardwell_wire.checkpoints.folder import RunFolder
 from shardwell_wire.checkpoints.local_storage import LocalStorage
@@ -358,7 +358,8 @@ def test_loaded_shards_can_be_taken_up_by_the_next_process(server: ShardServer, 
         loading.begin_restore(1)  # the server has not heard of the run before
         resumed.reserve()
         loading.load(2)
-        (record,) = map(shard_record.decode, shared.records().values())
+        (record, _), *others = [taking_up.read(shared, data) for data in shared.records().values()]
+        assert not others
         assert (record.version, [part.step_count for part in record.parts]) == (2, [2, 2, 2])
 
 

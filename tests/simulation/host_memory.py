@@ -75,6 +75,9 @@ class SimulatedSharedMemory(SharedMemory):
     def remove_record(self, name: str) -> None:
         self._host.records.pop(name, None)
 
+    def note_use(self) -> None:
+        pass  # nobody removes simulated folders
+
     def remove_all_but(self, names: Collection[str]) -> None:
         for kept in (self._host.files, self._host.records):
             for name in [name for name in kept if name not in names]:

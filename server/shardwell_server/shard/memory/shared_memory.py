@@ -7,7 +7,9 @@ import logging
 import mmap
 import os
 import secrets
+import time
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,9 +51,12 @@ _ADVICE = {
 }
 """What the user can do, by error number. Every mapped file uses one file descriptor."""
 
+_NOTED_EVERY_S = 3600.0
+"""Much less than ``server_folders.KEPT_S``, after which the folder of a dead server is removed."""
 
-_PROGRESS_AT = 64
-"""Position of the progress word in the header of a shard's file: another cache line than the version."""
+_PROGRESS_AT, _STEP_AT = 64, 72
+"""Positions of the progress word and of the step word in the header of a shard's file: another cache line than the
+version."""
 
 
 class ShmReserve:
@@ -121,6 +126,8 @@ class ShardFile:
         """uint8. [size_bytes]"""
         self.progress = self._head[_PROGRESS_AT : _PROGRESS_AT + 8]
         """One word for the progress of an update. Trainers do not read it."""
+        self.step_word = self._head[_STEP_AT : _STEP_AT + 8]
+        """One word for the step that the shard has reached; see ``step_word.py``. Trainers do not read it."""
         if is_new:
             self.show(UPDATING)
 
@@ -169,6 +176,7 @@ class SharedMemory:
         """True if the next process of this server can take up shards from the files."""
         self._reserve = ShmReserve(directory, DEFAULT_DIRECTORY)
         self._warned = False
+        self._noted_at = time.monotonic()
 
     def offered(self) -> bool:
         """Returns True if there is free space beyond the reserve; logs a warning otherwise."""
@@ -254,6 +262,13 @@ class SharedMemory:
     def remove_record(self, name: str) -> None:
         """Removes a record. Harmless if there is none."""
         (self._directory / name).unlink(missing_ok=True)
+
+    def note_use(self) -> None:
+        """Call when a file changes in place. Renews the folder's time of change, at most once in an hour."""
+        if (now := time.monotonic()) - self._noted_at > _NOTED_EVERY_S:
+            self._noted_at = now
+            with suppress(OSError):
+                os.utime(self._directory)
 
     def remove_all_but(self, names: Collection[str]) -> None:
         """Removes the files of a former process, except some and the folder's own."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -26,7 +27,9 @@ from shardwell_server.shard.state.shard_record import (
     encode_spec,
 )
 from shardwell_server.shard.state.shard_spec import ShardSpec
+from shardwell_server.shard.state.step_word import MAX_UPDATES, Prepared, StepWord, next_generation
 from shardwell_server.shard.state.undo_area import SharedProgress, UndoArea, area_bytes
+from shardwell_wire import fault_points
 from shardwell_wire.errors import CapacityError
 
 logger = logging.getLogger(__name__)
@@ -114,12 +117,24 @@ class RunFiles:
             self.undo = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """The record in the folder, as far as a step word can continue it."""
+
+    content: tuple[object, ...]
+    """Everything that the record describes, except the numbers in a step word."""
+    generation: int
+    present: Sequence[int]
+    update_count: int
+    """``ShardOptimizer.update_count`` when the record was written."""
+
+
 class ShardFiles:
     """The shared files of one shard, besides its values, and the record that describes them all.
 
-    The record is written whenever the shard reaches a state from which another process can continue: published,
-    prepared, ready to update, updated. If something that the next update needs is not in shared memory, there is no
-    record, and the shard ends with the process.
+    The state is saved whenever the shard reaches one from which another process can continue: published, prepared,
+    ready to update, updated. See Note: [Records and step words] in ``step_word.py``. If something that the next update
+    needs is not in shared memory, there is no record, and the shard ends with the process.
 
     Args:
         spec: The shard.
@@ -130,16 +145,23 @@ class ShardFiles:
         self._spec, self._run = spec, run
         self._shared, self._memory = run.shared, run.memory
         self._name = new_record_name()
-        self._written: bytes | None = None
+        self._exists = False
+        """Whether there is a record."""
+        self._generation = 0
+        """Generation of the last record."""
+        self._recorded: _Recorded | None = None
+        """None: there is no record of this process."""
+        self._word: StepWord | None = None
+        """The last step word."""
         self._prepared = False
-        """Whether the record names a prepared step."""
+        """Whether a step is saved as prepared."""
         self.mean: SharedBuffer | None = None
         """The mean gradient of the step in flight, or the new values of buffers. Laid out like the shard."""
         self._arenas: list[SharedBuffer] = []
         """Files of the optimizer's state."""
         self._encoded_spec = encode_spec(spec)
         self._places: dict[tuple[object, ...], TensorPlace] = {}
-        """Places of state tensors by address, dtype and shape: a record is written twice per step."""
+        """Places of state tensors by address, dtype and shape."""
 
     # ---- memory ----
 
@@ -199,33 +221,34 @@ class ShardFiles:
     # ---- the record ----
 
     def save(self, shard: DescribedShard, version: int | None = None, *, prepared: bool = True) -> None:
-        """Writes the record if it has changed.
+        """Saves the shard's state, for the next process.
 
         Args:
             shard: The shard.
             version: The version that an update has just made. None: the published version.
-            prepared: Whether to name the prepared step, if there is one.
+            prepared: Whether to save the prepared step, if there is one.
         """
         if shard.optimizer is not None and shard.optimizer.is_updating:
-            return  # the record describes the state before the update
-        record = self._describe(shard, version, prepared=prepared and version is None)
-        if record is None:
+            return  # the saved state is the one before the update
+        if shard.version is None or shard.values_file is None or not shard.is_described:
             self.remove_record()
             return
-        self._prepared = record.prepared is not None
-        if (data := record.encode(self._encoded_spec)) == self._written:
-            return
-        try:
-            self._shared.write_record(self._name, data)
-            self._written = data
-        except OSError as error:
-            logger.warning("%s cannot be taken up after a restart: cannot write its record: %s", self._spec.what, error)
-            self.remove_record()
+        step = self._prepared_record(shard) if prepared and version is None else None
+        version = shard.version if version is None else version
+        self._prepared = step is not None
+        if not self._continues_record(shard, step):
+            self._replace_record(shard, shard.values_file, version, step)
+        if self._recorded is not None:
+            updates = _update_count(shard) - self._recorded.update_count
+            kind = Prepared.NO if step is None else step.kind
+            self._write_word(shard.values_file, StepWord(self._recorded.generation, version, updates, kind))
 
     def remove_record(self) -> None:
         """Removes the record: another process cannot take up the shard."""
-        self._written, self._prepared = None, False
-        self._shared.remove_record(self._name)
+        self._recorded, self._word, self._prepared = None, None, False
+        if self._exists:
+            self._shared.remove_record(self._name)
+            self._exists = False
 
     def close(self) -> None:
         """Removes the record and the files."""
@@ -239,30 +262,66 @@ class ShardFiles:
             self._memory.note_shared(-self._spec.size_bytes)
             self.mean = None
 
-    def _describe(self, shard: DescribedShard, version: int | None, *, prepared: bool) -> ShardDescription | None:
-        """Returns the record. None if the shard is not published or not entirely in shared memory."""
-        values = shard.values_file
-        if shard.version is None or values is None or not shard.is_described:
-            return None
+    def _continues_record(self, shard: DescribedShard, step: PreparedRecord | None) -> bool:
+        """Returns whether a step word can describe the state."""
+        recorded = self._recorded
+        if recorded is None or recorded.content != self._content(shard):
+            return False
+        if step is not None and step.present and step.present != recorded.present:
+            return False
+        return _update_count(shard) - recorded.update_count <= MAX_UPDATES
+
+    def _content(self, shard: DescribedShard) -> tuple[object, ...]:
+        optimizer = shard.optimizer
+        state = None if optimizer is None else (optimizer.revision, optimizer.averages.has_started)
+        return shard.values_file, self.mean, self._run.undo, optimizer, state
+
+    def _write_word(self, values: ShardFile, word: StepWord) -> None:
+        if word != self._word:
+            word.write(values.step_word)
+            self._word = word
+            self._shared.note_use()
+
+    def _replace_record(
+        self, shard: DescribedShard, values: ShardFile, version: int, step: PreparedRecord | None
+    ) -> None:
+        """Writes a new record, or removes the record if the shard is not entirely in shared memory."""
         content = OptimizerContent() if shard.optimizer is None else shard.optimizer.content()
-        self._drop_unused(content)
+        arenas = self._used(content)
+        present = step.present if step is not None else self._recorded.present if self._recorded is not None else ()
+        generation = next_generation(self._generation)
         try:
             parts = [self._part_record(part) for part in content.parts]
         except LookupError:
-            return None
+            self.remove_record()
+            return
         undo = self._run.undo
-        buffers = [*self._arenas, *([self.mean] if self.mean else []), *([undo.shared] if undo else [])]
-        return ShardDescription(
+        buffers = [*arenas, *([self.mean] if self.mean else []), *([undo.shared] if undo else [])]
+        description = ShardDescription(
             spec=self._spec,
-            version=shard.version if version is None else version,
+            version=version,
             values=values.name,
             files={buffer.name: buffer.tensor.numel() for buffer in buffers},
             parts=parts,
             averages_started=content.averages_started,
             undo=undo.shared.name if undo else None,
             mean=self.mean.name if self.mean else None,
-            prepared=self._prepared_record(shard) if prepared else None,
+            prepared=step,
+            generation=generation,
+            present=present,
+            counted=() if shard.optimizer is None else shard.optimizer.counted,
         )
+        try:
+            self._exists = True
+            self._shared.write_record(self._name, description.encode(self._encoded_spec))
+        except OSError as error:
+            logger.warning("%s cannot be taken up after a restart: cannot write its record: %s", self._spec.what, error)
+            self.remove_record()
+            return
+        self._generation = generation
+        self._recorded = _Recorded(self._content(shard), generation, present, _update_count(shard))
+        fault_points.reach("server.record.replaced", version=version)
+        self._keep_only(arenas)
 
     def _prepared_record(self, shard: DescribedShard) -> PreparedRecord | None:
         present = shard.recorded_segments
@@ -298,17 +357,24 @@ class ShardFiles:
                 return arena
         raise LookupError("the tensor is in ordinary memory")
 
-    def _drop_unused(self, content: OptimizerContent) -> None:
-        """Removes files whose state was replaced by that of another optimizer."""
+    def _used(self, content: OptimizerContent) -> list[SharedBuffer]:
+        """Returns the files that contain state of the optimizer. Others have the state of a former optimizer."""
         if len(self._arenas) < 2:
-            return
+            return list(self._arenas)
         addresses = [tensor.data_ptr() for part in content.parts for tensor in part.tensors]
-        for arena in list(self._arenas):
-            start = arena.tensor.data_ptr()
-            if not any(start <= address < start + arena.tensor.numel() for address in addresses):
-                arena.unlink()
-                self._arenas.remove(arena)
-                self._places.clear()  # another file may be mapped at the same address
+        ranges = [(arena, arena.tensor.data_ptr()) for arena in self._arenas]
+        return [
+            arena
+            for arena, start in ranges
+            if any(start <= address < start + arena.tensor.numel() for address in addresses)
+        ]
+
+    def _keep_only(self, arenas: Sequence[SharedBuffer]) -> None:
+        """Removes all other files of the optimizer's state, which the record no longer names."""
+        for arena in [arena for arena in self._arenas if arena not in arenas]:
+            arena.unlink()
+            self._arenas.remove(arena)
+            self._places.clear()  # another file may be mapped at the same address
 
     @property
     def names(self) -> list[str]:
@@ -318,9 +384,10 @@ class ShardFiles:
 
     # ---- taking up ----
 
-    def take_up(self, name: str, record: ShardDescription, data: bytes) -> None:
+    def take_up(self, name: str, record: ShardDescription) -> None:
         """Opens the files of a record that a former process wrote. Raises OSError or ValueError if one is missing."""
-        self._name, self._written, self._prepared = name, data, record.prepared is not None
+        self._name, self._exists, self._generation = name, True, record.generation
+        self._prepared = record.prepared is not None
         special = {record.mean, record.undo}
         self._arenas = [self._shared.open(file, size) for file, size in record.files.items() if file not in special]
         if record.mean is not None:
@@ -333,6 +400,10 @@ class ShardFiles:
         if arena is None or place.offset_bytes + place.size_bytes > arena.tensor.numel():
             raise ValueError(f"its file {place.file} has no tensor at {place.offset_bytes}")
         return _view(arena, place.offset_bytes, getattr(torch, place.dtype), place.shape)
+
+
+def _update_count(shard: DescribedShard) -> int:
+    return 0 if shard.optimizer is None else shard.optimizer.update_count
 
 
 def _view(arena: SharedBuffer, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:

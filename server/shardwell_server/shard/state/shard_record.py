@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,11 +13,12 @@ import xxhash
 
 from shardwell_server.shard.arithmetic.update_pieces import SLICE_BYTES
 from shardwell_server.shard.state.shard_spec import ShardSpec
+from shardwell_server.shard.state.step_word import Prepared, StepWord
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.v1 import common_pb2
 
-FORMAT = 2
+FORMAT = 3
 """Changes with every change of the record or of the pieces of updates."""
 
 
@@ -65,6 +66,13 @@ class PreparedRecord:
     """Numbers of the segments that have a mean gradient, or a new value in a shard of buffers."""
     skipped: bool
 
+    @property
+    def kind(self) -> Prepared:
+        """How a step word names the step."""
+        if self.skipped:
+            return Prepared.SKIPPED
+        return Prepared.GRADIENTS if self.present else Prepared.EMPTY
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardDescription:
@@ -85,6 +93,27 @@ class ShardDescription:
     """File of the mean gradient, or of the new values of buffers."""
     prepared: PreparedRecord | None = None
     """None: no step is prepared."""
+    generation: int = 1
+    """Generation of the record. See Note: [Records and step words] in ``step_word.py``."""
+    present: Sequence[int] = ()
+    """What ``PreparedRecord.present`` is in the steps that step words name as prepared with gradients."""
+    counted: Sequence[int] = ()
+    """Numbers of the parts that the updates counted by step words change."""
+
+    def continued(self, word: StepWord) -> ShardDescription:
+        """Returns the state that a step word of this record leads to. A word of another record changes nothing."""
+        if word.generation != self.generation:
+            return self
+        prepared = {
+            Prepared.NO: None,
+            Prepared.GRADIENTS: PreparedRecord(self.present, skipped=False),
+            Prepared.SKIPPED: PreparedRecord([], skipped=True),
+            Prepared.EMPTY: PreparedRecord([], skipped=False),
+        }[word.prepared]
+        parts = list(self.parts)
+        for number in self.counted:
+            parts[number] = replace(parts[number], step_count=parts[number].step_count + word.updates)
+        return replace(self, version=word.version, parts=parts, prepared=prepared)
 
     def encode(self, spec: Mapping[str, Any]) -> bytes:
         """Returns the record as JSON, after its checksum.
@@ -98,7 +127,19 @@ class ShardDescription:
 
 
 _NUMBERS = ("index", "start_bytes", "stop_bytes", "dp", "placement")
-_FIELDS = ("version", "values", "files", "parts", "averages_started", "undo", "mean", "prepared")
+_FIELDS = (
+    "version",
+    "values",
+    "files",
+    "parts",
+    "averages_started",
+    "undo",
+    "mean",
+    "prepared",
+    "generation",
+    "present",
+    "counted",
+)
 
 
 def encode_spec(spec: ShardSpec) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from shardwell_server.shard.state.buffer_shard import BufferShard
 from shardwell_server.shard.state.runs import HostedRun
 from shardwell_server.shard.state.shard_files import RunFiles, ShardFiles
 from shardwell_server.shard.state.shard_record import PartRecord, ShardDescription
+from shardwell_server.shard.state.step_word import StepWord
 from shardwell_server.shard.state.undo_area import UndoArea
 from shardwell_server.shard.state.unit_shard import UnitShard
 from shardwell_wire.errors import ShardwellError
@@ -96,11 +97,10 @@ class ShardsOfFormer:
         return others
 
     def _take(self, name: str, data: bytes) -> None:
-        record = shard_record.decode(data)
+        record, values = read(self._shared, data)
         spec, key = record.spec, (record.spec.run.run_id, record.spec.unit, record.spec.start_bytes)
         if key in self._shards:
             raise ValueError(f"{spec.what} has two records")
-        values = ShardFile(self._shared.open(record.values, HEAD_BYTES + spec.size_bytes), is_new=False)
         if values.shown not in (record.version, UPDATING):
             raise ValueError(f"{spec.what} shows version {values.shown}, expected {record.version}")
         run = self._runs.setdefault(spec.run.run_id, RunFiles(self._shared, self._memory))
@@ -112,7 +112,7 @@ class ShardsOfFormer:
             spec.memory_key, spec.size_bytes, spec.max_contributions, holds_buffers=spec.layout.holds_buffers
         )
         try:
-            self._restore(shard, files, name, data, record, values)
+            self._restore(shard, files, name, record, values)
         except BaseException:
             self._memory.release_shard(spec.memory_key)
             raise
@@ -124,17 +124,33 @@ class ShardsOfFormer:
             run.take_up(UndoArea(self._shared.open(record.undo, record.files[record.undo])))
 
     def _restore(
-        self, shard: UnitShard, files: ShardFiles, name: str, data: bytes, record: ShardDescription, values: ShardFile
+        self, shard: UnitShard, files: ShardFiles, name: str, record: ShardDescription, values: ShardFile
     ) -> None:
         if values.shown == UPDATING and record.prepared is None:
             # The update of the version before was complete, but its end was not shown.
             values.show(record.version)
-        files.take_up(name, record, data)
+        files.take_up(name, record)
         grant = Grant(self._memory, shard.initial_quota, shard.size_bytes, reserved=shard.initial_quota.try_acquire())
         shard.take_up_values(values, record.version, grant)
         parts = [_part(files, part) for part in record.parts]
         content = OptimizerContent(parts, record.averages_started)
         shard.take_up(content, None if files.mean is None else files.mean.tensor, record.prepared)
+
+
+def read(shared: SharedMemory, data: bytes) -> tuple[ShardDescription, ShardFile]:
+    """Returns the state that a former process saved for a shard, and the file of its values.
+
+    Args:
+        shared: Shared memory with the files.
+        data: The shard's record.
+
+    Raises:
+        ValueError: The record is damaged, or another version of the software wrote it.
+        OSError: The file of the values is missing.
+    """
+    record = shard_record.decode(data)
+    values = ShardFile(shared.open(record.values, HEAD_BYTES + record.spec.size_bytes), is_new=False)
+    return record.continued(StepWord.read(values.step_word)), values
 
 
 def _part(files: ShardFiles, part: PartRecord) -> PartContent:

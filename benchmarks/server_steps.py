@@ -1,0 +1,152 @@
+"""Measures what a step of many small units costs one shard server: ``python -m benchmarks.server_steps``.
+
+One process plays the server and the coordinator's requests. Gradients are contributions already, so the times are those
+of the reductions, ``PrepareStep`` and ``Update``, without requests of trainers. The shards can be taken up by another
+process of the server, as in a cluster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field
+
+import torch
+
+from benchmarks.report import summarize, to_table
+from benchmarks.server_optimizer import to_step
+from shardwell_server.shard.memory.shared_memory import SharedMemory
+from shardwell_server.shard.requests import steps
+from shardwell_server.shard.requests.peers import NoPeers
+from shardwell_server.shard.requests.replication import Replicator
+from shardwell_server.shard.state.contributions import Contribution
+from shardwell_server.shard.state.runs import HostedRun
+from shardwell_server.shard.state.shard_spec import ShardSpec
+from shardwell_server.shard.state.store import ShardStore
+from shardwell_wire.layout import Parameter, UnitLayout
+from shardwell_wire.run_identity import RunIdentity
+from shardwell_wire.server_folders import DEFAULT_DIRECTORY, FolderOwner
+from shardwell_wire.v1 import common_pb2, shard_pb2
+
+RUN = RunIdentity("benchmark", "0123456789abcdef")
+OWNER = FolderOwner(server_id="benchmark", coordinator="none")
+SIZE = 64
+"""Units are ``Linear(64, 64)``."""
+
+
+@dataclass
+class Times:
+    """CPU milliseconds per step, by activity."""
+
+    reduce: list[float] = field(default_factory=list)
+    prepare: list[float] = field(default_factory=list)
+    update: list[float] = field(default_factory=list)
+
+
+class Server:
+    """A shard server without rpcs, with one run.
+
+    Args:
+        store: The server's shards.
+        unit_count: Number of units.
+        dp: Number of data ranks.
+        algorithm: The optimizer.
+    """
+
+    def __init__(self, store: ShardStore, unit_count: int, dp: int, algorithm: str) -> None:
+        self._store, self._dp = store, dp
+        self._replicator = Replicator(store, NoPeers())
+        self._optimizer = to_step(algorithm)
+        parameters = (Parameter("weight", (SIZE, SIZE), "float32"), Parameter("bias", (SIZE,), "float32"))
+        self._layouts = [UnitLayout(f"unit{number}", parameters) for number in range(unit_count)]
+        del self._optimizer.units[:]
+        for number in range(unit_count):
+            self._optimizer.units.add(unit_index=number, group_indices=[0] * len(parameters))
+
+    @property
+    def _run(self) -> HostedRun:
+        return self._store.runs[RUN.run_id]
+
+    async def begin(self) -> None:
+        """Publishes the initial values."""
+        for index, layout in enumerate(self._layouts):
+            size_bytes = layout.size_bytes
+            spec = ShardSpec(run=RUN, layout=layout, index=index, start_bytes=0, stop_bytes=size_bytes, dp=self._dp)
+            shard = self._store.reserve(spec)
+            room = self._store.memory.incoming(size_bytes, shard.initial_quota, wait_s=1.0, what=shard.what)
+            async with room as received:
+                received.buffer.view(torch.float32).normal_()
+                shard.values.accept_initial(0, received)
+            self._run.publish(layout.unit, 0)
+        self._gradients = [torch.randn(size_bytes // 4).view(torch.uint8) for _ in range(self._dp)]
+
+    async def step(self, step: int, times: Times) -> None:
+        """Runs one step."""
+        for shard in self._run.published:
+            for rank, buffer in enumerate(self._gradients):
+                views = shard.views(buffer)
+                shard.contributions.add(rank, Contribution(0, 0, buffer, views, lambda: None, {0, 1}, [None]))
+
+        async def reduce() -> None:
+            for shard in self._run.published:
+                await shard.reduce_ahead(self._store.in_thread)
+
+        context = common_pb2.RequestContext(step=step)
+        parts = [common_pb2.UnitParts(unit_index=index, part_count=1) for index in range(len(self._layouts))]
+        ranks = [shard_pb2.RankManifest(dp_rank=rank, units=parts) for rank in range(self._dp)]
+        prepare = shard_pb2.PrepareStepRequest(context=context, ranks=ranks, dp=self._dp, optimizer=self._optimizer)
+        update = shard_pb2.UpdateRequest(context=context, optimizer=self._optimizer, clip_coefficient=1.0)
+        times.reduce.append(await _cpu_ms(reduce))
+        in_thread = self._store.in_thread
+        times.prepare.append(await _cpu_ms(lambda: steps.prepare(self._run, in_thread, prepare, self._replicator)))
+        times.update.append(await _cpu_ms(lambda: steps.update(self._run, in_thread, update)))
+
+
+async def _cpu_ms(work: Callable[[], Awaitable[object]]) -> float:
+    started = time.process_time()
+    await work()
+    return (time.process_time() - started) * 1e3
+
+
+async def measure(store: ShardStore, unit_count: int, dp: int, algorithm: str, step_count: int) -> Times:
+    """Returns the times of steps after a few that allocate memory."""
+    server, times = Server(store, unit_count, dp, algorithm), Times()
+    await server.begin()
+    for step in range(5):
+        await server.step(step, Times())
+    gc.collect()
+    for step in range(5, 5 + step_count):
+        await server.step(step, times)
+    return times
+
+
+def main() -> None:
+    """Prints CPU milliseconds per step."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--units", type=int, nargs="+", default=[10, 100])
+    parser.add_argument("--dp", type=int, nargs="+", default=[2, 16])
+    parser.add_argument("--optimizers", nargs="+", default=["sgd", "adamw"])
+    parser.add_argument("--steps", type=int, default=30)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = []
+    for unit_count in options.units:
+        for dp in options.dp:
+            for algorithm in options.optimizers:
+                with ThreadPoolExecutor(1) as threads, closing(SharedMemory(DEFAULT_DIRECTORY, OWNER)) as shared:
+                    store = ShardStore(1 << 30, threads, shared)
+                    times = asyncio.run(measure(store, unit_count, dp, algorithm, options.steps))
+                medians = [summarize(found).median for found in (times.reduce, times.prepare, times.update)]
+                per_unit = sum(medians) / unit_count * 1e3
+                rows.append([unit_count, dp, algorithm, *(f"{each:.2f}" for each in medians), f"{per_unit:.0f}"])
+    head = ["units", "ranks", "optimizer", "reduce, ms", "prepare, ms", "update, ms", "us per unit"]
+    print(to_table(head, [list(map(str, row)) for row in rows]))
+
+
+if __name__ == "__main__":
+    main()
