@@ -221,7 +221,6 @@ def test_spare_computes_the_items_of_a_lost_trainer_and_none_beyond_the_loop(
     ("options", "message"),
     [
         ({"world": shardwell.World(dp=1, tp=2)}, r"world=World\(dp=1, tp=2"),
-        ({"backups": 1}, "backups=1"),
         ({"transfers": shardwell.TransferOptions(host_cache_bytes=1)}, "host_cache_bytes=1"),
         ({"transfers": shardwell.TransferOptions(node_group="gloo")}, "node_group='gloo'"),
         (

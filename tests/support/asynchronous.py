@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from shardwell_wire.consistency import ASYNCHRONOUS, Consistency
+from shardwell_wire.errors import StepRestartedError
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support.coordinator import Harness, Trainer
 from tests.support.coordinator_steps import team_with_unit
@@ -17,6 +20,19 @@ async def take_item(trainer: Trainer) -> coordinator_pb2.CommitStepResponse:
     assert response.committed
     trainer.version = response.next_work.step
     return response
+
+
+async def take_restarted_item(trainer: Trainer) -> coordinator_pb2.CommitStepResponse:
+    """Finishes and commits an item, and computes it again as often as it is restarted."""
+    while True:
+        answer = await trainer.finish(trainer.version, wait_s=5)
+        if answer.HasField("work"):
+            trainer.version = answer.work.step
+        elif answer.all_finished:
+            with suppress(StepRestartedError):
+                response = await trainer.commit(trainer.version, wait_s=5)
+                trainer.version = response.next_work.step
+                return response
 
 
 async def team(cluster: Harness, *names: str, consistency: Consistency = ASYNCHRONOUS) -> list[Trainer]:

@@ -60,7 +60,14 @@ class Trainer:
         self.name, self.epoch, self.run_id = joined.trainer, joined.epoch, joined.run_id
         self.items = {item.global_rank: item for item in joined.work.items}
         self.version = joined.work.step
+        self._named: dict[int, coordinator_pb2.ItemName] = {}
+        """The item that the trainer computed from each version."""
+        self._note(joined.work)
         self.ranks = [rank_assignment.coordinates.global_rank for rank_assignment in joined.rank_assignments]
+
+    def _note(self, work: coordinator_pb2.StepWork) -> None:
+        for item in work.items:
+            self._named[work.step] = coordinator_pb2.ItemName(dp_rank=item.dp_rank, number=item.number)
 
     def context(self, step: int, epoch: int | None = None, request_id: str = "") -> common_pb2.RequestContext:
         return common_pb2.RequestContext(
@@ -99,22 +106,29 @@ class Trainer:
             wait_s=wait_s,
         )
         self.items.update({item.global_rank: item for item in response.work.items})
+        self._note(response.work)
         return response
 
     async def commit(self, step: int, *, wait_s: float = 0.0, **changes: Any) -> coordinator_pb2.CommitStepResponse:
-        fields: dict[str, Any] = {"optimizer": optimizer(), "clip_coefficient": 1.0}
+        fields: dict[str, Any] = {"optimizer": optimizer(), "clip_coefficient": 1.0, "item": self._named.get(step)}
         response: coordinator_pb2.CommitStepResponse = await self.rpcs.call(
             "CommitStep", context=self.context(step), trainer=self.name, wait_s=wait_s, **(fields | changes)
         )
         if response.committed:
             self.items = {item.global_rank: item for item in response.next_work.items}
+            self._note(response.next_work)
         return response
 
     async def prepare(
         self, step: int, *, norm_type: float = 0.0, wait_s: float = 5.0
     ) -> coordinator_pb2.PrepareGradientsResponse:
         return await self.rpcs.call(
-            "PrepareGradients", context=self.context(step), trainer=self.name, norm_type=norm_type, wait_s=wait_s
+            "PrepareGradients",
+            context=self.context(step),
+            trainer=self.name,
+            norm_type=norm_type,
+            item=self._named.get(step),
+            wait_s=wait_s,
         )
 
     async def try_reset(
@@ -125,6 +139,7 @@ class Trainer:
             context=self.context(step, self.items[rank].epoch, request_id),
             trainer=self.name,
             global_rank=rank,
+            item_number=self.items[rank].number,
             wait_s=wait_s,
         )
 
@@ -361,6 +376,7 @@ def finished_item(item: coordinator_pb2.WorkItem, parts: dict[int, int] | None =
         epoch=item.epoch,
         attempt=item.attempt,
         copy=item.copy,
+        number=item.number,
         units=[
             common_pb2.UnitParts(unit_index=unit_index, part_count=count)
             for unit_index, count in ({0: 1} if parts is None else parts).items()

@@ -11,6 +11,7 @@ import pytest
 from shardwell_server.coordinator.relocation import keeper
 from shardwell_server.coordinator.runs.run import Run
 from shardwell_server.coordinator.storage.records import BackupState
+from shardwell_wire.consistency import SYNCHRONOUS, Consistency
 from shardwell_wire.errors import StepRestartedError
 from shardwell_wire.topology import World
 from shardwell_wire.v1 import coordinator_pb2
@@ -23,10 +24,12 @@ def remove_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keeper, "_PAUSE_S", 0.002)
 
 
-async def started(cluster: Harness, *names: str, backups: int = 1, units: int = 2) -> list[Trainer]:
+async def started(
+    cluster: Harness, *names: str, backups: int = 1, units: int = 2, consistency: Consistency = SYNCHRONOUS
+) -> list[Trainer]:
     """Trainers of a run whose units are published, with all backups in sync."""
     names = names or ("a", "b")
-    settings = config(World(dp=len(names)), min_trainers=len(names))
+    settings = config(World(dp=len(names)), min_trainers=len(names), consistency=consistency)
     settings.backups = backups
     trainers = await asyncio.gather(*(cluster.join(name, wait_s=5, config=settings) for name in names))
     for index in range(units):

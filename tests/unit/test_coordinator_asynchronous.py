@@ -187,7 +187,7 @@ def test_a_restarted_coordinator_continues_every_item(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"backups": 1}, "backups=1"),
+        ({"reduction_groups": [2, 1]}, "reduction_groups=(2, 1)"),
         ({"world": common_pb2.World(dp=1, tp=2, pp=1)}, "tp=1 and pp=1"),
     ],
 )
@@ -209,7 +209,6 @@ def test_requests_that_need_a_synchronous_run_are_rejected(tmp_path: Path) -> No
             a, _ = await team(cluster, "a", "b")
             await a.finish(0)
             requests = [
-                cluster.call("SetBackups", run="r", backups=1),
                 cluster.call("RebalanceRun", run="r"),
                 a.declare(buffers("b", "running_mean")),
                 a.commit(0, optimizer=optimizer(groups=[-2])),

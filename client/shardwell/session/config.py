@@ -345,7 +345,6 @@ class JoinConfig:
         world, transfers = self.world, self.transfers
         for conflicts, option, reason in (
             (world.tp * world.pp > 1, f"world={world}", "the trainers of a replica commit together"),
-            (self.backups, f"backups={self.backups}", "backups follow one version"),
             (
                 transfers.host_cache_bytes,
                 f"host_cache_bytes={transfers.host_cache_bytes}",

@@ -17,7 +17,7 @@ from shardwell.session.membership import Membership
 from shardwell.session.servers import ShardServers
 from shardwell.session.step_state import FinishedStep, StepState, WorkItemState
 from shardwell.transport.route_stats import DIRECT
-from shardwell_wire.errors import CapacityError, StaleEpochError, VersionGoneError
+from shardwell_wire.errors import CapacityError, StaleEpochError, StepRestartedError, VersionGoneError
 from shardwell_wire.v1 import coordinator_pb2
 
 
@@ -160,14 +160,19 @@ class ItemPushes:
             trainer=self._membership.trainer,
             global_rank=rank,
             attempt=item.item.attempt,
+            item_number=item.item.number,
         )
-        response: coordinator_pb2.ResetWorkResponse = self._membership.poll(
-            "ResetWork",
-            request,
-            lambda answer: answer.HasField("item"),
-            what=f"the servers to drop the gradient of rank {rank} in step {step}",
-            with_replica=True,
-        )
+        try:
+            response: coordinator_pb2.ResetWorkResponse = self._membership.poll(
+                "ResetWork",
+                request,
+                lambda answer: answer.HasField("item"),
+                what=f"the servers to drop the gradient of rank {rank} in step {step}",
+                with_replica=True,
+            )
+        except StepRestartedError:  # in an asynchronous run: the item is computed again from another version
+            item.give_up()
+            return
         self._state.restart_item(item, response.item)
         self._servers.release_gradient_buffers(item.item.dp_rank)
         if self.feedback is not None:

@@ -140,7 +140,15 @@ class StepCommitter:
         except ShardwellError as error:
             logger.info("the last work item was not reported: %s", error)
 
-    def grad_norm(self, step: int, norm_type: float, counted: Sequence[int] = (), kept: Sequence[int] = ()) -> GradNorm:
+    def grad_norm(
+        self,
+        step: int,
+        norm_type: float,
+        counted: Sequence[int] = (),
+        kept: Sequence[int] = (),
+        *,
+        item: coordinator_pb2.ItemName | None = None,
+    ) -> GradNorm:
         """Returns the norm, before clipping, of the mean gradient of a step whose work is finished.
 
         Args:
@@ -148,6 +156,7 @@ class StepCommitter:
             norm_type: The norm's p.
             counted: Units of this trainer to include. Empty: all units of the run.
             kept: Units of this trainer to leave out.
+            item: This trainer's item, in an asynchronous run.
 
         Raises:
             DeadlineError: The servers did not reduce the gradient in time.
@@ -160,6 +169,7 @@ class StepCommitter:
             norm_type=0.0 if norm_type == 2.0 else norm_type,
             unit_indices=counted if kept else (),
             kept_unit_indices=kept,
+            item=item,
         )
         started = time.perf_counter()
         response: coordinator_pb2.PrepareGradientsResponse = self._membership.poll(
@@ -179,6 +189,8 @@ class StepCommitter:
         *,
         unit_order: Sequence[int],
         state: coordinator_pb2.RunState,
+        item: coordinator_pb2.ItemName | None = None,
+        item_limit: int | None = None,
     ) -> coordinator_pb2.CommitStepResponse:
         """Sends this trainer's step proposal; returns when the step is committed. See ``StepInFlight.commit``.
 
@@ -187,6 +199,8 @@ class StepCommitter:
             update: The update to apply.
             unit_order: Indices of the units in the order of the forward. The servers update units in this order.
             state: State of the run beside the parameters.
+            item: This trainer's item, in an asynchronous run.
+            item_limit: As in ``finish_work``.
 
         Raises:
             StepRestartedError: Work of the step was restarted.
@@ -200,6 +214,8 @@ class StepCommitter:
             norm_attempts=update.norm_attempts,
             unit_order=unit_order,
             state=state,
+            item=item,
+            item_limit=item_limit,
         )
         fault_points.reach("client.commit.before", step=step)
         started = time.perf_counter()

@@ -200,7 +200,7 @@ class StepInFlight:
                 if step == self.state.position:
                     self._finish_plain_loop()
                     step = self.state.number
-                return self._committer.grad_norm(step, norm_type, counted, kept)
+                return self._committer.grad_norm(step, norm_type, counted, kept, item=self.state.item_name)
         except VersionGoneError:
             if not self.state.in_batches:
                 raise
@@ -270,6 +270,8 @@ class StepInFlight:
             update,
             unit_order=self._units.forward_order(),
             state=coordinator_pb2.RunState(step=step, tracked_json=self._tracked.to_json()),
+            item=self.state.item_name,
+            item_limit=self.state.item_limit,
         )
 
     def _mark_late_drops(self, optimizer: common_pb2.OptimizerStep) -> None:

@@ -149,6 +149,7 @@ class WorkItemState:
             copy=self.item.copy,
             summed_dp_ranks=sorted(self.summed),
             gradient_checksums=self.checksums.to_proto(),
+            number=self.item.number,
         )
 
 
@@ -248,6 +249,14 @@ class StepState:
                 state.drop(unit_index, indices)
         self.items.update({state.item.global_rank: state for state in added})
         return added
+
+    @property
+    def item_name(self) -> coordinator_pb2.ItemName | None:
+        """The only work item of this trainer in an asynchronous run. None: there is none, or the run is synchronous."""
+        if not self.asynchronous or not self.items:
+            return None
+        (only,) = self.items.values()
+        return coordinator_pb2.ItemName(dp_rank=only.item.dp_rank, number=only.item.number)
 
     @property
     def unfinished(self) -> list[WorkItemState]:

@@ -205,7 +205,12 @@ class WorkItems:
         return []
 
     def _start(self, work: coordinator_pb2.StepWork) -> list[WorkItemState]:
-        """Starts the item of an asynchronous run that this trainer has waited for. It reads a later version."""
+        """Starts the item of an asynchronous run that this trainer has waited for, or has to compute again.
+
+        It reads a later version.
+        """
+        for item in self._state.items.values():
+            self._store.pushes.forget_pushes(item)
         self._state.restart(work.step, work.items, work.position)
         self._state.start_batches()
         self._units.invalidate()

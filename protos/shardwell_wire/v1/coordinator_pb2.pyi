@@ -1449,6 +1449,7 @@ class ResetWorkRequest(google.protobuf.message.Message):
     GLOBAL_RANK_FIELD_NUMBER: builtins.int
     WAIT_S_FIELD_NUMBER: builtins.int
     ATTEMPT_FIELD_NUMBER: builtins.int
+    ITEM_NUMBER_FIELD_NUMBER: builtins.int
     trainer: builtins.str
     """Name of the trainer."""
     global_rank: builtins.int
@@ -1459,6 +1460,8 @@ class ResetWorkRequest(google.protobuf.message.Message):
     """Attempt that the caller gives up. If a newer attempt has begun, because another trainer of the replica restarted the
     item, nothing is restarted, and the response contains the newer attempt. Unset: the current attempt.
     """
+    item_number: builtins.int
+    """WorkItem.number of the item. Only read in an asynchronous run."""
     @property
     def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
         """context.epoch: the epoch of the lease on the logical rank."""
@@ -1471,9 +1474,10 @@ class ResetWorkRequest(google.protobuf.message.Message):
         global_rank: builtins.int = ...,
         wait_s: builtins.float = ...,
         attempt: builtins.int | None = ...,
+        item_number: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_attempt", b"_attempt", "attempt", b"attempt", "context", b"context"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_attempt", b"_attempt", "attempt", b"attempt", "context", b"context", "global_rank", b"global_rank", "trainer", b"trainer", "wait_s", b"wait_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_attempt", b"_attempt", "attempt", b"attempt", "context", b"context", "global_rank", b"global_rank", "item_number", b"item_number", "trainer", b"trainer", "wait_s", b"wait_s"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_attempt", b"_attempt"]) -> typing.Literal["attempt"] | None: ...
 
 global___ResetWorkRequest = ResetWorkRequest
@@ -1518,6 +1522,7 @@ class FinishedItem(google.protobuf.message.Message):
     COPY_FIELD_NUMBER: builtins.int
     SUMMED_DP_RANKS_FIELD_NUMBER: builtins.int
     GRADIENT_CHECKSUMS_FIELD_NUMBER: builtins.int
+    NUMBER_FIELD_NUMBER: builtins.int
     global_rank: builtins.int
     """The logical rank."""
     epoch: builtins.int
@@ -1526,6 +1531,8 @@ class FinishedItem(google.protobuf.message.Message):
     """Attempt at the item."""
     copy: builtins.bool
     """WorkItem.copy. A copy has no effect if the other trainer has finished the item before."""
+    number: builtins.int
+    """WorkItem.number."""
     @property
     def units(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[shardwell_wire.v1.common_pb2.UnitParts]:
         """Number of parts pushed per unit, including units of buffers."""
@@ -1555,10 +1562,33 @@ class FinishedItem(google.protobuf.message.Message):
         copy: builtins.bool = ...,
         summed_dp_ranks: collections.abc.Iterable[builtins.int] | None = ...,
         gradient_checksums: collections.abc.Iterable[global___GradientChecksums] | None = ...,
+        number: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "copy", b"copy", "epoch", b"epoch", "global_rank", b"global_rank", "gradient_checksums", b"gradient_checksums", "summed_dp_ranks", b"summed_dp_ranks", "units", b"units", "written_buffers", b"written_buffers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "copy", b"copy", "epoch", b"epoch", "global_rank", b"global_rank", "gradient_checksums", b"gradient_checksums", "number", b"number", "summed_dp_ranks", b"summed_dp_ranks", "units", b"units", "written_buffers", b"written_buffers"]) -> None: ...
 
 global___FinishedItem = FinishedItem
+
+@typing.final
+class ItemName(google.protobuf.message.Message):
+    """A work item of an asynchronous run. The item stays the same when it is computed again, also from another version."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DP_RANK_FIELD_NUMBER: builtins.int
+    NUMBER_FIELD_NUMBER: builtins.int
+    dp_rank: builtins.int
+    """Its data rank."""
+    number: builtins.int
+    """WorkItem.number."""
+    def __init__(
+        self,
+        *,
+        dp_rank: builtins.int = ...,
+        number: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dp_rank", b"dp_rank", "number", b"number"]) -> None: ...
+
+global___ItemName = ItemName
 
 @typing.final
 class GradientChecksums(google.protobuf.message.Message):
@@ -1750,6 +1780,7 @@ class PrepareGradientsRequest(google.protobuf.message.Message):
     WAIT_S_FIELD_NUMBER: builtins.int
     UNIT_INDICES_FIELD_NUMBER: builtins.int
     KEPT_UNIT_INDICES_FIELD_NUMBER: builtins.int
+    ITEM_FIELD_NUMBER: builtins.int
     trainer: builtins.str
     """Name of the trainer."""
     norm_type: builtins.float
@@ -1770,6 +1801,10 @@ class PrepareGradientsRequest(google.protobuf.message.Message):
         the norm is computed when trainers have named all units.
         """
 
+    @property
+    def item(self) -> global___ItemName:
+        """The caller's work item. Required in an asynchronous run, unused in a synchronous one."""
+
     def __init__(
         self,
         *,
@@ -1779,9 +1814,11 @@ class PrepareGradientsRequest(google.protobuf.message.Message):
         wait_s: builtins.float = ...,
         unit_indices: collections.abc.Iterable[builtins.int] | None = ...,
         kept_unit_indices: collections.abc.Iterable[builtins.int] | None = ...,
+        item: global___ItemName | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["context", b"context", "kept_unit_indices", b"kept_unit_indices", "norm_type", b"norm_type", "trainer", b"trainer", "unit_indices", b"unit_indices", "wait_s", b"wait_s"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_item", b"_item", "context", b"context", "item", b"item"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_item", b"_item", "context", b"context", "item", b"item", "kept_unit_indices", b"kept_unit_indices", "norm_type", b"norm_type", "trainer", b"trainer", "unit_indices", b"unit_indices", "wait_s", b"wait_s"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_item", b"_item"]) -> typing.Literal["item"] | None: ...
 
 global___PrepareGradientsRequest = PrepareGradientsRequest
 
@@ -1866,6 +1903,8 @@ class CommitStepRequest(google.protobuf.message.Message):
     WAIT_S_FIELD_NUMBER: builtins.int
     STAGED_PARTITIONS_FIELD_NUMBER: builtins.int
     NORM_ATTEMPTS_FIELD_NUMBER: builtins.int
+    ITEM_FIELD_NUMBER: builtins.int
+    ITEM_LIMIT_FIELD_NUMBER: builtins.int
     trainer: builtins.str
     """Name of the trainer."""
     clip_coefficient: builtins.float
@@ -1876,6 +1915,8 @@ class CommitStepRequest(google.protobuf.message.Message):
     """PrepareGradientsResponse.attempts of the norm from which clip_coefficient was computed. The commit is rejected if
     a work item has been restarted since. Unset: no norm was used.
     """
+    item_limit: builtins.int
+    """As in FinishWorkRequest. next_work contains no item from this number on."""
     @property
     def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
         """context.epoch: JoinResponse.epoch."""
@@ -1896,6 +1937,10 @@ class CommitStepRequest(google.protobuf.message.Message):
     def staged_partitions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PartitionWork]:
         """Leases whose partitions the trainer has staged in this step, including those of earlier requests."""
 
+    @property
+    def item(self) -> global___ItemName:
+        """The caller's work item. Required in an asynchronous run, unused in a synchronous one."""
+
     def __init__(
         self,
         *,
@@ -1908,9 +1953,15 @@ class CommitStepRequest(google.protobuf.message.Message):
         wait_s: builtins.float = ...,
         staged_partitions: collections.abc.Iterable[global___PartitionWork] | None = ...,
         norm_attempts: builtins.int | None = ...,
+        item: global___ItemName | None = ...,
+        item_limit: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_norm_attempts", b"_norm_attempts", "_state", b"_state", "context", b"context", "norm_attempts", b"norm_attempts", "optimizer", b"optimizer", "state", b"state"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_norm_attempts", b"_norm_attempts", "_state", b"_state", "clip_coefficient", b"clip_coefficient", "context", b"context", "norm_attempts", b"norm_attempts", "optimizer", b"optimizer", "staged_partitions", b"staged_partitions", "state", b"state", "trainer", b"trainer", "unit_order", b"unit_order", "wait_s", b"wait_s"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_item", b"_item", "_item_limit", b"_item_limit", "_norm_attempts", b"_norm_attempts", "_state", b"_state", "context", b"context", "item", b"item", "item_limit", b"item_limit", "norm_attempts", b"norm_attempts", "optimizer", b"optimizer", "state", b"state"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_item", b"_item", "_item_limit", b"_item_limit", "_norm_attempts", b"_norm_attempts", "_state", b"_state", "clip_coefficient", b"clip_coefficient", "context", b"context", "item", b"item", "item_limit", b"item_limit", "norm_attempts", b"norm_attempts", "optimizer", b"optimizer", "staged_partitions", b"staged_partitions", "state", b"state", "trainer", b"trainer", "unit_order", b"unit_order", "wait_s", b"wait_s"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_item", b"_item"]) -> typing.Literal["item"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_item_limit", b"_item_limit"]) -> typing.Literal["item_limit"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_norm_attempts", b"_norm_attempts"]) -> typing.Literal["norm_attempts"] | None: ...
     @typing.overload

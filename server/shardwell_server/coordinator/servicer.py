@@ -369,6 +369,7 @@ class CoordinatorServicer:
                 run,
                 member,
                 request.context.step,
+                _item_name(run, request),
                 norm_type=_norm_type(request.norm_type),
                 wait_s=_wait_s(call, request.wait_s),
                 counted=request.unit_indices,
@@ -388,6 +389,8 @@ class CoordinatorServicer:
             state=request.state if request.HasField("state") else None,
             norm_attempts=request.norm_attempts if request.HasField("norm_attempts") else None,
         )
+        if request.HasField("item_limit"):
+            member.note_item_limit(request.item_limit)
         with member.serving_rpc(self._state.clock):
             response = await self._coordinator.step_requests.commit_step(
                 run,
@@ -396,6 +399,7 @@ class CoordinatorServicer:
                 proposal,
                 _wait_s(call, request.wait_s),
                 request.staged_partitions,
+                _item_name(run, request),
             )
         self._issuer.prove_leases(run, response.next_work.items)
         self._issuer.prove_leases(run, response.partitions)
@@ -574,6 +578,13 @@ def _in_progress(request: coordinator_pb2.HeartbeatRequest, now: float) -> ItemI
     item = request.item_in_progress
     _check_seconds("item_in_progress.for_s", item.for_s)
     return ItemInProgress(item.step, item.global_rank, now - item.for_s)
+
+
+def _item_name(
+    run: Run, request: coordinator_pb2.PrepareGradientsRequest | coordinator_pb2.CommitStepRequest
+) -> coordinator_pb2.ItemName | None:
+    """Returns the caller's item in an asynchronous run. None: it is not named, or the run is synchronous."""
+    return request.item if run.asynchronous and request.HasField("item") else None
 
 
 def _check_seconds(what: str, value: float) -> None:

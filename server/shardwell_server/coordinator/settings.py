@@ -130,7 +130,6 @@ def _check_asynchronous(consistency: Consistency, world: World, config: coordina
     """Raises InvalidRequestError if a run has a setting that only synchronous runs can have."""
     for reason, what in (
         (world.replica_size > 1, f"{world}, but needs tp=1 and pp=1"),
-        (config.backups, f"backups={config.backups}, but shards have no backups"),
         (
             config.reduction_groups,
             f"reduction_groups={tuple(config.reduction_groups)}, but the gradient of each rank is applied by itself",

@@ -32,7 +32,7 @@ from shardwell_server.coordinator.servers.shard_servers import ShardServers
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.storage.records import CommitRecord
 from shardwell_server.coordinator.waiting import poll
-from shardwell_wire.errors import StepStateError, VersionGoneError
+from shardwell_wire.errors import InvalidRequestError, StepRestartedError, StepStateError, VersionGoneError
 from shardwell_wire.v1 import coordinator_pb2
 
 
@@ -77,9 +77,12 @@ class StepRequests:
 
         Reports of former attempts have no effect. If the caller's items were restarted, the response contains them.
         """
-        step = _step_in_flight(run, member, number)
-        if step is None and isinstance(run.work, AsynchronousWork) and not reports:
-            return await self._start_item(run, run.work, member, wait_s)
+        if isinstance(run.work, AsynchronousWork):
+            step, is_committed = _reported_step(run, run.work, member, number, reports)
+            if step is None and not is_committed:
+                return await self._start_item(run, run.work, member, wait_s)
+        else:
+            step = _step_in_flight(run, number)
         if step is None:
             return coordinator_pb2.FinishWorkResponse(all_finished=True, placement=run.relocations.announced)
         member.note_behind(False)
@@ -197,6 +200,7 @@ class StepRequests:
         Raises:
             VersionGoneError: The step is committed.
             StaleEpochError: The item was leased to another trainer.
+            StepRestartedError: In an asynchronous run, the item is computed again from another version.
         """
 
         async def check() -> WorkItem | None:
@@ -216,7 +220,7 @@ class StepRequests:
             raise VersionGoneError(
                 f"step {number} is committed, so its work cannot be reset", step=number, version=run.committed_step
             )
-        step = _step_in_flight(run, member, number)
+        step = _step_of(run, member, number, request.global_rank, request.item_number)
         if step is None:
             raise VersionGoneError(f"step {number} is committed, so its work cannot be reset", step=number)
         item = step.require_leased(member.name, request.global_rank, request.context.epoch)
@@ -242,6 +246,7 @@ class StepRequests:
         run: Run,
         member: Member,
         number: int,
+        item: coordinator_pb2.ItemName | None = None,
         *,
         norm_type: float,
         wait_s: float,
@@ -254,6 +259,7 @@ class StepRequests:
             run: The run.
             member: The trainer that sent the request.
             number: Number of the step.
+            item: The trainer's item, in an asynchronous run.
             norm_type: Type of another norm to compute besides the Euclidean norm. 0: none.
             wait_s: Longest time to wait in seconds.
             counted: Units of this trainer over which to compute the norms. Empty: all units of the run.
@@ -265,14 +271,14 @@ class StepRequests:
             StepRestartedError: The caller must still compute work of the step.
             VersionGoneError: The step is committed and its norms are no longer kept.
         """
-        step = _step_in_flight(run, member, number)
+        step = _named_step(run, member, number, item)
         if step is not None and kept and step.note_counted(counted, kept):
             run.changed.notify()
 
         async def check() -> PreparedGradients | None:
             run.require_member(member.name, member.epoch)
             if step is None or not run.work.is_in_flight(step):
-                return _committed_norms(run, member, number, norm_type)
+                return _committed_norms(run, number, item, norm_type)
             self._servers.require_available(run)
             step.require_finished(member.name)
             if not step.all_finished or (kept and step.uncounted(run.units.layouts)):
@@ -304,17 +310,19 @@ class StepRequests:
         proposal: StepProposal,
         wait_s: float,
         staged: Sequence[coordinator_pb2.PartitionWork] = (),
+        item: coordinator_pb2.ItemName | None = None,
     ) -> coordinator_pb2.CommitStepResponse:
         """Adds a trainer's proposal and waits until the step is committed.
 
         If the optimizer runs on the trainers, the response may instead contain optimizer partitions for the caller to
-        update. ``staged`` names the partitions that the caller has already staged.
+        update. ``staged`` names the partitions that the caller has already staged, ``item`` the caller's item in an
+        asynchronous run.
 
         Raises:
             HyperparameterMismatchError: The proposal differs from the leader's.
             StepRestartedError: The caller's own work is not finished, or it clips by an outdated norm.
         """
-        step = _step_in_flight(run, member, number)
+        step = _named_step(run, member, number, item)
         if step is None or not step.proposals.prove_valid(proposal):
             validate_proposal(proposal, run.units.layouts, run.units.cuts)
             if run.asynchronous:
@@ -331,15 +339,20 @@ class StepRequests:
         async def check() -> coordinator_pb2.CommitStepResponse | None:
             run.require_member(member.name, member.epoch)
             if step is None or not run.work.is_in_flight(step):
-                return self._committed_response(run, member, number, proposal)
-            return await self._try_commit(run, member, step, proposal)
+                return self._committed_response(run, member, number, item, proposal)
+            return await self._try_commit(run, member, step, item, proposal)
 
         response = await poll(run.changed, check, wait_s)
         await self._state.save(run)
         return response or coordinator_pb2.CommitStepResponse(waiting_for=self._explain(run))
 
     async def _try_commit(
-        self, run: Run, member: Member, step: Step, proposal: StepProposal
+        self,
+        run: Run,
+        member: Member,
+        step: Step,
+        item: coordinator_pb2.ItemName | None,
+        proposal: StepProposal,
     ) -> coordinator_pb2.CommitStepResponse | None:
         """Commits the step if all work is finished and the leader has proposed. Otherwise returns None."""
         self._servers.require_available(run)
@@ -357,7 +370,9 @@ class StepRequests:
                 if not step.partitions.all_staged:
                     return None
             await self._committer.commit(run, step)
-        return None if run.work.is_in_flight(step) else self._committed_response(run, member, step.number, proposal)
+        if run.work.is_in_flight(step):
+            return None
+        return self._committed_response(run, member, step.number, item, proposal)
 
     async def _partitions_for(self, run: Run, member: Member, step: Step) -> list[coordinator_pb2.PartitionWork]:
         """Returns the optimizer partitions that a trainer must update, once the gradients are reduced."""
@@ -368,10 +383,15 @@ class StepRequests:
         return step.partitions.assign(member.name, position, run.members.live, run.next_epoch)
 
     def _committed_response(
-        self, run: Run, member: Member, number: int, proposal: StepProposal
+        self,
+        run: Run,
+        member: Member,
+        number: int,
+        item: coordinator_pb2.ItemName | None,
+        proposal: StepProposal,
     ) -> coordinator_pb2.CommitStepResponse:
         """Returns the response for a committed step, with the caller's current work and the run's current state."""
-        record = _record_of(run, member, number)
+        record = _record_of(run, number, item)
         if isinstance(run.work, AsynchronousWork):
             run.work.start_item(member.name)
         elif record is not None:
@@ -402,11 +422,63 @@ class StepRequests:
         return explain_stall(run, self._state.cluster, self._state.clock()).lines
 
 
-def _step_in_flight(run: Run, member: Member, number: int) -> Step | None:
-    """Returns the step in flight, or None if step ``number`` is committed. Raises StepStateError for a later step.
+def _step_in_flight(run: Run, number: int) -> Step | None:
+    """Returns the step in flight of a synchronous run, or None if step ``number`` is committed.
 
-    In an asynchronous run, the number is the version that the trainer's item reads.
+    Raises:
+        StepStateError: The step has not started.
     """
+    _require_started(run, number)
+    return run.work.steps[0] if number == run.committed_step else None
+
+
+def _step_of(run: Run, member: Member, number: int, dp_rank: int, item_number: int) -> Step | None:
+    """Returns the step in flight that has an item, or None if it is committed.
+
+    Args:
+        run: The run.
+        member: The trainer that computes the item.
+        number: Number of the step, which is the version that the item reads.
+        dp_rank: Data rank of the item, in an asynchronous run.
+        item_number: Number of the item, in an asynchronous run.
+
+    Raises:
+        StepStateError: The step has not started.
+        StepRestartedError: In an asynchronous run, the item is computed again from another version.
+    """
+    if not isinstance(run.work, AsynchronousWork):
+        return _step_in_flight(run, number)
+    _require_started(run, number)
+    return run.work.find_step(member.name, number, dp_rank, item_number)
+
+
+def _named_step(run: Run, member: Member, number: int, item: coordinator_pb2.ItemName | None) -> Step | None:
+    """As ``_step_of``. Raises InvalidRequestError if an item is required and not named."""
+    if item is None and run.asynchronous:
+        raise InvalidRequestError(
+            f"item is not set: run {run.name!r} has consistency={run.settings.consistency}, in which the request names "
+            "the work item"
+        )
+    return _step_of(run, member, number, item.dp_rank if item else 0, item.number if item else 0)
+
+
+def _reported_step(
+    run: Run, work: AsynchronousWork, member: Member, number: int, reports: Sequence[coordinator_pb2.FinishedItem]
+) -> tuple[Step | None, bool]:
+    """Returns the step in flight of a reported item, and whether the item is committed.
+
+    Returns:
+        None and False if no item is reported, or if the reported one is computed again: the trainer wants an item.
+    """
+    _require_started(run, number)
+    try:
+        steps = [work.find_step(member.name, number, report.global_rank, report.number) for report in reports]
+    except StepRestartedError:
+        return None, False
+    return (steps[0], steps[0] is None) if steps else (None, False)
+
+
+def _require_started(run: Run, number: int) -> None:
     if not run.started:
         raise StepStateError(f"run {run.name!r} has not started: wait until Join returns started=True")
     if number > run.committed_step:
@@ -414,19 +486,17 @@ def _step_in_flight(run: Run, member: Member, number: int) -> Step | None:
             f"step {number} of run {run.name!r} has not started: step {run.committed_step} is in flight",
             step=run.committed_step,
         )
-    if run.asynchronous:
-        own = (step for step in run.work.steps if not step.is_vacant and step.items_of(member.name))
-        return next((step for step in own if step.number == number), None)
-    return run.work.steps[0] if number == run.committed_step else None
 
 
-def _record_of(run: Run, member: Member, number: int) -> CommitRecord | None:
-    """Returns the record of a committed step. In an asynchronous run: of the trainer's item that read a version."""
-    return run.commits.find_item(member.name, number) if run.asynchronous else run.commits.find(number)
+def _record_of(run: Run, number: int, item: coordinator_pb2.ItemName | None) -> CommitRecord | None:
+    """Returns the record of a committed step. In an asynchronous run: of a trainer's item. None: it is not kept."""
+    return run.commits.find(number) if item is None else run.commits.find_item(item.dp_rank, item.number)
 
 
-def _committed_norms(run: Run, member: Member, number: int, norm_type: float) -> PreparedGradients:
-    record = _record_of(run, member, number)
+def _committed_norms(
+    run: Run, number: int, item: coordinator_pb2.ItemName | None, norm_type: float
+) -> PreparedGradients:
+    record = _record_of(run, number, item)
     prepared = None if record is None else PreparedGradients(record.grad_norm, _other_norm(record))
     if prepared is None or not prepared.has(norm_type):
         raise VersionGoneError(

@@ -52,6 +52,7 @@ class ShardCopies:
                 reduction_groups=run.settings.reduction_groups,
                 placement=placement,
                 role=shard_pb2.SHARD_ROLE_BACKUP,
+                asynchronous=run.asynchronous,
             ),
         )
         target = self._state.cluster.require(backup.server_id)

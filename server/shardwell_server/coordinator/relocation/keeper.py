@@ -35,7 +35,6 @@ from shardwell_server.coordinator.storage.records import BackupRecord, BackupSta
 from shardwell_wire.errors import (
     CapacityError,
     DeadlineError,
-    InvalidRequestError,
     ShardwellError,
     UnavailableError,
 )
@@ -111,12 +110,7 @@ class BackupKeeper:
     # Changes of what is wanted
 
     def set_count(self, run: Run, backups: int) -> None:
-        """Changes the number of backups of a run's shards. Raises InvalidRequestError in an asynchronous run."""
-        if backups and run.asynchronous:
-            raise InvalidRequestError(
-                f"backups={backups}: run {run.name!r} has consistency={run.settings.consistency}, in which shards have "
-                "no backups. Use SYNCHRONOUS"
-            )
+        """Changes the number of backups of a run's shards."""
         if backups != run.settings.backups:
             run.set_backups(backups)
             self._note(run).complete = False
@@ -130,9 +124,12 @@ class BackupKeeper:
         """Returns why a server cannot hand over its shards of a run, one line each. Empty: it is handing them over."""
         own = [(unit, shard) for unit, shard in self._shards(run) if shard.server_id == server.server_id]
         if run.asynchronous and own:
+            protected = sum(any(copy.in_sync for copy in self._good(unit, shard)) for unit, shard in own)
             return [
-                f"run {run.name!r} has consistency={run.settings.consistency}, in which shards cannot move: wait "
-                "until it has ended, and delete it"
+                f"run {run.name!r} has consistency={run.settings.consistency}, in which shards cannot move; "
+                f"{protected} of its {len(own)} shards on the server have a backup in sync. If all have one, stop the "
+                "server: the backups replace it, and the work items in flight are computed again. Otherwise add "
+                f"backups first (shardwell backups {run.name} 1)"
             ]
         stuck = [
             (unit, shard)

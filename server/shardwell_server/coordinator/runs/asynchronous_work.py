@@ -18,6 +18,7 @@ from shardwell_server.coordinator.runs.members import Member
 from shardwell_server.coordinator.runs.step import Step
 from shardwell_server.coordinator.runs.work import Work
 from shardwell_server.coordinator.runs.work_items import WorkItem, WorkState, new_members
+from shardwell_wire.errors import InvalidRequestError, StepRestartedError
 from shardwell_wire.v1 import coordinator_pb2
 
 
@@ -63,6 +64,12 @@ class AsynchronousWork(Work):
             if each.is_vacant:
                 each.read_version(newest)
 
+    def restart(self) -> None:
+        """See ``Work``. The items read the newest version: servers may have lost the versions that they have read."""
+        super().restart()
+        for step in self.steps:
+            step.read_version(self._run.committed_step)
+
     def next_item(self, step: Step) -> WorkItem:
         """Returns the item after that of a step, leased to the same trainer if it may start."""
         (before,) = step.items.values()
@@ -89,15 +96,41 @@ class AsynchronousWork(Work):
         """See ``Work``. At most one item."""
         position = self._position(name)
         for step in self.steps:
-            for item in step.leased_to(name):
+            for item in step.leased_to(name) if not step.unfenced else ():
                 return coordinator_pb2.StepWork(step=step.number, items=[item.to_proto()], position=position)
         return coordinator_pb2.StepWork(step=self._run.committed_step, position=position)
 
+    def find_step(self, name: str, version: int, dp_rank: int, number: int) -> Step | None:
+        """Returns the step of an item that a trainer computes from a version. None: the item is committed.
+
+        Raises:
+            InvalidRequestError: The run has no such data rank.
+            StepRestartedError: The item is computed again from another version, because shards or the trainer were
+                lost.
+        """
+        if dp_rank >= len(self.steps):
+            raise InvalidRequestError(f"data rank {dp_rank} does not exist: the run has {len(self.steps)} data ranks")
+        step, item = self.steps[dp_rank], self.items[dp_rank]
+        if number < item.number:
+            return None
+        if (number, version) != (item.number, step.number) or step.is_vacant or not step.items_of(name):
+            raise StepRestartedError(
+                f"the gradients that trainer {name!r} computed for item {number} of data rank {dp_rank} from version "
+                f"{version} are lost: item {item.number} is now computed from version {step.number}",
+                step=step.number,
+            )
+        return step
+
     def start_item(self, name: str) -> bool:
-        """Leases to a trainer the item that it computes next. Returns False if there is none."""
+        """Leases to a trainer the item that it computes next.
+
+        Returns:
+            False if there is none, or the servers have not fenced the item that the trainer has.
+        """
         run = self._run
-        if any(step.items_of(name) and not step.is_vacant for step in self.steps):
-            return True
+        for step in self.steps:
+            if step.items_of(name) and not step.is_vacant:
+                return not step.unfenced
         item = self._choose_item(name, self.items)
         if item is None:
             return False

@@ -73,10 +73,10 @@ class CommittedSteps:
         """Returns the record of a committed step. None: the record is no longer kept."""
         return next((record for record in self.records if record.step == step), None)
 
-    def find_item(self, trainer: str, base_version: int) -> CommitRecord | None:
-        """Returns the record of a trainer's item in an asynchronous run. None: the record is no longer kept."""
-        key = (trainer, base_version)
-        return next((record for record in self.records if (record.trainer, record.base_version) == key), None)
+    def find_item(self, dp_rank: int, number: int) -> CommitRecord | None:
+        """Returns the record of a work item of an asynchronous run. None: the record is no longer kept."""
+        key = (dp_rank, number)
+        return next((record for record in self.records if (record.dp_rank, record.item) == key), None)
 
     def restore(
         self, records: Sequence[CommitRecord], state: bytes | None, servers: Iterable[tuple[str, str]], now: float

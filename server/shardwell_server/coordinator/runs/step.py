@@ -76,8 +76,8 @@ class Step:
         return all(item.state is WorkState.VACANT for item in self.items.values())
 
     def read_version(self, number: int) -> None:
-        """Makes the items of a vacant step read a later version. Drops what was prepared and proposed."""
-        assert self.is_vacant and number >= self.number
+        """Makes unfinished items read a later version. Drops what was prepared and proposed."""
+        assert not self.all_finished and number >= self.number
         self.number = number
         self.generation += 1
         self.prepared = self.failure = None

@@ -70,8 +70,14 @@ class Promoter:
             placement=placement,
             shards=[_reference(unit, shard) for unit, shard in owned],
             fences=[
-                shard_pb2.RankFence(dp_rank=item.dp_rank, epoch=item.epoch, attempt=item.attempt)
-                for item in run.work.items
+                shard_pb2.RankFence(
+                    dp_rank=item.dp_rank,
+                    epoch=item.epoch,
+                    attempt=item.attempt,
+                    version=step.number if run.asynchronous else None,
+                )
+                for step in run.work.steps
+                for item in step.items.values()
             ],
             backups=[
                 shard_pb2.PromotedBackup(

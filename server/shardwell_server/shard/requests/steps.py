@@ -214,14 +214,28 @@ async def update(run: HostedRun, in_thread: InThread, request: shard_pb2.UpdateR
     for shard in (*waiting, *in_order(_able_backups(run, step, request.optimizer))):
         await run.before_update(shard)
         async with shard.unchanging:
-            hold = run.rank_versions is not None and step in run.rank_versions.needed(shard.dp)
-            await shard.update(in_thread, step, request.optimizer, groups.get(shard.index), clip, key, hold=hold)
+            await shard.update(
+                in_thread,
+                step,
+                request.optimizer,
+                groups.get(shard.index),
+                clip,
+                key,
+                hold=_is_read(run, shard, step),
+            )
         fault_points.reach("server.update.between_shards", step=step, unit=shard.index)
     if run.prepared is None or run.prepared.step <= step:  # a repeated request may arrive after the next PrepareStep
         run.clear_prepared()
     fault_points.reach("server.update.after", step=step)
     stale = [shard for shard in run.backups if shard.out_of_sync]
     return shard_pb2.UpdateResponse(version=step + 1, stale_backups=map(_stale_status, stale))
+
+
+def _is_read(run: HostedRun, shard: UnitShard, version: int) -> bool:
+    """True if work items of an asynchronous run still read a version. Items read primaries only."""
+    return (
+        run.rank_versions is not None and shard.role is Role.PRIMARY and version in run.rank_versions.needed(shard.dp)
+    )
 
 
 def _allocate_held(run: HostedRun, step: int, ranks: Set[int]) -> None:
