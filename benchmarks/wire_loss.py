@@ -114,9 +114,7 @@ def measure_losses(seeds: Sequence[int], steps: int) -> LossCheck:
     """Trains with all wire options and seeds."""
     torch.set_num_threads(1)
     corpus = Corpus.read(None, vocab_size=VOCAB_SIZE)
-    config = GPTConfig(vocab_size=len(corpus.vocabulary), context=CONTEXT, num_layers=NUM_LAYERS, width=WIDTH)
-    split = round(len(corpus.tokens) * (1 - HELD_OUT))
-    training, held_out = corpus.tokens[:split], corpus.tokens[split:]
+    config, training, held_out = model_and_text(corpus)
     results = {name: WireResult() for name in LOSS_OPTIONS}
     with shardwell.testing.in_process_cluster(num_shards=2) as address:  # times are not measured
         for seed in seeds:
@@ -138,6 +136,13 @@ def measure_losses(seeds: Sequence[int], steps: int) -> LossCheck:
         unigram_entropy=corpus.unigram_entropy,
         results=results,
     )
+
+
+def model_and_text(corpus: Corpus) -> tuple[GPTConfig, Tensor, Tensor]:
+    """Returns the model that is trained, the tokens to train on, and the tokens to measure the loss on."""
+    config = GPTConfig(vocab_size=len(corpus.vocabulary), context=CONTEXT, num_layers=NUM_LAYERS, width=WIDTH)
+    split = round(len(corpus.tokens) * (1 - HELD_OUT))
+    return config, corpus.tokens[:split], corpus.tokens[split:]
 
 
 def train(join: Callable[..., shardwell.Session], config: GPTConfig, tokens: Tensor, steps: int, seed: int) -> Trained:

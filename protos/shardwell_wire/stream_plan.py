@@ -1,12 +1,11 @@
 """Plans the blocks of a stream and the positions of their values, once for all streams of a shard.
 
-A stream contains segments of a unit, one after another, each as blocks; see ``wire_dtypes``. Adjacent segments with
-blocks of one size are converted together, so a shard needs few passes however many parameters it has.
+A stream contains segments of a unit, one after another, each as blocks or as factors; see ``wire_dtypes``. Adjacent
+segments with blocks of one size are converted together, so a shard needs few passes however many parameters it has.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -18,48 +17,21 @@ from shardwell_wire import quantization_blocks
 from shardwell_wire.chunk_streams import Buffer
 from shardwell_wire.layout import Segment, UnitLayout
 from shardwell_wire.quantization_blocks import bytes_tensor
-from shardwell_wire.wire_dtypes import AS_STORED, WireDtype, applied, encoded_block_bytes, stream_size, uniform_blocks
+from shardwell_wire.stream_cuts import StreamPiece, pieces_of_range
+from shardwell_wire.stream_slices import BlockSlice, MatrixSlice, Part, Slice
+from shardwell_wire.wire_dtypes import (
+    AS_STORED,
+    LOW_RANK,
+    WireDtype,
+    applied,
+    applied_to_segment,
+    columns_of,
+    encoded_block_bytes,
+    encoded_size,
+    uniform_blocks,
+)
 
 _FLOAT_BYTES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """The part of one parameter in a slice. Ranges count the slice's items."""
-
-    parameter_index: int
-    of_parameter: slice
-    """Range in the flattened parameter."""
-    of_slice: slice
-
-
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """Blocks of one size that are converted together. Their values are consecutive in the flat vector.
-
-    Its items are float32 values, or bytes of one parameter that is sent as stored.
-    """
-
-    kind: WireDtype
-    """Encoding of the values."""
-    block_numel: int
-    """Items per block."""
-    numel: int
-    """Number of items."""
-    start_bytes: int
-    """Half-open range in the unit's flat vector."""
-    stop_bytes: int
-    in_stream: slice
-    """Range in the stream, in bytes."""
-    parts: tuple[Part, ...]
-
-    def encode(self, values: torch.Tensor, stream: torch.Tensor) -> None:
-        """Encodes the values into their range of the stream. [numel]"""
-        quantization_blocks.encode(self.kind, self.block_numel, values, stream[self.in_stream])
-
-    def decode(self, stream: torch.Tensor, values: torch.Tensor) -> None:
-        """Decodes the values from their range of the stream. [numel]"""
-        quantization_blocks.decode(self.kind, self.block_numel, stream[self.in_stream], values)
 
 
 class Values(Protocol):
@@ -116,7 +88,7 @@ class StreamPlan:
     """The slices of a stream. Immutable; may be shared between threads.
 
     Args:
-        layout: The unit. Only the dtypes are used.
+        layout: The unit. Only dtypes and shapes are used.
         segments: Segments in the order of the stream.
         wire_dtype: Encoding of float32 values.
 
@@ -125,15 +97,23 @@ class StreamPlan:
     """
 
     def __init__(self, layout: UnitLayout, segments: Iterable[Segment], wire_dtype: WireDtype) -> None:
+        segments = list(segments)
         self.slices: list[Slice] = []
         self.size_bytes = 0
         """Size of the stream."""
+        self._cut_matrix = next(_cut_matrices(layout, segments, wire_dtype), None)
+        """Name of a matrix of low rank of which the stream has only some elements."""
         for stretch in _stretches(layout, segments, wire_dtype):
             self.slices += stretch.slices(self.size_bytes)
             self.size_bytes = self.slices[-1].in_stream.stop
 
     def encode(self, source: Values, out: Buffer) -> None:
-        """Encodes values into a stream. [size_bytes]"""
+        """Encodes values into a stream. [size_bytes]
+
+        Raises:
+            ValueError: The stream has another size, or only some elements of a matrix of low rank.
+        """
+        self._check_whole()
         stream = self._stream(out)
         for part in self.slices:
             part.encode(source.of(part), stream)
@@ -163,29 +143,27 @@ class StreamPlan:
         """
         target, stream = InVector(memory, start_bytes), memory[len(memory) - self.size_bytes :]
         for part in self.slices:
-            own = bytes_tensor(stream[part.in_stream])
-            if part.kind == AS_STORED:
-                # Source and target may overlap. ctypes releases the interpreter lock.
-                ctypes.memmove(target.of(part).data_ptr(), own.data_ptr(), own.numel())
-            else:
-                # Copied first, because torch decodes the blocks of a slice in any order.
-                scratch = quantization_blocks.scratch_encoded(own.numel()).copy_(own)
-                quantization_blocks.decode(part.kind, part.block_numel, scratch, target.of(part))
+            part.decode_overlapping(bytes_tensor(stream[part.in_stream]), target.of(part))
 
     def round_trip(self, source: Values, target: InVector) -> None:
         """Rounds values as a transfer would: ``decode(encode(source))``, slice by slice.
 
         Used by transports that do not encode values, so that all transports round alike. Source and target may be the
         same.
+
+        Raises:
+            ValueError: The stream has only some elements of a matrix of low rank.
         """
+        self._check_whole()
         for part in self.slices:
-            values, arrived = source.of(part), target.of(part)
-            if part.kind == AS_STORED:
-                arrived.copy_(values)
-            else:
-                scratch = quantization_blocks.scratch_encoded(part.in_stream.stop - part.in_stream.start)
-                quantization_blocks.encode(part.kind, part.block_numel, values, scratch)
-                quantization_blocks.decode(part.kind, part.block_numel, scratch, arrived)
+            part.round_trip(source.of(part), target.of(part))
+
+    def _check_whole(self) -> None:
+        if self._cut_matrix is not None:
+            raise ValueError(
+                f"the stream has only some elements of matrix {self._cut_matrix!r}, but factors are those of a whole "
+                "matrix: encode the whole unit, and use RangePlans.pieces_of_unit"
+            )
 
     def _stream(self, data: Buffer) -> torch.Tensor:
         if len(data) != self.size_bytes:
@@ -218,14 +196,14 @@ class _Stretch:
         for start in range(self.start_bytes, self.stop_bytes, max_bytes):
             stop = min(start + max_bytes, self.stop_bytes)
             stream_stop = stream_start + (stop - start) // self.block_bytes * encoded_bytes
-            yield Slice(
+            yield BlockSlice(
                 self.kind,
-                block_numel,
                 (stop - start) // item_bytes,
                 start,
                 stop,
                 slice(stream_start, stream_stop),
                 tuple(self._parts(start, stop, item_bytes)),
+                block_numel,
             )
             stream_start = stream_stop
 
@@ -240,26 +218,61 @@ class _Stretch:
                 )
 
 
-def _stretches(layout: UnitLayout, segments: Iterable[Segment], wire_dtype: WireDtype) -> Sequence[_Stretch]:
-    """Groups segments into stretches. A segment that is sent as stored is a stretch of its own."""
-    found: list[_Stretch] = []
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """A segment of a matrix whose factors are sent."""
+
+    kind: WireDtype
+    segment: Segment
+    columns: int
+    rows: int
+    encoded_bytes: int
+
+    def slices(self, stream_start: int) -> Iterator[Slice]:
+        """Yields the one slice."""
+        at = self.segment
+        numel = at.stop_element - at.start_element
+        yield MatrixSlice(
+            self.kind,
+            numel,
+            at.start_bytes,
+            at.stop_bytes,
+            slice(stream_start, stream_start + self.encoded_bytes),
+            (Part(at.parameter_index, slice(at.start_element, at.stop_element), slice(0, numel)),),
+            (self.rows, self.columns),
+        )
+
+
+def _stretches(layout: UnitLayout, segments: Iterable[Segment], wire_dtype: WireDtype) -> Sequence[_Stretch | _Matrix]:
+    """Groups segments into stretches. A matrix, or a segment that is sent as stored, is a stretch of its own."""
+    found: list[_Stretch | _Matrix] = []
     for segment in segments:
         index, parameter = segment.parameter_index, layout.parameters[segment.parameter_index]
-        kind = applied(wire_dtype, parameter.dtype)
+        kind = applied_to_segment(wire_dtype, parameter, segment)
+        if kind in LOW_RANK:
+            size = encoded_size(segment, parameter, wire_dtype)
+            found.append(_Matrix(kind, segment, columns_of(parameter), parameter.shape[0], size))
+            continue
         begin = segment.start_bytes - segment.start_element * parameter.item_size
         for start, stop, block_bytes in uniform_blocks(segment, kind):
             last = found[-1] if found else None
-            continues = last is not None and (last.kind, last.block_bytes, last.stop_bytes) == (
-                kind,
-                block_bytes,
-                start,
-            )
-            if last is None or not continues or kind == AS_STORED:
+            if not (
+                isinstance(last, _Stretch)
+                and kind != AS_STORED
+                and (last.kind, last.block_bytes, last.stop_bytes) == (kind, block_bytes, start)
+            ):
                 last = _Stretch(kind, block_bytes, start, stop)
                 found.append(last)
             last.stop_bytes = stop
             last.parameters.append((index, begin, start, stop))
     return found
+
+
+def _cut_matrices(layout: UnitLayout, segments: Iterable[Segment], wire_dtype: WireDtype) -> Iterator[str]:
+    for segment in segments:
+        parameter = layout.parameters[segment.parameter_index]
+        if segment.size_bytes < parameter.size_bytes and applied(wire_dtype, parameter) in LOW_RANK:
+            yield parameter.name
 
 
 Indices = tuple[int, ...] | None
@@ -284,8 +297,8 @@ class RangePlans:
         """Returns the segments of the given parameters in the range. (indices)"""
         self.plan = lru_cache(_CACHE_SIZE)(self._make_plan)
         """Returns the plan of their stream. (indices, wire dtype)"""
-        self.part_of_unit = lru_cache(_CACHE_SIZE)(self._find_part)
-        """Returns the range of their stream in the stream of the whole unit. (indices, wire dtype)"""
+        self.pieces_of_unit = lru_cache(_CACHE_SIZE)(self._find_pieces)
+        """Returns the pieces of their stream in the stream of the whole unit. (indices, wire dtype)"""
 
     def _make_segments(self, indices: Indices) -> list[Segment]:
         if indices is None:
@@ -295,8 +308,5 @@ class RangePlans:
     def _make_plan(self, indices: Indices, wire_dtype: WireDtype) -> StreamPlan:
         return StreamPlan(self._layout, self.segments(indices), wire_dtype)
 
-    def _find_part(self, indices: tuple[int, ...], wire_dtype: WireDtype) -> slice:
-        # No cut splits a block, so the streams of all ranges, one after another, are the stream of the unit.
-        before = self._layout.packed_segments(indices, 0, self._start_bytes)
-        start = stream_size(self._layout, before, wire_dtype)
-        return slice(start, start + self.plan(indices, wire_dtype).size_bytes)
+    def _find_pieces(self, indices: tuple[int, ...], wire_dtype: WireDtype) -> tuple[StreamPiece, ...]:
+        return pieces_of_range(self._layout, indices, self._start_bytes, self._stop_bytes, wire_dtype)

@@ -15,12 +15,13 @@ from shardwell_wire.errors import (
     CapacityError,
     DeadlineError,
     InvalidRequestError,
+    NonFiniteError,
     StaleEpochError,
     StepStateError,
     VersionGoneError,
 )
 from shardwell_wire.v1 import common_pb2, shard_pb2
-from shardwell_wire.v1.common_pb2 import WIRE_DTYPE_TOP_K_1_PERCENT
+from shardwell_wire.v1.common_pb2 import WIRE_DTYPE_LOW_RANK_1, WIRE_DTYPE_TOP_K_1_PERCENT
 from tests.support.shard_server import (
     PLAIN,
     OneUnit,
@@ -86,12 +87,43 @@ def test_malformed_top_k_push_is_rejected_and_leaves_no_trace(server: ShardServe
     assert torch.equal(one.gather(1)[1][0], expected)
 
 
-def test_weights_cannot_be_gathered_in_a_top_k_dtype(server: ShardServer) -> None:
+def test_factors_of_a_matrix_are_multiplied_by_the_server(server: ShardServer) -> None:
+    one = unit(server, layout_of(matrix=((50, 30), "float32"), bias=((50,), "float32")))
+    taken = server.taken_bytes()
+
+    def push(right: torch.Tensor, left: torch.Tensor, bias: torch.Tensor, part: int) -> None:
+        factors = torch.cat([right, left]).to(torch.bfloat16)
+        one.push([factors, bias], part=part, wire_dtype=WIRE_DTYPE_LOW_RANK_1)
+
+    right, left, bias = torch.arange(30.0), torch.arange(50.0), torch.full((50,), 0.1)
+    too_short = error_of(lambda: push(right[:-1], left, bias, 0))
+    assert isinstance(too_short, InvalidRequestError)
+    assert server.taken_bytes() == taken
+    push(right, left, bias, 0)
+    push(right, torch.ones(50), bias, 1)  # another part, whose factors have another product
+    one.prepare(0, (0, 0, 2))
+    one.update(0)
+    matrix, own_bias = one.gather(1)[1]
+    assert torch.equal(matrix.view(50, 30), -torch.outer(left + 1, right))
+    assert torch.equal(own_bias, -2 * bias)
+
+
+def test_non_finite_factor_is_rejected_by_parameter_name(server: ShardServer) -> None:
+    one = unit(server, layout_of(matrix=((50, 30), "float32")))
+    factors = torch.ones(80, dtype=torch.bfloat16)
+    factors[3] = float("nan")
+    one.push([factors], wire_dtype=WIRE_DTYPE_LOW_RANK_1)
+    error = error_of(lambda: one.prepare(0))
+    assert isinstance(error, NonFiniteError)
+    assert error.data["parameter"] == "u.matrix"
+
+
+@pytest.mark.parametrize("wire_dtype", [WIRE_DTYPE_TOP_K_1_PERCENT, WIRE_DTYPE_LOW_RANK_1])
+def test_weights_cannot_be_gathered_in_a_dtype_of_gradients(
+    server: ShardServer, wire_dtype: common_pb2.WireDtype.ValueType
+) -> None:
     one = unit(server)
-    stub, request = (
-        server.client.byte_response_stub("Gather"),
-        one.gather_request(wire_dtype=WIRE_DTYPE_TOP_K_1_PERCENT),
-    )
+    stub, request = server.client.byte_response_stub("Gather"), one.gather_request(wire_dtype=wire_dtype)
     error = error_of(lambda: list(stub(request, timeout=20.0)))
     assert isinstance(error, InvalidRequestError)
     assert "is for gradients" in str(error)

@@ -167,11 +167,13 @@ def test_lossy_dtypes_give_the_same_bits_on_every_transport_and_server_count(
     assert hashes != {plain_hash(2, steps=2)}, "nothing was rounded"
 
 
-@pytest.mark.parametrize(("push_dtype", "turn"), [("int8", 0), ("float8", 1), ("topk-1%", 2)])
+@pytest.mark.parametrize(("push_dtype", "turn"), [("int8", 0), ("float8", 1), ("topk-1%", 2), ("lowrank-4", 3)])
 def test_error_feedback_gives_the_same_bits_on_every_transport(
     addresses: dict[str, str], push_dtype: str, turn: int
 ) -> None:
-    assert len(trained_on_pairs(addresses, turn, steps=3, push_dtype=push_dtype, push_error_feedback=True)) == 1
+    hashes = trained_on_pairs(addresses, turn, steps=3, push_dtype=push_dtype, push_error_feedback=True)
+    assert len(hashes) == 1
+    assert hashes != {plain_hash(2, steps=3)}, "nothing was rounded"
 
 
 @pytest.mark.parametrize("transports", TRANSPORTS)

@@ -96,9 +96,10 @@ def test_error_feedback_without_rounding_is_rejected() -> None:
         JoinConfig.from_env({"transfers": TransferOptions(push_error_feedback=True)}, {})
 
 
-def test_top_k_without_error_feedback_is_rejected() -> None:
-    transfers = TransferOptions(push_dtype="topk-1%")
-    with pytest.raises(UsageError, match="push_dtype='topk-1%' without push_error_feedback: most values"):
+@pytest.mark.parametrize("dtype", ["topk-1%", "topk-10%", "lowrank-1", "lowrank-4", "lowrank-16"])
+def test_dtype_that_leaves_out_most_of_a_gradient_needs_error_feedback(dtype: str) -> None:
+    transfers = TransferOptions(push_dtype=dtype)
+    with pytest.raises(UsageError, match=f"push_dtype='{dtype}' without push_error_feedback: most of each gradient"):
         JoinConfig.from_env({"transfers": transfers}, {})
     JoinConfig.from_env({"transfers": transfers}, {"SHARDWELL_PUSH_ERROR_FEEDBACK": "1"})
 

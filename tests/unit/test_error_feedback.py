@@ -17,6 +17,9 @@ from shardwell_wire.v1.common_pb2 import (
     WIRE_DTYPE_FLOAT8,
     WIRE_DTYPE_FLOAT16,
     WIRE_DTYPE_INT8,
+    WIRE_DTYPE_LOW_RANK_1,
+    WIRE_DTYPE_LOW_RANK_4,
+    WIRE_DTYPE_LOW_RANK_16,
     WIRE_DTYPE_TOP_K_1_PERCENT,
     WIRE_DTYPE_TOP_K_10_PERCENT,
     WIRE_DTYPE_UNSPECIFIED,
@@ -33,7 +36,8 @@ LAYOUT = UnitLayout(
 )
 ROUNDED = [WIRE_DTYPE_BFLOAT16, WIRE_DTYPE_FLOAT16, WIRE_DTYPE_INT8, WIRE_DTYPE_FLOAT8]
 TOP_K = [WIRE_DTYPE_TOP_K_1_PERCENT, WIRE_DTYPE_TOP_K_10_PERCENT]
-LOSSY = [*ROUNDED, *TOP_K]
+LOW_RANK = [WIRE_DTYPE_LOW_RANK_1, WIRE_DTYPE_LOW_RANK_4, WIRE_DTYPE_LOW_RANK_16]
+LOSSY = [*ROUNDED, *TOP_K, *LOW_RANK]
 BIAS, DOUBLE, WEIGHT = range(3)
 
 
@@ -47,11 +51,12 @@ def plan_of(wire_dtype: WireDtype, indices: Iterable[int]) -> StreamPlan:
     return StreamPlan(LAYOUT, LAYOUT.packed_segments(indices, 0, LAYOUT.size_bytes), wire_dtype)
 
 
-def on_the_wire(value: torch.Tensor, wire_dtype: WireDtype, index: int = WEIGHT) -> bytes:
+def on_the_wire(value: torch.Tensor, wire_dtype: WireDtype, index: int = WEIGHT, *, step: int = 0) -> bytes:
     plan = plan_of(wire_dtype, [index])
-    stream = bytearray(plan.size_bytes)
-    plan.encode(InParameters({index: value.reshape(-1)}), stream)
-    return bytes(stream)
+    stream, source = torch.zeros(plan.size_bytes, dtype=torch.uint8), InParameters({index: value.reshape(-1)})
+    for part in plan.slices:
+        part.encode(source.of(part), stream, seed=step)
+    return stream.numpy().tobytes()
 
 
 def arrived(stream: bytes, wire_dtype: WireDtype, index: int = WEIGHT) -> torch.Tensor:
@@ -90,7 +95,7 @@ def test_push_encodes_gradient_plus_previous_residual(wire_dtype: WireDtype) -> 
         value = gradient(step)
         pushed = push(feedback, value)
         assert torch.equal(value, gradient(step)), "the gradient was changed"
-        assert pushed == on_the_wire(value + left_out, wire_dtype)
+        assert pushed == on_the_wire(value + left_out, wire_dtype, step=step)
         left_out = value + left_out - arrived(pushed, wire_dtype)
         assert left_out.any()
         commit(feedback)
@@ -120,6 +125,19 @@ def test_top_k_pushes_every_value_in_the_end(wire_dtype: WireDtype) -> None:
     assert captured is not None
     assert bool(pushed.all()), "some value was never pushed"
     torch.testing.assert_close(pushed + captured.residuals[0].values.view(37, 41), 150 * value, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("wire_dtype", LOW_RANK)
+def test_low_rank_pushes_every_direction_in_the_end(wire_dtype: WireDtype) -> None:
+    feedback, value, pushed = feedback_of(wire_dtype), gradient(0), torch.zeros(37, 41)
+    for _ in range(150):
+        pushed += arrived(push(feedback, value), wire_dtype)
+        commit(feedback)
+    captured = feedback.capture(150)
+    assert captured is not None
+    torch.testing.assert_close(pushed + captured.residuals[0].values.view(37, 41), 150 * value, rtol=0, atol=1e-2)
+    assert torch.linalg.matrix_rank(pushed) == 37
+    assert (pushed / 150 - value).norm() < 0.3 * value.norm()
 
 
 @pytest.mark.parametrize("wire_dtype", LOSSY)
@@ -160,6 +178,16 @@ def pushed_after(first: torch.Tensor, second: torch.Tensor) -> bytes:
     """Returns the int8 bytes of ``second``, pushed after ``first`` has left its residual."""
     lost = first - arrived(on_the_wire(first, WIRE_DTYPE_INT8), WIRE_DTYPE_INT8)
     return on_the_wire(second + lost, WIRE_DTYPE_INT8)
+
+
+@pytest.mark.parametrize("wire_dtype", LOW_RANK)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_non_finite_matrix_of_low_rank_leaves_no_residual(wire_dtype: WireDtype, bad: float) -> None:
+    feedback, value = feedback_of(wire_dtype), gradient(0)
+    value[2, 3] = bad
+    assert not arrived(push(feedback, value), wire_dtype)[2, 3].isfinite()
+    commit(feedback)
+    assert push(feedback, gradient(1)) == on_the_wire(gradient(1), wire_dtype, step=1)
 
 
 def test_parts_of_one_step_share_residuals_in_order() -> None:
@@ -211,7 +239,10 @@ def test_joint_push_has_the_bits_of_separate_pushes(wire_dtype: WireDtype) -> No
         encoded = together.encode(0, LAYOUT, 0, {index: own.view(-1) for index, own in gradients.items()})
         assert encoded is not None
         stored = gradients[DOUBLE].numpy().tobytes()
-        one_by_one = [push(alone, gradients[BIAS], index=BIAS), stored, push(alone, gradients[WEIGHT])]
+        # A vector has no low rank.
+        is_stored = wire_dtype in LOW_RANK
+        bias = gradients[BIAS].numpy().tobytes() if is_stored else push(alone, gradients[BIAS], index=BIAS)
+        one_by_one = [bias, stored, push(alone, gradients[WEIGHT])]
         assert encoded.indices == (BIAS, DOUBLE, WEIGHT)
         assert bytes(encoded.stream) == b"".join(one_by_one)
         encoded.release()
@@ -260,8 +291,9 @@ def test_captured_residuals_of_a_part_have_the_key_of_the_part() -> None:
     assert [at.parameter for at in captured.residuals] == ["weight@37,0"]
 
 
-def test_restored_residuals_give_the_pushes_of_the_captured_run() -> None:
-    feedback, resumed = feedback_of(WIRE_DTYPE_INT8), ErrorFeedback(WIRE_DTYPE_INT8, BufferPool(1 << 20), step=1)
+@pytest.mark.parametrize("wire_dtype", [WIRE_DTYPE_INT8, WIRE_DTYPE_LOW_RANK_4])
+def test_restored_residuals_give_the_pushes_of_the_captured_run(wire_dtype: WireDtype) -> None:
+    feedback, resumed = feedback_of(wire_dtype), ErrorFeedback(wire_dtype, BufferPool(1 << 20), step=1)
     push(feedback, gradient(0))
     push(feedback, gradient(1), dp_rank=1)
     commit(feedback)
@@ -275,7 +307,7 @@ def test_restored_residuals_give_the_pushes_of_the_captured_run() -> None:
     for each in (feedback, resumed):
         commit(each, 0)
     assert push(resumed, gradient(3)) == push(feedback, gradient(3))
-    assert push(resumed, gradient(4), dp_rank=1) == on_the_wire(gradient(4), WIRE_DTYPE_INT8), "only in its step"
+    assert push(resumed, gradient(4), dp_rank=1) == on_the_wire(gradient(4), wire_dtype, step=2), "only in its step"
 
 
 def test_restored_residual_of_a_unit_without_a_push_stays_for_the_next_step() -> None:

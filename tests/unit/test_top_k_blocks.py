@@ -120,5 +120,5 @@ def test_stream_with_another_number_of_values_is_rejected(size_bytes: int) -> No
 
 @pytest.mark.parametrize("wire_dtype", TOP_K)
 def test_weights_cannot_be_read_in_a_top_k_dtype(wire_dtype: WireDtype) -> None:
-    with pytest.raises(InvalidRequestError, match=f"wire_dtype is {wire_dtype}, which keeps only the largest values"):
+    with pytest.raises(InvalidRequestError, match=f"wire_dtype is {wire_dtype}, which leaves out most of the values"):
         check_gather_dtype(wire_dtype)

@@ -1,8 +1,8 @@
 """Error feedback adds the rounding error of a lossy push to the next gradient (Seide et al. 2014, "1-bit SGD").
 
 With error feedback the sum of the pushed gradients follows the sum of the gradients. The two differ by the rounding
-error of one push, however many steps there were. With the top-k dtypes they also differ by the values that were not
-pushed yet (Stich et al. 2018, "Sparsified SGD with Memory").
+error of one push, however many steps there were. With the top-k and the low-rank dtypes they also differ by what was
+not pushed yet (Stich et al. 2018, "Sparsified SGD with Memory"; Vogels et al. 2019, "PowerSGD").
 
 It is off by default, because trainers become stateful. A trainer keeps its residuals in its own memory: when another
 trainer takes over a rank, that trainer starts with residuals of zero, and the weights differ from those of a run
@@ -23,7 +23,8 @@ from shardwell.memory.buffer_pool import BufferPool
 from shardwell_wire.chunk_streams import memory_at
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.quantization_blocks import scratch_values
-from shardwell_wire.stream_plan import InParameters, RangePlans, Slice
+from shardwell_wire.stream_plan import InParameters, RangePlans
+from shardwell_wire.stream_slices import MatrixSlice, Slice
 from shardwell_wire.wire_dtypes import AS_STORED, WireDtype, applied
 
 _ITEM_BYTES = 4
@@ -193,7 +194,7 @@ class ErrorFeedback:
         Returns:
             The encoded gradients, or None if all of them travel as stored.
         """
-        lossy = {index for index in gradients if applied(self._wire_dtype, layout.parameters[index].dtype)}
+        lossy = {index for index in gradients if applied(self._wire_dtype, layout.parameters[index])}
         if not lossy:
             return None
         if unit_index not in self._plans:
@@ -208,6 +209,8 @@ class ErrorFeedback:
         for part in plan.slices:
             if part.kind == AS_STORED:
                 part.encode(source.of(part), buffer)
+            elif isinstance(part, MatrixSlice):
+                _encode_matrix(part, source, before, buffer, residual.after(part), seed=self._step)
             else:
                 _encode_compensated(part, source, before, buffer, residual.after(part))
         residual.pushed |= lossy
@@ -298,3 +301,19 @@ def _encode_compensated(
     part.decode(stream, lost)
     # Servers reject a push that is not finite. Its errors become 0, so that they do not spoil the next push.
     torch.sub(values, lost, out=lost).nan_to_num_(0.0, 0.0, 0.0)
+
+
+def _encode_matrix(
+    part: MatrixSlice,
+    source: InParameters,
+    before: InParameters,
+    stream: torch.Tensor,
+    lost: torch.Tensor,
+    *,
+    seed: int,
+) -> None:
+    """Encodes the sum of a matrix and its residuals; writes what the product of its factors lacks to ``lost``."""
+    values = torch.add(source.of(part), before.of(part), out=lost)
+    part.encode(values, stream, seed)
+    part.subtract(stream, values)
+    values.nan_to_num_(0.0, 0.0, 0.0)  # as above

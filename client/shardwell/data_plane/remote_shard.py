@@ -226,8 +226,8 @@ class RemoteShard:
     ) -> Callable[[NearlyDone], None]:
         """Prepares a push of this shard's part of encoded gradients; see ``prepare_push``."""
         indices, wire_dtype = gradients.indices, gradients.wire_dtype
-        stream = gradients.stream[self._plans.part_of_unit(indices, wire_dtype)]
-        part = _EncodedPart(self._plans, indices, wire_dtype, self.start_bytes, stream)
+        pieces = [piece.of(gradients.stream) for piece in self._plans.pieces_of_unit(indices, wire_dtype)]
+        part = _EncodedPart(self._plans, indices, wire_dtype, self.start_bytes, pieces)
         return self._prepare(header, indices, part)
 
     def segments_of(self, indices: tuple[int, ...]) -> Sequence[Segment]:
@@ -394,13 +394,15 @@ class _EncodedPart:
     indices: tuple[int, ...]
     wire_dtype: WireDtype
     start_bytes: int
-    encoded: memoryview
+    pieces: Sequence[memoryview]
+    """The stream."""
 
     def write_to(self, memory: memoryview) -> None:
-        self.plans.plan(self.indices, self.wire_dtype).decode(self.encoded, InVector(memory, self.start_bytes))
+        encoded = self.pieces[0] if len(self.pieces) == 1 else bytearray().join(self.pieces)
+        self.plans.plan(self.indices, self.wire_dtype).decode(encoded, InVector(memory, self.start_bytes))
 
     def stream(self) -> AbstractContextManager[Sequence[memoryview]]:
-        return nullcontext([self.encoded])
+        return nullcontext(self.pieces)
 
 
 @dataclass(slots=True, eq=False)

@@ -21,7 +21,7 @@ from shardwell_wire.names import check_name
 from shardwell_wire.tls import TlsOptions
 from shardwell_wire.topology import World, checked_groups
 from shardwell_wire.v1 import coordinator_pb2
-from shardwell_wire.wire_dtypes import GATHER_NAMES, PUSH_NAMES, TOP_K_PERCENT
+from shardwell_wire.wire_dtypes import FEEDBACK_NAMES, GATHER_NAMES, PUSH_NAMES
 
 ENVIRONMENT_PREFIX = "SHARDWELL_"
 ADAPTIVE = "adaptive"
@@ -83,8 +83,10 @@ class TransferOptions(_Options):
     """Dtype in which 32-bit weights travel: ``float32``, ``bfloat16``, ``float16``, or ``int8`` or ``float8`` (E4M3)
     with one scale per 256 values. The servers store and update unrounded values. The default loses nothing."""
     push_dtype: str = "float32"
-    """Dtype in which 32-bit gradients travel: one of the above, or ``topk-1%`` or ``topk-10%``, which push only the
-    largest values of every 1024 and need ``push_error_feedback``. The servers add gradients in float32."""
+    """Dtype in which 32-bit gradients travel: one of the above, or one that leaves out most of a gradient and needs
+    ``push_error_feedback``: ``topk-1%`` or ``topk-10%``, which push the largest values of every 1024, or ``lowrank-1``,
+    ``lowrank-4`` or ``lowrank-16``, which push a matrix as a product of two factors of this rank. The servers add
+    gradients in float32."""
     push_error_feedback: bool = False
     """Add what each pushed gradient lost to the next gradient. Needs a lossy ``push_dtype``."""
     prefetch_bytes: int = 128 << 20
@@ -315,12 +317,12 @@ class JoinConfig:
         if has_feedback and dtype == "float32":
             raise UsageError(
                 "push_error_feedback=True with push_dtype='float32': float32 gradients are not rounded. Set push_dtype "
-                "to bfloat16, float16, int8, float8, topk-10% or topk-1%, or leave push_error_feedback out"
+                f"to {', '.join(name for name in PUSH_NAMES if name != dtype)}, or leave push_error_feedback out"
             )
-        if not has_feedback and PUSH_NAMES[dtype] in TOP_K_PERCENT:
+        if not has_feedback and dtype in FEEDBACK_NAMES:
             raise UsageError(
-                f"push_dtype={dtype!r} without push_error_feedback: most values of each gradient would never be "
-                "pushed. Set push_error_feedback=True"
+                f"push_dtype={dtype!r} without push_error_feedback: most of each gradient would never be pushed. Set "
+                "push_error_feedback=True"
             )
 
     def _check_durability(self) -> None:

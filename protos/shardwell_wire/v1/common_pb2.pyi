@@ -111,6 +111,15 @@ class _WireDtypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     """
     WIRE_DTYPE_TOP_K_10_PERCENT: _WireDtype.ValueType  # 6
     """As above, with 10 %."""
+    WIRE_DTYPE_LOW_RANK_1: _WireDtype.ValueType  # 7
+    """A matrix as the product of two factors in BFLOAT16, of rank 1. Parameters with fewer than 2 dims, and matrices whose
+    factors have more than half the bytes of their values, travel as stored. For gradients only. See
+    docs/wire-format.md.
+    """
+    WIRE_DTYPE_LOW_RANK_4: _WireDtype.ValueType  # 8
+    """As above, with rank 4."""
+    WIRE_DTYPE_LOW_RANK_16: _WireDtype.ValueType  # 9
+    """As above, with rank 16."""
 
 class WireDtype(_WireDtype, metaclass=_WireDtypeEnumTypeWrapper):
     """Encoding of FLOAT32 values between a trainer and a shard server. Other types always travel as they are stored. The
@@ -135,6 +144,15 @@ gradients only. See docs/wire-format.md.
 """
 WIRE_DTYPE_TOP_K_10_PERCENT: WireDtype.ValueType  # 6
 """As above, with 10 %."""
+WIRE_DTYPE_LOW_RANK_1: WireDtype.ValueType  # 7
+"""A matrix as the product of two factors in BFLOAT16, of rank 1. Parameters with fewer than 2 dims, and matrices whose
+factors have more than half the bytes of their values, travel as stored. For gradients only. See
+docs/wire-format.md.
+"""
+WIRE_DTYPE_LOW_RANK_4: WireDtype.ValueType  # 8
+"""As above, with rank 4."""
+WIRE_DTYPE_LOW_RANK_16: WireDtype.ValueType  # 9
+"""As above, with rank 16."""
 global___WireDtype = WireDtype
 
 class _TransportKind:
