@@ -13,6 +13,8 @@ before the next request::
                                    <-  REDUCE_SCATTERED
     REDUCE_GRADIENT_BUFFER         ->
                                    <-  GRADIENT_BUFFER_REDUCED
+    REDUCE_BATCH                   ->
+                                   <-  BATCH_REDUCED
 
 DATA frames contain the bytes of a stream, as ``Chunk`` payloads do over gRPC. END contains the XXH3-64 of all of them.
 The server may send ERROR, with a ``google.rpc.Status``, instead of any frame. This module does no I/O: both ends use it
@@ -78,6 +80,10 @@ class Kind(enum.IntEnum):
     """Request: timeout in ms (4 bytes), ``ReduceGradientBufferRequest``. The gradients are in shared memory."""
     GRADIENT_BUFFER_REDUCED = 11
     """``ReduceGradientBufferResponse``."""
+    REDUCE_BATCH = 12
+    """Request: timeout in ms (4 bytes), ``ReduceBatchRequest``. Small gradients are in the message."""
+    BATCH_REDUCED = 13
+    """``ReduceBatchResponse``."""
 
 
 REQUESTS: dict[Kind, type[Message]] = {
@@ -85,6 +91,7 @@ REQUESTS: dict[Kind, type[Message]] = {
     Kind.REDUCE_SCATTER: shard_pb2.ReduceScatterHeader,
     Kind.MEASURE: shard_pb2.MeasureTransportRequest,
     Kind.REDUCE_GRADIENT_BUFFER: shard_pb2.ReduceGradientBufferRequest,
+    Kind.REDUCE_BATCH: shard_pb2.ReduceBatchRequest,
 }
 """Message types of the requests."""
 
@@ -92,6 +99,7 @@ _RESPONSES: dict[type[Message], Kind] = {
     shard_pb2.GatherHeader: Kind.GATHERING,
     shard_pb2.ReduceScatterResponse: Kind.REDUCE_SCATTERED,
     shard_pb2.ReduceGradientBufferResponse: Kind.GRADIENT_BUFFER_REDUCED,
+    shard_pb2.ReduceBatchResponse: Kind.BATCH_REDUCED,
 }
 """Kinds of the frames that answer requests, by message type."""
 
@@ -107,6 +115,8 @@ _MAX_BYTES = {
     Kind.MEASURE: 64 << 10,
     Kind.REDUCE_GRADIENT_BUFFER: 4 << 20,
     Kind.GRADIENT_BUFFER_REDUCED: 64 << 10,
+    Kind.REDUCE_BATCH: 4 << 20,
+    Kind.BATCH_REDUCED: 4 << 20,
 }
 """Maximum payload of each kind of frame."""
 

@@ -109,6 +109,7 @@ SHARD_RPCS: Mapping[str, Rule] = {
             "ReduceScatter",
             "OpenGradientBuffer",
             "ReduceGradientBuffer",
+            "ReduceBatch",
             "ReadPartition",
             "StagePartition",
             "OpenStagingBuffer",

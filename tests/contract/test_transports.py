@@ -425,3 +425,44 @@ def test_all_transports_round_gradients_equally(
         each.update(0)
         results.append(each.flat(each.gather(1)[1]))
     assert torch.equal(*results)
+
+
+# Batches.
+
+
+def prepared_push(
+    one: OneUnit, connection: ServerConnection, value: float, *, epoch: int = 1, part: int = 0
+) -> PreparedPush:
+    shard = RemoteShard(one.identity, one.layout, connection, one.start, one.stop, Wire(wait_limit_s=20.0))
+    header = shard_pb2.ReduceScatterHeader(context=one.context(0, epoch), unit=one.layout.unit, part=part)
+    values = zip(one.segments, one.filled(value), strict=True)
+    flats = {segment.parameter_index: values.flatten() for segment, values in values}
+    return shard.prepare_push(header, flats).prepared
+
+
+def test_a_batch_accepts_good_parts_and_rejects_the_others(server: ShardServer, connection: ServerConnection) -> None:
+    others = [OneUnit(server, layout_of(f"u{index}", a=((700,), "float32")), index=index).begin() for index in (1, 2)]
+    ones = [OneUnit(server, MIXED), *others]
+    # Part 0 of the second unit is missing.
+    pushes = [prepared_push(one, connection, 1.0, part=part) for one, part in zip(ones, (0, 1, 0), strict=True)]
+    assert connection.push_batch(pushes, wait_limit_s=20.0) == [True, False, True]
+    assert connection.push_batch(pushes, wait_limit_s=20.0) == [True, False, True], "duplicates are dropped"
+    assert server.evaluate(lambda: server.store.run("r").duplicate_count) == 2
+    accepted = [0 in server.evaluate(lambda one=one: dict(one.shard.contributions.by_rank)) for one in ones]
+    assert accepted == [True, False, True]
+
+
+def test_a_batch_of_pushes_updates_as_single_pushes_do(server: ShardServer, connection: ServerConnection) -> None:
+    one = OneUnit(server, MIXED)
+    before = one.flat(one.gather(0)[1])
+    assert connection.push_batch([prepared_push(one, connection, 1.0)], wait_limit_s=20.0) == [True]
+    one.prepare(0)
+    one.update(0)
+    batched = one.flat(one.gather(1)[1])
+    other = OneUnit(server, MIXED, run="reference").begin(values_of(one))
+    assert torch.equal(other.flat(other.gather(0)[1]), before)
+    other.push(other.filled(1.0))
+    other.prepare(0)
+    other.update(0)
+    expected = other.flat(other.gather(1)[1])
+    assert torch.equal(batched, expected)

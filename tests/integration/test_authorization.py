@@ -42,7 +42,7 @@ MEMBER, TRAINER, READER = "member", "trainer", "reader"
 MEMBER_RPCS = """
     Heartbeat KeepMembership Leave DeclareUnit PublishInitialUnit DeclareParallelPlan ResetWork FinishWork
     PrepareGradients CommitStep ExchangeAddress AddResiduals InitializeUnit ReduceScatter OpenGradientBuffer
-    ReduceGradientBuffer ReadPartition StagePartition OpenStagingBuffer StageStagingBuffer
+    ReduceGradientBuffer ReduceBatch ReadPartition StagePartition OpenStagingBuffer StageStagingBuffer
 """
 STORE_RPCS = "StoreSet StoreGet StoreAdd StoreCheck StoreDelete"
 READER_RPCS = """

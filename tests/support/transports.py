@@ -77,6 +77,9 @@ class FakeStream(StreamTransport):
     def control(self, request: shard_pb2.ReduceGradientBufferRequest, **_: Any) -> Any:
         raise NotImplementedError
 
+    def push_batch(self, request: shard_pb2.ReduceBatchRequest, **_: Any) -> Any:
+        raise NotImplementedError
+
     def measure_stream(self, size_bytes: int, **_: Any) -> float:
         raise NotImplementedError
 
@@ -112,3 +115,8 @@ class StreamedServer:
 
     def push(self, prepared: PreparedPush, *, wait_limit_s: float, nearly_done: NearlyDone = ignore) -> None:
         self.stream.push(prepared, timeout_s=wait_limit_s, retry_for_s=0.0, nearly_done=nearly_done)
+
+    def push_batch(self, prepared: Sequence[PreparedPush], *, wait_limit_s: float) -> list[bool]:
+        for each in prepared:
+            self.push(each, wait_limit_s=wait_limit_s)
+        return [True] * len(prepared)

@@ -248,7 +248,7 @@ def test_discard_drops_the_error_of_a_failed_push(client: FakeServer, error: Exc
 
 
 def test_join_waits_for_transfers_in_flight(client: FakeServer) -> None:
-    pushes = Pushes(TrafficStats(), push_bytes=1 << 20)
+    pushes = Pushes(TrafficStats(), push_bytes=1 << 20, max_batched_bytes=None)
     client.gate.clear()
     pushes.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=0), gradients())
     assert client.started.acquire(timeout=10)
@@ -276,7 +276,7 @@ class SilentServer(FakeServer):
 
     push_stream = fetch_stream
 
-fetches, pushes = Fetches(TrafficStats()), Pushes(TrafficStats(), push_bytes=1 << 20)
+fetches, pushes = Fetches(TrafficStats()), Pushes(TrafficStats(), push_bytes=1 << 20, max_batched_bytes=None)
 unit = unit_on(SilentServer())
 atexit.register(print, "closed at exit")
 fetches.gather(unit, 0, memoryview(bytearray(LAYOUT.size_bytes)))
@@ -312,7 +312,7 @@ def test_drain_returns_after_an_interrupt_at_any_line_of_a_push(client: FakeServ
 
         sys.settrace(trace)
         try:
-            pushes.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=0), gradients())
+            pushes.push(unit, shard_pb2.ReduceScatterHeader(part=0), gradients())
             pushes.drain()
         except KeyboardInterrupt:
             pass
@@ -321,7 +321,7 @@ def test_drain_returns_after_an_interrupt_at_any_line_of_a_push(client: FakeServ
         return lines > line_count
 
     before = sys.gettrace()
-    pushes = Pushes(TrafficStats(), push_bytes=1)
+    pushes, unit = Pushes(TrafficStats(), push_bytes=1), unit_on(client)
     gc.disable()  # the collector runs callbacks of `threading` at any line and swallows their interrupts
     try:
         for line_count in itertools.count(1):
@@ -336,4 +336,43 @@ def test_drain_returns_after_an_interrupt_at_any_line_of_a_push(client: FakeServ
         gc.enable()
         sys.settrace(before)
     assert line_count > 100
+    pushes.close()
+
+
+def test_pushes_that_start_while_another_thread_waits_are_sent(
+    client: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwell.data_plane.batches._MAX_AGE_S", 1e9)
+    pushes, unit = Pushes(TrafficStats(), push_bytes=1 << 20), unit_on(client)
+    flats = dict(gradients())
+    release = pushes.hold(100)
+    drained = threading.Thread(target=pushes.drain, daemon=True)
+    drained.start()
+    drained.join(0.1)
+    assert drained.is_alive(), "a push is held"
+    pushes.push_held(unit, shard_pb2.ReduceScatterHeader(part=0), flats, lambda _: False, release)
+    drained.join(10)
+    assert not drained.is_alive()
+    assert len(client.pushes) == 2
+    pushes.close()
+
+
+def test_small_parts_of_several_units_share_a_message(client: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwell.data_plane.batches._MAX_AGE_S", 1e9)
+    sizes: list[int] = []
+    push_batch = StreamedServer.push_batch
+
+    def counted(server: StreamedServer, prepared: Sequence[Any], *, wait_limit_s: float) -> list[bool]:
+        sizes.append(len(prepared))
+        return push_batch(server, prepared, wait_limit_s=wait_limit_s)
+
+    monkeypatch.setattr(StreamedServer, "push_batch", counted)
+    pushes, unit = Pushes(TrafficStats(), push_bytes=1 << 20), unit_on(client)
+    for part in range(4):
+        pushes.push(unit, shard_pb2.ReduceScatterHeader(part=part), gradients())
+    assert not client.pushes
+    pushes.drain()
+    assert sizes == [8]
+    for start in (0, CUT):
+        assert [header.part for header, _ in client.pushes if header.start_bytes == start] == list(range(4))
     pushes.close()

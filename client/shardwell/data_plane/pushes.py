@@ -11,20 +11,25 @@ from functools import partial
 
 import torch
 
+from shardwell.data_plane.batches import MAX_STREAM_BYTES, Batches
 from shardwell.data_plane.error_feedback import EncodedGradients
 from shardwell.data_plane.interrupts import uninterrupted
 from shardwell.data_plane.remote_shard import RemoteShard
 from shardwell.data_plane.remote_unit import RemoteUnit
+from shardwell.data_plane.shard_push import ShardPush, push_together
 from shardwell.data_plane.traffic_stats import TrafficStats
 from shardwell.data_plane.transfer_queue import DaemonThreads, TransferQueue
 from shardwell.memory.device_copies import to_host
-from shardwell.transport.base import NearlyDone
+from shardwell.transport.base import NearlyDone, ignore
 from shardwell.transport.server_connection import ServerConnection
 from shardwell_wire.errors import ShardwellError
 from shardwell_wire.v1 import shard_pb2
 
 _THREADS = 16
 """The threads mostly wait for the network."""
+
+PushBatches = Batches[ShardPush, None]
+"""The small pushes to one server."""
 
 Excuse = Callable[[BaseException], bool]
 """Returns whether the error of a push does not matter, because the push does not count any more."""
@@ -36,21 +41,25 @@ class Pushes:
     Args:
         stats: Counts pushes, bytes and waiting times.
         push_bytes: Limit of gradient bytes in flight. ``push`` waits while they exceed it.
+        max_batched_bytes: Largest part that is streamed in one message with others. None: no part is batched.
     """
 
-    def __init__(self, stats: TrafficStats, *, push_bytes: int) -> None:
+    def __init__(
+        self, stats: TrafficStats, *, push_bytes: int, max_batched_bytes: int | None = MAX_STREAM_BYTES
+    ) -> None:
         self.stats = stats
-        self._push_limit = push_bytes
+        self._push_limit, self._max_batched_bytes = push_bytes, max_batched_bytes
         self._threads = DaemonThreads(_THREADS, "shardwell-push")
         self._queues = defaultdict[ServerConnection, TransferQueue[None]](lambda: TransferQueue(self._threads))
+        self._batches: dict[ServerConnection, PushBatches] = {}
         self._starting = threading.Lock()
         """Held while a push is queued, by the training thread or by the thread that adds gradients."""
         self._changed = threading.Condition()
-        """Protects the next three fields, which the push threads change too."""
-        self._bytes_in_flight, self._pushes_in_flight = 0, 0
+        """Protects the next four fields, which the push threads change too."""
+        self._bytes_in_flight, self._pushes_in_flight, self._waiter_count = 0, 0, 0
         self._push_error: BaseException | None = None
-        self._last_part: dict[tuple[int, int], Future[None]] = {}
-        """The last push to each shard, keyed by unit index and shard number."""
+        self._last_part: dict[tuple[int, int], tuple[Future[None], PushBatches | None]] = {}
+        """The last push to each shard and the batches that contain it, keyed by unit index and shard number."""
 
     def push(
         self,
@@ -142,7 +151,8 @@ class Pushes:
                 held = False
                 self._bytes_in_flight -= size_bytes
                 self._pushes_in_flight -= 1
-                self._changed.notify_all()
+                if self._waiter_count and (size_bytes or not self._pushes_in_flight):
+                    self._changed.notify_all()
 
         return release
 
@@ -236,14 +246,45 @@ class Pushes:
                 for number, shard in enumerate(unit.shards):
                     if numbers is not None and number not in numbers:
                         continue
-                    previous = self._last_part.get((unit.index, number))
-                    streamed_bytes = 0 if shard.server.copies_gradients else shard.stop_bytes - shard.start_bytes
-                    send = partial(_send, _prepared(prepare, shard), previous)
-                    future = self._queues[shard.server].submit(streamed_bytes, send)
-                    self._last_part[unit.index, number] = future
-                    futures.append(future)
+                    futures.append(self._submit((unit.index, number), shard, _prepared(prepare, shard)))
             finally:  # wait only for the parts that were started
                 self._call_when_done(futures, excuse, when_pushed)
+            if self._waiter_count:
+                self._flush()
+
+    def _submit(self, key: tuple[int, int], shard: RemoteShard, push: Callable[[NearlyDone], None]) -> Future[None]:
+        """Queues the push of a shard's part: with those of other units if it is small, or else by itself."""
+        previous, batched_with = self._last_part.get(key, (None, None))
+        shard_bytes = shard.stop_bytes - shard.start_bytes
+        batches = self._batches_for(push) if isinstance(push, ShardPush) else None
+        # The pushes of one queue are sent in order.
+        in_order = previous is None or batched_with is batches or previous.done()
+        if batches is not None and isinstance(push, ShardPush) and in_order:
+            future = batches.submit(push, shard_bytes)
+            self._last_part[key] = future, batches
+            return future
+        self._flush()  # the push may wait for one of them
+        streamed_bytes = 0 if shard.server.copies_gradients else shard_bytes
+        future = self._queues[shard.server].submit(streamed_bytes, partial(_send, push, previous))
+        self._last_part[key] = future, None
+        return future
+
+    def _batches_for(self, push: ShardPush) -> PushBatches | None:
+        """Returns the batches that a push belongs to. None: it is sent by itself."""
+        limit_bytes = self._max_batched_bytes
+        if limit_bytes is None or push.stream_bytes > limit_bytes:
+            return None
+        batches = self._batches.get(push.server)
+        if batches is None:
+            batches = self._batches[push.server] = PushBatches(
+                self._threads, push_together, lambda each: each(ignore), max_in_flight=1, holds=True
+            )
+        return batches
+
+    def _flush(self) -> None:
+        """Starts to send the pushes that wait for others, because somebody waits for them."""
+        for batches in list(self._batches.values()):
+            batches.flush()
 
     def drain(self) -> None:
         """Waits until every push is acknowledged; raises the first error."""
@@ -256,14 +297,15 @@ class Pushes:
         self._push_error = None
 
     def _await_pushes(self) -> None:
-        with self.stats.waiting_for_push(), uninterrupted, self._changed:
-            uninterrupted.wait_for(self._changed, lambda: not self._pushes_in_flight)
+        self._wait_for(lambda: not self._pushes_in_flight)
         self._last_part.clear()
 
     def close(self) -> None:
         """Fails all waiting pushes. Pushes in flight end when the connection to their server is closed."""
         for queue in self._queues.values():
             queue.close()
+        for batches in self._batches.values():
+            batches.close()
         self._threads.shutdown(wait=False)
 
     def join(self, limit_s: float) -> None:
@@ -271,14 +313,31 @@ class Pushes:
         self._threads.join(limit_s)
 
     def _reserve(self, size_bytes: int) -> None:
-        with self.stats.waiting_for_push(), uninterrupted, self._changed:
-            # A push larger than the limit goes alone.
-            uninterrupted.wait_for(
-                self._changed,
-                lambda: not self._bytes_in_flight or self._bytes_in_flight + size_bytes <= self._push_limit,
-            )
-            self._bytes_in_flight += size_bytes
-            self._pushes_in_flight += 1
+        with uninterrupted:
+            while True:
+                with self._changed:
+                    if self._has_room(size_bytes):
+                        self._bytes_in_flight += size_bytes
+                        self._pushes_in_flight += 1
+                        return
+                self._wait_for(lambda: self._has_room(size_bytes))
+
+    def _wait_for(self, is_true: Callable[[], bool]) -> None:
+        """Waits for the end of pushes. Meanwhile no push waits for others."""
+        with self.stats.waiting_for_push(), uninterrupted:
+            with self._changed:
+                self._waiter_count += 1
+            try:
+                self._flush()
+                with self._changed:
+                    uninterrupted.wait_for(self._changed, is_true)
+            finally:
+                with self._changed:
+                    self._waiter_count -= 1
+
+    def _has_room(self, size_bytes: int) -> bool:
+        """True if a push may start. A push larger than the limit goes alone."""
+        return not self._bytes_in_flight or self._bytes_in_flight + size_bytes <= self._push_limit
 
     def _call_when_done(self, futures: Sequence[Future[None]], excuse: Excuse, when_done: Callable[[], None]) -> None:
         missing = len(futures)

@@ -12,11 +12,12 @@ import torch
 from shardwell.data_plane.error_feedback import EncodedGradients
 from shardwell.data_plane.host_cache import CachedShard
 from shardwell.data_plane.shard_owner import ShardOwner
+from shardwell.data_plane.shard_push import ShardPush
 from shardwell.memory.buffer_pool import BufferPool
 from shardwell.transport.base import FetchTarget, GradientPart, NearlyDone, ShardAddress, ignore
 from shardwell.transport.server_connection import ServerConnection
 from shardwell.transport.shared_vector import SegmentLocation, SharedVector
-from shardwell_wire import fault_points, wire_dtypes
+from shardwell_wire import wire_dtypes
 from shardwell_wire.chunk_streams import memory_at
 from shardwell_wire.errors import UnavailableError
 from shardwell_wire.layout import Segment, UnitLayout
@@ -204,9 +205,7 @@ class RemoteShard:
 
     # ---- pushing ----
 
-    def prepare_push(
-        self, header: shard_pb2.ReduceScatterHeader, flats: Mapping[int, torch.Tensor]
-    ) -> Callable[[NearlyDone], None]:
+    def prepare_push(self, header: shard_pb2.ReduceScatterHeader, flats: Mapping[int, torch.Tensor]) -> ShardPush:
         """Prepares a push of this shard's part of gradients.
 
         Args:
@@ -214,16 +213,14 @@ class RemoteShard:
             flats: Whole gradients by parameter index; contiguous, on the CPU, without a graph. Each [numel].
 
         Returns:
-            A function that pushes the gradients, in any thread. It refers to ``flats`` only if they are streamed: a
-            transport through shared memory has copied them.
+            The push, to be called in any thread. It refers to ``flats`` only if they are streamed: a transport through
+            shared memory has copied them.
         """
         indices, wire_dtype = tuple(sorted(flats)), self._wire.push_dtype
         part = _FlatGradients(self._plans, indices, wire_dtype, self.start_bytes, flats, self._wire.encoded)
         return self._prepare(header, indices, part)
 
-    def prepare_push_encoded(
-        self, header: shard_pb2.ReduceScatterHeader, gradients: EncodedGradients
-    ) -> Callable[[NearlyDone], None]:
+    def prepare_push_encoded(self, header: shard_pb2.ReduceScatterHeader, gradients: EncodedGradients) -> ShardPush:
         """Prepares a push of this shard's part of encoded gradients; see ``prepare_push``."""
         indices, wire_dtype = gradients.indices, gradients.wire_dtype
         pieces = [piece.of(gradients.stream) for piece in self._plans.pieces_of_unit(indices, wire_dtype)]
@@ -236,7 +233,7 @@ class RemoteShard:
 
     def prepare_push_sum(
         self, header: shard_pb2.ReduceScatterHeader, indices: Sequence[int], memory: torch.Tensor
-    ) -> Callable[[NearlyDone], None]:
+    ) -> ShardPush:
         """Prepares a push of a sum of several ranks' gradients; see ``prepare_push``. The sum is never rounded.
 
         Args:
@@ -247,26 +244,25 @@ class RemoteShard:
         part = _VectorPart(self._plans, tuple(indices), self.start_bytes, memory)
         return self._prepare(header, indices, part)
 
-    def _prepare(
-        self, header: shard_pb2.ReduceScatterHeader, indices: Sequence[int], part: GradientPart
-    ) -> Callable[[NearlyDone], None]:
+    def _prepare(self, header: shard_pb2.ReduceScatterHeader, indices: Sequence[int], part: GradientPart) -> ShardPush:
         own = shard_pb2.ReduceScatterHeader()
         own.CopyFrom(header)
         own.parameter_indices[:] = indices
         own.start_bytes, own.stop_bytes = self.start_bytes, self.stop_bytes
         if own.context.request_id:  # one per shard: a server may own several shards of the unit
             own.context.request_id = f"{own.context.request_id}.{self.start_bytes}"
-        prepared, limit_s = (
-            self.owner.run(lambda server: server.prepare_push(self._address, own, part)),
-            self.wait_limit_s,
-        )
+        server, prepared = self.owner.run(lambda server: (server, server.prepare_push(self._address, own, part)))
+        wire_dtype = AS_STORED if prepared.is_shared else part.wire_dtype
+        size_bytes = self._plans.plan(tuple(indices), wire_dtype).size_bytes
         if prepared.is_shared:
-            self.server.shared_counter.add(sent_bytes=self._plans.plan(tuple(indices), AS_STORED).size_bytes)
-
-        def push(nearly_done: NearlyDone) -> None:
-            self.owner.run(lambda server: server.push(prepared, wait_limit_s=limit_s, nearly_done=nearly_done))
-
-        return partial(_push_between_points, push, own) if fault_points.are_armed() else push
+            server.shared_counter.add(sent_bytes=size_bytes)
+        return ShardPush(
+            self.owner,
+            server,
+            prepared,
+            stream_bytes=0 if prepared.is_shared else size_bytes,
+            wait_limit_s=self.wait_limit_s,
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -447,15 +443,6 @@ def _views(plans: RangePlans, layout: UnitLayout, memory: memoryview, start_byte
 def _copy(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
     for source, target in zip(sources, targets, strict=True):
         target.copy_(source)
-
-
-def _push_between_points(
-    push: Callable[[NearlyDone], None], header: shard_pb2.ReduceScatterHeader, nearly_done: NearlyDone
-) -> None:
-    details = {"unit": header.unit, "dp_rank": header.dp_rank, "part": header.part}
-    fault_points.reach("client.push.before", **details)
-    push(nearly_done)
-    fault_points.reach("client.push.after", **details)
 
 
 def _memory_of(window: SharedVector) -> memoryview:

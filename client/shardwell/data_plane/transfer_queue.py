@@ -63,7 +63,7 @@ class TransferQueue(Generic[Result]):
         transfer = _Transfer(size_bytes, work, Future())
         with self._lock:
             if self._closed:
-                raise _closed_error()
+                raise closed_error()
             self._waiting.append(transfer)
         self._start()
         return transfer.future
@@ -75,7 +75,7 @@ class TransferQueue(Generic[Result]):
             waiting = list(self._waiting)
             self._waiting.clear()
         for transfer in waiting:
-            transfer.future.set_exception(_closed_error())
+            transfer.future.set_exception(closed_error())
 
     def _start(self) -> None:
         """Submits transfers while there is room. The lock keeps the order if several threads call this method."""
@@ -96,7 +96,7 @@ class TransferQueue(Generic[Result]):
 
         try:
             if self._closed:
-                raise _closed_error()
+                raise closed_error()
             result = transfer.work(nearly_done)
         except BaseException as error:
             self._deactivate(transfer)
@@ -208,5 +208,6 @@ class DaemonThreads(Executor):
             return self._calls.popleft() if self._calls else None
 
 
-def _closed_error() -> UnavailableError:
+def closed_error() -> UnavailableError:
+    """Returns the error of a transfer that did not start before its session was closed."""
     return UnavailableError("the session was closed before this transfer started")

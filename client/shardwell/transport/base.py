@@ -297,6 +297,10 @@ class StreamTransport(Transport):
         """
 
     @abstractmethod
+    def push_batch(self, request: shard_pb2.ReduceBatchRequest, *, timeout_s: float) -> shard_pb2.ReduceBatchResponse:
+        """Sends a batch of small pushes once, without retries."""
+
+    @abstractmethod
     def measure_stream(self, size_bytes: int, *, timeout_s: float) -> float:
         """Receives bytes without content; returns bytes per second."""
 
@@ -330,6 +334,14 @@ class SharedTransport(Transport):
             CapacityError: The server has no memory for the part on this transport.
             OSError: The server's memory cannot be mapped.
         """
+
+    @abstractmethod
+    def add_to_batch(self, prepared: PreparedPush, request: shard_pb2.ReduceBatchRequest) -> bool:
+        """Adds a push to a batch; returns False if another session prepared the push."""
+
+    @abstractmethod
+    def finish_batched(self, prepared: PreparedPush, result: shard_pb2.BatchedPartResult) -> None:
+        """Processes the server's answer to a push that ``add_to_batch`` has added."""
 
     @abstractmethod
     def read_partition(

@@ -60,6 +60,10 @@ class GrpcTransport(StreamTransport):
         """See ``StreamTransport``."""
         return self._client.control(request, timeout_s=timeout_s, retry_for_s=retry_for_s)
 
+    def push_batch(self, request: shard_pb2.ReduceBatchRequest, *, timeout_s: float) -> shard_pb2.ReduceBatchResponse:
+        """See ``StreamTransport``."""
+        return self._client.push_batch(request, timeout_s=timeout_s)
+
     def measure_stream(self, size_bytes: int, *, timeout_s: float) -> float:
         """See ``StreamTransport``."""
         return self._client.measure_stream(size_bytes, timeout_s=timeout_s)

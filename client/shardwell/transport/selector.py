@@ -200,6 +200,15 @@ class TransportSelector:
             self.over_stream(send) if any(name in STREAM_TRANSPORTS for name in self._names) else self.over_rpcs(send)
         )
 
+    def push_batch(self, request: shard_pb2.ReduceBatchRequest, *, timeout_s: float) -> shard_pb2.ReduceBatchResponse:
+        """Sends a batch of small pushes once, on the way of ``control``."""
+        streams = any(name in STREAM_TRANSPORTS for name in self._names)
+
+        def send() -> shard_pb2.ReduceBatchResponse:
+            return (self.require_stream() if streams else self.client).push_batch(request, timeout_s=timeout_s)
+
+        return self.guard.run("a batch of pushes", send, repeat=False)
+
     # ---- opening and closing ----
 
     def _open_stream(self) -> StreamTransport:

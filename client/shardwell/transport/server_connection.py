@@ -22,6 +22,7 @@ from shardwell.transport.partitions import (
     PartitionSegment,
     SharedPartitionSegment,
 )
+from shardwell.transport.push_batch import push_together
 from shardwell.transport.selector import TransportSelector
 from shardwell.transport.server_guard import ServerGuard
 from shardwell.transport.shard_client import ShardClient
@@ -40,6 +41,9 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S = 2.0
 """How long a transport retries by itself before the guard asks the coordinator why the server is unavailable."""
+
+_BATCH_LIMIT_S = 10.0
+"""Deadline of a batch of pushes. A part that has to wait longer on the server is pushed by itself."""
 
 OPEN_TIMEOUT_S = 60.0
 """Deadline for opening a transport. Long, because a server that receives a large upload may respond late."""
@@ -241,6 +245,11 @@ class ServerConnection:
                 prepared, timeout_s=wait_limit_s, retry_for_s=retry_for_s, nearly_done=nearly_done
             )
         )
+
+    def push_batch(self, prepared: Sequence[PreparedPush], *, wait_limit_s: float) -> list[bool]:
+        """Pushes small parts of several contributions in one message, once; see ``push_together``."""
+        timeout_s = min(_BATCH_LIMIT_S, wait_limit_s)
+        return push_together(self.transports, prepared, self.counter, timeout_s=timeout_s)
 
     def release(self, dp_rank: int | None = None) -> None:
         """Releases the memory of a rank's contributions, which the server no longer reads. None: of all ranks."""

@@ -141,6 +141,11 @@ class ShardClient(ServiceClient):
         )
         return answer
 
+    def push_batch(self, request: shard_pb2.ReduceBatchRequest, *, timeout_s: float) -> shard_pb2.ReduceBatchResponse:
+        """Sends a batch of small pushes; see ``StreamTransport``."""
+        answer: shard_pb2.ReduceBatchResponse = self.call("ReduceBatch", request, timeout_s=timeout_s)
+        return answer
+
     def measure_stream(self, size_bytes: int, *, timeout_s: float) -> float:
         """Receives bytes without content; returns bytes per second."""
         request = shard_pb2.MeasureTransportRequest(size_bytes=size_bytes, chunk_bytes=self._chunk_bytes)

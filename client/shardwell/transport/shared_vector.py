@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import os
 import threading
@@ -149,15 +150,23 @@ class SharedVector:
     def forget_writes(self) -> int | None:
         """Discards the pages that this process wrote; returns the offset of the first, or None if there is none."""
         first, count = self._address // mmap.PAGESIZE, -(-self._size_bytes // mmap.PAGESIZE)
-        with open(_PAGE_MAP, "rb", buffering=0) as pagemap:
-            pagemap.seek(first * 8)
-            entries = np.frombuffer(pagemap.read(count * 8), np.uint64)
+        entries = np.frombuffer(os.pread(_page_map(os.getpid()), count * 8, first * 8), np.uint64)
         # A page that the kernel is migrating counts as swapped.
         own = np.flatnonzero((entries & (_PRESENT | _SWAPPED)).astype(bool) & ~(entries & _SHARED_OR_FILE).astype(bool))
         if not own.size:
             return None
         _libc.madvise(self._address, self._size_bytes, mmap.MADV_DONTNEED)
         return int(own[0]) * mmap.PAGESIZE
+
+
+@functools.cache
+def _page_map(process_id: int) -> int:
+    """Returns a descriptor of the page map of this process. Opening the file for every unit costs more than reading it.
+
+    Args:
+        process_id: This process. After a fork, the parent's descriptor would show the parent's pages.
+    """
+    return os.open(_PAGE_MAP, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def map_shared(descriptor: int, size_bytes: int, protection: int) -> memoryview:

@@ -270,6 +270,19 @@ class ShmTransport(SharedTransport):
         if not self._control(request, timeout_s=timeout_s, retry_for_s=retry_for_s).adopted:
             self._gradient_buffers.release(prepared.buffer)
 
+    def add_to_batch(self, prepared: PreparedPush, request: shard_pb2.ReduceBatchRequest) -> bool:
+        """See ``SharedTransport``."""
+        if not isinstance(prepared, _BufferedPush) or prepared.transport is not self:
+            return False
+        request.transport_id = self._session
+        request.parts.add(header=prepared.header, gradient_buffer_id=prepared.buffer.buffer_id)
+        return True
+
+    def finish_batched(self, prepared: PreparedPush, result: shard_pb2.BatchedPartResult) -> None:
+        """See ``SharedTransport``."""
+        if isinstance(prepared, _BufferedPush) and not result.status and not result.adopted:
+            self._gradient_buffers.release(prepared.buffer)
+
     def _open_gradient_buffer(self, shard: ShardKey) -> GradientBuffer:
         unit, start_bytes = shard
         request = shard_pb2.OpenGradientBufferRequest(

@@ -134,6 +134,12 @@ class SocketTransport(StreamTransport):
             retry_for_s=retry_for_s,
         )
 
+    def push_batch(self, request: shard_pb2.ReduceBatchRequest, *, timeout_s: float) -> shard_pb2.ReduceBatchResponse:
+        """See ``StreamTransport``."""
+        return self._attempt(
+            lambda connection: connection.push_batch(request, timeout_s=timeout_s), timeout_s=timeout_s, retry_for_s=0.0
+        )
+
     def measure_stream(self, size_bytes: int, *, timeout_s: float) -> float:
         """See ``StreamTransport``."""
         target = memoryview(bytearray(size_bytes))
@@ -318,6 +324,13 @@ class SocketConnection:
             self._send([socket_frames.encode_request(Kind.REDUCE_GRADIENT_BUFFER, request, timeout_s)])
             payload = self._receive_message(Kind.GRADIENT_BUFFER_REDUCED)
             return socket_frames.parse_message(payload, shard_pb2.ReduceGradientBufferResponse)
+
+    def push_batch(self, request: shard_pb2.ReduceBatchRequest, *, timeout_s: float) -> shard_pb2.ReduceBatchResponse:
+        """Sends a batch of small pushes."""
+        with self._request(f"ReduceBatch of {len(request.parts)} parts", timeout_s):
+            self._send([socket_frames.encode_request(Kind.REDUCE_BATCH, request, timeout_s)])
+            payload = self._receive_message(Kind.BATCH_REDUCED)
+            return socket_frames.parse_message(payload, shard_pb2.ReduceBatchResponse)
 
     # ---- one request ----
 

@@ -1099,6 +1099,112 @@ class ReduceGradientBufferResponse(google.protobuf.message.Message):
 global___ReduceGradientBufferResponse = ReduceGradientBufferResponse
 
 @typing.final
+class BatchedPart(google.protobuf.message.Message):
+    """One part of a contribution in a ReduceBatchRequest."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: builtins.int
+    GRADIENT_BUFFER_ID_FIELD_NUMBER: builtins.int
+    STREAM_FIELD_NUMBER: builtins.int
+    CHECKSUM_FIELD_NUMBER: builtins.int
+    gradient_buffer_id: builtins.int
+    """The gradients are in this shared gradient buffer of the transport in transport_id."""
+    stream: builtins.bytes
+    """The stream that ReduceScatter would have."""
+    checksum: builtins.int
+    """XXH3-64 of stream."""
+    @property
+    def header(self) -> global___ReduceScatterHeader:
+        """As in ReduceScatter, or as in ReduceGradientBuffer if gradient_buffer_id is set."""
+
+    def __init__(
+        self,
+        *,
+        header: global___ReduceScatterHeader | None = ...,
+        gradient_buffer_id: builtins.int = ...,
+        stream: builtins.bytes = ...,
+        checksum: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["gradient_buffer_id", b"gradient_buffer_id", "gradients", b"gradients", "header", b"header", "stream", b"stream"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["checksum", b"checksum", "gradient_buffer_id", b"gradient_buffer_id", "gradients", b"gradients", "header", b"header", "stream", b"stream"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["gradients", b"gradients"]) -> typing.Literal["gradient_buffer_id", "stream"] | None: ...
+
+global___BatchedPart = BatchedPart
+
+@typing.final
+class ReduceBatchRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: builtins.int
+    RUN_ID_FIELD_NUMBER: builtins.int
+    TRANSPORT_ID_FIELD_NUMBER: builtins.int
+    PARTS_FIELD_NUMBER: builtins.int
+    run: builtins.str
+    """Name of the run of all parts."""
+    run_id: builtins.str
+    """Id of the run. Required."""
+    transport_id: builtins.str
+    """The transport of the shared gradient buffers. See ReduceGradientBufferRequest. Empty: no part is in such a buffer."""
+    @property
+    def parts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___BatchedPart]:
+        """At least 1 and at most 256 parts, in the order in which the server handles them."""
+
+    def __init__(
+        self,
+        *,
+        run: builtins.str = ...,
+        run_id: builtins.str = ...,
+        transport_id: builtins.str = ...,
+        parts: collections.abc.Iterable[global___BatchedPart] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["parts", b"parts", "run", b"run", "run_id", b"run_id", "transport_id", b"transport_id"]) -> None: ...
+
+global___ReduceBatchRequest = ReduceBatchRequest
+
+@typing.final
+class BatchedPartResult(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DUPLICATE_FIELD_NUMBER: builtins.int
+    ADOPTED_FIELD_NUMBER: builtins.int
+    STATUS_FIELD_NUMBER: builtins.int
+    duplicate: builtins.bool
+    """True if the server already had this part; this copy was dropped."""
+    adopted: builtins.bool
+    """True if the shared gradient buffer has become the contribution. See ReduceGradientBufferResponse."""
+    status: builtins.bytes
+    """A google.rpc.Status with which the part was rejected. Empty: the part was accepted, or dropped as a duplicate."""
+    def __init__(
+        self,
+        *,
+        duplicate: builtins.bool = ...,
+        adopted: builtins.bool = ...,
+        status: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adopted", b"adopted", "duplicate", b"duplicate", "status", b"status"]) -> None: ...
+
+global___BatchedPartResult = BatchedPartResult
+
+@typing.final
+class ReduceBatchResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RESULTS_FIELD_NUMBER: builtins.int
+    @property
+    def results(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___BatchedPartResult]:
+        """One per part, in the order of the request."""
+
+    def __init__(
+        self,
+        *,
+        results: collections.abc.Iterable[global___BatchedPartResult] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["results", b"results"]) -> None: ...
+
+global___ReduceBatchResponse = ReduceBatchResponse
+
+@typing.final
 class MeasureTransportRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

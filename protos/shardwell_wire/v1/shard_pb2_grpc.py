@@ -104,6 +104,11 @@ class ShardServiceStub(object):
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ReduceGradientBufferRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.ReduceGradientBufferResponse.FromString,
                 _registered_method=True)
+        self.ReduceBatch = channel.unary_unary(
+                '/shardwell_wire.v1.ShardService/ReduceBatch',
+                request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ReduceBatchRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.ReduceBatchResponse.FromString,
+                _registered_method=True)
         self.MeasureTransport = channel.unary_stream(
                 '/shardwell_wire.v1.ShardService/MeasureTransport',
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.MeasureTransportRequest.SerializeToString,
@@ -370,6 +375,16 @@ class ShardServiceServicer(object):
         dtype of its parameter and the parameter's position in the shard.
 
         Returns the statuses of ReduceScatter. Also FAILED_PRECONDITION: the buffer is already a contribution.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReduceBatch(self, request, context):
+        """Trainer: as ReduceScatter and ReduceGradientBuffer, for the parts of several units in one message. The parts are
+        handled in their order. A rejected part does not affect the others: its result has the status.
+
+        INVALID_ARGUMENT: too many parts, or a part names another run. No part is handled then.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -686,6 +701,11 @@ def add_ShardServiceServicer_to_server(servicer, server):
                     servicer.ReduceGradientBuffer,
                     request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.ReduceGradientBufferRequest.FromString,
                     response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ReduceGradientBufferResponse.SerializeToString,
+            ),
+            'ReduceBatch': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReduceBatch,
+                    request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.ReduceBatchRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ReduceBatchResponse.SerializeToString,
             ),
             'MeasureTransport': grpc.unary_stream_rpc_method_handler(
                     servicer.MeasureTransport,
@@ -1135,6 +1155,33 @@ class ShardService(object):
             '/shardwell_wire.v1.ShardService/ReduceGradientBuffer',
             shardwell__wire_dot_v1_dot_shard__pb2.ReduceGradientBufferRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_shard__pb2.ReduceGradientBufferResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReduceBatch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardwell_wire.v1.ShardService/ReduceBatch',
+            shardwell__wire_dot_v1_dot_shard__pb2.ReduceBatchRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_shard__pb2.ReduceBatchResponse.FromString,
             options,
             channel_credentials,
             insecure,

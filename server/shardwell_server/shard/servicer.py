@@ -29,7 +29,7 @@ from shardwell_server.shard.state.fences import CoordinatorTerm
 from shardwell_server.shard.state.runs import HostedRun
 from shardwell_server.shard.state.shard_spec import Role, ShardSpec
 from shardwell_server.shard.state.store import ShardStore, named_identity
-from shardwell_server.shard.transports import shm_requests
+from shardwell_server.shard.transports import batch_requests, shm_requests
 from shardwell_server.shard.transports.base import ServerTransports, measurement_chunks
 from shardwell_server.shard.transports.shm_transport import ShmTransport
 from shardwell_wire import chunk_streams, fault_points
@@ -348,6 +348,10 @@ class ShardServicer:
     ) -> shard_pb2.ReduceGradientBufferResponse:
         shm = self._transports.find(ShmTransport)
         return await shm_requests.reduce_gradient_buffer(self._store, shm, request, call.remaining_s())
+
+    async def ReduceBatch(self, request: shard_pb2.ReduceBatchRequest, call: Call) -> shard_pb2.ReduceBatchResponse:
+        wait_s = call.remaining_s()
+        return await batch_requests.reduce_batch(self._store, self._transports, request, wait_s, call.peer)
 
     # ---- rpcs for inspection ----
 

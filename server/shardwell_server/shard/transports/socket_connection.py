@@ -186,7 +186,7 @@ class Connection:
         self._socket, self._number, self._loop = peer, peer.fileno(), asyncio.get_running_loop()
         self._stream: PlainStream | EncryptedStream = PlainStream(peer)
         self._mark = LowWaterMark(peer)
-        self._peer = _name_of(peer)
+        self.peer = _name_of(peer)
         """Address of the peer, for the log."""
         self._since_wait_bytes = 0
         self._torn = False
@@ -296,7 +296,7 @@ class Connection:
         """Sends an error to the peer. Raises OSError if the connection broke, or ended within a frame."""
         if isinstance(reason, OSError) and not isinstance(reason, ShardwellError):
             raise reason
-        error = reported_error("a request over a socket transport", reason, self._peer)
+        error = reported_error("a request over a socket transport", reason, self.peer)
         if self._torn:
             raise ConnectionAbortedError(f"the connection ended within a frame: {error}") from error
         await self.send(socket_frames.encode(Kind.ERROR, to_status_details(error)))

@@ -18,7 +18,7 @@ from shardwell_server.rpc import DEADLINE_MARGIN_S
 from shardwell_server.shard.requests import pushes, reading
 from shardwell_server.shard.requests.streams import IncomingStream
 from shardwell_server.shard.state.store import NamesRun, ShardStore
-from shardwell_server.shard.transports import shm_requests
+from shardwell_server.shard.transports import batch_requests, shm_requests
 from shardwell_server.shard.transports.base import ServerTransports, measurement_chunks
 from shardwell_server.shard.transports.shm_transport import ShmTransport
 from shardwell_wire.errors import AccessError, DeadlineError
@@ -32,6 +32,7 @@ _RPCS = {
     shard_pb2.MeasureTransportRequest: "MeasureTransport",
     shard_pb2.ReduceScatterHeader: "ReduceScatter",
     shard_pb2.ReduceGradientBufferRequest: "ReduceGradientBuffer",
+    shard_pb2.ReduceBatchRequest: "ReduceBatch",
 }
 """The rpc that each request stands for."""
 
@@ -44,6 +45,8 @@ class StreamConnection(IncomingStream, Protocol):
 
     piece_bytes: ClassVar[int]
     """Size of the pieces of a stream that is sent."""
+    peer: str
+    """Address of the peer, for the log."""
 
     async def next_request(self) -> tuple[str, float, Message] | None:
         """Waits without limit for the next request. None: the peer has closed the connection.
@@ -129,6 +132,8 @@ class StreamRequests:
             await self._connection.send_stream(measurement_chunks(request, self._connection.piece_bytes))
         elif isinstance(request, shard_pb2.ReduceGradientBufferRequest):
             await self._reduce_gradient_buffer(request, wait_s)
+        elif isinstance(request, shard_pb2.ReduceBatchRequest):
+            await self._reduce_batch(request, wait_s)
         else:
             assert isinstance(request, shard_pb2.ReduceScatterHeader)
             await self._push(request, wait_s)
@@ -151,6 +156,11 @@ class StreamRequests:
         self._check_run(request.header.context)
         shm = self._offered.find(ShmTransport)
         response = await shm_requests.reduce_gradient_buffer(self._store, shm, request, wait_s)
+        await self._connection.send_response(response)
+
+    async def _reduce_batch(self, request: shard_pb2.ReduceBatchRequest, wait_s: float) -> None:
+        self._check_run(request)
+        response = await batch_requests.reduce_batch(self._store, self._offered, request, wait_s, self._connection.peer)
         await self._connection.send_response(response)
 
     def _check_run(self, request: NamesRun) -> None:

@@ -1,0 +1,161 @@
+"""Small transfers of one server, collected and sent in one message.
+
+A message costs each side about as much time as the bytes of several small units. Transfers that are awaited later, such
+as pushes, are held back until a batch is full, until somebody waits for them, or until the next transfer finds them
+older than ``_MAX_AGE_S``. Other transfers start at once, and those that come while a batch is in flight form the next.
+
+Note: [Rejected batches]
+    A batch is sent once. If it fails, or the server rejects some of its parts, each of these parts is transferred by
+    itself, with the retries, the explanations and the moves that a single transfer has.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from shardwell.data_plane.transfer_queue import closed_error
+from shardwell_wire.errors import ShardwellError
+
+logger = logging.getLogger(__name__)
+
+MAX_STREAM_BYTES = 64 << 10
+"""Largest part that a batch streams. The message is built from copies, which cost little at this size."""
+
+_MAX_PARTS = 32
+_FULL_BYTES = 256 << 10
+"""A batch that is held back is sent when its values have this size. Limits how long a server's reduction is delayed."""
+
+_MAX_AGE_S = 0.01
+"""A batch whose first transfer is older is sent with the next transfer."""
+
+
+class Rejected(enum.Enum):
+    """Result of a part of a batch that must be transferred by itself."""
+
+    REJECTED = enum.auto()
+
+
+Transfer = TypeVar("Transfer")
+Result = TypeVar("Result")
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting(Generic[Transfer, Result]):
+    transfer: Transfer
+    future: Future[Result] = field(default_factory=Future)
+
+
+class Batches(Generic[Transfer, Result]):
+    """The small transfers of one server in one direction, in order. Thread-safe.
+
+    Args:
+        threads: Run the transfers. They must start calls in the order in which they are submitted.
+        send: Sends transfers in one message; returns the result of each, or ``REJECTED``.
+        alone: Runs one transfer by itself.
+        max_in_flight: Limit of messages in flight. With 1, the transfers end in order.
+        holds: Whether transfers are held back until they are awaited.
+    """
+
+    def __init__(
+        self,
+        threads: Executor,
+        send: Callable[[Sequence[Transfer]], Sequence[Result | Rejected]],
+        alone: Callable[[Transfer], Result],
+        *,
+        max_in_flight: int,
+        holds: bool,
+    ) -> None:
+        self._threads, self._send_message, self._alone = threads, send, alone
+        self._max_in_flight, self._holds = max_in_flight, holds
+        self._lock = threading.Lock()
+        """Protects the next fields."""
+        self._waiting: deque[_Waiting[Transfer, Result]] = deque()
+        self._ready_count = self._held_bytes = self._in_flight = 0
+        """Transfers at the front of the queue that are not held back, bytes of the others, and messages in flight."""
+        self._oldest_s = 0.0
+        """When the first transfer that is held back was submitted."""
+        self._closed = False
+
+    def submit(self, transfer: Transfer, size_bytes: int) -> Future[Result]:
+        """Queues a transfer; returns the future of its result.
+
+        Args:
+            transfer: The transfer.
+            size_bytes: Size of its values.
+        """
+        waiting = _Waiting[Transfer, Result](transfer)
+        with self._lock:
+            if self._closed:
+                raise closed_error()
+            self._waiting.append(waiting)
+            if not self._holds or self._is_full(size_bytes):
+                self._start()
+        return waiting.future
+
+    def _is_full(self, size_bytes: int) -> bool:
+        """Counts a transfer that is held back; returns whether the batch is to be sent now."""
+        held_count, now = len(self._waiting) - self._ready_count, time.monotonic()
+        if held_count == 1:
+            self._oldest_s = now
+        self._held_bytes += size_bytes
+        return self._held_bytes >= _FULL_BYTES or held_count >= _MAX_PARTS or now - self._oldest_s > _MAX_AGE_S
+
+    def flush(self) -> None:
+        """Starts the transfers that are held back."""
+        if self._waiting:
+            with self._lock:
+                self._start()
+
+    def close(self) -> None:
+        """Fails the waiting transfers. Messages in flight continue."""
+        with self._lock:
+            self._closed = True
+            waiting = list(self._waiting)
+            self._waiting.clear()
+            self._ready_count = 0
+        for each in waiting:
+            each.future.set_exception(closed_error())
+
+    def _start(self) -> None:
+        self._ready_count, self._held_bytes = len(self._waiting), 0
+        if self._ready_count and self._in_flight < self._max_in_flight:
+            self._threads.submit(self._run)
+            self._in_flight += 1
+
+    def _run(self) -> None:
+        while batch := self._next_batch():
+            self._finish(batch, self._send(batch) if len(batch) > 1 else [Rejected.REJECTED])
+
+    def _next_batch(self) -> list[_Waiting[Transfer, Result]]:
+        with self._lock:
+            count = min(self._ready_count, _MAX_PARTS)
+            self._ready_count -= count
+            if not count:
+                self._in_flight -= 1
+            return [self._waiting.popleft() for _ in range(count)]
+
+    def _send(self, batch: Sequence[_Waiting[Transfer, Result]]) -> Sequence[Result | Rejected]:
+        try:
+            return self._send_message([each.transfer for each in batch])
+        except Exception as error:  # the futures must be completed in any case
+            defect = None if isinstance(error, ShardwellError | OSError) else error
+            logger.info("%d parts of a batch are transferred one by one: %s", len(batch), error, exc_info=defect)
+            return [Rejected.REJECTED] * len(batch)
+
+    def _finish(self, batch: Sequence[_Waiting[Transfer, Result]], results: Sequence[Result | Rejected]) -> None:
+        """Completes the futures of a batch. See Note: [Rejected batches]."""
+        for each, result in zip(batch, results, strict=True):
+            try:
+                found = self._alone(each.transfer) if isinstance(result, Rejected) else result
+            except BaseException as error:
+                each.future.set_exception(error)
+            else:
+                each.future.set_result(found)

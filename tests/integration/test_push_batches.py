@@ -1,0 +1,105 @@
+"""Tests of the rpc ReduceBatch: what a server rejects, and what it then has done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+
+from shardwell_server.shard.transports.batch_requests import MAX_PARTS
+from shardwell_wire.errors import (
+    ConflictError,
+    CorruptDataError,
+    InvalidRequestError,
+    ShardwellError,
+    from_status_details,
+)
+from shardwell_wire.v1 import shard_pb2
+from tests.support.shard_server import OneUnit, ShardServer, assert_all, error_of, layout_of
+
+
+@pytest.fixture
+def server() -> Iterator[ShardServer]:
+    with ShardServer() as running:
+        yield running
+
+
+def unit(server: ShardServer, index: int = 0) -> OneUnit:
+    return OneUnit(server, layout_of(f"u{index}", a=((100,), "float32")), index=index).begin()
+
+
+def part_of(one: OneUnit, value: float, **changes: Any) -> shard_pb2.BatchedPart:
+    header = shard_pb2.ReduceScatterHeader(
+        context=one.context(), unit=one.layout.unit, parameter_indices=[0], start_bytes=one.start, stop_bytes=one.stop
+    )
+    stream = torch.full((100,), value).numpy().tobytes()
+    checksum = xxhash.xxh3_64_intdigest(stream)
+    return shard_pb2.BatchedPart(**{"header": header, "stream": stream, "checksum": checksum, **changes})
+
+
+def send(server: ShardServer, *parts: shard_pb2.BatchedPart, **changes: Any) -> list[ShardwellError | None]:
+    """Sends a batch; returns the error of each part."""
+    fields = {"run": "r", "run_id": "id-of-r", "parts": parts}
+    response = server.call("ReduceBatch", shard_pb2.ReduceBatchRequest(**{**fields, **changes}))
+    return [from_status_details(each.status, "server") if each.status else None for each in response.results]
+
+
+def contributors(server: ShardServer, one: OneUnit) -> list[int]:
+    return server.evaluate(lambda: list(one.shard.contributions.by_rank))
+
+
+def test_parts_of_a_batch_become_contributions(server: ShardServer) -> None:
+    ones = [unit(server, index) for index in range(3)]
+    assert send(server, *(part_of(one, 2.0) for one in ones)) == [None] * 3
+    assert [contributors(server, one) for one in ones] == [[0]] * 3
+
+
+def test_a_batch_may_hold_several_parts_of_one_contribution(server: ShardServer) -> None:
+    one = unit(server)
+    first, second = part_of(one, 1.0), part_of(one, 2.0)
+    second.header.part = 1
+    assert send(server, first, second) == [None, None]
+    one.prepare(0, (0, 0, 2))
+    one.update(0)
+    assert_all(one.gather(1)[1], -3.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"checksum": 1}, CorruptDataError, "expected 0x0000000000000001"),
+        ({"stream": b"short"}, InvalidRequestError, "the stream has 5 bytes, expected 400"),
+        ({"stream": None}, InvalidRequestError, "neither a stream nor a gradient buffer"),
+        ({"stream": None, "gradient_buffer_id": 1}, ConflictError, "shm"),
+    ],
+)
+def test_a_bad_part_leaves_no_trace_and_the_others_count(
+    server: ShardServer, changes: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    good, bad = unit(server, 0), unit(server, 1)
+    errors = send(server, part_of(bad, 1.0, **changes), part_of(good, 1.0))
+    assert isinstance(errors[0], error) and words in str(errors[0])
+    assert errors[1] is None
+    assert contributors(server, bad) == [] and contributors(server, good) == [0]
+
+
+def test_a_batch_for_another_run_is_rejected_as_a_whole(server: ShardServer) -> None:
+    one = unit(server)
+    foreign = part_of(one, 1.0)
+    foreign.header.context.run = "other"
+    error = error_of(lambda: send(server, part_of(one, 1.0), foreign))
+    assert isinstance(error, InvalidRequestError)
+    assert "part 1 of the batch names run 'other'" in str(error)
+    assert contributors(server, one) == []
+
+
+@pytest.mark.parametrize("count", [0, MAX_PARTS + 1])
+def test_a_batch_of_a_wrong_size_is_rejected(server: ShardServer, count: int) -> None:
+    one = unit(server)
+    error = error_of(lambda: send(server, *[part_of(one, 1.0)] * count))
+    assert isinstance(error, InvalidRequestError)
+    assert f"the batch has {count} parts, expected 1 to {MAX_PARTS}" in str(error)
+    assert contributors(server, one) == []
