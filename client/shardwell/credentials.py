@@ -49,13 +49,13 @@ def find_credentials(address: str, token_file: str | None = None, tls: TlsOption
         address: host:port of the server.
         token_file: File with the cluster's key or a token. None: the key of this user's local cluster at the address,
             else the token in ``SHARDWELL_TOKEN``, else the file in ``SHARDWELL_TOKEN_FILE``, else none.
-        tls: TLS of the connections. None: that of the environment, except for a local cluster whose key was found.
+        tls: TLS of the connections. None: that of the environment, except for this user's local cluster.
 
     Raises:
         UsageError: A file is missing or invalid, or a file with a secret is readable by other users.
     """
-    if not token_file and tls is None and (found := _find_local_cluster(address)) is not None:
-        return found
+    if tls is None and (found := _find_local_cluster(address)) is not None:
+        return read_token_file(token_file) if token_file else found
     credentials = read_token_file(token_file) if token_file else _from_environment()
     options = tls or TlsOptions.from_env()
     return credentials if options is None else replace(credentials, tls=Tls(options))

@@ -52,7 +52,8 @@ def in_process_cluster(num_shards: int = 1, *, dp: int = 1, memory_budget: int =
         state_dir = folder / "state"
         state_dir.mkdir()
         token_file = write_key(folder / "token", new_key())
-        servers = InProcessServers(state_dir, token_file, num_shards=num_shards, memory_budget=memory_budget)
+        with _environment({}):  # the servers' options have variables, too
+            servers = InProcessServers(state_dir, token_file, num_shards=num_shards, memory_budget=memory_budget)
         try:
             variables = {
                 "ADDRESS": servers.address,
@@ -72,7 +73,7 @@ def in_process_cluster(num_shards: int = 1, *, dp: int = 1, memory_budget: int =
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Replaces the variables that ``join`` reads while the context is open."""
+    """Replaces the variables of Shardwell and of torchrun while the context is open."""
     former = dict(os.environ)
     hidden = [name for name in former if name.startswith(_PREFIX) or name in ("RANK", "WORLD_SIZE")]
     try:

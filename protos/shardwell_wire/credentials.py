@@ -1,6 +1,7 @@
 """Credentials: the token that an rpc carries as ``authorization: Bearer TOKEN``, its files, and TLS.
 
-A token file has either the key of a cluster, from which tokens are made, or one token. See ``tokens.py``.
+A token file has either the key of a cluster, from which tokens are made, or one token. See ``tokens.py``. It may be a
+pipe that the process was started with, such as ``/dev/fd/3``.
 """
 
 from __future__ import annotations
@@ -8,11 +9,12 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from shardwell_wire.errors import UnauthenticatedError, UsageError
-from shardwell_wire.secret_files import read_secret_file
+from shardwell_wire.secret_files import inherited_pipe, read_secret_file, read_secret_pipe
 from shardwell_wire.tls import Tls
 from shardwell_wire.tokens import LIFETIME_S, ClusterKey, Role, is_token
 
@@ -152,7 +154,8 @@ def read_token_file(path: str | os.PathLike[str]) -> Credentials:
     """Reads a token file. Who has the cluster's key is an operator.
 
     Args:
-        path: A file that belongs to this user or to root and that no other user can read. May be a symbolic link.
+        path: A file that belongs to this user or to root and that no other user can read. May be a symbolic link, or
+            a pipe that the process was started with, such as ``/dev/fd/3``. A pipe is read once, until it is closed.
 
     Raises:
         UsageError: The file cannot be read, other users can read it, or it contains neither a key nor a token.
@@ -162,7 +165,7 @@ def read_token_file(path: str | os.PathLike[str]) -> Credentials:
 
 
 def _read(path: str | os.PathLike[str]) -> str:
-    text = read_secret_file(path, "token file", max_bytes=_MAX_FILE_BYTES).decode(errors="replace").strip()
+    text = _read_bytes(os.fspath(path)).decode(errors="replace").strip()
     if not _TEXT.fullmatch(text) or (not is_token(text) and len(text) > _MAX_KEY_LENGTH):
         # The message does not show the text, which may be a secret with a typing error.
         raise UsageError(
@@ -170,3 +173,17 @@ def _read(path: str | os.PathLike[str]) -> str:
             "letters, digits or characters of '._~+/=-'; `openssl rand -hex 32` creates a key"
         )
     return text
+
+
+_piped: dict[str, bytes] = {}
+"""What was read from pipes, by their paths."""
+_pipes_lock = threading.Lock()
+
+
+def _read_bytes(path: str) -> bytes:
+    with _pipes_lock:
+        if path not in _piped:
+            if (descriptor := inherited_pipe(path)) is None:
+                return read_secret_file(path, "token file", max_bytes=_MAX_FILE_BYTES)
+            _piped[path] = read_secret_pipe(descriptor, "token file", max_bytes=_MAX_FILE_BYTES)
+        return _piped[path]

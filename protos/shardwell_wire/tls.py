@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 CA_VARIABLE = "SHARDWELL_TLS_CA"
 CERT_VARIABLE, KEY_VARIABLE = "SHARDWELL_TLS_CERT", "SHARDWELL_TLS_KEY"
 SERVER_NAME_VARIABLE, ENCRYPT_VARIABLE = "SHARDWELL_TLS_SERVER_NAME", "SHARDWELL_ENCRYPT"
+TLS_VARIABLES = (CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE, SERVER_NAME_VARIABLE, ENCRYPT_VARIABLE)
+"""The environment variables of ``TlsOptions``."""
+
 _MAX_FILE_BYTES = 1 << 20
 
 
@@ -164,6 +167,9 @@ class Tls:
         self._lock = threading.Lock()
         self._stamps = _stamps(options)
         self._certificates = _read(options, require_client_cert)
+        self._reached: set[str] = set()
+        self.is_in_use = False
+        """Set when this process would lose work by an error, such as when a trainer has committed a step."""
 
     def __repr__(self) -> str:
         return f"Tls({self.options!r})"
@@ -184,6 +190,18 @@ class Tls:
                 except UsageError as error:
                     logger.warning("the former TLS files stay in use, because the changed ones are invalid: %s", error)
             return self._certificates
+
+    def note_reached(self, address: str) -> None:
+        """Records that a connection to host:port has worked."""
+        self._reached.add(address)
+
+    def may_recover(self, address: str) -> bool:
+        """Returns whether a failed handshake with the server at host:port may be temporary.
+
+        The files of either end may be about to be replaced if connections to the server have worked before. Otherwise,
+        a setting is probably wrong, and waiting would only delay the error.
+        """
+        return self.is_in_use or address in self._reached
 
     def server_name(self, address: str) -> str:
         """Returns the name that the certificate of the server at host:port must have."""

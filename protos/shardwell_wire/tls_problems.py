@@ -1,6 +1,7 @@
 """Finds out why no connection to a server was possible, if TLS is the reason.
 
-gRPC reports such failures as UNAVAILABLE, often as "Socket closed". Retries would only delay the error.
+gRPC reports such failures as UNAVAILABLE, often as "Socket closed". If no connection to the server has worked before,
+retries would only delay the error. Otherwise, certificates may be about to be replaced.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ _CLIENT_CERT_ADVICE = (
 
 
 def connection_error(error: grpc.RpcError, peer: str, address: str, tls: Tls | None) -> ShardwellError:
-    """As ``from_rpc_error``. If TLS prevented a connection, returns a TlsError that says what to change.
+    """As ``from_rpc_error``. If TLS prevented a connection, returns an error that says what to change.
 
-    Blocks for at most some seconds, to try a connection.
+    The error is a TlsError, or an UnavailableError, which is retried, if the failure may be temporary (see
+    ``Tls.may_recover``). Blocks for at most some seconds, to try a connection.
 
     Args:
         error: The error from gRPC.
@@ -38,7 +40,10 @@ def connection_error(error: grpc.RpcError, peer: str, address: str, tls: Tls | N
     if not _may_be_tls(found):
         return found
     problem = tls_problem(address, tls)
-    return found if problem is None else TlsError(f"{peer}: {problem}", peer=peer)
+    if problem is None:
+        return found
+    kind = UnavailableError if tls is not None and tls.may_recover(address) else TlsError
+    return kind(f"{peer}: {problem}", peer=peer)
 
 
 async def server_call_error(error: grpc.RpcError, peer: str, address: str, tls: Tls | None) -> ShardwellError:

@@ -50,6 +50,9 @@ class Role(StrEnum):
     """Reads one run."""
 
 
+_ROLES_OF_A_RUN = (Role.TRAINER, Role.READER)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Identity:
     """Who a caller is."""
@@ -58,7 +61,7 @@ class Identity:
     run: str = ""
     """Name of the run that the caller may use. Empty: all runs (roles without a run)."""
     run_id: str = ""
-    """Id of that run. Empty: any run of this name, also one that is created later."""
+    """Id of that run. Empty: all runs (roles without a run)."""
     member: str = ""
     """Name of the trainer in the run. Empty: the token admits to the run, but proves no membership."""
     expires_s: int
@@ -95,12 +98,14 @@ class ClusterKey:
         Args:
             role: Role of the holder.
             run: Name of the holder's run. Required for trainers and readers, empty for other roles.
-            run_id: Id of the run. Empty: any run of this name.
+            run_id: Id of the run. Required with ``run``: the token does not open a later run of the same name.
             member: Name of the trainer in the run. Empty: the holder may join the run.
             lifetime_s: Seconds for which the token is valid.
         """
-        if bool(run) != (role in (Role.TRAINER, Role.READER)):
+        if bool(run) != (role in _ROLES_OF_A_RUN):
             raise ValueError(f"a token for a {role} must {'not ' if run else ''}name a run")
+        if bool(run) != bool(run_id):
+            raise ValueError(f"a token for a {role} has run={run!r} and run_id={run_id!r}, expected both or neither")
         expires = int(self.clock() + lifetime_s)
         text = ".".join((_VERSION, self.name, role, _encoded(run), run_id, _encoded(member), str(expires)))
         return f"{text}.{self._signature(text)}"
@@ -130,6 +135,8 @@ class ClusterKey:
         if not hmac.compare_digest(mac.encode(), self._signature(text).encode()):
             raise UnauthenticatedError("the rpc carries a forged token: its MAC does not match")
         _, _, role, run, run_id, member, expires = fields
+        if role in _ROLES_OF_A_RUN and not run_id:
+            raise UnauthenticatedError("the rpc carries a token for a run that does not have the run's id")
         return Identity(
             role=Role(role), run=unquote(run), run_id=run_id, member=unquote(member), expires_s=int(expires)
         )

@@ -1,14 +1,14 @@
 """Authentication: rejects rpcs whose token does not prove a role that may call them.
 
-Health checks and reflection need no token, because container probes have none. They reveal only that a server runs and
-which rpcs it has.
+By default, health checks and reflection need no token, because container probes have none. They reveal only that a
+server runs and which rpcs it has. ``--without-token`` requires tokens of any role for them, too.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
 from dataclasses import replace
 
 import grpc
@@ -23,8 +23,18 @@ from shardwell_wire.credentials import NO_CREDENTIALS, TOKEN_FILE_VARIABLE, Cred
 from shardwell_wire.errors import AccessError, ShardwellError, UnauthenticatedError
 from shardwell_wire.tokens import ClusterKey
 
-OPEN_SERVICES = frozenset({health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME})
-"""Services that need no token."""
+WITHOUT_TOKEN_VARIABLE = "SHARDWELL_WITHOUT_TOKEN"
+
+_HEALTH, _REFLECTION = "health", "reflection"
+_STANDARD_SERVICES = {
+    health_pb2.DESCRIPTOR.services_by_name["Health"].full_name: _HEALTH,
+    reflection.SERVICE_NAME: _REFLECTION,
+    # Not served. grpcurl tries it first, and takes only UNIMPLEMENTED for an answer.
+    reflection.SERVICE_NAME.replace("v1alpha", "v1"): _REFLECTION,
+}
+"""Services of gRPC, by their names in ``--without-token``. They neither read nor change a run."""
+
+ALL_STANDARD = frozenset(_STANDARD_SERVICES.values())
 
 _ADVICE = (
     f"set the file with the cluster's key or a token in {TOKEN_FILE_VARIABLE} or --token-file. The user who started a "
@@ -37,10 +47,12 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     Args:
         key: Key of the cluster.
+        without_token: Names of the services that need no token, such as ``health``.
     """
 
-    def __init__(self, key: ClusterKey) -> None:
+    def __init__(self, key: ClusterKey, without_token: Collection[str] = ALL_STANDARD) -> None:
         self._key = key
+        self._open = {service for service, name in _STANDARD_SERVICES.items() if name in without_token}
 
     async def intercept_service(
         self,
@@ -49,7 +61,7 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     ) -> grpc.RpcMethodHandler:
         """Returns the handler of an rpc. Called by gRPC when the metadata has arrived, in the task of the rpc."""
         path = handler_call_details.method
-        if path.strip("/").partition("/")[0] not in OPEN_SERVICES:
+        if _service_of(path) not in self._open:
             try:
                 self.admit(path, handler_call_details.invocation_metadata or ())
             except UnauthenticatedError as error:
@@ -67,12 +79,19 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         """
         caller = self._key.verify(token_in(metadata))
         CALLER.set(caller)
-        check_role(caller, path)
+        if _service_of(path) not in _STANDARD_SERVICES:
+            check_role(caller, path)
 
 
-def interceptors(key: ClusterKey | None) -> list[grpc.aio.ServerInterceptor]:
+def _service_of(path: str) -> str:
+    return path.strip("/").partition("/")[0]
+
+
+def interceptors(
+    key: ClusterKey | None, without_token: Collection[str] = ALL_STANDARD
+) -> list[grpc.aio.ServerInterceptor]:
     """Returns the interceptors for a cluster's key. A cluster without one accepts every rpc."""
-    return [] if key is None else [Authentication(key)]
+    return [] if key is None else [Authentication(key, without_token)]
 
 
 def _refusal(path: str, reason: ShardwellError) -> grpc.RpcMethodHandler:
@@ -92,6 +111,26 @@ def add_argument(parser: argparse.ArgumentParser) -> None:
         help="file with the cluster's key, readable by this user only; every rpc must carry a token that was made with "
         f"it ({TOKEN_FILE_VARIABLE}, default: none, all rpcs are accepted)",
     )
+    parser.add_argument(
+        "--without-token",
+        metavar="NAMES",
+        type=_parse_names,
+        default=os.environ.get(WITHOUT_TOKEN_VARIABLE, ",".join(sorted(ALL_STANDARD))),
+        help="services that need no token although the server has a key: health, reflection, both (with a comma) or "
+        f"none. With none, container probes need a token ({WITHOUT_TOKEN_VARIABLE}, default %(default)s)",
+    )
+
+
+def _parse_names(text: str) -> str:
+    names = {name.strip() for name in text.split(",")}
+    if names != {"none"} and not names <= ALL_STANDARD:
+        raise argparse.ArgumentTypeError(f"expected health, reflection, both with a comma, or none, got {text!r}")
+    return ",".join(sorted(names))
+
+
+def without_token(arguments: argparse.Namespace) -> frozenset[str]:
+    """Returns the names in ``--without-token``."""
+    return ALL_STANDARD & set(arguments.without_token.split(","))
 
 
 def from_arguments(arguments: argparse.Namespace) -> Credentials:

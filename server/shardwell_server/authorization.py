@@ -182,7 +182,8 @@ def check_request(caller: Identity, path: str, request: Message, run_id_of: Call
     run_id = (named.run_id if shape.has_run_id else "") or run_id_of(named.run)
     if caller.run_id and run_id and run_id != caller.run_id:
         raise AccessError(
-            f"the token is of a {caller} with id {caller.run_id}, but this run has id {run_id}",
+            f"the token is of a {caller} with id {caller.run_id}, but this run has id {run_id}: ask an operator for a "
+            "token of this run",
             run=named.run,
             run_id=run_id,
         )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from shardwell_wire.channel import open_channel
+from shardwell_wire.credentials import TOKEN_FILE_VARIABLE, read_token_file
 from shardwell_wire.tls import Tls
 from shardwell_wire.tls_arguments import add_tls_arguments, tls_options
 from shardwell_wire.tls_problems import tls_problem
@@ -28,6 +30,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--service", default="", help="such as shardwell_wire.v1.ShardService (default: the server as a whole)"
     )
     parser.add_argument("--timeout", type=float, default=2.0, metavar="S", help="seconds to wait (default: 2)")
+    parser.add_argument(
+        "--token-file",
+        metavar="PATH",
+        default=os.environ.get(TOKEN_FILE_VARIABLE, ""),
+        help="file with the cluster's key or a token, for a server that requires one for health checks "
+        f"({TOKEN_FILE_VARIABLE})",
+    )
     add_tls_arguments(parser)
     parser.set_defaults(handler=main)
 
@@ -39,10 +48,23 @@ def main(arguments: argparse.Namespace) -> int:
     tls = None if options is None else Tls(options)
     with open_channel(arguments.address, tls) as channel:
         try:
-            response = health_pb2_grpc.HealthStub(channel).Check(request, timeout=arguments.timeout)
+            response = _check(channel, request, arguments)
         except grpc.RpcError as error:
             problem = tls_problem(arguments.address, tls) or f"{error.code().name}: {error.details()}"
             print(f"{arguments.address}: {problem}", file=sys.stderr)
             return 1
     print(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status))
     return 0 if response.status == health_pb2.HealthCheckResponse.SERVING else 1
+
+
+def _check(
+    channel: grpc.Channel, request: health_pb2.HealthCheckRequest, arguments: argparse.Namespace
+) -> health_pb2.HealthCheckResponse:
+    """Sends the token only to a server that requires one."""
+    stub = health_pb2_grpc.HealthStub(channel)
+    try:
+        return stub.Check(request, timeout=arguments.timeout)
+    except grpc.RpcError as error:
+        if error.code() is not grpc.StatusCode.UNAUTHENTICATED or not arguments.token_file:
+            raise
+    return stub.Check(request, timeout=arguments.timeout, metadata=read_token_file(arguments.token_file).metadata)

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
-from shardwell_server.authentication import interceptors
+from shardwell_server.authentication import ALL_STANDARD, interceptors
 from shardwell_server.rpc import add_service
 from shardwell_wire import temporary_folder
 from shardwell_wire.channel import SERVER_OPTIONS
@@ -56,6 +56,8 @@ class Endpoint:
     """Host by which clients reach the server. Empty: the host in ``bind``, or this host's name for a wildcard."""
     exit_with_parent: bool = False
     """Stop when standard input closes, because the parent process has ended."""
+    without_token: Collection[str] = ALL_STANDARD
+    """Services of gRPC that need no token, such as ``health``."""
     stop: asyncio.Event | None = None
     """Set to stop a server that runs in a thread. None: signals stop the server."""
     on_ready: Callable[[ServiceDescriptor, str], None] = _print_ready
@@ -110,7 +112,8 @@ async def serve(
         leave: Called after the first SIGTERM, while the server still serves. The server stops when it returns, or at
             once after a second signal. None: SIGTERM stops the server at once.
     """
-    server = grpc.aio.server(interceptors=interceptors(credentials.key), options=SERVER_OPTIONS)
+    admission = interceptors(credentials.key, endpoint.without_token)
+    server = grpc.aio.server(interceptors=admission, options=SERVER_OPTIONS)
     add_service(server, service, servicer)
     health = HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)

@@ -31,6 +31,7 @@ from shardwell_wire.errors import (
     wire_message,
 )
 from shardwell_wire.names import check_names
+from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.tokens import Identity
 
 logger = logging.getLogger(__name__)
@@ -63,9 +64,9 @@ class Call:
             check_request(self.caller, self.method, request, self.run_id_of)
         audit.record_admitted(self.method, self.peer, request)
 
-    def sees(self, run: str) -> bool:
+    def sees(self, run: RunIdentity) -> bool:
         """Returns whether a list for the caller may contain a run."""
-        return self.caller is None or self.caller.run in ("", run)
+        return self.caller is None or not self.caller.run or run == RunIdentity(self.caller.run, self.caller.run_id)
 
     @property
     def peer(self) -> str:

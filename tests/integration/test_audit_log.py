@@ -42,8 +42,9 @@ def test_log_has_what_every_caller_did(tmp_path: Path) -> None:
         with server_process(*shard) as second:
             ready_address(second)
             socket = shardwell.TransferOptions(transports="socket")
-            reader = Credentials(text=key.mint(Role.READER, run="gpt"))
-            with small_run(address, "gpt", token_file=str(key_file), transfers=socket):
+            with small_run(address, "gpt", token_file=str(key_file), transfers=socket) as session:
+                run_id = session._membership.identity.run_id
+                reader = Credentials(text=key.mint(Role.READER, run="gpt", run_id=run_id))
                 delete = coordinator_pb2.DeleteRunRequest(run="gpt", force=True)
                 for credentials, error in ((NO_CREDENTIALS, UnauthenticatedError), (reader, AccessError)):
                     with closing(CoordinatorClient(address, credentials)) as client, pytest.raises(error):
@@ -62,12 +63,12 @@ def test_log_has_what_every_caller_did(tmp_path: Path) -> None:
     assert joined["caller"] == {"role": "operator"}
     assert joined["names"] == {"run": "gpt", "trainer": "tester"}
     (left,) = of_coordinator["Leave", "admitted"]
-    run_id = left["names"]["run_id"]
+    assert left["names"]["run_id"] == run_id
     assert left["caller"] == {"role": "trainer", "run": "gpt", "run_id": run_id, "trainer": "tester"}
     nobody, read = of_coordinator["DeleteRun", "refused"]
     assert (nobody["status"], nobody["caller"]) == ("UNAUTHENTICATED", {})
     assert "carries no token" in nobody["reason"]
-    assert (read["status"], read["caller"]) == ("PERMISSION_DENIED", {"role": "reader", "run": "gpt"})
+    assert (read["status"], read["caller"]) == ("PERMISSION_DENIED", {"role": "reader", "run": "gpt", "run_id": run_id})
     (deleted,) = of_coordinator["DeleteRun", "admitted"]
     assert deleted["caller"] == {"role": "operator"}
     assert of_shard["OpenTransport", "admitted"][0]["caller"]["trainer"] == "tester"

@@ -127,16 +127,17 @@ def live(cluster: shardwell.LocalCluster) -> Iterator[Live]:
         servers = (cluster.coordinator, *cluster.shards)
         channels = {each.address: stack.enter_context(open_channel(each.address)) for each in servers}
 
+        run_ids = {name: session._membership.identity.run_id for name, session in sessions.items()}
+
         def tokens(name: str) -> dict[str, str]:
             return {
                 MEMBER: sessions[name]._membership.credentials.token,
-                TRAINER: key.mint(Role.TRAINER, run=name),
-                READER: key.mint(Role.READER, run=name),
+                TRAINER: key.mint(Role.TRAINER, run=name, run_id=run_ids[name]),
+                READER: key.mint(Role.READER, run=name, run_id=run_ids[name]),
             }
 
         of_cluster = {str(role): key.mint(role) for role in (Role.COORDINATOR, Role.SERVER, Role.OPERATOR)}
-        run_id = sessions[run]._membership.identity.run_id
-        yield Live(cluster, run, run_id, other, {**of_cluster, **tokens(run)}, tokens(other), channels)
+        yield Live(cluster, run, run_ids[run], other, {**of_cluster, **tokens(run)}, tokens(other), channels)
 
 
 def request_for(method: Any, live: Live, **changes: Any) -> Message:
@@ -170,7 +171,7 @@ def test_every_rpc_refuses_callers_without_a_valid_token(live: Live) -> None:
         "empty": "",
         **{f"expired {role}": token for role, token in expired.items()},
         "expired member": key.mint(Role.TRAINER, run=live.run, run_id=live.run_id, member="tester", lifetime_s=-1),
-        "expired reader": key.mint(Role.READER, run=live.run, lifetime_s=0),
+        "expired reader": key.mint(Role.READER, run=live.run, run_id=live.run_id, lifetime_s=0),
         **{f"stranger's {role}": stranger.mint(role) for role in expired},
         "promoted": live.tokens[READER].replace("reader", "operator"),
     }
@@ -207,13 +208,27 @@ def test_token_of_another_run_is_refused(live: Live) -> None:
 
 def test_token_of_a_deleted_run_does_not_open_its_successor(live: Live) -> None:
     key = live.cluster.key
-    former = key.mint(Role.TRAINER, run=live.run, run_id="f" * 16, member="tester")
     before = live.digest()
-    for method in METHODS:
-        if CALLERS[method.name] & {MEMBER} and method.name not in OPEN_RPCS.split():
-            found = live.status(method, request_for(method, live), former)
-            assert found is grpc.StatusCode.PERMISSION_DENIED, (method.name, found)
+    for caller, role, member in (
+        (MEMBER, Role.TRAINER, "tester"),
+        (TRAINER, Role.TRAINER, ""),
+        (READER, Role.READER, ""),
+    ):
+        former = key.mint(role, run=live.run, run_id="f" * 16, member=member)
+        for method in METHODS:
+            if caller in CALLERS[method.name] and method.name not in OPEN_RPCS.split():
+                for changes in ({}, {"run_id": ""}):
+                    found = live.status(method, request_for(method, live, **changes), former)
+                    assert found is grpc.StatusCode.PERMISSION_DENIED, (method.name, caller, changes, found)
     assert live.digest() == before
+    for token, count in ((former, 0), (live.tokens[READER], 1)):
+        credentials = Credentials(text=token)
+        with (
+            closing(CoordinatorClient(live.cluster.address, credentials)) as coordinator,
+            closing(ShardClient(live.cluster.shards[0].address, credentials=credentials)) as shard,
+        ):
+            assert len(coordinator.call("ListRuns", coordinator_pb2.ListRunsRequest()).runs) == count
+            assert len(shard.call("DescribeServer", shard_pb2.DescribeServerRequest()).runs) == count
 
 
 def test_trainer_acts_in_its_own_name_only(live: Live) -> None:

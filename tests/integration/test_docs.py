@@ -31,7 +31,7 @@ _PAGES = [_ROOT / "README.md", *sorted((_ROOT / "docs").glob("*.md"))]
 _BLOCK = re.compile(
     r"^(?P<indent> *)```python(?P<mark>[^\n]*)\n(?P<code>.*?)^(?P=indent)```$", re.DOTALL | re.MULTILINE
 )
-_PROSE_PAGES = [*_PAGES, _ROOT / "CONTRIBUTING.md", _ROOT / "CHANGELOG.md"]
+_PROSE_PAGES = [*_PAGES, *(_ROOT / f"{name}.md" for name in ("CONTRIBUTING", "CHANGELOG", "SECURITY"))]
 _PATH = re.compile(r"`([\w.-]+/[\w./-]*\.(?:py|proto|md|sh|yml)|[\w-]+/[\w/-]*/)`")
 _LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([\w-]+))?\)")
 _PATH_ROOTS = [

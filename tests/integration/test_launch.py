@@ -24,6 +24,10 @@ SHARDWELL = [sys.executable, "-m", "shardwell"]
 NO_CLUSTER = ["--coordinator", "127.0.0.1:1"]
 """Options for scripts that do not join and need no cluster."""
 
+PRINT_CREDENTIALS = """
+    import os
+    print(*sorted(name for name in os.environ if name.startswith(("SHARDWELL_TLS", "SHARDWELL_TOKEN"))))
+"""
 PRINT_ENVIRONMENT = """
     import os
     keys = ("ADDRESS", "RUN", "TRAINER", "DP", "TP", "PP", "MIN_TRAINERS")
@@ -130,6 +134,20 @@ def test_each_trainer_gets_its_environment(launch: Launch, script: Path, monkeyp
     ]
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [(NO_CLUSTER, "SHARDWELL_TLS_CA SHARDWELL_TOKEN"), (["--num-shards", "1"], "SHARDWELL_TOKEN_FILE")],
+    ids=["other cluster", "private cluster"],
+)
+def test_credentials_are_those_of_the_cluster(
+    launch: Launch, script: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], expected: str
+) -> None:
+    for name in ("TLS_CA", "TOKEN"):
+        monkeypatch.setenv(f"SHARDWELL_{name}", "/none")
+    done = launch(*options, "--num-trainers", "1", write(script, PRINT_CREDENTIALS))
+    assert done.stdout.splitlines() == [f"[trainer-0] {expected}"]
+
+
 def test_run_starts_with_fewer_trainers_than_ranks(
     launch: Launch, script: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,7 +242,11 @@ def test_killed_launch_leaves_no_processes(script: Path, tmp_path: Path) -> None
         wait_gone(below)
 
 
-def test_trainers_train_together_on_a_private_cluster(launch: Launch, script: Path) -> None:
+def test_trainers_train_together_on_a_private_cluster(
+    launch: Launch, script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TLS_CA", "TOKEN", "TOKEN_FILE"):  # of another cluster
+        monkeypatch.setenv(f"SHARDWELL_{name}", "/none")
     done = launch(write(script, TRAIN, steps=3, joins=str(script) + ".joins", starts=2))
     assert done.returncode == 0, done.stderr
     lines = {line.partition("] ")[2] for line in done.stdout.splitlines()}

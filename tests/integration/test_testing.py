@@ -82,3 +82,11 @@ def test_each_cluster_starts_empty_and_cleans_up(script: str, monkeypatch: pytes
 def test_invalid_cluster_size_is_rejected() -> None:
     with pytest.raises(shardwell.UsageError, match="num_shards=0"), shardwell.testing.in_process_cluster(0):
         pass
+
+
+def test_variables_of_another_cluster_do_not_reach_the_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TLS_CA", "TLS_CERT", "TLS_KEY", "TOKEN_FILE", "AUDIT_LOG", "SHM_DIR", "ENCRYPT", "DRAIN_S"):
+        monkeypatch.setenv(f"SHARDWELL_{name}", "/none")
+    with shardwell.testing.in_process_cluster(), shardwell.join() as session:
+        assert session.world == shardwell.World()
+    assert os.environ["SHARDWELL_TLS_CA"] == "/none"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,8 +17,8 @@ from shardwell.command.cli import main as command
 from shardwell_server.cli import main as server_command
 from tests.integration.test_shard_process import ready_address, server_process
 from tests.integration.test_tokens import terminal
-from tests.support.certificates import TestAuthority
-from tests.support.cluster import build_model, small_run
+from tests.support.certificates import TestAuthority, replace_files
+from tests.support.cluster import build_model, small_run, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +69,9 @@ def test_local_clusters_need_no_tls_although_the_environment_names_one(
     cluster: shardwell.LocalCluster, authority: TestAuthority, monkeypatch: pytest.MonkeyPatch, run_name: str
 ) -> None:
     monkeypatch.setenv("SHARDWELL_TLS_CA", authority.path("ca"))
-    with shardwell.join(cluster.address, run=run_name):
-        pass
+    for token_file in (None, cluster.token_file):
+        with shardwell.join(cluster.address, run=run_name, token_file=token_file):
+            pass
 
 
 def test_health_check_uses_tls(
@@ -105,6 +108,45 @@ def test_mutual_tls_between_all_members(authority: TestAuthority, run_name: str)
                 shardwell.join(address, run=run_name, tls=authority.trusting())
             with small_run(address, run_name, tls=authority.client()) as session:
                 assert session.step == 2
+
+
+def test_training_waits_until_certificates_fit_again(
+    tmp_path: Path, run_name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    servers, other = TestAuthority(tmp_path / "servers").make(), TestAuthority(tmp_path / "other").make()
+    trusted = tmp_path / "trusted.pem"
+    shutil.copy(servers.path("ca"), trusted)
+    options = {"tls": shardwell.TlsOptions(ca=str(trusted)), "waits": shardwell.WaitOptions(warn_after_s=0.2)}
+
+    def replace_authority(cluster: shardwell.LocalCluster) -> None:
+        both = [Path(each.path("ca")).read_text() for each in (servers, other)]
+        replace_files(other, servers)
+        Path(servers.path("ca")).write_text("".join(both))
+        cluster.restart_coordinator()
+
+    def trust() -> None:
+        wait_until(lambda: "certificate of the server is refused" in caplog.text, "a failed handshake")
+        shutil.copy(other.path("ca"), trusted)
+
+    with (
+        shardwell.LocalCluster(1, tls=servers.server()) as cluster,
+        shardwell.join(cluster.address, run=run_name, token_file=cluster.token_file, **options) as session,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        model = build_model()
+        shardwell.fully_shard(model, session)
+        optimizer = shardwell.optim.SGD(model.parameters(), lr=0.1)
+        connections = session._membership.credentials.tls
+        for step in session.steps(3):
+            model(torch.ones(3, 17)).sum().backward()
+            assert connections.may_recover("another:1") == (step.number > 0), "a server that was added while it trains"
+            if step.number == 1:
+                replace_authority(cluster)
+                trusting = threads.submit(trust)
+            optimizer.step()
+            optimizer.zero_grad()
+        trusting.result()
+        assert session.step == 3
 
 
 @pytest.mark.parametrize(

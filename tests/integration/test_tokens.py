@@ -127,6 +127,42 @@ def test_health_and_reflection_need_no_token(cluster: shardwell.LocalCluster) ->
     assert "shardwell_wire.v1.ShardService" in ReflectionClient(cluster.shards[0].address).list()
 
 
+@pytest.mark.parametrize(("without_token", "is_open"), [("health,reflection", (True, True)), ("none", (False, False))])
+def test_health_and_reflection_can_require_a_token(
+    tmp_path: Path, without_token: str, is_open: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from shardwell_server.cli import main
+    from tests.support.grpcurl import ReflectionClient
+
+    key = new_key()
+    path = tmp_path / "key"
+    path.touch(mode=0o600)
+    path.write_text(key.secret)
+    named = ("--token-file", str(path))
+    options = ("--listen", "127.0.0.1:0", *named, "--without-token", without_token)
+    with server_process("coordinator", *options) as server:
+        address = ready_address(server)
+        assert (main(["health", address]) == 0) is is_open[0]
+        assert main(["health", address, *named]) == 0
+        with open_channel(address) as channel:
+            # grpcurl tries v1 first, and v1alpha only if v1 is unimplemented.
+            for version, wanted in (("v1", grpc.StatusCode.UNIMPLEMENTED), ("v1alpha", grpc.StatusCode.OK)):
+                for metadata in ((), Credentials(key).metadata):
+                    expected = wanted if metadata or is_open[1] else grpc.StatusCode.UNAUTHENTICATED
+                    assert reflection_status(channel, version, metadata) is expected, (version, bool(metadata))
+        monkeypatch.setenv("SHARDWELL_TOKEN_FILE", str(path))
+        assert "shardwell_wire.v1.CoordinatorService" in ReflectionClient(address).list()
+
+
+def reflection_status(channel: grpc.Channel, version: str, metadata: Any) -> grpc.StatusCode:
+    path = f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo"
+    try:
+        list(channel.stream_stream(path)(iter([b"\x3a\x01*"]), metadata=metadata, timeout=20))  # list services
+    except grpc.RpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
 def test_key_is_not_in_command_lines_logs_or_environments(run_name: str, tmp_path: Path) -> None:
     with shardwell.LocalCluster(
         1, log_level="debug", log_dir=tmp_path / "logs", state_dir=tmp_path / "state"
@@ -208,23 +244,27 @@ def test_token_file_is_set_by_argument_or_environment(
 # Tokens that a holder of the key hands over.
 
 
-def made(cluster: shardwell.LocalCluster, folder: Path, *options: str) -> str:
-    """Returns a file with a token that the ``shardwell token`` command made."""
+def made(cluster: shardwell.LocalCluster, folder: Path, *options: str, is_new: bool = False) -> str:
+    """Returns a file with a token that the ``shardwell token`` command made, by default for a run that exists."""
     done = terminal("token", "--address", cluster.address, *options)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, "the token is for a new run with id" in done.stderr) == (0, is_new)
     path = folder / "_".join(options).replace("/", "")
     path.touch(mode=0o600)
     path.write_text(done.stdout)
     return str(path)
 
 
+def text_of(token_file: str) -> str:
+    return Path(token_file).read_text().strip()
+
+
 def test_reader_needs_a_token_of_its_run_only(
     cluster: shardwell.LocalCluster, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reads = made(cluster, tmp_path, "--role", "reader", "--run", run_name, "--expires", "5m")
-    reads_other = made(cluster, tmp_path, "--role", "reader", "--run", "other")
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "none"))
-    with small_run(cluster.address, run_name, token_file=cluster.token_file) as session:
+    reads_other = made(cluster, tmp_path, "--role", "reader", "--run", "other", is_new=True)
+    with small_run(cluster.address, run_name) as session:
+        reads = made(cluster, tmp_path, "--role", "reader", "--run", run_name, "--expires", "5m")
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "none"))
         with shardwell.attach(cluster.address, run_name, token_file=reads) as reader, reader.pin() as pinned:
             assert {name for name, _ in pinned.values()} == {
                 "first.weight",
@@ -254,10 +294,15 @@ def test_reader_needs_a_token_of_its_run_only(
 def test_trainer_needs_a_token_of_its_run_only(
     cluster: shardwell.LocalCluster, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trains = made(cluster, tmp_path, "--role", "trainer", "--run", run_name)
+    trains = made(cluster, tmp_path, "--role", "trainer", "--run", run_name, is_new=True)
+    run_id = cluster.key.verify(text_of(trains)).run_id
+    reads = made(cluster, tmp_path, "--role", "reader", "--run", run_name, "--run-id", run_id)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "none"))
-    monkeypatch.setenv("SHARDWELL_TOKEN", Path(trains).read_text().strip())
+    monkeypatch.setenv("SHARDWELL_TOKEN", text_of(trains))
     with small_run(cluster.address, run_name) as session:
+        assert session._membership.identity.run_id == run_id, "the run that the token is for"
+        with shardwell.attach(cluster.address, run_name, token_file=reads):
+            pass
         assert session.explain_stall()
         assert session.step == 2
         with pytest.raises(
@@ -272,7 +317,9 @@ def test_trainer_needs_a_token_of_its_run_only(
     [
         (("--role", "reader"), "is for one run: add --run"),
         (("--role", "operator", "--run", "r"), "is for all runs: omit --run"),
-        (("--run", "r"), "--run needs --role reader or --role trainer"),
+        (("--run", "r"), "--run and --run-id need --role reader or --role trainer"),
+        (("--role", "operator", "--run-id", "0" * 16), "--run-id is the id of a run: add --run"),
+        (("--role", "reader", "--run", "r", "--run-id", "1d"), "expected 16 hexadecimal digits, got '1d'"),
         (("--role", "reader", "--run", "r", "--expires", "1w"), "such as 30m, got '1w'"),
         (("--role", "server"), "invalid choice: 'server'"),
     ],
@@ -289,11 +336,75 @@ def test_token_command_explains_mistakes(
 def test_holder_of_a_token_makes_no_others(
     cluster: shardwell.LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reads = made(cluster, tmp_path, "--role", "reader", "--run", "r")
+    reads = made(cluster, tmp_path, "--role", "reader", "--run", "r", "--run-id", "0" * 16)
     done = terminal("token", "--token-file", reads, "--role", "reader", "--run", "other")
     assert (done.returncode, done.stdout) == (1, "")
     assert "a token is made with the cluster's key, but this user has only a token" in done.stderr
     assert terminal("token", "--token-file", reads).stdout == f"authorization: Bearer {Path(reads).read_text()}"
+
+
+def test_token_of_a_deleted_run_opens_no_later_run_of_its_name(
+    cluster: shardwell.LocalCluster, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trains = made(cluster, tmp_path, "--role", "trainer", "--run", run_name, is_new=True)
+    operator = cluster.credentials
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "none"))
+
+    def join() -> shardwell.Session:
+        return shardwell.join(cluster.address, run=run_name, token_file=trains)
+
+    with join():
+        pass
+    with closing(CoordinatorClient(cluster.address, operator)) as client:
+        client.call("DeleteRun", coordinator_pb2.DeleteRunRequest(run=run_name, force=True))
+        cluster.restart_coordinator()
+        with pytest.raises(shardwell.RunDeletedError, match=r"was deleted .* ask an operator for a new token"):
+            join()
+        assert run_name not in [each.run for each in client.call("ListRuns", LIST_RUNS, retry_for_s=20.0).runs]
+        with (
+            small_run(cluster.address, run_name, token_file=cluster.token_file),
+            pytest.raises(AccessError, match=r"but this run has id .* ask an operator for a token of this run"),
+        ):
+            join()
+
+
+# A pipe instead of a file.
+
+
+def piped(text: str) -> int:
+    """Returns the read end of a pipe with a text, whose write end is closed."""
+    read, write = os.pipe()
+    os.write(write, text.encode())
+    os.close(write)
+    return read
+
+
+def test_token_is_read_from_a_pipe(cluster: shardwell.LocalCluster, tmp_path: Path) -> None:
+    pipe = piped(f"{cluster.token}\n")
+    try:
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "shardwell",
+                "servers",
+                "--address",
+                cluster.address,
+                "--token-file",
+                f"/dev/fd/{pipe}",
+            ],
+            env={**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)},
+            pass_fds=(pipe,),
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    finally:
+        os.close(pipe)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "shard-0" in done.stdout
 
 
 # A member's token is renewed, and a trainer without a valid one joins again.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,3 +46,10 @@ class TestAuthority:
             *("--tls-cert", self.path("server")),
             *("--tls-key", self.path("server-key")),
         ]
+
+
+def replace_files(source: TestAuthority, target: TestAuthority) -> None:
+    """Replaces the files of an authority by those of another one, each as a whole."""
+    for path in source.folder.iterdir():
+        shutil.copy(path, target.folder / f".{path.name}")
+        (target.folder / f".{path.name}").rename(target.folder / path.name)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shardwell_server.coordinator.runs.run import Run
-from shardwell_wire.errors import InvalidRequestError, RunDeletedError, StepStateError
+from shardwell_wire.errors import AccessError, InvalidRequestError, RunDeletedError, StepStateError
 from tests.support.coordinator import Harness, Trainer, harness, optimizer, run_async, unit
 from tests.support.fake_shards import fail_times
 
@@ -157,5 +157,25 @@ def test_deleted_run_is_not_stored_by_a_concurrent_save(tmp_path: Path) -> None:
             assert isinstance(outcomes[0], RunDeletedError)
             await cluster.restart()
             assert not (await cluster.call("ListRuns")).runs
+
+    run_async(scenario())
+
+
+def test_run_gets_the_id_of_its_first_trainers_token_once(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=1) as cluster:
+            (trainer,) = await cluster.team("a")
+            settings, trainers = cluster.state.runs["r"].settings, cluster.coordinator.trainers
+            with pytest.raises(AccessError, match=f"with id ffff, but this run has id {trainer.run_id}"):
+                trainers.find_or_create_run("r", settings, "ffff")
+            assert trainers.find_or_create_run("r", settings, trainer.run_id) is cluster.state.runs["r"]
+            await cluster.call("DeleteRun", run="r", force=True)
+            for _ in range(2):
+                with pytest.raises(RunDeletedError, match="the token is for this run only"):
+                    cluster.coordinator.trainers.find_or_create_run("r", settings, trainer.run_id)
+                assert not cluster.state.runs
+                await cluster.restart()
+            run = cluster.coordinator.trainers.find_or_create_run("r", settings, "ffff")
+            assert run.identity.run_id == "ffff"
 
     run_async(scenario())

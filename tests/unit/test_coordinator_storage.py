@@ -65,7 +65,7 @@ def test_stored_state_is_loaded_unchanged(tmp_path: Path) -> None:
         await storage.save_commit("r", [0], commit_record(1), None)
         await storage.save_finished("r", 2, finished)
         await storage.save_run(replace(RUN, run="gone"))
-        await storage.delete_run("gone", 17)
+        await storage.delete_run("gone", "1d", 17)
 
     storage = Storage(tmp_path)
     assert storage.term == 1
@@ -77,7 +77,7 @@ def test_stored_state_is_loaded_unchanged(tmp_path: Path) -> None:
     storage.close()
     (run,) = stored.runs
     assert stored.servers == (server,)
-    assert stored.deleted_last_epoch == 17
+    assert (stored.deleted_last_epoch, stored.deleted_run_ids) == (17, {"1d"})
     assert run.record == RUN
     assert run.units == (UNIT, replace(UNIT, unit_index=1))
     assert run.commits == (commit_record(0), commit_record(1))

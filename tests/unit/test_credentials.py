@@ -132,7 +132,7 @@ def test_token_file_is_read(tmp_path: Path, text: str) -> None:
 
 
 def test_token_file_may_have_one_token(tmp_path: Path) -> None:
-    token = ClusterKey(TOKEN).mint(Role.TRAINER, run="a run/with 100% ünusual.names", member="t 1")
+    token = ClusterKey(TOKEN).mint(Role.TRAINER, run="a run/with 100% ünusual.names", run_id="0011", member="t 1")
     path = write(tmp_path / "token", token)
     assert read_token_file(path) == Credentials(text=token)
     with pytest.raises(UsageError, match="a server needs the cluster's key") as refused:
@@ -232,7 +232,7 @@ def test_token_sources_are_tried_in_order(
     publish(token="p" * 16)
     monkeypatch.setenv("SHARDWELL_TOKEN_FILE", str(write(tmp_path / "environment", "e" * 16)))
     explicit = str(write(tmp_path / "explicit", "x" * 16))
-    given = ClusterKey(TOKEN).mint(Role.READER, run="r")
+    given = ClusterKey(TOKEN).mint(Role.READER, run="r", run_id="0011")
     assert find_credentials("localhost:7", explicit) == operator("x" * 16)
     assert find_credentials("localhost:7") == operator("p" * 16), "the token of another cluster would be rejected"
     assert find_credentials("localhost:8") == operator("e" * 16)

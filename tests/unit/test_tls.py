@@ -20,6 +20,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from shardwell.session.coordinator_client import CoordinatorClient
+from shardwell.transport.rpc import ServiceClient
 from shardwell_server.cli import main as server_command
 from shardwell_wire.channel import open_channel
 from shardwell_wire.credentials import Credentials
@@ -27,7 +28,7 @@ from shardwell_wire.errors import TlsError, UnavailableError, UsageError
 from shardwell_wire.tls import Encryption, Tls, TlsOptions
 from shardwell_wire.tls_problems import tls_problem
 from shardwell_wire.v1 import coordinator_pb2
-from tests.support.certificates import TestAuthority
+from tests.support.certificates import TestAuthority, replace_files
 
 PATH = "/shardwell_wire.v1.CoordinatorService/ListRuns"
 
@@ -43,7 +44,7 @@ def other(tmp_path: Path) -> TestAuthority:
 
 
 @contextmanager
-def served(credentials: grpc.ServerCredentials | None) -> Iterator[str]:
+def served(credentials: grpc.ServerCredentials | None, address: str = "127.0.0.1:0") -> Iterator[str]:
     """Yields the address of a server whose only rpc answers with an empty message."""
     with ThreadPoolExecutor(2) as threads:
         server = grpc.server(threads)
@@ -51,9 +52,9 @@ def served(credentials: grpc.ServerCredentials | None) -> Iterator[str]:
         service, _, method = PATH.strip("/").partition("/")
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
         if credentials is None:
-            port = server.add_insecure_port("127.0.0.1:0")
+            port = server.add_insecure_port(address)
         else:
-            port = server.add_secure_port("127.0.0.1:0", credentials)
+            port = server.add_secure_port(address, credentials)
         server.start()
         try:
             yield f"127.0.0.1:{port}"
@@ -65,12 +66,6 @@ def call(address: str, tls: TlsOptions | None, *, retry_for_s: float = 60.0) -> 
     """Calls the server as a client that would retry for a minute while the server is unavailable."""
     with closing(CoordinatorClient(address, Credentials(tls=tls and Tls(tls)))) as client:
         client.call("ListRuns", coordinator_pb2.ListRunsRequest(), retry_for_s=retry_for_s)
-
-
-def replace_files(source: TestAuthority, target: TestAuthority) -> None:
-    for path in source.folder.iterdir():
-        shutil.copy(path, target.folder / f".{path.name}")
-        (target.folder / f".{path.name}").rename(target.folder / path.name)
 
 
 # Options and files.
@@ -189,6 +184,30 @@ def test_failed_handshake_is_explained_at_once(
         call(address, authority.trusting())
 
 
+def test_failed_handshake_is_retried_if_connections_have_worked(
+    authority: TestAuthority, other: TestAuthority, tmp_path: Path
+) -> None:
+    trusted, refusals = tmp_path / "trusted.pem", 0
+    shutil.copy(authority.path("ca"), trusted)
+
+    def trust_later() -> None:
+        nonlocal refusals
+        refusals += 1
+        if refusals == 2:
+            shutil.copy(other.path("ca"), trusted)
+
+    with served(Tls(authority.server()).server_credentials()) as address:
+        service = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"]
+        credentials = Credentials(tls=Tls(TlsOptions(ca=str(trusted))))
+        client = ServiceClient(address, service, trust_later, credentials)
+        client.call("ListRuns", coordinator_pb2.ListRunsRequest())
+    with closing(client), served(Tls(other.server()).server_credentials(), address):
+        with pytest.raises(UnavailableError, match="the certificate of the server is refused"):
+            client.call("ListRuns", coordinator_pb2.ListRunsRequest())
+        client.call("ListRuns", coordinator_pb2.ListRunsRequest(), retry_for_s=30.0)
+        assert refusals >= 2
+
+
 def test_expired_certificate_of_a_server_is_reported(authority: TestAuthority) -> None:
     authority.make(days=-0.01)
     pair = (Path(authority.path("server-key")).read_bytes(), Path(authority.path("server")).read_bytes())
@@ -243,6 +262,30 @@ def test_command_keeps_the_authority_and_names_hosts(tmp_path: Path, capsys: pyt
     with served(Tls(files.server()).server_credentials()) as address:
         call(address, files.trusting())
         call(address, files.trusting(server_name="localhost"))
+
+
+def test_command_keeps_valid_certificates_if_asked(
+    tmp_path: Path, other: TestAuthority, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = TestAuthority(tmp_path / "certs")
+
+    def is_kept(*options: str) -> bool:
+        """Runs the command; returns whether it kept the certificates."""
+        former = Path(files.path("server")).read_bytes()
+        assert server_command(["certs", str(files.folder), "--days", "90", *options]) == 0
+        return Path(files.path("server")).read_bytes() == former
+
+    assert server_command(["certs", str(files.folder), "--host", "node0", "--days", "40"]) == 0
+    assert is_kept("--renew-before", "30")
+    assert is_kept("--renew-before", "30", "--host", "node0")
+    assert not is_kept("--renew-before", "50")
+    assert not is_kept("--renew-before", "30", "--host", "node0", "--host", "10.0.0.5")
+    shutil.copy(other.path("client"), files.path("client"))
+    assert not is_kept("--renew-before", "30"), "the certificate of another authority"
+    for name in ("ca", "ca-key"):
+        shutil.copy(other.path(name), files.path(name))
+    assert not is_kept("--renew-before", "30"), "another authority"
+    assert not is_kept()
 
 
 def test_command_refuses_a_foreign_authority_key(

@@ -36,6 +36,14 @@ def test_token_of_the_cluster_names_no_run(role: Role) -> None:
 def test_token_of_a_run_must_name_it(role: Role) -> None:
     with pytest.raises(ValueError, match="must name a run"):
         KEY.mint(role)
+    with pytest.raises(ValueError, match="run='r' and run_id='', expected both"):
+        KEY.mint(role, run="r")
+
+
+def test_token_for_any_run_of_a_name_is_refused() -> None:
+    text = f"sw1.{KEY.name}.reader.r...{int(NOW) + 60}"
+    with pytest.raises(UnauthenticatedError, match="does not have the run's id"):
+        KEY.verify(f"{text}.{KEY._signature(text)}")
 
 
 def test_every_changed_character_is_noticed() -> None:
@@ -56,7 +64,7 @@ def test_every_changed_character_is_noticed() -> None:
         (lambda token: token.rpartition(".")[0], "something else than a token"),
         (lambda token: token.replace("sw1.", "sw2."), "something else than a token"),
         (lambda token: token + "A" * 5000, "something else than a token"),
-        (lambda token: OTHER.mint(Role.READER, run="r"), "another cluster"),
+        (lambda token: OTHER.mint(Role.READER, run="r", run_id="0011"), "another cluster"),
         (lambda token: token.replace(KEY.name, OTHER.name), "another cluster"),
         (lambda token: "", "something else than a token"),
         (lambda token: KEY.secret, "something else than a token"),
@@ -64,7 +72,7 @@ def test_every_changed_character_is_noticed() -> None:
     ],
 )
 def test_rejected_token_is_explained_and_not_shown(change: object, problem: str) -> None:
-    token = KEY.mint(Role.READER, run="r")
+    token = KEY.mint(Role.READER, run="r", run_id="0011")
     assert callable(change)
     with pytest.raises(UnauthenticatedError, match=problem) as refused:
         KEY.verify(change(token))
@@ -85,7 +93,7 @@ def test_token_expires_also_after_it_was_verified() -> None:
 
 
 def test_number_of_remembered_tokens_is_limited() -> None:
-    tokens = [KEY.mint(Role.READER, run=f"r{number}") for number in range(5000)]
+    tokens = [KEY.mint(Role.READER, run=f"r{number}", run_id="0011") for number in range(5000)]
     for token in tokens:
         KEY.verify(token)
     assert len(KEY._verified) == 4096

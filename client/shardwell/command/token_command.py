@@ -5,11 +5,19 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import sys
 
-from shardwell.command.inspect_commands import DEFAULT_ADDRESS, add_credentials_arguments, credentials_of
+from shardwell.command.inspect_commands import (
+    DEFAULT_ADDRESS,
+    add_credentials_arguments,
+    credentials_of,
+    open_coordinator,
+)
 from shardwell_wire.credentials import TOKEN_FILE_VARIABLE, Credentials
 from shardwell_wire.errors import NotFoundError, UsageError
+from shardwell_wire.run_identity import new_run_id
 from shardwell_wire.tokens import Role
+from shardwell_wire.v1 import coordinator_pb2
 
 _DESCRIPTION = """\
 Without --role: prints the header with a token for a cluster, which every rpc to the cluster carries. Every local
@@ -18,7 +26,9 @@ address). Other clusters have one if their servers were started with --token-fil
 themselves.
 
 With --role: makes a token from the cluster's key and prints it. The token can be given to someone who must not have the
-key, in a file for --token-file or SHARDWELL_TOKEN_FILE, or in the variable SHARDWELL_TOKEN.
+key, in a file or pipe for --token-file or SHARDWELL_TOKEN_FILE, or in the variable SHARDWELL_TOKEN. A token for a run
+has the run's id, which the command asks the coordinator for. It does not open a later run of the same name. If the run
+does not exist, the token is for a new run, which the first trainer with this token creates.
 """
 _EPILOG = """\
 examples:
@@ -28,6 +38,7 @@ examples:
 
   (umask 077; shardwell token --role reader --run gpt --expires 7d > reader.token)
   shardwell export gpt weights.safetensors --token-file reader.token
+  shardwell run gpt --token-file <(ssh operator shardwell token --role reader --run gpt)
 
 On a host with other users, who can see the arguments of every program with `ps`:
   export HEADER="$(shardwell token)"
@@ -61,6 +72,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--role", choices=[*_ROLES], help=f"make a token; its holder may ({what})")
     parser.add_argument("--run", help="name of the run that a reader or trainer may use; it need not exist yet")
     parser.add_argument(
+        "--run-id",
+        type=_parse_run_id,
+        metavar="ID",
+        help="id of this run, 16 hexadecimal digits (default: as the coordinator says, or a new one). Makes further "
+        "tokens for a run that does not exist yet",
+    )
+    parser.add_argument(
         "--expires",
         type=parse_duration,
         default="1h",
@@ -79,6 +97,12 @@ def parse_duration(text: str) -> int:
     return int(match[1]) * _SECONDS[match[2]]
 
 
+def _parse_run_id(text: str) -> str:
+    if re.fullmatch(r"[0-9a-f]{16}", text) is None:
+        raise argparse.ArgumentTypeError(f"expected 16 hexadecimal digits, got {text!r}")
+    return text
+
+
 def _token(arguments: argparse.Namespace) -> int:
     credentials = credentials_of(arguments)
     if not credentials:
@@ -87,8 +111,8 @@ def _token(arguments: argparse.Namespace) -> int:
             f"and {TOKEN_FILE_VARIABLE} is not set. A cluster without --token-file needs no token"
         )
     if arguments.role is None:
-        if arguments.run is not None:
-            raise UsageError("--run needs --role reader or --role trainer")
+        if arguments.run is not None or arguments.run_id is not None:
+            raise UsageError("--run and --run-id need --role reader or --role trainer")
         print(credentials.header)
     else:
         print(_make(credentials, arguments))
@@ -99,6 +123,27 @@ def _make(credentials: Credentials, arguments: argparse.Namespace) -> str:
     role, run = Role(arguments.role), arguments.run
     if credentials.key is None:
         raise UsageError("a token is made with the cluster's key, but this user has only a token: ask an operator")
+    if run is None and arguments.run_id is not None:
+        raise UsageError("--run-id is the id of a run: add --run with its name")
     if (role is Role.OPERATOR) != (run is None):
         raise UsageError(f"a token for a {role} {'is for all runs: omit' if run else 'is for one run: add'} --run")
-    return credentials.key.mint(role, run=run or "", lifetime_s=arguments.expires)
+    if run is None:
+        return credentials.key.mint(role, lifetime_s=arguments.expires)
+    run_id = arguments.run_id or _find_run_id(arguments)
+    return credentials.key.mint(role, run=run, run_id=run_id, lifetime_s=arguments.expires)
+
+
+def _find_run_id(arguments: argparse.Namespace) -> str:
+    """Returns the id of the run, or a new id if the run does not exist."""
+    with open_coordinator(arguments) as coordinator:
+        runs = coordinator.call("ListRuns", coordinator_pb2.ListRunsRequest()).runs
+    for each in runs:
+        if each.run == arguments.run:
+            return str(each.run_id)
+    run_id = new_run_id()
+    print(
+        f"run {arguments.run!r} does not exist: the token is for a new run with id {run_id}. Add --run-id {run_id} to "
+        "make further tokens for it",
+        file=sys.stderr,
+    )
+    return run_id

@@ -17,8 +17,9 @@ from types import FrameType
 from shardwell.processes.local_cluster import LocalCluster, ServerProcess
 from shardwell.processes.trainer_process import TrainerProcess, describe_exit
 from shardwell_wire.channel import check_address
-from shardwell_wire.credentials import TOKEN_FILE_VARIABLE
+from shardwell_wire.credentials import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from shardwell_wire.errors import UsageError
+from shardwell_wire.tls import TLS_VARIABLES
 from shardwell_wire.topology import World
 
 _POLL_S = 0.05
@@ -226,7 +227,10 @@ class _Launch:
 
     def __init__(self, plan: LaunchPlan, cluster: _Cluster, signals: _Signals) -> None:
         self._plan, self._address, self._signals = plan, cluster.address, signals
-        self._environment = {**os.environ, **cluster.environment}
+        # Trainers of a private cluster must not use the credentials of another one.
+        hidden = (TOKEN_VARIABLE, *TLS_VARIABLES) if cluster.servers else ()
+        inherited = {name: value for name, value in os.environ.items() if name not in hidden}
+        self._environment = {**inherited, **cluster.environment}
         self._trainers: list[TrainerProcess] = []
         self._coordinator, self._servers = next(iter(cluster.servers), None), list(cluster.servers)
         self._reported: Counter[str] = Counter()

@@ -341,6 +341,8 @@ class Membership:
     def note_commit(self) -> None:
         """Records that the run has committed a step with this trainer as a member."""
         self._rejoins_in_a_row = 0
+        if self._token.tls is not None:
+            self._token.tls.is_in_use = True
 
     def give_up(self, reason: str) -> None:
         """Makes the membership lapse, because this trainer is going to join again. No effect if it is over already."""

@@ -233,13 +233,16 @@ class ServiceClient:
 
         def mapped() -> Result:
             try:
-                return action()
+                result = action()
             except grpc.RpcError as error:
                 raise self._mapped(error) from error
             except ValueError as error:  # gRPC raises this error for a closed channel
                 if not self._closed.is_set():
                     raise
                 raise UnavailableError(f"{self.peer}: this process closed the connection", peer=self.peer) from error
+            if (tls := self.credentials.tls) is not None:
+                tls.note_reached(self.address)
+            return result
 
         def check(error: Exception) -> None:
             if self._closed.is_set():

@@ -100,7 +100,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def _run(arguments: argparse.Namespace) -> int:
     endpoint = process.Endpoint(
-        bind=arguments.listen, advertise=arguments.advertise, exit_with_parent=arguments.exit_with_parent
+        bind=arguments.listen,
+        advertise=arguments.advertise,
+        exit_with_parent=arguments.exit_with_parent,
+        without_token=authentication.without_token(arguments),
     )
     credentials = authentication.from_arguments(arguments)
     settings = Settings(

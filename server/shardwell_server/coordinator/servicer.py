@@ -127,7 +127,8 @@ class CoordinatorServicer:
         applicant = _applicant(request, settings.world)
         if request.run_id:
             self._state.require_run(request.run, request.run_id)
-        run = await self._coordinator.restorer.find_or_create_run(request, settings)
+        token_run_id = call.caller.run_id if call.caller is not None else ""
+        run = await self._coordinator.restorer.find_or_create_run(request, settings, token_run_id)
         self._coordinator.checkpoints.check_directory(run)
         if request.config.HasField("backups"):
             self._coordinator.backups.set_count(run, request.config.backups)
@@ -446,7 +447,7 @@ class CoordinatorServicer:
 
     async def ListRuns(self, request: coordinator_pb2.ListRunsRequest, call: Call) -> coordinator_pb2.ListRunsResponse:
         return coordinator_pb2.ListRunsResponse(
-            runs=[describe.summarize_run(run) for name, run in sorted(self._state.runs.items()) if call.sees(name)]
+            runs=[describe.summarize_run(run) for _, run in sorted(self._state.runs.items()) if call.sees(run.identity)]
         )
 
     async def DescribeRun(

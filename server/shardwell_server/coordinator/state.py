@@ -64,6 +64,7 @@ class CoordinatorState:
     """True when the coordinator has been asked to stop. It then ends all membership streams."""
     _deleted_last_epoch: int = 0
     """Highest epoch of a deleted run."""
+    _deleted_run_ids: set[str] = field(default_factory=set)
 
     @classmethod
     async def load(
@@ -75,6 +76,7 @@ class CoordinatorState:
         state = cls(settings, storage, cluster, EventLog(wall_clock), clock, wall_clock)
         state.runs = {each.record.run: _restore_run(each, clock) for each in stored.runs}
         state._deleted_last_epoch = stored.deleted_last_epoch
+        state._deleted_run_ids = set(stored.deleted_run_ids)
         return state
 
     @property
@@ -110,9 +112,25 @@ class CoordinatorState:
         existing = ", ".join(sorted(self.runs)[:10]) or "none"
         raise NotFoundError(f"run {name!r} does not exist; existing runs: {existing}", run=name)
 
-    def create_run(self, name: str, settings: RunSettings) -> Run:
-        """Creates a run with a new id. Its epochs start above those of all deleted runs."""
-        identity = RunIdentity(name, new_run_id())
+    def create_run(self, name: str, settings: RunSettings, run_id: str = "") -> Run:
+        """Creates a run. Its epochs start above those of all deleted runs.
+
+        Args:
+            name: Name of the run.
+            settings: Settings of the run.
+            run_id: Id of the run, from the token of its first trainer. Empty: a new one.
+
+        Raises:
+            RunDeletedError: The run with this id was deleted.
+        """
+        if run_id in self._deleted_run_ids:
+            raise RunDeletedError(
+                f"run {name!r} was deleted (its id was {run_id}), and the token is for this run only: ask an operator "
+                "for a new token (`shardwell token --role trainer`)",
+                run=name,
+                run_id=run_id,
+            )
+        identity = RunIdentity(name, run_id or new_run_id())
         run = self.runs[name] = Run(identity, settings, self.clock, self.wall_clock(), self._deleted_last_epoch)
         run.touch()
         return run
@@ -121,11 +139,12 @@ class CoordinatorState:
         """Deletes a run. Returns when the deletion is durable."""
         run.set_deleted(True)  # before the write, so that no other method stores the run meanwhile
         try:
-            await self.storage.delete_run(run.name, run.last_epoch)
+            await self.storage.delete_run(run.name, run.identity.run_id, run.last_epoch)
         except ShardwellError:
             run.set_deleted(False)
             raise
         self._deleted_last_epoch = max(self._deleted_last_epoch, run.last_epoch)
+        self._deleted_run_ids.add(run.identity.run_id)
         self.runs.pop(run.name, None)
         run.changed.notify()
 

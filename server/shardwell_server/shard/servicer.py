@@ -35,6 +35,7 @@ from shardwell_server.shard.transports.shm_transport import ShmTransport
 from shardwell_wire import chunk_streams, fault_points
 from shardwell_wire.errors import InvalidRequestError, NotFoundError
 from shardwell_wire.layout import UnitLayout
+from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.tokens import INITIALIZER
 from shardwell_wire.topology import checked_groups
 from shardwell_wire.v1 import common_pb2, shard_pb2
@@ -361,7 +362,7 @@ class ShardServicer:
         uptime_s = asyncio.get_running_loop().time() - self._started_s
         response = inspection.describe_server(self._store, self._server_id, self._incarnation, uptime_s)
         response.replicated_bytes = self._store.replicated_bytes
-        visible = [run for run in response.runs if call.sees(run.run)]
+        visible = [run for run in response.runs if call.sees(RunIdentity(run.run, run.run_id))]
         del response.runs[:]
         response.runs.extend(visible)
         return response

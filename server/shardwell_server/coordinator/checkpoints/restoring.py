@@ -86,19 +86,25 @@ class RunRestorer:
 
     # New runs
 
-    async def find_or_create_run(self, request: coordinator_pb2.JoinRequest, settings: RunSettings) -> Run:
+    async def find_or_create_run(
+        self, request: coordinator_pb2.JoinRequest, settings: RunSettings, run_id: str = ""
+    ) -> Run:
         """Returns the run that a trainer joins, with the trainer's options for checkpoints.
 
         If the run does not exist and the trainer wants to resume, the run is loaded in the background.
 
+        Args:
+            request: The trainer's request.
+            settings: The settings in the request.
+            run_id: Id of the run for which the trainer's token is. Empty: the trainer may join any run.
+
         Raises:
-            RunMismatchError: The run has other settings.
-            ShardwellError: As ``CheckpointChooser.choose``.
+            ShardwellError: As ``TrainerLeases.find_or_create_run`` and ``CheckpointChooser.choose``.
         """
         options = CheckpointOptions().changed_by(request.config)
         restore = await self._chooser.choose(request.run, settings, options, request.resume)
         is_new = request.run not in self._state.runs
-        run = self._trainers.find_or_create_run(request.run, settings)
+        run = self._trainers.find_or_create_run(request.run, settings, run_id)
         if is_new and restore is not None:
             restore = replace(restore, rewrap=request.rewrap)
             run.checkpoints.begin_restore(restore, run.clock())

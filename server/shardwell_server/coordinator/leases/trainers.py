@@ -37,7 +37,7 @@ from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.waiting import poll
 from shardwell_wire import fault_points
 from shardwell_wire.channel import RECONNECT_S
-from shardwell_wire.errors import NotFoundError, RunDeletedError, ShardwellError, StaleEpochError
+from shardwell_wire.errors import AccessError, NotFoundError, RunDeletedError, ShardwellError, StaleEpochError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.process_identity import has_ended
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2
@@ -64,15 +64,29 @@ class TrainerLeases:
 
     # Joining and leaving
 
-    def find_or_create_run(self, name: str, settings: RunSettings) -> Run:
+    def find_or_create_run(self, name: str, settings: RunSettings, run_id: str = "") -> Run:
         """Returns the run of this name. Creates it if it does not exist.
 
+        Args:
+            name: Name of the run.
+            settings: Settings that the run must have.
+            run_id: Id of the run for which the caller's token is. Empty: the caller may join any run.
+
         Raises:
+            AccessError: The run has another id.
+            RunDeletedError: The run with this id was deleted, and none has this name now.
             RunMismatchError: The run has other settings.
         """
         run = self._state.runs.get(name)
+        if run is not None and run_id not in ("", run.identity.run_id):  # created while this request waited
+            raise AccessError(
+                f"the token is for run {name!r} with id {run_id}, but this run has id {run.identity.run_id}: ask an "
+                "operator for a token of this run",
+                run=name,
+                run_id=run.identity.run_id,
+            )
         if run is None:
-            run = self._state.create_run(name, settings)
+            run = self._state.create_run(name, settings, run_id)
             message = f"{settings.world}, seed {settings.seed}, starts with {settings.min_trainers} trainers"
             self._state.events.add(EventKind.RUN_CREATED, message, run=name)
         elif not run.started and not run.members.live and run.settings != settings:

@@ -293,3 +293,5 @@ class StoredState:
     runs: tuple[StoredRun, ...]
     deleted_last_epoch: int
     """Highest epoch of a deleted run. 0: no run was deleted."""
+    deleted_run_ids: frozenset[str]
+    """Ids of all deleted runs. No run gets one of them again."""

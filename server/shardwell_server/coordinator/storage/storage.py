@@ -33,12 +33,13 @@ from shardwell_server.coordinator.storage.records import (
 )
 from shardwell_wire.errors import UnavailableError
 
-SCHEMA_VERSION = 13
+SCHEMA_VERSION = 14
 
 FILE_NAME = "coordinator.sqlite"
 
 _SCHEMA = """
 CREATE TABLE facts (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE deleted_runs (run_id TEXT PRIMARY KEY) WITHOUT ROWID;
 CREATE TABLE servers (
     server_id TEXT PRIMARY KEY, address TEXT NOT NULL, incarnation TEXT NOT NULL, epoch INTEGER NOT NULL,
     budget_bytes INTEGER NOT NULL, process TEXT NOT NULL, has_left INTEGER NOT NULL, draining INTEGER NOT NULL,
@@ -265,16 +266,16 @@ class Storage:
         if changed is not None:
             self._stored[run] = changed[0]
 
-    async def delete_run(self, run: str, last_epoch: int) -> None:
-        """Deletes a run. Keeps its highest epoch: the epochs of later runs start above it."""
+    async def delete_run(self, run: str, run_id: str, last_epoch: int) -> None:
+        """Deletes a run. Keeps its id, and its highest epoch: the epochs of later runs start above it."""
         keep = (
             "INSERT INTO facts VALUES ('deleted_last_epoch', ?) "
             "ON CONFLICT DO UPDATE SET value = max(value, excluded.value)"
         )
-        await self._call(self._delete_run, run, (keep, [(last_epoch,)]))
+        await self._call(self._delete_run, run, [(keep, [(last_epoch,)]), (_upsert("deleted_runs", 1), [(run_id,)])])
 
-    def _delete_run(self, run: str, keep: Write) -> None:
-        self._database.write([*(_clear(table, run) for table in _RUN_TABLES), keep])
+    def _delete_run(self, run: str, keep: Sequence[Write]) -> None:
+        self._database.write([*(_clear(table, run) for table in _RUN_TABLES), *keep])
         self._stored.pop(run, None)
 
     async def _call(self, method: Callable[..., Result], *arguments: object, **options: object) -> Result:
@@ -304,6 +305,7 @@ class Storage:
             servers=tuple(servers),
             runs=tuple(runs),
             deleted_last_epoch=self._fact("deleted_last_epoch"),
+            deleted_run_ids=frozenset(run_id for (run_id,) in self._database.read("SELECT run_id FROM deleted_runs")),
         )
 
     def _load_run(self, run: str) -> StoredRun:

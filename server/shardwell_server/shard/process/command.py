@@ -25,6 +25,7 @@ from shardwell_server.shard.transports.registry import TransportResources, build
 from shardwell_server.sizes import parse_size
 from shardwell_wire import fault_points
 from shardwell_wire.process_identity import parent_identity
+from shardwell_wire.secret_files import inherited_pipe
 from shardwell_wire.server_folders import DEFAULT_DIRECTORY, FolderOwner
 from shardwell_wire.tokens import Role
 from shardwell_wire.v1 import shard_pb2
@@ -157,7 +158,10 @@ def _directory(text: str) -> str:
 
 def _run(arguments: argparse.Namespace) -> int:
     endpoint = process.Endpoint(
-        bind=arguments.listen, advertise=arguments.advertise, exit_with_parent=arguments.exit_with_parent
+        bind=arguments.listen,
+        advertise=arguments.advertise,
+        exit_with_parent=arguments.exit_with_parent,
+        without_token=authentication.without_token(arguments),
     )
     if arguments.threads < 1:
         raise ValueError(f"--threads is {arguments.threads}, expected at least 1")
@@ -167,6 +171,11 @@ def _run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--processes is {arguments.processes}, expected at least 1")
     if not 0 <= arguments.drain_s <= _LONGEST_DRAIN_S:
         raise ValueError(f"--drain-s is {arguments.drain_s}, expected 0 to {_LONGEST_DRAIN_S:g} seconds")
+    if arguments.processes > 1 and inherited_pipe(arguments.token_file) is not None:
+        raise ValueError(
+            f"--token-file {arguments.token_file} is a pipe, which one process can read: name a file for "
+            f"--processes {arguments.processes}"
+        )
     # Before a group starts, whose members would each fail.
     encryption.insecurity(endpoint.host, authentication.from_arguments(arguments), arguments)
     if arguments.processes > 1:
