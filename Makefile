@@ -15,13 +15,17 @@ PROTOS_INSTALLED := $(PROTOS_VENV)/.installed
 PROTOS_TOOLS := grpcio-tools==1.65.5 mypy-protobuf==3.6.0
 BUF := @bufbuild/buf@1.75.0
 PROTOBUF_MAJORS := 5 6 7
+LOCK_VENV := .venv-lock
+LOCK_INSTALLED := $(LOCK_VENV)/.installed
+LOCK_TOOLS := uv==0.13.9 pip-audit==2.10.1
+LOCK_OPTIONS ?=
 MEASURE := OMP_NUM_THREADS=1 $(BIN)/python -m
 GENERATE := -m grpc_tools.protoc -I. --python_out=$$out --grpc_python_out=$$out --mypy_out=quiet:$$out shardwell_wire/v1/*.proto
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-grid larger-than-trainer test lint lint-protos format protos check-protos test-protobuf bench bench-full bench-grid bench-network bench-growth compose-test chaos simulate clean
+.PHONY: help install demo demo-grid larger-than-trainer test lint lint-protos format protos check-protos test-protobuf bench bench-full bench-grid bench-network bench-growth compose-test lock audit chaos simulate clean
 
 help:  ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -112,6 +116,19 @@ bench-growth: $(BENCH_INSTALLED)  ## Measure overhead against the number of trai
 compose-test: install  ## Start the compose cluster and train on it (needs Docker)
 	@$(BIN)/pytest -m compose tests/compose
 
+$(LOCK_INSTALLED): Makefile
+	@$(PYTHON) -m venv $(LOCK_VENV)
+	@$(LOCK_VENV)/bin/python -m pip install --quiet $(PIP_OPTIONS) $(LOCK_TOOLS)
+	@touch $@
+
+lock: $(LOCK_INSTALLED)  ## Renew the versions and hashes of the images' packages (deploy/locks)
+	@$(LOCK_VENV)/bin/python deploy/lock.py $(LOCK_OPTIONS)
+
+audit: $(LOCK_INSTALLED)  ## Look up known vulnerabilities of the images' packages (needs the package index)
+	@for file in deploy/locks/*.txt; do \
+	    $(LOCK_VENV)/bin/pip-audit --strict --require-hashes --disable-pip --progress-spinner off --requirement $$file || exit 1; \
+	done
+
 chaos: install  ## Break processes and network of a training run, report goodput and recovery, compare bits (30 minutes)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos $(CHAOS_OPTIONS)
 
@@ -119,5 +136,5 @@ simulate: install  ## Explore 20000 random schedules of a simulated cluster (abo
 	@$(BIN)/python -m tests.simulation --schedules 20000 $(SIMULATION_OPTIONS)
 
 clean:  ## Remove all generated files
-	rm -rf $(VENV) $(PROTOS_VENV) build dist *.egg-info demo-output .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(PROTOS_VENV) $(LOCK_VENV) build dist *.egg-info demo-output .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import (
@@ -34,6 +35,7 @@ _EXAMPLES = """\
 examples:
     shardwell-server certs ~/shardwell-certs --host node0 --host 10.0.0.5
     shardwell-server certs ~/shardwell-certs        # again: new certificates of the same authority
+    shardwell-server certs ~/shardwell-certs --renew-before 30      # again: only if they expire within 30 days
 
 DIR then has these files, those with -key in their name readable by this user only:
     ca.pem, ca-key.pem          the authority; ca-key.pem can sign certificates that the whole cluster trusts
@@ -67,6 +69,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--days", metavar="N", type=int, default=365, help="days for which the certificates are valid (default: 365)"
     )
+    parser.add_argument(
+        "--renew-before",
+        metavar="N",
+        type=int,
+        help="keep the certificates in DIR if they are valid for more than N days and for the same hosts (default: "
+        "always make new ones)",
+    )
     parser.set_defaults(handler=main)
 
 
@@ -75,9 +84,34 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.days < 1:
         raise UsageError(f"--days is {arguments.days}, expected at least 1")
     hosts = list(dict.fromkeys([*_LOCAL_HOSTS, socket.gethostname(), *arguments.host]))
+    if arguments.renew_before is not None and _is_current(arguments.directory, arguments.host, arguments.renew_before):
+        print(
+            f"{arguments.directory}: the certificates stay, they are valid for more than {arguments.renew_before} days"
+        )
+        return 0
     make_certificates(arguments.directory, hosts, days=arguments.days)
     print(f"{arguments.directory}: certificates for {', '.join(hosts)}, valid for {arguments.days} days")
     return 0
+
+
+def _is_current(directory: Path, hosts: Sequence[str], days: int) -> bool:
+    """Returns whether the folder has certificates of its authority which are valid for some hosts and for more days.
+
+    This host's own name does not count: in a container, it changes with each start.
+    """
+    end = datetime.now(UTC) + timedelta(days=days)
+    try:
+        authority, server, client = (
+            x509.load_pem_x509_certificate((directory / f"{name}.pem").read_bytes())
+            for name in ("ca", "server", "client")
+        )
+        for certificate in (server, client):
+            certificate.verify_directly_issued_by(authority)
+        names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (OSError, ValueError, TypeError, InvalidSignature, x509.ExtensionNotFound):
+        return False
+    is_valid = min(each.not_valid_after_utc for each in (authority, server, client)) > end
+    return is_valid and {_general_name(host) for host in (*_LOCAL_HOSTS, *hosts)} <= set(names)
 
 
 def make_certificates(directory: Path, hosts: Sequence[str], *, days: float = 365) -> None:

@@ -1,16 +1,26 @@
-"""Runs the compose cluster: `make compose-test`. Needs Docker and builds the images first."""
+"""Runs the compose cluster: `make compose-test`. Needs Docker and builds the images first.
+
+The tests reach the cluster as a user of the host does: with the authority's certificate, copied from a container, and
+with a token that `shardwell token` makes in the coordinator's container.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import ssl
 import subprocess
+import tempfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
+from shardwell_wire.credentials import NO_CREDENTIALS, Credentials
+from shardwell_wire.tls import Tls, TlsOptions
 from tests.support import grpcurl
 from tests.support.cluster import wait_until
 
@@ -42,8 +52,22 @@ def compose(*arguments: str, check: bool = True, **environment: str) -> str:
     return done.stdout
 
 
+@cache
+def tls() -> Tls:
+    """The authority's certificate, as docs/inspection.md says how to get it."""
+    folder = tempfile.mkdtemp(prefix="shardwell_compose-")
+    compose("cp", "coordinator:/etc/shardwell/servers/ca.pem", folder)
+    return Tls(TlsOptions(ca=f"{folder}/ca.pem"))
+
+
+@cache
+def at_coordinator() -> grpcurl.Grpcurl:
+    header = compose("exec", "-T", "coordinator", "shardwell", "token").strip()
+    return grpcurl.at(ADDRESS, Credentials(text=header.removeprefix("authorization: Bearer "), tls=tls()))
+
+
 def call(rpc: str, request: dict[str, Any] | None = None) -> dict[str, Any]:
-    (response,) = grpcurl.at(ADDRESS).call(f"{SERVICE}/{rpc}", request or {})
+    (response,) = at_coordinator().call(f"{SERVICE}/{rpc}", request or {})
     return response
 
 
@@ -72,7 +96,8 @@ def docker_objects(kind: str) -> list[str]:
 @pytest.fixture(scope="module", autouse=True)
 def _cluster() -> Iterator[None]:
     compose("--profile", "train", "down", "--volumes", "--timeout", "10")
-    compose("--profile", "train", "build")
+    build = [f"--build-arg={name}={os.environ[name]}" for name in ("PIP_OPTIONS", "LOCKS") if name in os.environ]
+    compose("--profile", "train", "build", *build)
     compose("up", "--detach", "--wait")
     try:
         yield
@@ -92,12 +117,53 @@ def test_all_services_report_healthy_over_grpc() -> None:
 
 
 def test_reflection_is_reachable_from_host() -> None:
-    assert SERVICE in grpcurl.at(ADDRESS).list()
-    assert "ExplainStall" in grpcurl.at(ADDRESS).describe(SERVICE)
+    without_token = grpcurl.at(ADDRESS, Credentials(tls=tls()))
+    assert SERVICE in without_token.list()
+    assert "ExplainStall" in without_token.describe(SERVICE)
+
+
+def test_callers_need_tls_and_a_token() -> None:
+    with pytest.raises(grpcurl.GrpcurlError, match="UNAUTHENTICATED"):
+        grpcurl.at(ADDRESS, Credentials(tls=tls())).call(f"{SERVICE}/ListRuns", {})
+    with pytest.raises((grpcurl.GrpcurlError, grpc.RpcError)):
+        grpcurl.at(ADDRESS, NO_CREDENTIALS).list()
+    assert not [server for server in call("ListServers")["servers"] if server["insecure"]]
+
+
+def secrets_of(service: str) -> set[str]:
+    """Paths of the secrets that a container of a service can see."""
+    return set(compose("exec", "-T", service, "find", "/etc/shardwell", "-type", "f").split())
+
+
+def test_secrets_are_private_and_read_only() -> None:
+    folder = "/etc/shardwell/servers"
+    expected = {f"{folder}/{name}" for name in ("ca.pem", "key", "server.pem", "server-key.pem")}
+    for service in ("coordinator", "shard"):
+        assert secrets_of(service) == expected, "not the key of the authority"
+        listed = compose("exec", "-T", service, "stat", "--format", "%a %u", *sorted(expected), folder).splitlines()
+        assert listed == ["600 10001"] * len(expected) + ["700 10001"]
+        assert compose("exec", "-T", service, "touch", f"{folder}/key", check=False) == ""
+        assert compose("exec", "-T", service, "sh", "-c", f"echo >> {folder}/key || echo denied").strip() == "denied"
+
+
+def server_certificate() -> str:
+    return ssl.get_server_certificate(("127.0.0.1", int(PORT)))
+
+
+def test_certificates_are_renewed_while_servers_run() -> None:
+    former = server_certificate()
+    compose("up", "--detach", "--wait")
+    assert server_certificate() == former, "a valid certificate stays"
+    compose("run", "--rm", "certs", "--days", "30")
+    assert server_certificate() != former
+    assert len(call("ListServers")["servers"]) == 3
+    assert compose("exec", "-T", "coordinator", "shardwell", "runs")
 
 
 def test_containers_run_without_privileges() -> None:
     assert compose("exec", "-T", "shard", "id", "-u").strip() == "10001"
+    for tool in ("cc", "gcc", "g++", "clang", "ld", "make"):
+        assert compose("exec", "-T", "shard", "sh", "-c", f"command -v {tool} || echo none").strip() == "none"
     denied = compose("exec", "-T", "shard", "touch", "/usr/local/x", check=False)
     assert denied == "" and "x" not in compose("exec", "-T", "shard", "ls", "/usr/local").split()
 
@@ -126,6 +192,8 @@ def test_train_profile_trains_on_all_servers_and_stops_none() -> None:
     assert {shard["server_id"] for unit in units for shard in unit["shards"]} == container_names(5)
     assert live_servers() == len(containers("shard")) == 5
     assert [trainer["ExitCode"] for trainer in containers("trainer")] == [0, 0]
+    seen = compose("run", "--rm", "-T", "--no-deps", "--entrypoint", "find", "trainer", "/etc/shardwell", "-type", "f")
+    assert set(seen.split()) == {"/etc/shardwell/trainers/ca.pem", "/etc/shardwell/trainers/token"}
 
 
 def test_peek_works_inside_the_container() -> None:
@@ -140,8 +208,14 @@ def test_coordinator_state_survives_removal_of_container() -> None:
     wait_until(lambda: live_servers() == 5, "servers register again", timeout_s=60)
 
 
-def test_scaling_down_removes_servers_from_cluster() -> None:
+def test_deleted_run_can_be_trained_anew() -> None:
     call("DeleteRun", {"run": "gpt", "request_id": "compose-test"})
+    compose("--profile", "train", "up", "trainer")
+    assert [trainer["ExitCode"] for trainer in containers("trainer")] == [0, 0]
+
+
+def test_scaling_down_removes_servers_from_cluster() -> None:
+    call("DeleteRun", {"run": "gpt", "request_id": "compose-test-again"})
     compose("up", "--detach", "--wait", SHARDWELL_SHARDS="4")
     wait_until(lambda: server_ids() == container_names(4), "a server has left", timeout_s=30)
     assert live_servers() == 4
