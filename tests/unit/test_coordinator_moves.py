@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from shardwell_server.coordinator.relocation.keeper import BackupKeeper
 from shardwell_server.coordinator.runs.relocations import Relocations
+from shardwell_server.coordinator.runs.run import Run
 from shardwell_server.coordinator.runs.units import Promotion
 from tests.support.coordinator import Harness, Trainer, harness, run_async
 from tests.support.relocation import (
@@ -38,6 +41,29 @@ async def drained(cluster: Harness, trainers: list[Trainer], name: str, step: in
         if not held.shard_count:
             return number + 1
     raise AssertionError(f"{name} still has shards: {held}")
+
+
+@pytest.mark.parametrize("backups", [0, 1])
+def test_shards_of_runs_without_copies_are_not_looked_at(
+    backups: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_at: list[Run] = []
+    shards = BackupKeeper._shards
+
+    def note(self: BackupKeeper, run: Run) -> Iterator[Any]:
+        looked_at.append(run)
+        return shards(self, run)
+
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=2) as cluster:
+            trainers = await started(cluster, backups=backups)
+            monkeypatch.setattr(BackupKeeper, "_shards", note)
+            for step in range(3):
+                await take_step(trainers, step)
+                await cluster.settle()
+            assert bool(looked_at) == bool(backups)
+
+    run_async(scenario())
 
 
 @pytest.mark.parametrize("backups", [0, 1])

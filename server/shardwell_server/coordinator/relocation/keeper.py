@@ -156,7 +156,19 @@ class BackupKeeper:
             or run.checkpoints.restore is not None
         ):
             return False
+        if not self._concerns(run):
+            return False
         return any(self._unwanted(run)) or bool(self._missing(run)) or self._update_moves(run)
+
+    def _concerns(self, run: Run) -> bool:
+        """False if a run has no copies and none are wanted. Cheap: called at every change in the cluster."""
+        return bool(
+            run.settings.backups
+            or run.relocations.rebalancing
+            or run.relocations.moves
+            or any(server.draining for server in self._state.cluster.servers.values())
+            or any(unit.backups for unit in run.units)
+        )
 
     async def _work(self, run: Run) -> None:
         """Runs one round, and waits for the next commit or a pause if shards were copied."""
