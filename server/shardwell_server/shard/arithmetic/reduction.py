@@ -97,9 +97,10 @@ def reduce_shard(
         mean = own[0][1] if outs is None else outs[number]
         found: list[float] = []
         for here in _slices(mean, first_bytes[number]):
+            part = mean if here == slice(0, mean.numel()) else mean[here]
             if outs is not None and whole is None:
-                compute_mean([(rank, term[here]) for rank, term in own], order, mean[here], scratch)
-            found += block_squares(mean[here], first_bytes[number] + here.start * mean.element_size())
+                compute_mean([(rank, term[here]) for rank, term in own], order, part, scratch)
+            found += block_squares(part, first_bytes[number] + here.start * mean.element_size())
         # A sum of squares may overflow even if all values are finite.
         if not all(map(math.isfinite, found)) and not bool(torch.isfinite(mean).all()):
             return Reduced(gradients, buffer, [], non_finite=number)
@@ -162,6 +163,8 @@ def block_powers(values: torch.Tensor, first_byte: int, norm_type: float) -> lis
     row = BLOCK_BYTES // values.element_size()
     head = min(values.numel(), -first_byte % BLOCK_BYTES // values.element_size())
     body = (values.numel() - head) // row * row
+    if not head and not body:
+        return _row_powers(values[None], norm_type) if values.numel() else []
     pieces = (values[:head][None], values[head : head + body].view(-1, row), values[head + body :][None])
     return list(chain.from_iterable(_row_powers(piece, norm_type) for piece in pieces if piece.numel()))
 
@@ -169,6 +172,8 @@ def block_powers(values: torch.Tensor, first_byte: int, norm_type: float) -> lis
 def _row_powers(rows: torch.Tensor, norm_type: float) -> list[float]:
     """[num_rows, row] -> [num_rows]"""
     norms = torch.linalg.vector_norm(rows, norm_type, dim=1, dtype=torch.float64)
+    if norm_type == 2.0:
+        return [norm * norm for norm in norms.tolist()]  # as ``pow``, without another operation
     powers: list[float] = norms.pow(norm_type).tolist()
     return powers
 

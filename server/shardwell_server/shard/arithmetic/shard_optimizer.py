@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import TypeVar
 
 import torch
@@ -305,7 +305,8 @@ class ShardOptimizer:
     ) -> Iterator[_Member]:
         names = [algorithm_of(optimizer, group) for group in range(len(optimizer.groups))]
         settings = [
-            torch_settings(name, group.hyperparameters) for name, group in zip(names, optimizer.groups, strict=True)
+            _settings(name, group.SerializeToString(deterministic=True))
+            for name, group in zip(names, optimizer.groups, strict=True)
         ]
         for number, (has_gradient, group) in enumerate(zip(present, group_of, strict=True)):
             if has_gradient and group >= 0:
@@ -321,7 +322,6 @@ class ShardOptimizer:
 
     # ---- after the commit ----
 
-    @torch.no_grad()
     def step(
         self,
         gradients: Sequence[torch.Tensor | None],
@@ -444,6 +444,12 @@ class ShardOptimizer:
     def steps_of(self, part: int) -> int:
         """Returns the number of updates that a part has had."""
         return self._step_counts[part]
+
+
+@lru_cache(64)
+def _settings(algorithm: str, group: bytes) -> Settings:
+    """Returns the settings of a serialized parameter group. All shards of a run have the same groups in a step."""
+    return torch_settings(algorithm, common_pb2.ParameterGroup.FromString(group).hyperparameters)
 
 
 def _decay(optimizer: common_pb2.OptimizerStep) -> float | None:

@@ -44,6 +44,8 @@ class MeanGradient:
         """True if the shard's record names the mean."""
         self.from_former = False
         """True if a former process of the server computed the mean, so that this one has no contributions."""
+        self._file: tuple[torch.Tensor, list[torch.Tensor]] | None = None
+        """The file of the last mean, and its segments."""
 
     @property
     def present(self) -> list[int]:
@@ -83,7 +85,7 @@ class MeanGradient:
         several = any(order.dp > 1 or len(own) > 1 for own in terms if own)
         buffer = self._memory.pool.acquire(self._size_bytes) if several and file is None else None
         out = buffer if file is None else file
-        outs = None if out is None else self._views(out)
+        outs = self._views_of_file(file) if file is not None else None if buffer is None else self._views(buffer)
         whole = None if out is None or outs is None else self._whole(found, out, outs)
         work = partial(reduce_shard, terms, order, outs, self._starts, buffer=buffer, whole=whole)
         try:
@@ -92,6 +94,11 @@ class MeanGradient:
             self.release(buffer)
             raise
         self.in_file = file is not None
+
+    def _views_of_file(self, file: torch.Tensor) -> list[torch.Tensor]:
+        if self._file is None or self._file[0] is not file:
+            self._file = file, self._views(file)
+        return self._file[1]
 
     def _whole(
         self, found: Sequence[tuple[int, Contribution]], out: torch.Tensor, outs: Sequence[torch.Tensor]

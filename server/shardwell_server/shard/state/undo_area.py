@@ -44,6 +44,7 @@ class UndoArea:
     def __init__(self, shared: SharedBuffer) -> None:
         self.shared = shared
         self.size_bytes = shared.tensor.numel()
+        self._start = shared.tensor.data_ptr()
 
     def save(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copies tensors to the area."""
@@ -56,12 +57,12 @@ class UndoArea:
             ctypes.memmove(tensor.data_ptr(), place, tensor.nbytes)
 
     def _places(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, int]]:
-        start = self.shared.tensor.data_ptr()
-        place = start
+        place = self._start
         for tensor in tensors:
-            assert tensor.is_contiguous() and place + tensor.nbytes <= start + self.size_bytes
+            assert tensor.is_contiguous()
             yield tensor, place
             place += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+            assert place <= self._start + self.size_bytes
 
 
 class SharedProgress(Progress):

@@ -402,7 +402,7 @@ class UnitShard:
                 f"{self.what} has {len(self.layout.parameters)} parameters, but the optimizer names groups "
                 f"for {len(groups)}"
             )
-        if self.contributions.has_sums and self.kept_numbers(groups):
+        if self.kept_numbers(groups) and self.contributions.has_sums:
             raise InvalidRequestError(
                 f"{self.what} has sums of several ranks' gradients, which cannot be kept for a later step: several "
                 "optimizers in turn need gradient_reduction='direct'"
