@@ -368,6 +368,23 @@ def test_token_of_a_deleted_run_opens_no_later_run_of_its_name(
             join()
 
 
+def test_trainer_of_a_run_resumes_no_other_run(
+    cluster: shardwell.LocalCluster, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"checkpoint_dir": str(tmp_path / "checkpoints")}
+    with small_run(cluster.address, run_name, **options) as session:
+        session.save_checkpoint()
+    (manifest,) = (tmp_path / "checkpoints").glob("*/*/manifest.json")
+    other = f"{run_name}-other"
+    trains = made(cluster, tmp_path, "--role", "trainer", "--run", other, is_new=True)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "none"))
+    options |= {"resume": str(manifest.parent)}
+    with pytest.raises(AccessError, match=f"for run '{other}', but checkpoint .* is of run '{run_name}'"):
+        shardwell.join(cluster.address, run=other, token_file=trains, **options)
+    with shardwell.join(cluster.address, run=other, token_file=cluster.token_file, **options) as session:
+        assert session.step == 2
+
+
 # A pipe instead of a file.
 
 

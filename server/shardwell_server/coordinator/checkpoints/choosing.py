@@ -18,7 +18,7 @@ from shardwell_server.coordinator.waiting import SharedCall
 from shardwell_wire.checkpoints.folder import Entry, RunFolder, entry_at
 from shardwell_wire.checkpoints.manifest import Manifest
 from shardwell_wire.checkpoints.reading import Checkpoint
-from shardwell_wire.errors import CorruptDataError, InvalidRequestError, NotFoundError, ShardwellError
+from shardwell_wire.errors import AccessError, CorruptDataError, InvalidRequestError, NotFoundError, ShardwellError
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class CheckpointChooser:
         """Look-ups in checkpoint folders, by run name."""
 
     async def choose(
-        self, run_name: str, settings: RunSettings, options: CheckpointOptions, resume: str
+        self, run_name: str, settings: RunSettings, options: CheckpointOptions, resume: str, *, own_only: bool = False
     ) -> Restore | None:
         """Returns the checkpoint from which to create a run. None: create it without one.
 
@@ -49,8 +49,10 @@ class CheckpointChooser:
             settings: Settings that the trainer asks for.
             options: Options for checkpoints that the trainer asks for.
             resume: As in ``JoinRequest``.
+            own_only: Whether the caller may read checkpoints of runs of this name only.
 
         Raises:
+            AccessError: The checkpoint is of a run of another name, and ``own_only`` is set.
             InvalidRequestError: ``resume`` is "latest", but there is no folder of checkpoints.
             CorruptDataError: The checkpoint is damaged or does not exist. The message offers another one.
             RunMismatchError: The checkpoint belongs to a run with other settings.
@@ -60,16 +62,22 @@ class CheckpointChooser:
         # Concurrent trainers of a run share one look-up.
         call = self._choosing.setdefault(run_name, SharedCall())
         try:
-            found = await call(lambda: self._choose(run_name, settings, options, resume))
+            found = await call(lambda: self._choose(run_name, settings, options, resume, own_only=own_only))
         finally:
             self._choosing.pop(run_name, None)
         return None if run_name in self._state.runs else found
 
     async def _choose(
-        self, run_name: str, settings: RunSettings, options: CheckpointOptions, resume: str
+        self, run_name: str, settings: RunSettings, options: CheckpointOptions, resume: str, *, own_only: bool
     ) -> Restore | None:
         if resume != LATEST:
             manifest = await self._files(lambda: _open_named(resume, run_name, options.directory))
+            if own_only and manifest.run != run_name:
+                raise AccessError(
+                    f"the token is for run {run_name!r}, but checkpoint {resume} is of run {manifest.run!r}: an "
+                    "operator can resume from it",
+                    run=manifest.run,
+                )
             require_same_run(manifest, run_name, settings, resume)
             return Restore(url=resume, checkpoint_id=manifest.checkpoint_id, step=manifest.step)
         if not options.directory:

@@ -102,7 +102,7 @@ class RunRestorer:
             ShardwellError: As ``TrainerLeases.find_or_create_run`` and ``CheckpointChooser.choose``.
         """
         options = CheckpointOptions().changed_by(request.config)
-        restore = await self._chooser.choose(request.run, settings, options, request.resume)
+        restore = await self._chooser.choose(request.run, settings, options, request.resume, own_only=bool(run_id))
         is_new = request.run not in self._state.runs
         run = self._trainers.find_or_create_run(request.run, settings, run_id)
         if is_new and restore is not None:
