@@ -25,7 +25,7 @@ GENERATE := -m grpc_tools.protoc -I. --python_out=$$out --grpc_python_out=$$out 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-grid larger-than-trainer test lint lint-protos format protos check-protos test-protobuf bench bench-full bench-grid bench-network bench-growth compose-test lock audit chaos simulate clean
+.PHONY: help install demo demo-grid larger-than-trainer test lint lint-protos format protos check-protos test-protobuf bench bench-full bench-grid bench-network bench-growth compose-test lock audit chaos simulate fuzz clean
 
 help:  ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -134,6 +134,9 @@ chaos: install  ## Break processes and network of a training run, report goodput
 
 simulate: install  ## Explore 20000 random schedules of a simulated cluster (about 20 minutes)
 	@$(BIN)/python -m tests.simulation --schedules 20000 $(SIMULATION_OPTIONS)
+
+fuzz: install  ## Send 10^6 random messages to every rpc, beside a run whose weights must not change (15 minutes)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(FUZZ_OPTIONS)
 
 clean:  ## Remove all generated files
 	rm -rf $(VENV) $(PROTOS_VENV) $(LOCK_VENV) build dist *.egg-info demo-output .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -22,6 +22,9 @@ from shardwell_wire.v1 import common_pb2
 DEFAULT_CHUNK_BYTES = 1 << 20
 """Payload per message. The fastest of the measured sizes with large HTTP/2 frames."""
 
+MIN_CHUNK_BYTES = 4096
+"""Smallest chunk that a server sends, except the last. A smaller one costs more than its bytes."""
+
 MAX_CHUNK_BYTES = 4 << 20
 """Largest accepted payload. Bounds the memory that one message can occupy on a server."""
 

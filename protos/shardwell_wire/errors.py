@@ -20,6 +20,7 @@
     +-- StaleEpochError                ABORTED              lease or coordinator term has ended
     +-- VersionGoneError               OUT_OF_RANGE         version overwritten by a newer one
     +-- CapacityError                  RESOURCE_EXHAUSTED   memory budget exceeded
+    |   +-- TooManyRequestsError       RESOURCE_EXHAUSTED   caller or run above its share of requests
     +-- CorruptDataError               DATA_LOSS            checksum mismatch
     +-- DeadlineError                  DEADLINE_EXCEEDED    a wait took too long
     +-- UnavailableError               UNAVAILABLE          peer unreachable or not ready
@@ -157,6 +158,10 @@ class CapacityError(ShardwellError):
     """A request exceeds a memory budget."""
 
     status = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class TooManyRequestsError(CapacityError):
+    """A caller or a run sends too many requests, or too many at once."""
 
 
 class CorruptDataError(ShardwellError):

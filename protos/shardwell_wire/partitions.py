@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from shardwell_wire.layout import BLOCK_BYTES, DTYPE_NAMES, ITEM_SIZES, align
+from shardwell_wire.errors import InvalidRequestError
+from shardwell_wire.layout import BLOCK_BYTES, DTYPE_NAMES, ITEM_SIZES, MAX_DIMS, MAX_UNIT_BYTES, align
 from shardwell_wire.v1 import shard_pb2
 
 TRAINER_PREFIX = "trainer/"
@@ -47,6 +48,25 @@ def part_in(size_bytes: int, dp: int, dp_rank: int, start_bytes: int, stop_bytes
 def state_size(tensor: shard_pb2.StateTensor) -> int:
     """Returns the size of a state tensor in a stream, in bytes. Raises KeyError if its dtype is unknown."""
     return math.prod(tensor.shape) * ITEM_SIZES[DTYPE_NAMES[tensor.dtype]]
+
+
+def check_state_tensor(tensor: shard_pb2.StateTensor, what: str) -> None:
+    """Raises InvalidRequestError unless a state tensor in a request has a known dtype and a possible size.
+
+    Args:
+        tensor: The tensor.
+        what: Names what the tensor belongs to, in errors.
+    """
+    if len(tensor.shape) > MAX_DIMS:  # before the size is computed: the product of many sizes takes long
+        raise InvalidRequestError(
+            f"{what}: state {tensor.name!r} has {len(tensor.shape)} dimensions, expected at most {MAX_DIMS}"
+        )
+    if tensor.dtype not in DTYPE_NAMES:
+        raise InvalidRequestError(f"{what}: state {tensor.name!r} has the unknown dtype {tensor.dtype}")
+    if not all(0 <= size <= MAX_UNIT_BYTES for size in tensor.shape) or state_size(tensor) > MAX_UNIT_BYTES:
+        raise InvalidRequestError(
+            f"{what}: state {tensor.name!r} has shape {list(tensor.shape)}, expected at most {MAX_UNIT_BYTES} bytes"
+        )
 
 
 def state_places(tensors: Iterable[shard_pb2.StateTensor]) -> tuple[list[tuple[int, int]], int]:

@@ -20,6 +20,9 @@ AXES = ("dp", "tp", "pp")
 MAX_WORLD_SIZE = 1 << 16
 """Maximum number of logical ranks of a run. Coordinator and shard servers keep state for each rank."""
 
+_MAX_GROUP_LEVELS = MAX_WORLD_SIZE.bit_length() - 1
+"""Most reduction groups that contain one rank: each level has at least two groups of the level below."""
+
 MAX_STAGES_NAMED = 256
 """Largest number of stages that an error message proposes."""
 
@@ -186,6 +189,8 @@ def checked_groups(dp: int, groups: Iterable[int]) -> tuple[int, ...]:
     sizes = tuple(groups)
     if sizes in ((), (dp,)):
         return ()
+    if len(sizes) > _MAX_GROUP_LEVELS:
+        raise WorldError(f"reduction_groups has {len(sizes)} sizes: expected at most {_MAX_GROUP_LEVELS} of at least 2")
     for size in sizes:
         if isinstance(size, bool) or not isinstance(size, int) or size < 2:
             raise WorldError(f"reduction_groups={sizes!r}: expected integers of at least 2, got {size!r}")

@@ -20,7 +20,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from shardwell_server.authorization import CALLER
-from shardwell_wire.errors import AccessError, wire_message
+from shardwell_wire.errors import ShardwellError, wire_message
 
 AUDIT_LOG_VARIABLE = "SHARDWELL_AUDIT_LOG"
 
@@ -101,7 +101,7 @@ def record_admitted(path: str, peer: str, request: Message) -> None:
         _write("admitted", path, peer, names=_names_in(request))
 
 
-def record_refused(path: str, peer: str, error: AccessError) -> None:
+def record_refused(path: str, peer: str, error: ShardwellError) -> None:
     """Records a request that was refused."""
     if _logger.handlers:
         status = "" if error.status is None else error.status.name

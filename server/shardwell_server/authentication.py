@@ -7,16 +7,18 @@ server runs and which rpcs it has. ``--without-token`` requires tokens of any ro
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
 from dataclasses import replace
+from typing import Any
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection
 
-from shardwell_server import encryption
+from shardwell_server import encryption, limits
 from shardwell_server.authorization import CALLER, check_role
 from shardwell_server.rpc import abort
 from shardwell_wire.credentials import NO_CREDENTIALS, TOKEN_FILE_VARIABLE, Credentials, read_key_file, token_in
@@ -53,6 +55,7 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     def __init__(self, key: ClusterKey, without_token: Collection[str] = ALL_STANDARD) -> None:
         self._key = key
         self._open = {service for service, name in _STANDARD_SERVICES.items() if name in without_token}
+        self._refusals, self._open_calls = limits.refusals(), limits.open_calls()
 
     async def intercept_service(
         self,
@@ -65,10 +68,11 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             try:
                 self.admit(path, handler_call_details.invocation_metadata or ())
             except UnauthenticatedError as error:
-                return _refusal(path, UnauthenticatedError(f"{error}: {_ADVICE}", **error.data))
+                return self._refusal(path, UnauthenticatedError(f"{error}: {_ADVICE}", **error.data))
             except AccessError as error:
-                return _refusal(path, error)
-        return await continuation(handler_call_details)
+                return self._refusal(path, error)
+            return await continuation(handler_call_details)
+        return _counted(await continuation(handler_call_details), self._open_calls)
 
     def admit(self, path: str, metadata: Iterable[tuple[str, str | bytes]]) -> None:
         """Notes the caller of an rpc for the current task.
@@ -82,6 +86,14 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         if _service_of(path) not in _STANDARD_SERVICES:
             check_role(caller, path)
 
+    def _refusal(self, path: str, reason: ShardwellError) -> grpc.RpcMethodHandler:
+        async def refuse(_: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+            self._refusals.count(str(context.peer()))
+            await abort(context, path, reason)
+
+        # A stream handler works for every kind of rpc, and does not read a message before it runs.
+        return grpc.stream_stream_rpc_method_handler(refuse)
+
 
 def _service_of(path: str) -> str:
     return path.strip("/").partition("/")[0]
@@ -94,12 +106,24 @@ def interceptors(
     return [] if key is None else [Authentication(key, without_token)]
 
 
-def _refusal(path: str, reason: ShardwellError) -> grpc.RpcMethodHandler:
-    async def refuse(_: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
-        await abort(context, path, reason)
+def _counted(handler: grpc.RpcMethodHandler | None, calls: limits.Unproven) -> grpc.RpcMethodHandler | None:
+    """Returns a handler that counts its calls. None: the rpc does not exist."""
+    if handler is None:
+        return None
+    kinds = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
+    kind, handle = next((kind, found) for kind in kinds if (found := getattr(handler, kind)) is not None)
 
-    # A stream handler works for every kind of rpc, and does not read a message before it runs.
-    return grpc.stream_stream_rpc_method_handler(refuse)
+    async def stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        calls.count(str(context.peer()))
+        async for response in handle(request, context):
+            yield response
+
+    async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        calls.count(str(context.peer()))
+        return await handle(request, context)
+
+    # gRPC calls a handler by the kind of its function.
+    return handler._replace(**{kind: stream if inspect.isasyncgenfunction(handle) else call})
 
 
 def add_argument(parser: argparse.ArgumentParser) -> None:

@@ -21,12 +21,14 @@ from google.protobuf.message_factory import GetMessageClass
 
 from shardwell_server import audit
 from shardwell_server.authorization import CALLER, check_request
+from shardwell_server.limits import MAX_LOGGED_PER_S, Rate, RequestLimits
 from shardwell_wire.errors import (
     STATUS_DETAILS_KEY,
     AccessError,
     InternalError,
     InvalidRequestError,
     ShardwellError,
+    TooManyRequestsError,
     to_status_details,
     wire_message,
 )
@@ -86,8 +88,13 @@ class Call:
 
 _MakeCall = Callable[[str, grpc.aio.ServicerContext], Call]
 
+_logged = Rate(MAX_LOGGED_PER_S, MAX_LOGGED_PER_S)
+"""Limits the lines about rejected requests in the log of this process."""
 
-def add_service(server: grpc.aio.Server, descriptor: ServiceDescriptor, servicer: Any) -> None:
+
+def add_service(
+    server: grpc.aio.Server, descriptor: ServiceDescriptor, servicer: Any, limits: RequestLimits | None = None
+) -> None:
     """Registers every rpc of a service.
 
     Args:
@@ -97,21 +104,24 @@ def add_service(server: grpc.aio.Server, descriptor: ServiceDescriptor, servicer
             streamed one an ``AsyncIterator[bytes]``. A unary response is returned as a message, a streamed one is
             yielded as bytes or messages. A method that takes a stream passes its header to ``call.check``. The object
             may have a method ``run_id_of``, see ``Call.run_id_of``.
+        limits: Limits of callers and runs. None: those of this package.
     """
-    handlers = {}
+    handlers, limits = {}, limits or RequestLimits()
     make_call = partial(Call, run_id_of=getattr(servicer, "run_id_of", _no_id))
     for method in descriptor.methods:
         implementation = getattr(servicer, method.name)
         path = f"/{descriptor.full_name}/{method.name}"
         if method.client_streaming and not method.server_streaming:
-            handlers[method.name] = grpc.stream_unary_rpc_method_handler(_stream_unary(path, implementation, make_call))
+            handlers[method.name] = grpc.stream_unary_rpc_method_handler(
+                _stream_unary(path, implementation, make_call, limits)
+            )
         elif method.server_streaming and not method.client_streaming:
             handlers[method.name] = grpc.unary_stream_rpc_method_handler(
-                _unary_stream(path, method, implementation, make_call)
+                _unary_stream(path, method, implementation, make_call, limits)
             )
         elif not method.client_streaming:
             handlers[method.name] = grpc.unary_unary_rpc_method_handler(
-                _unary_unary(path, method, implementation, make_call)
+                _unary_unary(path, method, implementation, make_call, limits)
             )
         else:
             raise NotImplementedError(f"{path}: bidirectional streams are not supported")
@@ -132,12 +142,15 @@ def _unary_unary(
     method: MethodDescriptor,
     implementation: Callable[[Any, Call], Awaitable[Message]],
     make_call: _MakeCall,
+    limits: RequestLimits,
 ) -> Callable[[bytes, grpc.aio.ServicerContext], Awaitable[bytes]]:
     async def handle(data: bytes, context: grpc.aio.ServicerContext) -> bytes:
         try:
-            request, call = _decode(method, data), make_call(path, context)
-            call.check(request)
-            return (await implementation(request, call)).SerializeToString()
+            call = make_call(path, context)
+            async with limits.request(call.caller, call.peer, len(data)):
+                request = _decode(method, data)
+                call.check(request)
+                return (await implementation(request, call)).SerializeToString()
         except Exception as error:
             await abort(context, path, error)
 
@@ -145,11 +158,16 @@ def _unary_unary(
 
 
 def _stream_unary(
-    path: str, implementation: Callable[[AsyncIterator[bytes], Call], Awaitable[Message]], make_call: _MakeCall
+    path: str,
+    implementation: Callable[[AsyncIterator[bytes], Call], Awaitable[Message]],
+    make_call: _MakeCall,
+    limits: RequestLimits,
 ) -> Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext], Awaitable[bytes]]:
     async def handle(stream: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> bytes:
         try:
-            return (await implementation(stream, make_call(path, context))).SerializeToString()
+            call = make_call(path, context)
+            async with limits.request(call.caller, call.peer):
+                return (await implementation(stream, call)).SerializeToString()
         except Exception as error:
             await abort(context, path, error)
 
@@ -161,13 +179,16 @@ def _unary_stream(
     method: MethodDescriptor,
     implementation: Callable[[Any, Call], AsyncIterator[bytes | Message]],
     make_call: _MakeCall,
+    limits: RequestLimits,
 ) -> Callable[[bytes, grpc.aio.ServicerContext], AsyncIterator[bytes]]:
     async def handle(data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         try:
-            request, call = _decode(method, data), make_call(path, context)
-            call.check(request)
-            async for message in implementation(request, call):
-                yield message if isinstance(message, bytes) else message.SerializeToString()
+            call = make_call(path, context)
+            async with limits.request(call.caller, call.peer, len(data)):
+                request = _decode(method, data)
+                call.check(request)
+                async for message in implementation(request, call):
+                    yield message if isinstance(message, bytes) else message.SerializeToString()
         except Exception as error:
             await abort(context, path, error)
 
@@ -182,12 +203,13 @@ def reported_error(path: str, error: Exception, peer: str) -> ShardwellError:
         error: Error that the handler raised.
         peer: Address of the caller, for the log.
     """
-    if isinstance(error, AccessError):
+    if isinstance(error, AccessError | TooManyRequestsError):
         audit.record_refused(path, peer, error)
     if not isinstance(error, ShardwellError) or error.status is None:
         logger.error("%s from %s failed", path, peer, exc_info=error)
         return InternalError(f"{path}: internal error; the server's log has the details")
-    logger.info("%s from %s rejected: %s: %s", path, peer, type(error).__name__, wire_message(error))
+    if not _logged.count(""):
+        logger.info("%s from %s rejected: %s: %s", path, peer, type(error).__name__, wire_message(error))
     return error
 
 

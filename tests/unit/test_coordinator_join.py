@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 
+from shardwell_server.coordinator import state
+from shardwell_server.coordinator.placement import placer
+from shardwell_server.coordinator.runs import members
 from shardwell_server.coordinator.runs.members import MAX_GONE_MEMBERS
 from shardwell_wire.errors import (
+    CapacityError,
     DuplicateError,
     InvalidRequestError,
     NotFoundError,
@@ -20,7 +24,7 @@ from shardwell_wire.errors import (
 )
 from shardwell_wire.topology import World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
-from tests.support.coordinator import config, harness, run_async
+from tests.support.coordinator import config, harness, run_async, unit
 
 
 def test_run_starts_when_enough_trainers_have_joined(tmp_path: Path) -> None:
@@ -455,5 +459,27 @@ def test_late_trainer_gets_its_work_at_once_if_nobody_else_computes_it(tmp_path:
             await cluster.settle()
             b = await cluster.join("b", config=config(World(dp=2)))
             assert sorted(b.items) == [1]
+
+    run_async(scenario())
+
+
+def test_runs_trainers_and_units_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "MAX_RUNS", 2)
+    monkeypatch.setattr(members, "MAX_SPARES", 1)
+    monkeypatch.setattr(placer, "MAX_UNITS", 1)
+
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            first, _ = [await cluster.join(name) for name in "ab"]
+            await cluster.join("spare")
+            with pytest.raises(CapacityError, match="run 'r' has 3 live trainers, expected at most 3: 2 with a"):
+                await cluster.try_join("one more")
+            await cluster.try_join("a", run="second")
+            with pytest.raises(CapacityError, match="run 'third' cannot be created: 2 runs exist, expected at most 2"):
+                await cluster.try_join("a", run="third")
+            await first.declare(unit("u", (3,)))
+            with pytest.raises(CapacityError, match="run 'r' has 1 units, expected at most 1"):
+                await first.declare(unit("v", (3,)))
+            await first.declare(unit("u", (3,)))
 
     run_async(scenario())

@@ -194,6 +194,16 @@ def test_full_store_rejects_values_and_has_room_after_a_delete() -> None:
     assert store.get(["a", "b"]) == [b"1", b""]
 
 
+@pytest.mark.parametrize("amount", [1, -1])
+def test_sum_that_no_response_can_hold_is_rejected(amount: int) -> None:
+    store, largest = ReplicaStore(), (1 << 63) - 1
+    most = largest if amount > 0 else -largest - 1
+    assert store.add("count", most, "1") == most
+    with pytest.raises(InvalidRequestError, match="is not a 64-bit number"):
+        store.add("count", amount, "2")
+    assert store.add("count", -amount, "3") == most - amount
+
+
 def test_only_current_stores_are_kept() -> None:
     stores = ReplicaStores()
     stores.open(3).set("x", b"1")

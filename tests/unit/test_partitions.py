@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
+from shardwell_wire.errors import InvalidRequestError
 from shardwell_wire.layout import BLOCK_BYTES, cut
-from shardwell_wire.partitions import part_in, partition_of, runs_on_trainers
+from shardwell_wire.partitions import check_state_tensor, part_in, partition_of, runs_on_trainers
+from shardwell_wire.v1 import common_pb2, shard_pb2
 
 
 @pytest.mark.parametrize("size_bytes", [0, 64, BLOCK_BYTES, 10 * BLOCK_BYTES + 64, 1_000_000 // 64 * 64])
@@ -35,3 +38,18 @@ def test_partitions_equal_the_even_cut(size_bytes: int) -> None:
 def test_prefix_marks_optimizers_on_trainers() -> None:
     assert runs_on_trainers("trainer/SGD")
     assert not runs_on_trainers("sgd")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"dtype": 99}, "unknown dtype 99"),
+        ({"shape": [1] * 65}, "65 dimensions, expected at most 64"),
+        ({"shape": [1 << 62, 1 << 62]}, "expected at most 1099511627776 bytes"),
+        ({"shape": [(1 << 64) - 1, 0]}, "expected at most 1099511627776 bytes"),
+    ],
+)
+def test_impossible_state_is_rejected(fields: dict[str, Any], message: str) -> None:
+    tensor = shard_pb2.StateTensor(**{"name": "momentum", "dtype": common_pb2.DTYPE_FLOAT32, "shape": [3], **fields})
+    with pytest.raises(InvalidRequestError, match=f"unit 'u': state 'momentum' .*{message}"):
+        check_state_tensor(tensor, "unit 'u'")

@@ -134,6 +134,7 @@ def test_one_group_is_the_default() -> None:
             "reduction_groups=(4, 4): expected sizes that multiply to dp=8, the number of data ranks, got 4 * 4 = 16",
         ),
         (6, (4,), "expected sizes that multiply to dp=6, the number of data ranks, got 4 = 4"),
+        (8, (2,) * 17, "reduction_groups has 17 sizes: expected at most 16 of at least 2"),
         (8, (8, 1), "reduction_groups=(8, 1): expected integers of at least 2, got 1"),
         (8, (-4, -2), "expected integers of at least 2, got -4"),
         (8, (4.0, 2), "expected integers of at least 2, got 4.0"),

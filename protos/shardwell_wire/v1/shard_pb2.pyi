@@ -470,7 +470,7 @@ class GatherRequest(google.protobuf.message.Message):
     stop_bytes: builtins.int
     """End of the range, exclusive."""
     chunk_bytes: builtins.int
-    """Payload bytes per message. 0: the server's default of 1 MiB. At most 4 MiB."""
+    """Payload bytes per message. 0: the default of the server, 1 MiB. At most 4 MiB. Less than 4 KiB counts as 4 KiB."""
     wire_dtype: shardwell_wire.v1.common_pb2.WireDtype.ValueType
     """Encoding of FLOAT32 values. With a lossy encoding the stream has the parameters of the range without padding."""
     ema: builtins.bool
@@ -1213,7 +1213,7 @@ class MeasureTransportRequest(google.protobuf.message.Message):
     size_bytes: builtins.int
     """Bytes to send. At most 64 MiB."""
     chunk_bytes: builtins.int
-    """Payload bytes per message. 0: the server's default of 1 MiB. At most 4 MiB."""
+    """Payload bytes per message. 0: the default of the server, 1 MiB. At most 4 MiB. Less than 4 KiB counts as 4 KiB."""
     def __init__(
         self,
         *,

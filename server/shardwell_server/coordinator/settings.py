@@ -14,6 +14,12 @@ MAX_LAYERS = 1 << 16
 MAX_BACKUPS = 4
 """Most backups of a shard."""
 
+MAX_RUNS = 4096
+"""Most runs that exist at once."""
+
+MAX_UNITS = 1 << 16
+"""Most units of a run."""
+
 MAX_GROUP_MEMBERS = 1 << 20
 """Most group members listed for one trainer's ranks. A longer list does not fit a message."""
 

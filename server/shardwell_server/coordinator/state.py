@@ -15,7 +15,7 @@ from shardwell_server.coordinator.runs.step import Step
 from shardwell_server.coordinator.runs.units import Initializer, Unit
 from shardwell_server.coordinator.runs.work_items import WorkItem, WorkState, new_members
 from shardwell_server.coordinator.servers.cluster import Cluster
-from shardwell_server.coordinator.settings import RunSettings, Settings
+from shardwell_server.coordinator.settings import MAX_RUNS, RunSettings, Settings
 from shardwell_server.coordinator.storage.records import (
     CheckpointRecord,
     CommitRecord,
@@ -29,7 +29,7 @@ from shardwell_server.coordinator.storage.records import (
 )
 from shardwell_server.coordinator.storage.storage import Storage
 from shardwell_server.coordinator.waiting import BackgroundTasks
-from shardwell_wire.errors import NotFoundError, RunDeletedError, ShardwellError
+from shardwell_wire.errors import CapacityError, NotFoundError, RunDeletedError, ShardwellError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.retry import retry_async
 from shardwell_wire.run_identity import RunIdentity, new_run_id
@@ -122,6 +122,7 @@ class CoordinatorState:
 
         Raises:
             RunDeletedError: The run with this id was deleted.
+            CapacityError: There are too many runs.
         """
         if run_id in self._deleted_run_ids:
             raise RunDeletedError(
@@ -129,6 +130,12 @@ class CoordinatorState:
                 "for a new token (`shardwell token --role trainer`)",
                 run=name,
                 run_id=run_id,
+            )
+        if len(self.runs) >= MAX_RUNS:
+            raise CapacityError(
+                f"run {name!r} cannot be created: {len(self.runs)} runs exist, expected at most {MAX_RUNS}; delete "
+                "those that have ended (`shardwell delete`)",
+                run=name,
             )
         identity = RunIdentity(name, run_id or new_run_id())
         run = self.runs[name] = Run(identity, settings, self.clock, self.wall_clock(), self._deleted_last_epoch)

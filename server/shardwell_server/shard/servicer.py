@@ -266,7 +266,7 @@ class ShardServicer:
         run, shard = reading.requested_shard(self._store, request)
         async with reading.reading(self._store, run, shard, request, call.remaining_s()) as found:
             encoder = chunk_streams.StreamEncoder(shard_pb2.GatherResponse(header=found.header), found.size_bytes)
-            size = request.chunk_bytes or chunk_streams.DEFAULT_CHUNK_BYTES
+            size = max(request.chunk_bytes or chunk_streams.DEFAULT_CHUNK_BYTES, chunk_streams.MIN_CHUNK_BYTES)
             for start in range(0, max(found.size_bytes, 1), size):
                 async with self._message(call, min(size, found.size_bytes)):
                     found.source.check()

@@ -10,10 +10,12 @@ from shardwell_server.coordinator.placement.ranges import Candidate, place
 from shardwell_server.coordinator.runs.run import Run
 from shardwell_server.coordinator.runs.units import Unit, require_same_layout
 from shardwell_server.coordinator.servers.shard_servers import ShardServers, check_recoverable
+from shardwell_server.coordinator.settings import MAX_UNITS
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.storage.records import ShardRecord
 from shardwell_server.coordinator.waiting import SharedCall, poll
 from shardwell_wire.errors import (
+    CapacityError,
     InvalidRequestError,
     ShardwellError,
     StaleEpochError,
@@ -347,6 +349,12 @@ def _check_new(run: Run, layout: UnitLayout) -> None:
             f"consistency={run.settings.consistency}: the model has buffers, such as {layout.parameters[0].name!r}, "
             "whose values data rank 0 sets in each step. Use layers without buffers, or SYNCHRONOUS",
             buffer=layout.parameters[0].name,
+        )
+    if len(run.units) >= MAX_UNITS:
+        raise CapacityError(
+            f"unit {layout.unit!r} cannot be declared: run {run.name!r} has {len(run.units)} units, expected at most "
+            f"{MAX_UNITS}. Wrap larger modules",
+            unit=layout.unit,
         )
     if layout.tp_rank >= run.settings.world.tp or layout.pp_ranks[-1] >= run.settings.world.pp:
         raise InvalidRequestError(

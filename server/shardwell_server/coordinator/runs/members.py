@@ -11,11 +11,14 @@ from enum import Enum
 from typing import Self
 
 from shardwell_server.coordinator.connection import MembershipConnection
-from shardwell_wire.errors import DuplicateError, InvalidRequestError, NotFoundError, StaleEpochError
+from shardwell_wire.errors import CapacityError, DuplicateError, InvalidRequestError, NotFoundError, StaleEpochError
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
 MAX_GONE_MEMBERS = 256
 """Maximum number of gone trainers that are kept for inspection. Owners of ranks are kept in addition."""
+
+MAX_SPARES = 1024
+"""Most live trainers of a run beyond one for each of its logical ranks."""
 
 MAX_TRANSPORTS = 4096
 """Most transports in one heartbeat. A trainer has one per shard server."""
@@ -300,6 +303,16 @@ class Members:
                 "that trainer expires",
                 run=self.run,
                 trainer=name,
+            )
+
+    def check_count(self, world_size: int) -> None:
+        """Raises CapacityError if the run has too many live trainers for one more."""
+        count, limit = len(self.live), world_size + MAX_SPARES
+        if count >= limit:
+            raise CapacityError(
+                f"run {self.run!r} has {count} live trainers, expected at most {limit}: {world_size} with a logical "
+                f"rank each, and {MAX_SPARES} spares",
+                run=self.run,
             )
 
     def free_name(self) -> str:

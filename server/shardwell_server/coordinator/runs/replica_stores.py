@@ -20,7 +20,7 @@ MAX_STORE_BYTES = 64 << 20
 MAX_KEY_BYTES = 1024
 MAX_VALUE_BYTES = 8 << 20
 
-_MAX_COUNTER_DIGITS = 20
+_MAX_COUNTER, _MAX_COUNTER_DIGITS = 1 << 63, 20
 
 
 class ReplicaStore:
@@ -96,7 +96,7 @@ class ReplicaStore:
             The sum. A repeated request returns the same sum and adds nothing.
 
         Raises:
-            InvalidRequestError: The key has a value that is not a number.
+            InvalidRequestError: The key has a value that is not a number, or the sum is too large.
         """
         if request_id in self._results:
             return self._results[request_id]
@@ -107,6 +107,8 @@ class ReplicaStore:
             total = int(text) + amount
         except ValueError as error:
             raise InvalidRequestError(f"key {key!r} cannot be added to: its value is not a number") from error
+        if not -_MAX_COUNTER <= total < _MAX_COUNTER:
+            raise InvalidRequestError(f"key {key!r} cannot be added to: {total} is not a 64-bit number")
         self.set(key, str(total).encode())
         self._note_result(request_id, total)
         return total

@@ -193,8 +193,10 @@ class Run:
 
         Raises:
             DuplicateError: A live trainer has the name or the requested rank.
+            CapacityError: The run has too many live trainers.
         """
         self.members.check_name(applicant.name)
+        self.members.check_count(self.settings.world.size)
         requested_ranks = self.members.requested_ranks
         if self.started:
             self.rank_owners.claim(self.settings, self.members.live, applicant, requested_ranks)

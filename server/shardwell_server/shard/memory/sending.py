@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import socket
-import stat
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from urllib.parse import unquote
 
+from shardwell_server.connections import close_connection
 from shardwell_wire.errors import CapacityError
 
 logger = logging.getLogger(__name__)
@@ -27,53 +23,6 @@ PRESSED_LIMIT_S = 10.0
 _MAX_WAITING = 4096
 _MAX_WAITING_PER_PEER = 512
 _SWEEP_S = 1.0
-_DESCRIPTORS = Path("/proc/self/fd")
-
-
-def close_connection(peer: str) -> bool:
-    """Shuts down the TCP connection of a peer, which ends its rpcs and frees the memory that gRPC holds for them.
-
-    gRPC's Python API cannot close a connection, so this searches the process's file descriptors.
-
-    Args:
-        peer: As gRPC names it, such as ``ipv4:127.0.0.1:40000``.
-
-    Returns:
-        True if the connection was found.
-    """
-    kind, _, address = unquote(peer).partition(":")
-    host, _, port = address.rpartition(":")
-    if kind not in ("ipv4", "ipv6") or not port.isdecimal():
-        return False
-    wanted = (host.strip("[]"), int(port))
-    with suppress(OSError):
-        for entry in list(_DESCRIPTORS.iterdir()):
-            if _shut_down_if_connected(int(entry.name), wanted):
-                return True
-    return False
-
-
-def _shut_down_if_connected(descriptor: int, wanted: tuple[str, int]) -> bool:
-    """Shuts a descriptor down if it is a socket connected to an address; returns True if it is."""
-    try:
-        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-            return False
-        # A duplicate, because gRPC owns the descriptor and must close it itself.
-        with socket.socket(fileno=os.dup(descriptor)) as connected:
-            if connected.family not in (socket.AF_INET, socket.AF_INET6) or connected.type != socket.SOCK_STREAM:
-                return False
-            host, port, *_ = connected.getpeername()
-            if (_without_mapping(host), port) != (_without_mapping(wanted[0]), wanted[1]):
-                return False
-            connected.shutdown(socket.SHUT_RDWR)
-            return True
-    except OSError:
-        return False  # closed a moment ago, or a listening socket
-
-
-def _without_mapping(host: str) -> str:
-    """Strips the prefix with which an IPv6 socket names an IPv4 address."""
-    return host.removeprefix("::ffff:")
 
 
 @dataclass(eq=False)

@@ -13,7 +13,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from shardwell_wire.channel import open_aio_channel
 from shardwell_wire.credentials import NO_CREDENTIALS, Credentials
-from shardwell_wire.errors import ShardwellError
+from shardwell_wire.errors import InvalidRequestError, ShardwellError, UsageError
 from shardwell_wire.tls_problems import server_call_error
 from shardwell_wire.v1 import shard_pb2
 
@@ -83,5 +83,8 @@ class GrpcPeers:
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         if address not in self._channels:
-            self._channels[address] = open_aio_channel(address, self._credentials.tls)
+            try:
+                self._channels[address] = open_aio_channel(address, self._credentials.tls)
+            except UsageError as error:  # the address comes from a request
+                raise InvalidRequestError(f"shard server at {error}") from error
         return self._channels[address]

@@ -76,11 +76,12 @@ async def receive_state(
     former, version = find_backup(run, header.target), header.context.step
     what = f"state of {former.what}"
 
+    content = read_content(former, header)
     shard = store.empty(run, former)  # drops what an older stream fills, which ends that stream
     shard.backups.placement = header.target.placement
 
     async def receive() -> None:
-        destination = begin_import(shard, read_content(shard, header))
+        destination = begin_import(shard, content)
         await incoming.into([tensor_memory(tensor) for _, tensor in destination.tensors()], what)
         finish_import(shard, version)
 

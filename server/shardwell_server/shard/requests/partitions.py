@@ -19,8 +19,8 @@ from shardwell_server.shard.state.store import ShardStore
 from shardwell_server.shard.state.unit_shard import UnitShard
 from shardwell_wire import chunk_streams
 from shardwell_wire.errors import InvalidRequestError, NonFiniteError, StaleEpochError, StepStateError
-from shardwell_wire.layout import MAX_DIMS, Segment
-from shardwell_wire.partitions import TRAINER_PREFIX, state_places, state_size
+from shardwell_wire.layout import Segment
+from shardwell_wire.partitions import TRAINER_PREFIX, check_state_tensor, state_places
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
 MAX_NAME_LENGTH = 200
@@ -93,14 +93,7 @@ def check_state(shard: UnitShard, header: shard_pb2.StagePartitionHeader, what: 
                 f"unique name of 1 to {MAX_NAME_LENGTH} characters, for a parameter in the partition"
             )
         seen.add(key)
-        if len(tensor.shape) > MAX_DIMS:
-            raise InvalidRequestError(
-                f"{what}: state {tensor.name!r} has {len(tensor.shape)} dimensions, expected at most {MAX_DIMS}"
-            )
-        try:
-            state_size(tensor)
-        except KeyError:
-            raise InvalidRequestError(f"{what}: state {tensor.name!r} has the unknown dtype {tensor.dtype}") from None
+        check_state_tensor(tensor, what)
 
 
 def compute_check_finite(

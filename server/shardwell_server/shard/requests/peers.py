@@ -16,7 +16,7 @@ from shardwell_wire.chunk_streams import memory_at
 from shardwell_wire.errors import InvalidRequestError
 from shardwell_wire.layout import DTYPE_NAMES, DTYPE_NUMBERS
 from shardwell_wire.optimizers import OPTIMIZERS
-from shardwell_wire.partitions import state_size
+from shardwell_wire.partitions import check_state_tensor, state_size
 from shardwell_wire.v1 import shard_pb2
 
 
@@ -117,7 +117,7 @@ def read_content(shard: UnitShard, header: shard_pb2.ReceiveShardStateHeader) ->
                 values=values,
                 algorithm=content.algorithm or None,
                 step_count=content.step_count,
-                state={tensor.name: _meta(tensor) for tensor in content.state},
+                state={tensor.name: _meta(tensor, shard.what) for tensor in content.state},
                 average=values if content.has_average else None,
                 kept=dict.fromkeys(content.kept_contributors, values),
             )
@@ -132,6 +132,8 @@ def read_content(shard: UnitShard, header: shard_pb2.ReceiveShardStateHeader) ->
     )
     partitions = []
     for partition in header.partitions:
+        for tensor in partition.state:
+            check_state_tensor(tensor, shard.what)
         start, stop = shard.partitions.bounds(partition.dp_rank)
         data = [torch.empty(state_size(tensor), dtype=torch.uint8, device="meta") for tensor in partition.state]
         partitions.append(
@@ -146,8 +148,6 @@ def read_content(shard: UnitShard, header: shard_pb2.ReceiveShardStateHeader) ->
     return replace(state, partitions=partitions)
 
 
-def _meta(tensor: shard_pb2.StateTensor) -> torch.Tensor:
-    dtype = getattr(torch, DTYPE_NAMES.get(tensor.dtype, ""), None)
-    if dtype is None:
-        raise InvalidRequestError(f"state {tensor.name!r} has the unknown dtype {tensor.dtype}")
-    return torch.empty(tuple(tensor.shape), dtype=dtype, device="meta")
+def _meta(tensor: shard_pb2.StateTensor, what: str) -> torch.Tensor:
+    check_state_tensor(tensor, what)
+    return torch.empty(tuple(tensor.shape), dtype=getattr(torch, DTYPE_NAMES[tensor.dtype]), device="meta")

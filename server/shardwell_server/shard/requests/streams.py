@@ -17,7 +17,11 @@ from shardwell_wire.errors import CapacityError, ChunkError, DeadlineError, Inva
 from shardwell_wire.names import check_names
 
 IDLE_LIMIT_S = 30.0
-"""A stream without any bytes for this long is cancelled."""
+"""A stream without any bytes for this long is cancelled. Also the period of ``MIN_STREAM_BYTES``."""
+
+MIN_STREAM_BYTES = 1 << 20
+"""A stream that moves fewer bytes in ``IDLE_LIMIT_S`` is cancelled, unless it is complete. A client that sends or reads
+a little now and then would otherwise occupy a buffer for hours."""
 
 MAX_OPEN_STREAMS = 16_384
 """Maximum number of transport sessions and pinned versions of all clients."""
@@ -35,7 +39,7 @@ class IncomingStream(Protocol):
         Raises:
             ChunkError: The stream has a gap, an overlap, or the wrong length.
             CorruptDataError: The checksum does not match.
-            DeadlineError: No bytes arrived for ``IDLE_LIMIT_S``.
+            DeadlineError: Fewer than ``MIN_STREAM_BYTES`` arrived in ``IDLE_LIMIT_S``.
         """
         ...
 
@@ -44,7 +48,7 @@ class IncomingStream(Protocol):
 
         Raises:
             ChunkError: The stream has a gap, an overlap, or another length than ``total_bytes``.
-            DeadlineError: No bytes arrived for ``IDLE_LIMIT_S``.
+            DeadlineError: Fewer than ``MIN_STREAM_BYTES`` arrived in ``IDLE_LIMIT_S``.
         """
         ...
 
@@ -60,6 +64,8 @@ class IncomingMessages:
     def __init__(self, messages: AsyncIterator[bytes], message_type: type[AnyMessage]) -> None:
         self._messages, self._type = messages, message_type
         self._first: ChunkView | None = None
+        self._waited_s, self._arrived_bytes = 0.0, 0
+        """Time spent waiting for messages, and bytes that arrived, in the current period of ``IDLE_LIMIT_S``."""
 
     async def header(self, check: Callable[[Message], None]) -> Message:
         """Returns the header in the first message.
@@ -113,11 +119,33 @@ class IncomingMessages:
         return hasher.intdigest()
 
     async def _next(self) -> bytes | None:
+        clock = asyncio.get_running_loop().time
+        start_s = clock()
         try:
             async with asyncio.timeout(IDLE_LIMIT_S):
-                return await anext(self._messages, None)
+                data = await anext(self._messages, None)
         except TimeoutError:
-            raise DeadlineError(f"no bytes of the stream arrived for {IDLE_LIMIT_S:g} s") from None
+            raise too_slow(self._arrived_bytes) from None
+        if data is not None:
+            self._note_arrival(len(data), clock() - start_s)
+        return data
+
+    def _note_arrival(self, size_bytes: int, waited_s: float) -> None:
+        # Only waits count: the server may also have had other work, or no memory for the stream.
+        self._waited_s += waited_s
+        self._arrived_bytes += size_bytes
+        if self._waited_s >= IDLE_LIMIT_S:
+            if self._arrived_bytes < MIN_STREAM_BYTES:
+                raise too_slow(self._arrived_bytes)
+            self._waited_s, self._arrived_bytes = 0.0, 0
+
+
+def too_slow(moved_bytes: int) -> DeadlineError:
+    """Returns the error for a stream that moved this many bytes in ``IDLE_LIMIT_S``."""
+    return DeadlineError(
+        f"{moved_bytes} bytes of the stream moved in {IDLE_LIMIT_S:g} s, expected at least {MIN_STREAM_BYTES}: the "
+        "network or the client is too slow"
+    )
 
 
 class StandingStreams:

@@ -31,7 +31,7 @@ from shardwell_wire.errors import (
 from shardwell_wire.layout import BLOCK_BYTES
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.tokens import ClusterKey
-from shardwell_wire.topology import check_data_ranks
+from shardwell_wire.topology import MAX_WORLD_SIZE, check_data_ranks
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 
 logger = logging.getLogger(__name__)
@@ -375,6 +375,11 @@ def _named_run(request: NamesRun) -> tuple[str, str]:
 
 def _check_reservation(spec: ShardSpec) -> None:
     check_data_ranks(spec.dp)
+    if spec.max_contributions > MAX_WORLD_SIZE:
+        raise InvalidRequestError(
+            f"unit {spec.unit!r} has {len(spec.layout.pp_ranks)} pipeline ranks in a run with dp={spec.dp}, which is "
+            f"{spec.max_contributions} contributions per step: expected at most {MAX_WORLD_SIZE}"
+        )
     start, stop, size = spec.start_bytes, spec.stop_bytes, spec.layout.size_bytes
     if not 0 <= start <= stop <= size or start % BLOCK_BYTES or (stop % BLOCK_BYTES and stop != size):
         raise InvalidRequestError(

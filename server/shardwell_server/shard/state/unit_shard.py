@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import TypeVar
 
 import torch
@@ -84,7 +84,7 @@ class UnitShard:
         self.segments = self.plans.segments(None)
         self.segment_of = {segment.parameter_index: number for number, segment in enumerate(self.segments)}
         self.values = Values(self.what, self.unit, memory, shared, spec.held_versions)
-        self.counted = frozenset(range(spec.max_contributions))
+        self.counted = _all_contributors(spec.max_contributions)
         """Contributors of the next step. In an asynchronous run those of one data rank, named by PrepareStep."""
         self.streams = OpenStreams()
         """Streams being received: initial values, contributions by rank, and optimizer partitions."""
@@ -662,6 +662,12 @@ class UnitShard:
         received = IncomingBuffer(grant.acquire_buffer(self.size_bytes), grant)
         received.buffer.zero_()
         self.values.accept_initial(self.values.initial_epoch, received)
+
+
+@cache
+def _all_contributors(count: int) -> frozenset[int]:
+    """Returns the numbers of all contributors. Shards share the set: it may be much larger than their request."""
+    return frozenset(range(count))
 
 
 def first_non_finite(views: Sequence[torch.Tensor]) -> int | None:

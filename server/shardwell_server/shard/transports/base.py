@@ -109,6 +109,6 @@ def measurement_chunks(request: shard_pb2.MeasureTransportRequest, default_bytes
             f"size_bytes is {request.size_bytes} and chunk_bytes is {request.chunk_bytes}, expected at most "
             f"{_MAX_MEASURED_BYTES} and {chunk_streams.MAX_CHUNK_BYTES}"
         )
-    chunk_bytes = request.chunk_bytes or default_bytes
+    chunk_bytes = max(request.chunk_bytes or default_bytes, chunk_streams.MIN_CHUNK_BYTES)
     zeros = memoryview(bytes(min(chunk_bytes, request.size_bytes)))
     return (zeros[: request.size_bytes - start] for start in range(0, request.size_bytes, chunk_bytes))

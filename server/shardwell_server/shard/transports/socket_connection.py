@@ -16,7 +16,7 @@ from shardwell_server.shard.requests import streams
 from shardwell_wire import fault_points, socket_frames
 from shardwell_wire.byte_streams import ByteStream, EncryptedStream, PlainStream
 from shardwell_wire.chunk_streams import Buffer
-from shardwell_wire.errors import DeadlineError, ShardwellError, to_status_details
+from shardwell_wire.errors import ShardwellError, to_status_details
 from shardwell_wire.low_water_mark import LowWaterMark
 from shardwell_wire.socket_frames import Kind, StreamReceiver
 from shardwell_wire.tcp_options import set_options
@@ -26,7 +26,10 @@ _SCRATCH_BYTES = 256 << 10
 _TLS_HANDSHAKE = b"\x16"
 """First byte of a TLS connection. Other connections begin with the magic bytes of the hello."""
 
-_LINGER_S = 5.0
+_ALLOCATED_BYTES = 64 << 10
+"""A frame of up to this size has memory before its bytes arrive. The memory of a larger one grows with them."""
+
+_LINGER_S, _LINGER_BYTES = 5.0, 16 << 10
 """How long to drain a rejected peer's bytes. Closing the socket earlier would reset the connection, and the peer would
 not receive the error."""
 
@@ -171,7 +174,7 @@ class HandshakeTransfer:
 class Connection:
     """A ``StreamConnection`` on one connected socket. Used by one task at a time.
 
-    Every method raises OSError if the connection broke, and DeadlineError if no bytes move during a transfer.
+    Every method raises OSError if the connection broke, and DeadlineError if a transfer is too slow.
 
     Args:
         peer: The socket.
@@ -227,9 +230,12 @@ class Connection:
         return kind.name, timeout_s, request
 
     async def exactly(self, size_bytes: int) -> bytes:
-        """Receives this many bytes."""
-        data = bytearray(size_bytes)
-        await self._fill(memoryview(data))
+        """Receives this many bytes. A peer that announces many bytes and sends few occupies little memory."""
+        data = bytearray()
+        while (known := len(data)) < size_bytes:
+            more = memoryview(bytearray(min(size_bytes - known, max(known, _ALLOCATED_BYTES))))
+            await self._fill(more)
+            data += more
         return bytes(data)
 
     # ---- streams ----
@@ -301,14 +307,19 @@ class Connection:
             raise ConnectionAbortedError(f"the connection ended within a frame: {error}") from error
         await self.send(socket_frames.encode(Kind.ERROR, to_status_details(error)))
 
-    async def linger(self) -> None:
-        """Closes the sending side and drains the receiving side for a while, so that the last frame arrives."""
+    async def linger(self, max_bytes: int | None = None) -> None:
+        """Closes the sending side and drains the receiving side for a while, so that the last frame arrives.
+
+        Args:
+            max_bytes: Maximum number of bytes to drain. None: no maximum.
+        """
         self._socket.shutdown(socket.SHUT_WR)
-        scratch = memoryview(bytearray(_SCRATCH_BYTES))
+        scratch, drained = memoryview(bytearray(_LINGER_BYTES)), 0
         with suppress(TimeoutError):
             async with asyncio.timeout(_LINGER_S):
-                while await self._receive_some(scratch):
-                    pass
+                while (max_bytes is None or drained < max_bytes) and (count := await self._receive_some(scratch)):
+                    drained += count
+                    await asyncio.sleep(0)
 
     # ---- bytes ----
 
@@ -332,16 +343,15 @@ class Connection:
         if await self._move_without_waiting(transfer):
             return
         done: asyncio.Future[None] = self._loop.create_future()
-        moved_at, timer = self._loop.time(), None
+        moved_bytes, timer = 0, None
 
         def move() -> None:
-            nonlocal moved_at
+            nonlocal moved_bytes
             if done.done():
                 return  # the loop had already scheduled this call when the transfer ended
             try:
                 while transfer.missing_bytes:
-                    transfer.move()
-                    moved_at = self._loop.time()
+                    moved_bytes += transfer.move()
                     if not self._stream.buffered_bytes:
                         break
             except BlockingIOError:
@@ -354,16 +364,16 @@ class Connection:
             else:
                 done.set_result(None)
 
-        def check_idle(limit_s: float) -> None:
-            nonlocal timer
+        def check_rate(limit_s: float) -> None:
+            nonlocal moved_bytes, timer
             # On a slow network, fewer bytes than the low-water mark may have arrived. They do not wake the task.
             move()
             if done.done():
                 return
-            if self._loop.time() < moved_at + limit_s:
-                timer = self._loop.call_at(moved_at + limit_s, check_idle, limit_s)
+            if moved_bytes < streams.MIN_STREAM_BYTES:
+                done.set_exception(streams.too_slow(moved_bytes))
             else:
-                done.set_exception(DeadlineError(f"no bytes moved for {limit_s:g} s during a transfer"))
+                moved_bytes, timer = 0, self._loop.call_later(limit_s, check_rate, limit_s)
 
         watch, unwatch = (
             (self._loop.add_reader, self._loop.remove_reader)
@@ -372,7 +382,7 @@ class Connection:
         )
         self._set_mark(transfer)
         if idle_limit_s is not None:
-            timer = self._loop.call_at(moved_at + idle_limit_s, check_idle, idle_limit_s)
+            timer = self._loop.call_later(idle_limit_s, check_rate, idle_limit_s)
         watch(self._number, move)
         try:
             await done

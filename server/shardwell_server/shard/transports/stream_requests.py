@@ -40,7 +40,7 @@ _RPCS = {
 class StreamConnection(IncomingStream, Protocol):
     """One connection of a stream transport. After a ReduceScatter request, it is the stream of the gradient.
 
-    Every method raises OSError if the connection broke, and DeadlineError if no bytes move during a transfer.
+    Every method raises OSError if the connection broke, and DeadlineError if a transfer is too slow.
     """
 
     piece_bytes: ClassVar[int]
