@@ -84,7 +84,7 @@ def test_a_stopped_trainer_is_at_most_s_items_behind(
         trainer(cluster, run, 0, *options, mode=mode) as other,
     ):
         stopped.wait_stopped()
-        at_most = f"is at most {limit} items ahead of item {stop_at}"
+        at_most = f"waits until it is at most {limit} items ahead of the slowest rank: rank 1 is at item {stop_at}"
         wait_until(lambda: at_most in explain(cluster, run), "rank 0 waits for rank 1", timeout_s=60.0)
         before = read_commits(log_dir, run)
         assert sorted((commit.dp_rank, commit.item) for commit in before) == [(0, 0), (0, 1), (0, 2), (1, 0)]
@@ -146,7 +146,9 @@ def test_sigkill_of_the_coordinator(cluster: shardwell.LocalCluster, log_dir: Pa
         other.wait_for_step(1)
         cluster.restart_coordinator()
         wait_until(
-            lambda: "is at most 2 items ahead of item 0" in explain(cluster, run), "rank 0 waits", timeout_s=60.0
+            lambda: "item 3 waits until it is at most 2 items ahead" in explain(cluster, run),
+            "rank 0 waits",
+            timeout_s=60.0,
         )
         stored = stored_commits(state_dir, run)
         cluster.restart_coordinator()
@@ -226,6 +228,27 @@ def test_backups_replace_a_lost_shard_server(cluster: shardwell.LocalCluster, lo
     assert (first.step, first.base_version) == (4, 4), "the item is computed again from the newest version"
     assert replay(commits) in [result.get("sha256") for result in results], results
     assert (report.version, list(report.differences)) == (2 * ITEMS, [])
+
+
+@pytest.mark.parametrize("cluster", [LONG_LEASE_S], indirect=True)
+def test_restarted_shard_server_takes_up_its_shards(cluster: shardwell.LocalCluster, log_dir: Path, run: str) -> None:
+    """The version that rank 1 reads is lost with the former process, so its item starts again from the newest one."""
+    mode = "BOUNDED_STALENESS(1)"
+    with (
+        trainer(cluster, run, 1, "--stop-at-step", 1, mode=mode) as stopped,
+        trainer(cluster, run, 0, mode=mode) as other,
+    ):
+        stopped.wait_stopped()
+        wait_until(lambda: len(read_commits(log_dir, run)) == 4, "rank 0 waits for rank 1", timeout_s=60)
+        os.kill(cluster.shards[1].pid, signal.SIGKILL)  # the cluster starts it again
+        wait_until(lambda: "shards_adopted" in [event.kind for event in events(cluster.address, run)], "taken up")
+        stopped.resume()
+        results = [stopped.finish(), other.finish()]
+    commits = read_commits(log_dir, run)
+    assert_each_once(commits)
+    late = next(commit for commit in commits if (commit.dp_rank, commit.item) == (1, 1))
+    assert (late.step, late.base_version) == (4, 4)
+    assert replay(commits) in [result.get("sha256") for result in results], results
 
 
 def test_loss_of_a_shard_server_without_a_checkpoint_is_reported(cluster: shardwell.LocalCluster, run: str) -> None:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file
 from torch import nn
 
 import shardwell
-from shardwell.command import inspect_tables
+from shardwell.command import cli, inspect_tables
+from shardwell.data_plane.fetches import Fetches
+from shardwell.data_plane.remote_unit import RemoteUnit
 from shardwell.session.coordinator_client import CoordinatorClient
+from shardwell_wire.errors import VersionGoneError
 from shardwell_wire.v1 import coordinator_pb2
 
 RATE, MAX_NORM = 0.5, 0.1
@@ -110,7 +115,7 @@ class Plain:
 
 
 def join(
-    cluster: shardwell.LocalCluster, run: str, rank: int | None, transports: str = "shm,socket"
+    cluster: shardwell.LocalCluster, run: str, rank: int | None, transports: str = "shm,socket", **transfers: Any
 ) -> shardwell.Session:
     return shardwell.join(
         cluster.address,
@@ -118,7 +123,7 @@ def join(
         world=shardwell.World(dp=2),
         global_rank=rank,
         consistency=shardwell.ASYNCHRONOUS,
-        transfers=shardwell.TransferOptions(transports=transports),
+        transfers=shardwell.TransferOptions(transports=transports, **transfers),
         waits=shardwell.WaitOptions(wait_limit_s=60),
     )
 
@@ -176,6 +181,84 @@ def test_run_command_shows_the_item_and_the_version_of_each_rank(
     ]
 
 
+def test_a_read_that_a_commit_has_broken_is_repeated(trainers: list[Trainer], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server moves the version that an item reads, while it is being sent."""
+    a, b = trainers
+    plain, gather, broken = Plain(), Fetches.gather, set[tuple[Any, ...]]()
+    b.take_item()
+
+    def break_once(self: Fetches, unit: RemoteUnit, version: int, *arguments: Any, **options: Any) -> Future[int]:
+        if (key := (unit.index, version)) in broken:
+            return gather(self, unit, version, *arguments, **options)
+        broken.add(key)
+        failed = Future[int]()
+        failed.set_exception(VersionGoneError("being overwritten"))
+        return failed
+
+    monkeypatch.setattr(Fetches, "gather", break_once)
+    a.take_item()
+    assert broken, "a has gathered its weights"
+    assert a.computed == [(0, 0)], "the item is not computed again"
+    at_start = plain.gradient(0, 0)
+    plain.take_item(0, 1)
+    plain.apply(at_start)
+    plain.assert_close_to(a)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_an_item_reads_the_encoding_of_its_own_version(
+    cluster: shardwell.LocalCluster, run_name: str, dtype: str
+) -> None:
+    with ThreadPoolExecutor(2) as pool, ExitStack() as stack:
+        sessions = pool.map(lambda rank: join(cluster, run_name, rank, gather_dtype=dtype), range(2))
+        a, b = [Trainer(stack.enter_context(session)) for session in sessions]
+        first = {name: value.clone() for name, value in gathered(b).items()}
+        a.take_item()
+        a.take_item()
+        with torch.no_grad():
+            stale, newest = gathered(b), gathered(a)
+        assert all(torch.equal(stale[name], first[name]) for name in first), "version 0, encoded again"
+        assert not any(torch.equal(stale[name], newest[name]) for name in first if name.endswith("weight"))
+        b.compute()
+        b.commit()
+        assert b.session.report().staleness == {}, "the first step after join is not measured"
+        assert [(a.session.step, b.session.step)] == [(2, 3)]
+
+
+def gathered(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Returns the weights with which a trainer computes its current item."""
+    found = {}
+    for name, module in (("first", trainer.model[0]), ("second", trainer.model[2])):
+        module.unshard()
+        found |= {f"{name}.{key}": value.detach().clone() for key, value in module.named_parameters()}
+        module.reshard()
+    return found
+
+
+def test_readers_and_exports_have_one_version(
+    trainers: list[Trainer], cluster: shardwell.LocalCluster, run_name: str, tmp_path: Path
+) -> None:
+    a, b = trainers
+    plain, model = Plain(), net()
+    b.compute()
+    for number in range(2):
+        a.take_item()
+        plain.take_item(number, 0)
+    with shardwell.attach(cluster.address, run=run_name) as reader:
+        assert reader.follow(model, rename=own_name) == 2
+    assert cli.main(["export", run_name, str(tmp_path / "out"), "--address", cluster.address]) == 0
+    exported = {own_name(name): value for name, value in load_file(next(tmp_path.rglob("*.safetensors"))).items()}
+    for state in (model.state_dict(), exported):
+        for name, value in plain.model.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=0, atol=1e-7)
+
+
+def own_name(name: str) -> str:
+    """Returns the name in ``net`` of a tensor of the run."""
+    unit, rest = name.split(".", 1)
+    return {"Linear-0": "0.", "Linear-1": "2.", "Sequential-0": ""}[unit] + rest
+
+
 def test_every_item_is_computed_once(trainers: list[Trainer]) -> None:
     a, b = trainers
     for trainer in (a, b, b, a, b, b, a, a):
@@ -223,6 +306,11 @@ def test_spare_computes_the_items_of_a_lost_trainer_and_none_beyond_the_loop(
         ({"world": shardwell.World(dp=1, tp=2)}, r"world=World\(dp=1, tp=2"),
         ({"transfers": shardwell.TransferOptions(host_cache_bytes=1)}, "host_cache_bytes=1"),
         ({"transfers": shardwell.TransferOptions(node_group="gloo")}, "node_group='gloo'"),
+        *(
+            ({"transfers": shardwell.TransferOptions(gradient_reduction=route)}, f"gradient_reduction={route!r}")
+            for route in ("hierarchical", "allreduce", "adaptive")
+        ),
+        ({"reduction_groups": (2, 2), "world": shardwell.World(dp=4)}, r"reduction_groups=\(2, 2\)"),
         (
             {"transfers": shardwell.TransferOptions(push_dtype="int8", push_error_feedback=True)},
             "push_error_feedback=True",

@@ -25,12 +25,13 @@ Read = Callable[[RemoteShard, int | None], int]
 def or_newest(
     gather: Future[int], is_abandoned: Callable[[], bool], newest: Callable[[], Future[int]], stats: TrafficStats
 ) -> Gather:
-    """Returns a gather that is repeated with the newest version if its work item does not count any more.
+    """Returns a gather that is repeated, usually with the newest version, if its version is gone.
 
     Args:
         gather: The gather.
-        is_abandoned: Returns whether the work item does not count any more. Called once, if ``gather`` has failed.
-        newest: Starts to gather the newest version.
+        is_abandoned: Returns whether to repeat it, usually because its work item does not count any more. Called once,
+            if ``gather`` has failed.
+        newest: Starts the other gather.
         stats: Counts the waiting time.
     """
     either = Gather(stats)

@@ -261,7 +261,12 @@ class RunStore:
         self._membership.check()
         if self._computes_in_vain():
             return self._gather_newest(unit_index, target, exact=exact, layout=layout)
-        gather = self._gather(unit_index, target, exact=exact, layout=layout, vector=vector)
+        start = partial(self._gather, unit_index, self._state.number, target, exact, layout, vector)
+        gather: Future[int] = start()
+        if self._state.asynchronous:
+            # The commit of another item can break a read of the newest version while the servers move it to the
+            # versions that they hold. They have it there.
+            gather = or_newest(gather, lambda: True, start, self._stats)
         return or_newest(
             gather,
             self._loses_version,
@@ -311,13 +316,13 @@ class RunStore:
     def _gather(
         self,
         unit_index: int,
+        version: int,
         target: memoryview,
-        *,
         exact: bool,
         layout: UnitLayout | None,
         vector: Completable | None,
     ) -> Future[int]:
-        unit, version = self._units[unit_index], self._state.number
+        unit = self._units[unit_index]
         if self._node is not None and vector is not None and not exact and self._is_shared_in_node(unit):
             return self._node.gather(unit, version, target, layout or unit.layout, vector)
         return self._fetches.gather(unit, version, target, layout, exact=exact)

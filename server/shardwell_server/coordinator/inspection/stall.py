@@ -162,12 +162,12 @@ def _leased_rank(run: Run, item: WorkItem, work: MemberWork, now: float) -> str:
 def _vacant_item(run: Run, item: WorkItem, now: float) -> str:
     vacant, error = f"{item}: vacant for {now - item.since_s:.1f} s", f": {run.fence_error}" if run.fence_error else ""
     if run.asynchronous and run.replicas[item.dp_rank][0] in run.members.live and item.fenced:
-        slowest = min(run.work.items, key=lambda each: each.number)
+        slowest, limit = min(run.work.items, key=lambda each: each.number), run.settings.consistency.max_staleness
+        if limit is None or item.number - slowest.number <= limit:
+            return f"{item}: item {item.number} starts when a trainer asks for it"
         return (
-            f"{item}: item {item.number} starts when a trainer asks for it, and is at most "
-            f"{run.settings.consistency.max_staleness} items ahead of item {slowest.number} of {slowest}"
-            if run.settings.consistency.max_staleness is not None
-            else f"{item}: item {item.number} starts when a trainer asks for it"
+            f"{item}: item {item.number} waits until it is at most {limit} items ahead of the slowest rank: "
+            f"{slowest} is at item {slowest.number}"
         )
     if len(item.members) == 1:
         gone = f"{vacant}: trainer {item.first_trainer!r} is gone"

@@ -16,7 +16,7 @@ class RankVersions:
         """The version with which the run started on this server."""
 
     def start_at(self, version: int) -> None:
-        """Makes all ranks read at least this version, because the run was loaded from a checkpoint."""
+        """Makes all ranks read at least this version: this process has no older one."""
         self._first = max(version, self._first)
 
     def of(self, dp_rank: int) -> int:

@@ -212,10 +212,11 @@ class HostedRun:
 
     # ---- the step in flight ----
 
-    def read_by_rank(self) -> None:
-        """Lets each data rank read its own version, because the run is asynchronous."""
+    def read_by_rank(self) -> RankVersions:
+        """Lets each data rank read its own version, because the run is asynchronous. Returns these versions."""
         if self.rank_versions is None:
             self.rank_versions = RankVersions()
+        return self.rank_versions
 
     def version_of(self, dp_rank: int, shard: UnitShard) -> int | None:
         """Returns the version of a shard that a rank's work item reads. None: the shard has no values yet."""

@@ -18,7 +18,7 @@ from shardwell_wire.layout import UnitLayout
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.v1 import common_pb2
 
-FORMAT = 3
+FORMAT = 4
 """Changes with every change of the record or of the pieces of updates."""
 
 
@@ -151,6 +151,7 @@ def encode_spec(spec: ShardSpec) -> dict[str, Any]:
         "run_id": spec.run.run_id,
         "unit": base64.b64encode(spec.layout.to_proto().SerializeToString(deterministic=True)).decode(),
         "reduction_groups": spec.reduction_groups,
+        "asynchronous": spec.asynchronous,
         **{name: getattr(spec, name) for name in _NUMBERS},
     }
 
@@ -170,7 +171,13 @@ def decode(data: bytes) -> ShardDescription:
     layout = UnitLayout.from_proto(common_pb2.UnitSpec.FromString(base64.b64decode(content["unit"])))
     run = RunIdentity(content["run"], content["run_id"])
     numbers = {name: content[name] for name in _NUMBERS}
-    spec = ShardSpec(run=run, layout=layout, reduction_groups=tuple(content["reduction_groups"]), **numbers)
+    spec = ShardSpec(
+        run=run,
+        layout=layout,
+        reduction_groups=tuple(content["reduction_groups"]),
+        asynchronous=content["asynchronous"],
+        **numbers,
+    )
     fields = {name: content[name] for name in _FIELDS}
     fields["parts"] = [_part(part) for part in content["parts"]]
     fields["prepared"] = None if content["prepared"] is None else PreparedRecord(**content["prepared"])

@@ -213,12 +213,10 @@ class ShardStore:
             held_versions=spec.held_versions,
         )
         kind = BufferShard if holds_buffers else UnitShard
-        if spec.asynchronous:  # trainers that map the newest version would see it change
+        if spec.asynchronous:
             run.read_by_rank()
-            shard = kind(spec, self.memory, None, role, None)
-        else:
-            files = None if run.files is None else ShardFiles(spec, run.files)
-            shard = kind(spec, self.memory, self._shared, role, files)
+        files = None if run.files is None else ShardFiles(spec, run.files)
+        shard = kind(spec, self.memory, self._shared, role, files)
         run.add_shard(shard)
         return shard
 

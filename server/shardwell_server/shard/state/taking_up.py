@@ -80,6 +80,8 @@ class ShardsOfFormer:
             identity = taken.shard.run
             run = runs.setdefault(identity.run_id, HostedRun(identity, self._runs[identity.run_id]))
             run.add_shard(taken.shard)
+            if taken.shard.spec.asynchronous:  # older versions are lost, and work items start again
+                run.read_by_rank().start_at(taken.shard.version or 0)
         for run in runs.values():
             run.take_up_step()
         if self._shards:
@@ -109,7 +111,11 @@ class ShardsOfFormer:
         kind = BufferShard if spec.layout.holds_buffers else UnitShard
         shard = kind(spec, self._memory, self._shared, files=files)
         self._memory.reserve(
-            spec.memory_key, spec.size_bytes, spec.max_contributions, holds_buffers=spec.layout.holds_buffers
+            spec.memory_key,
+            spec.size_bytes,
+            spec.max_contributions,
+            holds_buffers=spec.layout.holds_buffers,
+            held_versions=spec.held_versions,
         )
         try:
             self._restore(shard, files, name, record, values)

@@ -34,7 +34,7 @@ class LiveBuffer:
         self.buffer = received.claim()
         self.file: ShardFile | None = None
         """The file in shared memory. None: the values are in ordinary memory."""
-        self.why_not_shared = "the server shares no memory, or the run is asynchronous"
+        self.why_not_shared = "the server shares no memory"
         self._grant = received.grant
         if shared is not None:
             self._move(shared, what)

@@ -37,6 +37,10 @@ async def locate_shard(
     assert live is not None
     if live.file is None:
         raise ConflictError(f"{shard.what} is not in shared memory ({live.why_not_shared}): use another transport")
+    if shard.spec.asynchronous:
+        raise ConflictError(
+            f"{shard.what} cannot be mapped: its newest version changes while work items read it. Use another transport"
+        )
     segment = shard_pb2.SharedSegment(path=live.file.path, size_bytes=shard.size_bytes)
     return shard_pb2.LocateShardResponse(version=version, segment=segment)
 
