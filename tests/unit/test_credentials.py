@@ -16,6 +16,9 @@ import pytest
 from shardwell import credentials as local
 from shardwell.credentials import PublishedCredentials, find_credentials
 from shardwell.session.coordinator_client import CoordinatorClient
+from shardwell_server.cli import main as server_command
+from shardwell_wire import credentials as wire
+from shardwell_wire import secret_files
 from shardwell_wire.credentials import (
     NO_CREDENTIALS,
     Credentials,
@@ -330,3 +333,59 @@ def test_invalid_entry_in_the_token_folder_is_ignored(
     assert find_credentials("localhost:7") == NO_CREDENTIALS
     publish()
     assert find_credentials("localhost:7") == operator(TOKEN)
+
+
+# Pipes.
+
+
+@pytest.fixture
+def _no_pipes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forgets what other tests have read from pipes whose numbers are used again."""
+    monkeypatch.setattr(wire, "_piped", {})
+
+
+@pytest.mark.usefixtures("_no_pipes")
+def test_pipe_is_read_once_and_closed() -> None:
+    read, written = os.pipe()
+    os.write(written, f"{TOKEN}\n".encode())
+    os.close(written)
+    path = f"/dev/fd/{read}"
+    assert read_token_file(path) == read_token_file(path) == operator(TOKEN)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(read)
+
+
+@pytest.mark.usefixtures("_no_pipes")
+def test_pipe_that_stays_open_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(secret_files, "_PIPE_TIMEOUT_S", 0.05)
+    read, written = os.pipe()
+    try:
+        os.write(written, TOKEN.encode())
+        with pytest.raises(UsageError, match="must close it") as refused:
+            read_token_file(f"/proc/self/fd/{read}")
+        assert TOKEN not in str(refused.value)
+    finally:
+        os.close(written)
+
+
+@pytest.mark.usefixtures("_no_pipes")
+def test_descriptor_of_a_file_is_checked_as_the_file(tmp_path: Path) -> None:
+    for mode in (0o600, 0o644):
+        with write(tmp_path / f"{mode:o}", mode=mode).open() as file:
+            path = f"/dev/fd/{file.fileno()}"
+            if mode == 0o600:
+                assert read_token_file(path) == operator(TOKEN)
+            else:
+                with pytest.raises(UsageError, match="other users can access it"):
+                    read_token_file(path)
+
+
+def test_pipe_is_refused_for_several_processes(capsys: pytest.CaptureFixture[str]) -> None:
+    read, written = os.pipe()
+    try:
+        options = ["--coordinator", "127.0.0.1:1", "--processes", "2", "--token-file", f"/dev/fd/{read}"]
+        assert server_command(["shard", *options]) == 1
+        assert "is a pipe, which one process can read: name a file for --processes 2" in capsys.readouterr().err
+    finally:
+        os.close(read)
+        os.close(written)
