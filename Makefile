@@ -139,5 +139,5 @@ fuzz: install  ## Send 10^6 random messages to every rpc, beside a run whose wei
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(FUZZ_OPTIONS)
 
 clean:  ## Remove all generated files
-	rm -rf $(VENV) $(PROTOS_VENV) $(LOCK_VENV) build dist *.egg-info demo-output .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(PROTOS_VENV) $(LOCK_VENV) build dist *.egg-info demo-output .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
