@@ -127,7 +127,7 @@ def _counted(handler: grpc.RpcMethodHandler | None, calls: limits.Unproven) -> g
 
 
 def add_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--token-file``."""
+    """Adds ``--token-file`` and ``--without-token``."""
     parser.add_argument(
         "--token-file",
         metavar="PATH",
