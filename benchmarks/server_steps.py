@@ -11,7 +11,7 @@ import argparse
 import asyncio
 import gc
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -125,14 +125,14 @@ async def measure(store: ShardStore, unit_count: int, dp: int, algorithm: str, s
     return times
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Prints CPU milliseconds per step."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--units", type=int, nargs="+", default=[10, 100])
     parser.add_argument("--dp", type=int, nargs="+", default=[2, 16])
     parser.add_argument("--optimizers", nargs="+", default=["sgd", "adamw"])
     parser.add_argument("--steps", type=int, default=30)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     torch.set_num_threads(1)
     rows = []
     for unit_count in options.units:
