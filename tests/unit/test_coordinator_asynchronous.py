@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,51 @@ def test_a_restarted_coordinator_continues_every_item(tmp_path: Path) -> None:
             assert (response.version, response.staleness) == (3, 2), "b's item was finished before the restart"
             assert [item.number for item in (await a.finish(2, [])).work.items] == [2]
             assert commits(cluster) == [(0, 0, 0, 0), (1, 0, 1, 1), (2, 1, 0, 0)]
+
+    run_async(test())
+
+
+def test_a_restarted_coordinator_leases_no_item_beyond_the_loop(tmp_path: Path) -> None:
+    """The new coordinator learns the end of the loop from the first commit."""
+
+    async def test() -> None:
+        async with harness(tmp_path) as cluster:
+            a, _ = await team(cluster, "a", "b", consistency=BOUNDED_STALENESS(5))
+            await take_item(a)
+            await cluster.restart()
+            for name in cluster.shards:
+                await cluster.register(name)
+            assert (await a.finish(1, wait_s=5)).all_finished
+            last = await a.commit(1, wait_s=5, item_limit=2)
+            assert (last.committed, last.next_work.position, list(last.next_work.items)) == (True, 2, [])
+
+    run_async(test())
+
+
+def test_an_item_whose_trainer_is_lost_while_it_is_recorded_is_committed_once(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await team(cluster, "a", "b")
+            run, storage = cluster.state.runs["r"], cluster.state.storage
+            save, reached, proceed = storage.save_commit, asyncio.Event(), asyncio.Event()
+
+            async def save_later(*arguments: Any) -> None:
+                reached.set()
+                await proceed.wait()
+                await save(*arguments)
+
+            await a.finish(0, wait_s=5)
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(storage, "save_commit", save_later)
+                committing = asyncio.create_task(a.commit(0, wait_s=5))
+                await reached.wait()
+                cluster.coordinator.trainers.revoke(run, [run.members.by_name["a"]])
+                proceed.set()
+                await committing
+            await cluster.settle()
+            assert commits(cluster) == [(0, 0, 0, 0)]
+            await take_item(b)
+            assert [(item.dp_rank, item.number) for item in b.items.values()] == [(0, 1)], "a's next item"
 
     run_async(test())
 

@@ -82,7 +82,7 @@ class AsynchronousWork(Work):
             since_s=self._run.clock(),
         )
         others = [item if at is before else at for at in self.items]
-        if before.first_trainer in self._run.members.live and self._choose_item(before.first_trainer, others) is item:
+        if self._choose_item(before.first_trainer, others) is item:
             item.state = WorkState.LEASED
         return item
 
@@ -166,14 +166,16 @@ class AsynchronousWork(Work):
                 step.read_version(run.committed_step)
 
     def _choose_item(self, name: str, items: Sequence[WorkItem]) -> WorkItem | None:
-        """Returns the item that a trainer starts next. None: there is none for it.
+        """Returns the item that a trainer starts next. None: there is none for it, or the trainer is gone.
 
         Args:
             name: The trainer.
             items: The items of all data ranks.
         """
         run, owners, live = self._run, self._owners, self._run.members.live
-        limit = live[name].item_limit if name in live else None
+        if name not in live:
+            return None
+        limit = live[name].item_limit
         ahead, slowest = run.settings.consistency.max_staleness, min(item.number for item in items)
         free = [
             item
