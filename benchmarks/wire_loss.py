@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 
@@ -110,15 +110,16 @@ class Trained:
     sent_bytes: int
 
 
-def measure_losses(seeds: Sequence[int], steps: int) -> LossCheck:
-    """Trains with all wire options and seeds."""
+def measure_losses(seeds: Sequence[int], steps: int, only: Collection[str] = LOSS_OPTIONS) -> LossCheck:
+    """Trains with the reference and with the wire options of the given names, with each seed."""
     torch.set_num_threads(1)
     corpus = Corpus.read(None, vocab_size=VOCAB_SIZE)
     config, training, held_out = model_and_text(corpus)
-    results = {name: WireResult() for name in LOSS_OPTIONS}
+    options = {name: wire for name, wire in LOSS_OPTIONS.items() if name in only or name == REFERENCE}
+    results = {name: WireResult() for name in options}
     with shardwell.testing.in_process_cluster(num_shards=2) as address:  # times are not measured
         for seed in seeds:
-            for number, (name, wire) in enumerate(LOSS_OPTIONS.items()):
+            for number, (name, wire) in enumerate(options.items()):
                 # A stream transport counts the bytes in their wire dtype.
                 transfers = shardwell.TransferOptions(transports="socket", **wire.options())
                 run = f"{number}-{seed}"
@@ -193,9 +194,9 @@ def _set_errors(results: dict[str, WireResult], model: GPT, tokens: Tensor) -> N
     loss_of(model, torch.stack([windows[index * CONTEXT] for index in range(BATCH_SIZE)])).backward()
     weights = [parameter.detach() for parameter in model.parameters()]
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    for name, wire in LOSS_OPTIONS.items():
-        results[name].gather_error = relative_error(weights, GATHER_NAMES[wire.gather_dtype])
-        results[name].push_error = relative_error(gradients, PUSH_NAMES[wire.push_dtype])
+    for name, result in results.items():
+        result.gather_error = relative_error(weights, GATHER_NAMES[LOSS_OPTIONS[name].gather_dtype])
+        result.push_error = relative_error(gradients, PUSH_NAMES[LOSS_OPTIONS[name].push_dtype])
 
 
 def relative_error(tensors: Sequence[Tensor], wire_dtype: WireDtype) -> float:
@@ -221,10 +222,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measures the effect of lossy wire dtypes on bytes and loss.")
     parser.add_argument("--seeds", type=int, default=3, help="number of trainings with each wire dtype")
     parser.add_argument("--steps", type=int, default=200, help="steps of each training")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=list(LOSS_OPTIONS),
+        choices=list(LOSS_OPTIONS),
+        metavar="NAME",
+        help=f"names of the rows beside {REFERENCE} (default: all)",
+    )
     report.add_arguments(parser, name="wire_loss")
     arguments = parser.parse_args()
     document = Report(arguments, title="Loss with lossy wire dtypes")
-    check = measure_losses(range(arguments.seeds), arguments.steps)
+    check = measure_losses(range(arguments.seeds), arguments.steps, arguments.only)
     document.write(results=asdict(check), sections=[check.to_markdown()])
 
 

@@ -104,9 +104,10 @@ def test_dtype_that_leaves_out_most_of_a_gradient_needs_error_feedback(dtype: st
     JoinConfig.from_env({"transfers": transfers}, {"SHARDWELL_PUSH_ERROR_FEEDBACK": "1"})
 
 
-def test_top_k_is_for_gradients_only() -> None:
-    with pytest.raises(UsageError, match="gather_dtype='topk-1%': expected one of float32, bfloat16, float16, int8, f"):
-        TransferOptions(gather_dtype="topk-1%")
+@pytest.mark.parametrize("dtype", ["topk-1%", "lowrank-4"])
+def test_dtype_that_leaves_out_most_values_is_for_gradients_only(dtype: str) -> None:
+    with pytest.raises(UsageError, match=f"gather_dtype='{dtype}': expected one of float32, bfloat16, float16, int8, f"):
+        TransferOptions(gather_dtype=dtype)
 
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}

@@ -102,6 +102,12 @@ def test_busiest_link_determines_the_transfer_time() -> None:
     half = planned(units, PlanOptions(gather_dtype="bfloat16", push_dtype="int8")).trainer
     assert 0.48 < half.received_bytes / plan.trainer.received_bytes < 0.51
     assert 0.25 < half.sent_bytes / plan.trainer.sent_bytes < 0.30
+    low_rank = planned(units, PlanOptions(push_dtype="lowrank-1")).trainer
+    assert low_rank.sent_bytes == sum(
+        2 * (shape[0] + shape[1]) if len(shape) == 2 else 4 * shape[0]
+        for unit in units
+        for shape in (parameter.shape for parameter in unit.layout.parameters)
+    )
     shared = planned(units, PlanOptions(same_host=True)).trainer
     assert shared.weights_bytes == shared.received_bytes == shared.push_bytes == 0 < shared.sent_bytes
 
