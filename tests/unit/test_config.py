@@ -106,7 +106,9 @@ def test_dtype_that_leaves_out_most_of_a_gradient_needs_error_feedback(dtype: st
 
 @pytest.mark.parametrize("dtype", ["topk-1%", "lowrank-4"])
 def test_dtype_that_leaves_out_most_values_is_for_gradients_only(dtype: str) -> None:
-    with pytest.raises(UsageError, match=f"gather_dtype='{dtype}': expected one of float32, bfloat16, float16, int8, f"):
+    with pytest.raises(
+        UsageError, match=f"gather_dtype='{dtype}': expected one of float32, bfloat16, float16, int8, f"
+    ):
         TransferOptions(gather_dtype=dtype)
 
 
