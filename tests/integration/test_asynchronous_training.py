@@ -21,6 +21,7 @@ from shardwell.command import cli, inspect_tables
 from shardwell.data_plane.fetches import Fetches
 from shardwell.data_plane.remote_unit import RemoteUnit
 from shardwell.session.coordinator_client import CoordinatorClient
+from shardwell_wire.checkpoints.folder import RunFolder
 from shardwell_wire.errors import VersionGoneError
 from shardwell_wire.v1 import coordinator_pb2
 
@@ -115,7 +116,14 @@ class Plain:
 
 
 def join(
-    cluster: shardwell.LocalCluster, run: str, rank: int | None, transports: str = "shm,socket", **transfers: Any
+    cluster: shardwell.LocalCluster,
+    run: str,
+    rank: int | None,
+    transports: str = "shm,socket",
+    *,
+    checkpoint_dir: Path | None = None,
+    resume: str | None = None,
+    **transfers: Any,
 ) -> shardwell.Session:
     return shardwell.join(
         cluster.address,
@@ -123,6 +131,8 @@ def join(
         world=shardwell.World(dp=2),
         global_rank=rank,
         consistency=shardwell.ASYNCHRONOUS,
+        checkpoint_dir=None if checkpoint_dir is None else str(checkpoint_dir),
+        resume=resume,
         transfers=shardwell.TransferOptions(transports=transports, **transfers),
         waits=shardwell.WaitOptions(wait_limit_s=60),
     )
@@ -233,6 +243,38 @@ def gathered(trainer: Trainer) -> dict[str, torch.Tensor]:
         found |= {f"{name}.{key}": value.detach().clone() for key, value in module.named_parameters()}
         module.reshard()
     return found
+
+
+def test_a_new_run_continues_with_the_items_of_a_checkpoint(
+    cluster: shardwell.LocalCluster, run_name: str, tmp_path: Path
+) -> None:
+    plain = Plain()
+    with ThreadPoolExecutor(2) as pool, ExitStack() as stack:
+        sessions = pool.map(lambda rank: join(cluster, run_name, rank, checkpoint_dir=tmp_path), range(2))
+        a, b = [Trainer(stack.enter_context(session)) for session in sessions]
+        at_start = plain.gradient(0, 1)
+        a.take_item()
+        a.take_item()
+        b.take_item()
+        a.session.save_checkpoint(wait=True)
+    for number in range(2):
+        plain.take_item(number, 0)
+    plain.apply(at_start)
+    (saved,) = RunFolder.of(tmp_path, run_name).entries()
+    with ThreadPoolExecutor(2) as pool, ExitStack() as stack:
+        sessions = pool.map(lambda rank: join(cluster, f"{run_name}-2", rank, resume=saved.url), range(2))
+        c, d = [Trainer(stack.enter_context(session)) for session in sessions]
+        plain.assert_close_to(c)
+        late = plain.gradient(2, 0)
+        d.take_item()
+        c.take_item()
+        plain.take_item(1, 1)
+        plain.apply(late)
+        plain.assert_close_to(c)
+        assert (c.computed, d.computed) == ([(2, 0)], [(1, 1)])
+        c.train()
+        d.train()
+        assert (c.computed[1:], d.computed[1:]) == ([(3, 0)], [(2, 1), (3, 1)]), "until the end of the loop"
 
 
 def test_readers_and_exports_have_one_version(

@@ -92,6 +92,22 @@ def test_a_restarted_item_is_fenced_at_the_version_that_it_reads(tmp_path: Path)
     run_async(test())
 
 
+def test_a_restarted_item_is_not_assigned_before_it_is_fenced(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with harness(tmp_path) as cluster:
+            _, b = await at_version_two(cluster)
+            for shard in cluster.shards.values():
+                shard.fail = fail_times("PromoteShards", 10**6, UnavailableError("stopped"))
+            await lose_primary(cluster)
+            assert not run_of(cluster).work.assigned_to("b").items
+            assert not (await b.finish(0, [])).HasField("work")
+            for shard in cluster.shards.values():
+                shard.fail = lambda rpc_name, request: None
+            assert [item.attempt for item in (await b.finish(0, [], wait_s=5)).work.items] == [1]
+
+    run_async(test())
+
+
 @pytest.mark.parametrize(
     "request_of",
     [
