@@ -130,7 +130,7 @@ INSTANTS = [
 ]
 
 
-FEEDBACK = {"push_dtype": "bfloat16", "push_error_feedback": True}
+FEEDBACK = {"push_dtype": "lowrank-4", "push_error_feedback": True}
 
 
 @pytest.mark.parametrize("instants, options", [(INSTANTS, {}), (["backward 1", "client.commit.before"], FEEDBACK)])

@@ -155,7 +155,7 @@ def test_lossy_pushes_of_both_stages_continue_from_a_checkpoint(
     cluster: shardwell.LocalCluster, tmp_path: Path
 ) -> None:
     """Each stage has residuals of its own. Without those of one stage, the weights would differ."""
-    options = {"transfers": shardwell.TransferOptions(push_dtype="int8", push_error_feedback=True)}
+    options = {"transfers": shardwell.TransferOptions(push_dtype="lowrank-1", push_error_feedback=True)}
     sizes, steps, folder = (1, 1, 2), 4, str(tmp_path)
     whole = train(cluster.address, sizes, steps=steps, **options)
     train(cluster.address, sizes, steps=2, checkpoint_dir=folder, **options)
