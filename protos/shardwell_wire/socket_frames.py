@@ -15,6 +15,8 @@ before the next request::
                                    <-  GRADIENT_BUFFER_REDUCED
     REDUCE_BATCH                   ->
                                    <-  BATCH_REDUCED
+    GATHER_BATCH                   ->
+                                   <-  BATCH_GATHERED
 
 DATA frames contain the bytes of a stream, as ``Chunk`` payloads do over gRPC. END contains the XXH3-64 of all of them.
 The server may send ERROR, with a ``google.rpc.Status``, instead of any frame. This module does no I/O: both ends use it
@@ -84,6 +86,10 @@ class Kind(enum.IntEnum):
     """Request: timeout in ms (4 bytes), ``ReduceBatchRequest``. Small gradients are in the message."""
     BATCH_REDUCED = 13
     """``ReduceBatchResponse``."""
+    GATHER_BATCH = 14
+    """Request: timeout in ms (4 bytes), ``GatherBatchRequest``."""
+    BATCH_GATHERED = 15
+    """``GatherBatchResponse``. The values are in the message."""
 
 
 REQUESTS: dict[Kind, type[Message]] = {
@@ -92,6 +98,7 @@ REQUESTS: dict[Kind, type[Message]] = {
     Kind.MEASURE: shard_pb2.MeasureTransportRequest,
     Kind.REDUCE_GRADIENT_BUFFER: shard_pb2.ReduceGradientBufferRequest,
     Kind.REDUCE_BATCH: shard_pb2.ReduceBatchRequest,
+    Kind.GATHER_BATCH: shard_pb2.GatherBatchRequest,
 }
 """Message types of the requests."""
 
@@ -100,6 +107,7 @@ _RESPONSES: dict[type[Message], Kind] = {
     shard_pb2.ReduceScatterResponse: Kind.REDUCE_SCATTERED,
     shard_pb2.ReduceGradientBufferResponse: Kind.GRADIENT_BUFFER_REDUCED,
     shard_pb2.ReduceBatchResponse: Kind.BATCH_REDUCED,
+    shard_pb2.GatherBatchResponse: Kind.BATCH_GATHERED,
 }
 """Kinds of the frames that answer requests, by message type."""
 
@@ -117,6 +125,8 @@ _MAX_BYTES = {
     Kind.GRADIENT_BUFFER_REDUCED: 64 << 10,
     Kind.REDUCE_BATCH: 4 << 20,
     Kind.BATCH_REDUCED: 4 << 20,
+    Kind.GATHER_BATCH: 4 << 20,
+    Kind.BATCH_GATHERED: 4 << 20,
 }
 """Maximum payload of each kind of frame."""
 

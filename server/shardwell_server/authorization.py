@@ -117,7 +117,7 @@ SHARD_RPCS: Mapping[str, Rule] = {
         ),
         _TRAINER,
     ),
-    **dict.fromkeys(("Gather", "PinVersion", "OpenTransport", "LocateShard"), _READERS),
+    **dict.fromkeys(("Gather", "GatherBatch", "PinVersion", "OpenTransport", "LocateShard"), _READERS),
     **dict.fromkeys(("ListShards", "DescribeShard", "DescribeStep", "Peek"), _READERS),
     **dict.fromkeys(("MeasureTransport", "DescribeServer"), _HARMLESS),
 }

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from shardwell.data_plane.batches import Rejected
 from shardwell.data_plane.remote_shard import RemoteShard, Wire
+from shardwell.data_plane.shard_fetch import fetch_together
 from shardwell.transport.base import (
     NEARLY_DONE_BYTES,
     ByteCounter,
@@ -466,3 +468,37 @@ def test_a_batch_of_pushes_updates_as_single_pushes_do(server: ShardServer, conn
     other.update(0)
     expected = other.flat(other.gather(1)[1])
     assert torch.equal(batched, expected)
+
+
+@pytest.mark.parametrize("gather_dtype", [0, common_pb2.WIRE_DTYPE_BFLOAT16, common_pb2.WIRE_DTYPE_INT8])
+def test_a_batch_of_fetches_delivers_the_bits_of_single_fetches(
+    server: ShardServer, connection: ServerConnection, gather_dtype: Any
+) -> None:
+    ones = [OneUnit(server, MIXED), OneUnit(server, layout_of("u1", a=((700,), "float32")), index=1).begin()]
+    shards = [
+        RemoteShard(one.identity, one.layout, connection, one.start, one.stop, Wire(gather_dtype, wait_limit_s=20.0))
+        for one in ones
+    ]
+    batched, single = ([torch.zeros(one.size, dtype=torch.uint8) for one in ones] for _ in range(2))
+    fetches = [
+        shard.prepare_fetch(0, memory_at(flat.data_ptr(), flat.numel()))
+        for shard, flat in zip(shards, batched, strict=True)
+    ]
+    assert fetch_together(fetches) == [0, 0]
+    for shard, flat in zip(shards, single, strict=True):
+        assert shard.fetch(0, memory_at(flat.data_ptr(), flat.numel())) == 0
+    assert all(torch.equal(*pair) for pair in zip(batched, single, strict=True))
+    assert connection.counter.received_bytes > 0
+
+
+def test_a_batch_of_fetches_leaves_out_what_cannot_be_read(server: ShardServer, connection: ServerConnection) -> None:
+    known, unknown = OneUnit(server, MIXED), OneUnit(server, layout_of("other", a=((700,), "float32")))
+    flats = [torch.zeros(one.size, dtype=torch.uint8) for one in (known, unknown)]
+    fetches = [
+        RemoteShard(one.identity, one.layout, connection, one.start, one.stop, Wire(wait_limit_s=20.0)).prepare_fetch(
+            0, memory_at(flat.data_ptr(), flat.numel())
+        )
+        for one, flat in zip((known, unknown), flats, strict=True)
+    ]
+    assert fetch_together(fetches) == [0, Rejected.REJECTED]
+    assert torch.equal(flats[0], known.flat(known.gather(0)[1])) and not flats[1].any()

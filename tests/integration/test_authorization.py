@@ -46,8 +46,8 @@ MEMBER_RPCS = """
 """
 STORE_RPCS = "StoreSet StoreGet StoreAdd StoreCheck StoreDelete"
 READER_RPCS = """
-    DescribeWorld DescribeRun ListUnits DescribeWeights ExplainStall WatchEvents Gather PinVersion OpenTransport
-    LocateShard ListShards DescribeShard DescribeStep Peek
+    DescribeWorld DescribeRun ListUnits DescribeWeights ExplainStall WatchEvents Gather GatherBatch PinVersion
+    OpenTransport LocateShard ListShards DescribeShard DescribeStep Peek
 """
 OPEN_RPCS = "ListRuns DescribeServer MeasureTransport"
 ADMITTED = {

@@ -155,13 +155,13 @@ def test_slow_pushes_are_found(join: Callable[..., shardwell.Session]) -> None:
 def test_slow_copies_of_gradients_are_found(
     join: Callable[..., shardwell.Session], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    acquire = GradientBuffers.acquire
+    acquire = GradientBuffers.acquire_free
 
     def slow(*args: Any) -> Any:
         pause()
         return acquire(*args)
 
-    monkeypatch.setattr(GradientBuffers, "acquire", slow)
+    monkeypatch.setattr(GradientBuffers, "acquire_free", slow)
     assert worst(train(join())).kind == shardwell.StepPart.PUSH
 
 

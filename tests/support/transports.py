@@ -18,6 +18,7 @@ from shardwell.transport.base import (
     StreamTransport,
     ignore,
 )
+from shardwell.transport.fetch_batch import SmallFetch
 from shardwell.transport.shared_vector import SharedVector
 from shardwell_wire.chunk_streams import memory_at
 from shardwell_wire.v1 import common_pb2, shard_pb2
@@ -77,6 +78,9 @@ class FakeStream(StreamTransport):
     def control(self, request: shard_pb2.ReduceGradientBufferRequest, **_: Any) -> Any:
         raise NotImplementedError
 
+    def fetch_batch(self, request: shard_pb2.GatherBatchRequest, **_: Any) -> Any:
+        raise NotImplementedError
+
     def push_batch(self, request: shard_pb2.ReduceBatchRequest, **_: Any) -> Any:
         raise NotImplementedError
 
@@ -120,3 +124,6 @@ class StreamedServer:
         for each in prepared:
             self.push(each, wait_limit_s=wait_limit_s)
         return [True] * len(prepared)
+
+    def fetch_batch(self, fetches: Sequence[SmallFetch], *, wait_limit_s: float) -> list[int | None]:
+        return [self.fetch(each.shard, each.version, each.target, wait_limit_s=wait_limit_s) for each in fetches]

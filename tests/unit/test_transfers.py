@@ -101,7 +101,11 @@ def test_failed_gather_raises(client: FakeServer) -> None:
 
 
 def test_interrupted_gather_returns_after_its_last_write(client: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    fetches, target, submit = Fetches(TrafficStats()), bytearray(LAYOUT.size_bytes), TransferQueue.submit
+    fetches, target, submit = (
+        Fetches(TrafficStats(), max_batched_bytes=None),
+        bytearray(LAYOUT.size_bytes),
+        TransferQueue.submit,
+    )
 
     def interrupted(queue: TransferQueue[int], size_bytes: int, work: Any) -> Future[int]:
         # Interrupts the submission of the second shard, when the first shard's transfer is in flight.
@@ -276,7 +280,8 @@ class SilentServer(FakeServer):
 
     push_stream = fetch_stream
 
-fetches, pushes = Fetches(TrafficStats()), Pushes(TrafficStats(), push_bytes=1 << 20, max_batched_bytes=None)
+fetches = Fetches(TrafficStats(), max_batched_bytes=None)
+pushes = Pushes(TrafficStats(), push_bytes=1 << 20, max_batched_bytes=None)
 unit = unit_on(SilentServer())
 atexit.register(print, "closed at exit")
 fetches.gather(unit, 0, memoryview(bytearray(LAYOUT.size_bytes)))
@@ -376,3 +381,26 @@ def test_small_parts_of_several_units_share_a_message(client: FakeServer, monkey
     for start in (0, CUT):
         assert [header.part for header, _ in client.pushes if header.start_bytes == start] == list(range(4))
     pushes.close()
+
+
+def test_small_shards_of_several_units_are_fetched_in_one_message(
+    client: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    fetch_batch = StreamedServer.fetch_batch
+
+    def counted(server: StreamedServer, fetches: Sequence[Any], *, wait_limit_s: float) -> list[int | None]:
+        sizes.append(len(fetches))
+        return fetch_batch(server, fetches, wait_limit_s=wait_limit_s)
+
+    monkeypatch.setattr(StreamedServer, "fetch_batch", counted)
+    fetches, unit = Fetches(TrafficStats()), unit_on(client)
+    client.gate.clear()
+    targets = [bytearray(LAYOUT.size_bytes) for _ in range(8)]
+    gathers = [fetches.gather(unit, 4, memoryview(target)) for target in targets]
+    client.gate.set()
+    assert [gather.result(5) for gather in gathers] == [4] * 8
+    expected = bytes([0]) * CUT + bytes([CUT % 251]) * (LAYOUT.size_bytes - CUT)
+    assert all(target == expected for target in targets)
+    assert max(sizes) >= 7, "two messages are in flight, and the other fetches wait for the next"
+    fetches.close()

@@ -8,18 +8,27 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 
+from shardwell.data_plane.batches import MAX_STREAM_BYTES, Batches
 from shardwell.data_plane.in_place import wait_in_place
 from shardwell.data_plane.interrupts import uninterrupted
 from shardwell.data_plane.remote_shard import RemoteShard
 from shardwell.data_plane.remote_unit import RemoteUnit
+from shardwell.data_plane.shard_fetch import ShardFetch, fetch_together
 from shardwell.data_plane.traffic_stats import TrafficStats
 from shardwell.data_plane.transfer_queue import DaemonThreads, TransferQueue
-from shardwell.transport.base import NearlyDone
+from shardwell.transport.base import NearlyDone, ignore
 from shardwell.transport.server_connection import ServerConnection
 from shardwell_wire.layout import UnitLayout
 
 _THREADS = 16
 """The threads mostly wait for the network. A fetch may also wait for a version."""
+
+
+_MAX_BATCHES = 2
+"""Messages with small fetches in flight to one server. With one, a slow network would be idle between two messages."""
+
+FetchBatches = Batches[ShardFetch, int]
+"""The small fetches from one server."""
 
 
 class Gather(Future[int]):
@@ -72,12 +81,14 @@ class Fetches:
 
     Args:
         stats: Counts gathers, bytes and waiting times.
+        max_batched_bytes: Largest shard that is fetched in one message with others. None: no shard is batched.
     """
 
-    def __init__(self, stats: TrafficStats) -> None:
-        self.stats = stats
+    def __init__(self, stats: TrafficStats, *, max_batched_bytes: int | None = MAX_STREAM_BYTES) -> None:
+        self.stats, self._max_batched_bytes = stats, max_batched_bytes
         self._threads = DaemonThreads(_THREADS, "shardwell-fetch")
         self._queues = defaultdict[ServerConnection, TransferQueue[int]](lambda: TransferQueue(self._threads))
+        self._batches: dict[ServerConnection, FetchBatches] = {}
 
     def gather(
         self,
@@ -102,11 +113,11 @@ class Fetches:
             self.stats.gathered_bytes += unit.layout.size_bytes
             return self._fetch_shards(
                 unit,
-                lambda shard: partial(shard.fetch, version, target[shard.start_bytes : shard.stop_bytes], exact=exact),
+                lambda shard: shard.prepare_fetch(version, target[shard.start_bytes : shard.stop_bytes], exact=exact),
             )
         assert not exact
         self.stats.gathered_bytes += layout.size_bytes
-        return self._fetch_shards(unit, lambda shard: partial(shard.fetch_cast, version, layout, target))
+        return self._fetch_shards(unit, lambda shard: shard.prepare_fetch_cast(version, layout, target))
 
     def run(self, action: Callable[[], int]) -> Future[int]:
         """Runs an action in a fetch thread."""
@@ -141,6 +152,8 @@ class Fetches:
         """Fails all waiting fetches. Fetches in flight end when the connection to their server is closed."""
         for queue in self._queues.values():
             queue.close()
+        for batches in self._batches.values():
+            batches.close()
         self._threads.shutdown(wait=False)
 
     def join(self, limit_s: float) -> None:
@@ -154,12 +167,23 @@ class Fetches:
         with uninterrupted:
             try:
                 for shard in unit.shards:
-                    queue = self._queues[shard.server]
-                    parts.append(queue.submit(shard.stop_bytes - shard.start_bytes, work_of(shard)))
+                    parts.append(self._submit(shard, work_of(shard)))
             except BaseException:  # without a future, the caller may reuse the target at once
                 wait(parts)
                 raise
             return _UnitGather(parts, self.stats)
+
+    def _submit(self, shard: RemoteShard, fetch: Callable[[NearlyDone], int]) -> Future[int]:
+        size_bytes, limit_bytes = shard.stop_bytes - shard.start_bytes, self._max_batched_bytes
+        is_small = limit_bytes is not None and 0 < size_bytes <= limit_bytes
+        if not is_small or not isinstance(fetch, ShardFetch) or fetch.small is None:
+            return self._queues[shard.server].submit(size_bytes, fetch)
+        batches = self._batches.get(fetch.server)
+        if batches is None:
+            batches = self._batches[fetch.server] = FetchBatches(
+                self._threads, fetch_together, lambda each: each(ignore), max_in_flight=_MAX_BATCHES, holds=False
+            )
+        return batches.submit(fetch, size_bytes)
 
 
 def _await_version(shard: RemoteShard, version: int, _: NearlyDone) -> int:

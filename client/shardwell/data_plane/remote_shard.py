@@ -11,10 +11,12 @@ import torch
 
 from shardwell.data_plane.error_feedback import EncodedGradients
 from shardwell.data_plane.host_cache import CachedShard
+from shardwell.data_plane.shard_fetch import ShardFetch
 from shardwell.data_plane.shard_owner import ShardOwner
 from shardwell.data_plane.shard_push import ShardPush
 from shardwell.memory.buffer_pool import BufferPool
 from shardwell.transport.base import FetchTarget, GradientPart, NearlyDone, ShardAddress, ignore
+from shardwell.transport.fetch_batch import SmallFetch
 from shardwell.transport.server_connection import ServerConnection
 from shardwell.transport.shared_vector import SegmentLocation, SharedVector
 from shardwell_wire import wire_dtypes
@@ -28,6 +30,9 @@ from shardwell_wire.v1 import shard_pb2
 from shardwell_wire.wire_dtypes import AS_STORED, WireDtype
 
 _IDLE_BYTES = 64 << 20
+
+_SMALL_BYTES = 128 << 10
+"""Gradients up to this size are copied without a torch operation, and without releasing the interpreter lock."""
 
 
 @dataclass(frozen=True)
@@ -182,6 +187,22 @@ class RemoteShard:
                 _views(self._plans, layout, target, 0),
             )
         return fetched
+
+    def prepare_fetch(self, version: int, target: memoryview, *, exact: bool = False) -> ShardFetch:
+        """Returns a fetch that can be called later; see ``fetch``."""
+        wire_dtype = AS_STORED if exact else self._wire.gather_dtype
+        in_range = _RangeTarget(self._plans, wire_dtype, self.start_bytes, target, self._wire.encoded)
+        return self._prepared_fetch(partial(self.fetch, version, target, exact=exact), version, in_range)
+
+    def prepare_fetch_cast(self, version: int, layout: UnitLayout, target: memoryview) -> ShardFetch:
+        """Returns a fetch that can be called later; see ``fetch_cast``."""
+        cast = _CastTarget(self._address, self._plans, self._wire, layout, target)
+        return self._prepared_fetch(partial(self.fetch_cast, version, layout, target), version, cast)
+
+    def _prepared_fetch(self, alone: Callable[[NearlyDone], int], version: int, target: FetchTarget) -> ShardFetch:
+        is_streamed = self._address.window is None and self.cached is None
+        small = SmallFetch(self._address, version, target) if is_streamed else None
+        return ShardFetch(alone, self.server, small, wait_limit_s=self.wait_limit_s)
 
     def fetch_average(self, version: int, target: memoryview) -> int:
         """Reads the values' moving average; see ``fetch``."""
@@ -364,7 +385,12 @@ class _FlatGradients:
     buffers: BufferPool
 
     def write_to(self, memory: memoryview) -> None:
-        self._plan().round_trip(InParameters(self.flats), InVector(memory, self.start_bytes))
+        if self.wire_dtype != AS_STORED or len(memory) > _SMALL_BYTES:
+            self._plan().round_trip(InParameters(self.flats), InVector(memory, self.start_bytes))
+            return
+        for at in self.plans.segments(self.indices):  # five times as fast as torch
+            piece = _memory_in(self.flats[at.parameter_index], at)
+            memory[at.start_bytes - self.start_bytes : at.stop_bytes - self.start_bytes] = piece
 
     def stream(self) -> AbstractContextManager[Sequence[memoryview]]:
         if self.wire_dtype != AS_STORED:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -82,6 +83,8 @@ class Membership:
         self.placement = 0
         """The newest placement of the run's shards that the coordinator has told."""
         self._when_lapsed: Callable[[], None] = lambda: None
+        # Random ids of their own would cost more than the rest of a push's context.
+        self._request_prefix, self._request_numbers = uuid.uuid4().hex, itertools.count()
         joined = self._join()
         self.identity = RunIdentity(config.run, joined.run_id)
         self.run = config.run
@@ -188,7 +191,7 @@ class Membership:
             run_id=self.identity.run_id,
             epoch=self.epoch if lease is None else lease.epoch,
             step=step,
-            request_id=uuid.uuid4().hex,
+            request_id=f"{self._request_prefix}-{next(self._request_numbers)}",
             lease_proof=b"" if lease is None else lease.lease_proof,
         )
 

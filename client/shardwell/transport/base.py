@@ -77,6 +77,21 @@ class ShardAddress:
         window.check(version)
         return version
 
+    def gather_request(
+        self, version: int | None, wire_dtype: WireDtype, *, average: bool = False
+    ) -> shard_pb2.GatherRequest:
+        """Returns the request for one version of the shard; see ``Transport.fetch``."""
+        return shard_pb2.GatherRequest(
+            run=self.run.name,
+            run_id=self.run.run_id,
+            unit=self.layout.unit,
+            version=version,
+            start_bytes=self.start_bytes,
+            stop_bytes=self.stop_bytes,
+            wire_dtype=wire_dtype,
+            ema=average,
+        )
+
     def require_window(self) -> SharedVector:
         """Returns the mapped shard. Raises UnavailableError if the shard has moved since the caller found it mapped."""
         if (window := self.window) is None:
@@ -229,16 +244,7 @@ class StreamTransport(Transport):
         average: bool = False,
     ) -> int:
         """See ``Transport``. Fetches the moving average of the values if ``average`` is set."""
-        request = shard_pb2.GatherRequest(
-            run=shard.run.name,
-            run_id=shard.run.run_id,
-            unit=shard.layout.unit,
-            version=version,
-            start_bytes=shard.start_bytes,
-            stop_bytes=shard.stop_bytes,
-            wire_dtype=target.wire_dtype,
-            ema=average,
-        )
+        request = shard.gather_request(version, target.wire_dtype, average=average)
         with target.stream_buffer() as buffer:
             fetched = self.fetch_stream(
                 request, buffer, timeout_s=timeout_s, retry_for_s=retry_for_s, nearly_done=nearly_done
@@ -297,6 +303,10 @@ class StreamTransport(Transport):
         """
 
     @abstractmethod
+    def fetch_batch(self, request: shard_pb2.GatherBatchRequest, *, timeout_s: float) -> shard_pb2.GatherBatchResponse:
+        """Sends a batch of small fetches once, without retries."""
+
+    @abstractmethod
     def push_batch(self, request: shard_pb2.ReduceBatchRequest, *, timeout_s: float) -> shard_pb2.ReduceBatchResponse:
         """Sends a batch of small pushes once, without retries."""
 
@@ -333,6 +343,15 @@ class SharedTransport(Transport):
         Raises:
             CapacityError: The server has no memory for the part on this transport.
             OSError: The server's memory cannot be mapped.
+        """
+
+    @abstractmethod
+    def prepare_push_at_once(
+        self, shard: ShardAddress, header: shard_pb2.ReduceScatterHeader, part: GradientPart
+    ) -> PreparedPush | None:
+        """As ``prepare_push``, without a message to the server. None: a message is necessary.
+
+        Also succeeds after the transport broke: ``push`` of another session copies the gradients.
         """
 
     @abstractmethod

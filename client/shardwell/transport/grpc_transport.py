@@ -60,6 +60,10 @@ class GrpcTransport(StreamTransport):
         """See ``StreamTransport``."""
         return self._client.control(request, timeout_s=timeout_s, retry_for_s=retry_for_s)
 
+    def fetch_batch(self, request: shard_pb2.GatherBatchRequest, *, timeout_s: float) -> shard_pb2.GatherBatchResponse:
+        """See ``StreamTransport``."""
+        return self._client.fetch_batch(request, timeout_s=timeout_s)
+
     def push_batch(self, request: shard_pb2.ReduceBatchRequest, *, timeout_s: float) -> shard_pb2.ReduceBatchResponse:
         """See ``StreamTransport``."""
         return self._client.push_batch(request, timeout_s=timeout_s)

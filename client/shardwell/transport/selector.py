@@ -200,6 +200,14 @@ class TransportSelector:
             self.over_stream(send) if any(name in STREAM_TRANSPORTS for name in self._names) else self.over_rpcs(send)
         )
 
+    def fetch_batch(self, request: shard_pb2.GatherBatchRequest, *, timeout_s: float) -> shard_pb2.GatherBatchResponse:
+        """Sends a batch of small fetches once."""
+        return self.guard.run(
+            "a batch of fetches",
+            lambda: self.require_stream().fetch_batch(request, timeout_s=timeout_s),
+            repeat=False,
+        )
+
     def push_batch(self, request: shard_pb2.ReduceBatchRequest, *, timeout_s: float) -> shard_pb2.ReduceBatchResponse:
         """Sends a batch of small pushes once, on the way of ``control``."""
         streams = any(name in STREAM_TRANSPORTS for name in self._names)

@@ -16,6 +16,7 @@ from shardwell.transport.base import (
     Transport,
     ignore,
 )
+from shardwell.transport.fetch_batch import SmallFetch, fetch_together
 from shardwell.transport.partitions import (
     CachedPartition,
     PartitionLocation,
@@ -43,7 +44,7 @@ _RETRY_S = 2.0
 """How long a transport retries by itself before the guard asks the coordinator why the server is unavailable."""
 
 _BATCH_LIMIT_S = 10.0
-"""Deadline of a batch of pushes. A part that has to wait longer on the server is pushed by itself."""
+"""Deadline of a batch. A part that has to wait longer on the server is transferred by itself."""
 
 OPEN_TIMEOUT_S = 60.0
 """Deadline for opening a transport. Long, because a server that receives a large upload may respond late."""
@@ -167,6 +168,11 @@ class ServerConnection:
             lambda shared: shared.fetch(shard, version, target, timeout_s=wait_limit_s, retry_for_s=retry_for_s)
         )
 
+    def fetch_batch(self, fetches: Sequence[SmallFetch], *, wait_limit_s: float) -> list[int | None]:
+        """Fetches small shards in one message, once; see ``fetch_together``."""
+        timeout_s = min(_BATCH_LIMIT_S, wait_limit_s)
+        return fetch_together(self.transports, fetches, self.counter, timeout_s=timeout_s)
+
     def fetch_average(self, shard: ShardAddress, version: int, target: FetchTarget, *, wait_limit_s: float) -> int:
         """Fetches the moving average of the values."""
         retry_for_s = min(_RETRY_S, wait_limit_s)
@@ -217,6 +223,10 @@ class ServerConnection:
         """Prepares a push of one part of a contribution. Copies the gradients to shared memory if
         ``copies_gradients``."""
         if self.copies_gradients:
+            if (shared := self.transports.shared) is not None:
+                prepared = shared.prepare_push_at_once(shard, header, part)
+                if prepared is not None:
+                    return prepared
             try:
                 return self.transports.over_shared(lambda shared: shared.prepare_push(shard, header, part))
             except (CapacityError, OSError) as error:

@@ -141,6 +141,11 @@ class ShardClient(ServiceClient):
         )
         return answer
 
+    def fetch_batch(self, request: shard_pb2.GatherBatchRequest, *, timeout_s: float) -> shard_pb2.GatherBatchResponse:
+        """Sends a batch of small fetches; see ``StreamTransport``."""
+        answer: shard_pb2.GatherBatchResponse = self.call("GatherBatch", request, timeout_s=timeout_s)
+        return answer
+
     def push_batch(self, request: shard_pb2.ReduceBatchRequest, *, timeout_s: float) -> shard_pb2.ReduceBatchResponse:
         """Sends a batch of small pushes; see ``StreamTransport``."""
         answer: shard_pb2.ReduceBatchResponse = self.call("ReduceBatch", request, timeout_s=timeout_s)

@@ -75,6 +75,8 @@ class SharedVector:
         self._address = _map(None, self._size_bytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
         self.bytes = torch.frombuffer(_mapped(self._address, self._size_bytes), dtype=torch.uint8)
         """[size_bytes]"""
+        self._clean_page_map = b""
+        """The last page map that showed no written page."""
         self._lock = threading.Lock()
         """Held while a segment is replaced, and while the heads are read."""
         self._heads = {
@@ -150,10 +152,14 @@ class SharedVector:
     def forget_writes(self) -> int | None:
         """Discards the pages that this process wrote; returns the offset of the first, or None if there is none."""
         first, count = self._address // mmap.PAGESIZE, -(-self._size_bytes // mmap.PAGESIZE)
-        entries = np.frombuffer(os.pread(_page_map(os.getpid()), count * 8, first * 8), np.uint64)
+        page_map = os.pread(_page_map(os.getpid()), count * 8, first * 8)
+        if page_map == self._clean_page_map:
+            return None
+        entries = np.frombuffer(page_map, np.uint64)
         # A page that the kernel is migrating counts as swapped.
         own = np.flatnonzero((entries & (_PRESENT | _SWAPPED)).astype(bool) & ~(entries & _SHARED_OR_FILE).astype(bool))
         if not own.size:
+            self._clean_page_map = page_map
             return None
         _libc.madvise(self._address, self._size_bytes, mmap.MADV_DONTNEED)
         return int(own[0]) * mmap.PAGESIZE

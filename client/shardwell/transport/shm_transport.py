@@ -94,12 +94,21 @@ class GradientBuffers:
         """Shard and rank of each buffer in use. After Ctrl-C or a failed push, some buffers are never pushed."""
         self._lock = threading.Lock()
 
+    def acquire_free(self, shard: ShardKey, dp_rank: int) -> GradientBuffer | None:
+        """Returns a free buffer for a rank's gradient. None: all are in use."""
+        with self._lock:
+            free = self._free[shard]
+            if not free:
+                return None
+            buffer = free.pop()
+            self._used[buffer] = shard, dp_rank
+            return buffer
+
     def acquire(self, shard: ShardKey, dp_rank: int) -> GradientBuffer:
         """Returns a buffer for a rank's gradient: a free one, or a new one if all are in use."""
-        with self._lock:
-            buffer = self._free[shard].pop() if self._free[shard] else None
-        # Without the lock: this is an rpc.
-        buffer = buffer or self._create(shard)
+        if (buffer := self.acquire_free(shard, dp_rank)) is not None:
+            return buffer
+        buffer = self._create(shard)  # without the lock: this is an rpc
         with self._lock:
             self._used[buffer] = shard, dp_rank
         return buffer
@@ -249,7 +258,22 @@ class ShmTransport(SharedTransport):
         """See ``SharedTransport``. Copies the gradients into a shared gradient buffer."""
         key = header.unit, header.start_bytes
         self._sizes[key] = header.stop_bytes - header.start_bytes
-        buffer = self._gradient_buffers.acquire(key, header.dp_rank)
+        return self._write(shard, header, part, self._gradient_buffers.acquire(key, header.dp_rank))
+
+    def prepare_push_at_once(
+        self, shard: ShardAddress, header: shard_pb2.ReduceScatterHeader, part: GradientPart
+    ) -> _BufferedPush | None:
+        """See ``SharedTransport``."""
+        buffer = self._gradient_buffers.acquire_free((header.unit, header.start_bytes), header.dp_rank)
+        return None if buffer is None else self._write(shard, header, part, buffer)
+
+    def _write(
+        self,
+        shard: ShardAddress,
+        header: shard_pb2.ReduceScatterHeader,
+        part: GradientPart,
+        buffer: GradientBuffer,
+    ) -> _BufferedPush:
         part.write_to(buffer.memory)
         return _BufferedPush(shard, header, _BufferedPart(shard, header, buffer.memory), self, buffer)
 

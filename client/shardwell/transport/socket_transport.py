@@ -134,6 +134,14 @@ class SocketTransport(StreamTransport):
             retry_for_s=retry_for_s,
         )
 
+    def fetch_batch(self, request: shard_pb2.GatherBatchRequest, *, timeout_s: float) -> shard_pb2.GatherBatchResponse:
+        """See ``StreamTransport``."""
+        return self._attempt(
+            lambda connection: connection.fetch_batch(request, timeout_s=timeout_s),
+            timeout_s=timeout_s,
+            retry_for_s=0.0,
+        )
+
     def push_batch(self, request: shard_pb2.ReduceBatchRequest, *, timeout_s: float) -> shard_pb2.ReduceBatchResponse:
         """See ``StreamTransport``."""
         return self._attempt(
@@ -324,6 +332,13 @@ class SocketConnection:
             self._send([socket_frames.encode_request(Kind.REDUCE_GRADIENT_BUFFER, request, timeout_s)])
             payload = self._receive_message(Kind.GRADIENT_BUFFER_REDUCED)
             return socket_frames.parse_message(payload, shard_pb2.ReduceGradientBufferResponse)
+
+    def fetch_batch(self, request: shard_pb2.GatherBatchRequest, *, timeout_s: float) -> shard_pb2.GatherBatchResponse:
+        """Sends a batch of small fetches."""
+        with self._request(f"GatherBatch of {len(request.ranges)} ranges", timeout_s):
+            self._send([socket_frames.encode_request(Kind.GATHER_BATCH, request, timeout_s)])
+            payload = self._receive_message(Kind.BATCH_GATHERED)
+            return socket_frames.parse_message(payload, shard_pb2.GatherBatchResponse)
 
     def push_batch(self, request: shard_pb2.ReduceBatchRequest, *, timeout_s: float) -> shard_pb2.ReduceBatchResponse:
         """Sends a batch of small pushes."""

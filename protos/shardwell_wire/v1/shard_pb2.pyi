@@ -575,6 +575,78 @@ class GatherResponse(google.protobuf.message.Message):
 global___GatherResponse = GatherResponse
 
 @typing.final
+class GatherBatchRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: builtins.int
+    RUN_ID_FIELD_NUMBER: builtins.int
+    RANGES_FIELD_NUMBER: builtins.int
+    run: builtins.str
+    """Name of the run of all ranges."""
+    run_id: builtins.str
+    """Id of the run."""
+    @property
+    def ranges(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___GatherRequest]:
+        """At least 1 and at most 256 ranges, together at most 2 MiB in the encoding of the request."""
+
+    def __init__(
+        self,
+        *,
+        run: builtins.str = ...,
+        run_id: builtins.str = ...,
+        ranges: collections.abc.Iterable[global___GatherRequest] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ranges", b"ranges", "run", b"run", "run_id", b"run_id"]) -> None: ...
+
+global___GatherBatchRequest = GatherBatchRequest
+
+@typing.final
+class GatheredRange(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: builtins.int
+    STREAM_FIELD_NUMBER: builtins.int
+    CHECKSUM_FIELD_NUMBER: builtins.int
+    STATUS_FIELD_NUMBER: builtins.int
+    version: builtins.int
+    """Version of the range."""
+    stream: builtins.bytes
+    """The stream that Gather would have."""
+    checksum: builtins.int
+    """XXH3-64 of stream."""
+    status: builtins.bytes
+    """A google.rpc.Status with which the range was rejected. Empty: it was read."""
+    def __init__(
+        self,
+        *,
+        version: builtins.int = ...,
+        stream: builtins.bytes = ...,
+        checksum: builtins.int = ...,
+        status: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checksum", b"checksum", "status", b"status", "stream", b"stream", "version", b"version"]) -> None: ...
+
+global___GatheredRange = GatheredRange
+
+@typing.final
+class GatherBatchResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANGES_FIELD_NUMBER: builtins.int
+    @property
+    def ranges(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___GatheredRange]:
+        """One per range, in the order of the request."""
+
+    def __init__(
+        self,
+        *,
+        ranges: collections.abc.Iterable[global___GatheredRange] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ranges", b"ranges"]) -> None: ...
+
+global___GatherBatchResponse = GatherBatchResponse
+
+@typing.final
 class ReduceScatterHeader(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

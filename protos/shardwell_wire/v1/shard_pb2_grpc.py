@@ -74,6 +74,11 @@ class ShardServiceStub(object):
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.GatherRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.GatherResponse.FromString,
                 _registered_method=True)
+        self.GatherBatch = channel.unary_unary(
+                '/shardwell_wire.v1.ShardService/GatherBatch',
+                request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.GatherBatchRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.GatherBatchResponse.FromString,
+                _registered_method=True)
         self.ReduceScatter = channel.stream_unary(
                 '/shardwell_wire.v1.ShardService/ReduceScatter',
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ReduceScatterRequest.SerializeToString,
@@ -310,6 +315,16 @@ class ShardServiceServicer(object):
         """Any client: streams one version of a shard. Waits until the version exists.
 
         OUT_OF_RANGE: the version was overwritten, possibly while a slow client was receiving it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GatherBatch(self, request, context):
+        """Any client: as Gather, for small ranges of several units in one message. The ranges are read in their order. A range
+        that cannot be read does not affect the others: its part has the status.
+
+        INVALID_ARGUMENT: too many ranges, or one of another run. Nothing is read then.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -672,6 +687,11 @@ def add_ShardServiceServicer_to_server(servicer, server):
                     request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.GatherRequest.FromString,
                     response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.GatherResponse.SerializeToString,
             ),
+            'GatherBatch': grpc.unary_unary_rpc_method_handler(
+                    servicer.GatherBatch,
+                    request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.GatherBatchRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.GatherBatchResponse.SerializeToString,
+            ),
             'ReduceScatter': grpc.stream_unary_rpc_method_handler(
                     servicer.ReduceScatter,
                     request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.ReduceScatterRequest.FromString,
@@ -993,6 +1013,33 @@ class ShardService(object):
             '/shardwell_wire.v1.ShardService/Gather',
             shardwell__wire_dot_v1_dot_shard__pb2.GatherRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_shard__pb2.GatherResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GatherBatch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardwell_wire.v1.ShardService/GatherBatch',
+            shardwell__wire_dot_v1_dot_shard__pb2.GatherBatchRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_shard__pb2.GatherBatchResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -329,6 +329,9 @@ class ShardServicer:
                 yield answer
                 await first_of(self._stopping, run.dropped)  # gRPC cancels this task when the trainer disconnects
 
+    async def GatherBatch(self, request: shard_pb2.GatherBatchRequest, call: Call) -> shard_pb2.GatherBatchResponse:
+        return await batch_requests.gather_batch(self._store, request, call.remaining_s(), call.peer)
+
     async def MeasureTransport(self, request: shard_pb2.MeasureTransportRequest, call: Call) -> AsyncIterator[bytes]:
         encoder = chunk_streams.StreamEncoder(shard_pb2.MeasureTransportResponse(), request.size_bytes)
         for piece in measurement_chunks(request, chunk_streams.DEFAULT_CHUNK_BYTES):

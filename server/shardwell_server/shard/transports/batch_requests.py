@@ -1,4 +1,4 @@
-"""Requests with the gradients of several units. They arrive as rpcs or over a socket."""
+"""Requests for the values, or with the gradients, of several units. They arrive as rpcs or over a socket."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import xxhash
 
 from shardwell_server.rpc import reported_error
-from shardwell_server.shard.requests import pushes
-from shardwell_server.shard.state.store import ShardStore
+from shardwell_server.shard.requests import pushes, reading
+from shardwell_server.shard.state.store import NamesRun, ShardStore
 from shardwell_server.shard.transports import shm_requests
 from shardwell_server.shard.transports.base import ServerTransports
 from shardwell_server.shard.transports.shm_transport import ShmTransport
@@ -17,7 +17,10 @@ from shardwell_wire.errors import ChunkError, CorruptDataError, InvalidRequestEr
 from shardwell_wire.v1 import shard_pb2
 
 MAX_PARTS = 256
-"""Maximum number of parts in one request."""
+"""Maximum number of parts or ranges in one request."""
+
+MAX_GATHERED_BYTES = 2 << 20
+"""Maximum size of the values in one response."""
 
 
 class ReceivedStream:
@@ -69,7 +72,9 @@ async def reduce_batch(
     Raises:
         InvalidRequestError: The batch is empty or too large, or a part names another run. No part is handled.
     """
-    _check(request)
+    _check_count(len(request.parts), "parts")
+    for number, part in enumerate(request.parts):
+        _check_run(request, part.header.context, f"part {number}")
     loop, response = asyncio.get_running_loop(), shard_pb2.ReduceBatchResponse()
     deadline = loop.time() + wait_s
     for part in request.parts:
@@ -80,6 +85,51 @@ async def reduce_batch(
             result = shard_pb2.BatchedPartResult(status=to_status_details(rejected))
         response.results.append(result)
     return response
+
+
+async def gather_batch(
+    store: ShardStore, request: shard_pb2.GatherBatchRequest, wait_s: float, peer: str
+) -> shard_pb2.GatherBatchResponse:
+    """Reads the ranges of a batch one after another; a range that cannot be read does not affect the others.
+
+    Args:
+        store: The server's shards.
+        request: The batch.
+        wait_s: Seconds that all ranges together may wait for their versions.
+        peer: Address of the sender, for the log.
+
+    Raises:
+        InvalidRequestError: The batch is empty or too large, or a range is of another run. Nothing is read.
+    """
+    _check_count(len(request.ranges), "ranges")
+    for number, wanted in enumerate(request.ranges):
+        _check_run(request, wanted, f"range {number}")
+    loop, response = asyncio.get_running_loop(), shard_pb2.GatherBatchResponse()
+    deadline, left_bytes = loop.time() + wait_s, MAX_GATHERED_BYTES
+    for wanted in request.ranges:
+        try:
+            found = await _gather(store, wanted, max(0.0, deadline - loop.time()), left_bytes)
+            left_bytes -= len(found.stream)
+        except Exception as error:
+            found = shard_pb2.GatheredRange(status=to_status_details(reported_error("GatherBatch", error, peer)))
+        response.ranges.append(found)
+    return response
+
+
+async def _gather(
+    store: ShardStore, wanted: shard_pb2.GatherRequest, wait_s: float, left_bytes: int
+) -> shard_pb2.GatheredRange:
+    run, shard = reading.requested_shard(store, wanted)
+    async with reading.reading(store, run, shard, wanted, wait_s) as found:
+        if found.size_bytes > left_bytes:
+            raise InvalidRequestError(
+                f"{shard.what}: {found.size_bytes} bytes do not fit the batch, whose values may have "
+                f"{MAX_GATHERED_BYTES} bytes: request the range by itself"
+            )
+        # Copied piece by piece: a piece is valid until the next one is requested.
+        stream = b"".join([bytes(piece) for piece in found.pieces(MAX_GATHERED_BYTES)])
+        checksum = xxhash.xxh3_64_intdigest(stream)
+        return shard_pb2.GatheredRange(version=found.header.version, stream=stream, checksum=checksum)
 
 
 async def _reduce(
@@ -102,13 +152,14 @@ async def _reduce(
     return shard_pb2.BatchedPartResult(duplicate=reduced.duplicate, adopted=reduced.adopted)
 
 
-def _check(request: shard_pb2.ReduceBatchRequest) -> None:
-    if not 1 <= len(request.parts) <= MAX_PARTS:
-        raise InvalidRequestError(f"the batch has {len(request.parts)} parts, expected 1 to {MAX_PARTS}")
-    for number, part in enumerate(request.parts):
-        context = part.header.context
-        if (context.run, context.run_id) != (request.run, request.run_id):
-            raise InvalidRequestError(
-                f"part {number} of the batch names run {context.run!r} with id {context.run_id or 'none'}, but the "
-                f"batch is for run {request.run!r} with id {request.run_id or 'none'}: send one batch per run"
-            )
+def _check_count(count: int, what: str) -> None:
+    if not 1 <= count <= MAX_PARTS:
+        raise InvalidRequestError(f"the batch has {count} {what}, expected 1 to {MAX_PARTS}")
+
+
+def _check_run(batch: NamesRun, part: NamesRun, what: str) -> None:
+    if (part.run, part.run_id) != (batch.run, batch.run_id):
+        raise InvalidRequestError(
+            f"{what} of the batch names run {part.run!r} with id {part.run_id or 'none'}, but the batch is for run "
+            f"{batch.run!r} with id {batch.run_id or 'none'}: send one batch per run"
+        )

@@ -33,6 +33,7 @@ _RPCS = {
     shard_pb2.ReduceScatterHeader: "ReduceScatter",
     shard_pb2.ReduceGradientBufferRequest: "ReduceGradientBuffer",
     shard_pb2.ReduceBatchRequest: "ReduceBatch",
+    shard_pb2.GatherBatchRequest: "GatherBatch",
 }
 """The rpc that each request stands for."""
 
@@ -134,6 +135,8 @@ class StreamRequests:
             await self._reduce_gradient_buffer(request, wait_s)
         elif isinstance(request, shard_pb2.ReduceBatchRequest):
             await self._reduce_batch(request, wait_s)
+        elif isinstance(request, shard_pb2.GatherBatchRequest):
+            await self._gather_batch(request, wait_s)
         else:
             assert isinstance(request, shard_pb2.ReduceScatterHeader)
             await self._push(request, wait_s)
@@ -156,6 +159,12 @@ class StreamRequests:
         self._check_run(request.header.context)
         shm = self._offered.find(ShmTransport)
         response = await shm_requests.reduce_gradient_buffer(self._store, shm, request, wait_s)
+        await self._connection.send_response(response)
+
+    async def _gather_batch(self, request: shard_pb2.GatherBatchRequest, wait_s: float) -> None:
+        self._check_run(request)
+        async with self._connection.while_silent():
+            response = await batch_requests.gather_batch(self._store, request, wait_s, self._connection.peer)
         await self._connection.send_response(response)
 
     async def _reduce_batch(self, request: shard_pb2.ReduceBatchRequest, wait_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Tests of the rpc ReduceBatch: what a server rejects, and what it then has done."""
+"""Tests of the rpcs ReduceBatch and GatherBatch: what a server rejects, and what it then has done."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import pytest
 import torch
 import xxhash
 
-from shardwell_server.shard.transports.batch_requests import MAX_PARTS
+from shardwell_server.shard.transports.batch_requests import MAX_GATHERED_BYTES, MAX_PARTS
 from shardwell_wire.errors import (
     ConflictError,
     CorruptDataError,
+    DeadlineError,
     InvalidRequestError,
     ShardwellError,
     from_status_details,
@@ -103,3 +104,47 @@ def test_a_batch_of_a_wrong_size_is_rejected(server: ShardServer, count: int) ->
     assert isinstance(error, InvalidRequestError)
     assert f"the batch has {count} parts, expected 1 to {MAX_PARTS}" in str(error)
     assert contributors(server, one) == []
+
+
+def gather(server: ShardServer, *ranges: shard_pb2.GatherRequest, timeout_s: float = 20.0) -> list[Any]:
+    request = shard_pb2.GatherBatchRequest(run="r", run_id="id-of-r", ranges=ranges)
+    return list(server.client.call("GatherBatch", request, timeout_s=timeout_s).ranges)
+
+
+def test_a_batch_of_gathers_has_the_bytes_of_each_range(server: ShardServer) -> None:
+    ones = [OneUnit(server, layout_of(f"u{i}", a=((100,), "float32")), index=i) for i in range(2)]
+    for value, one in enumerate(ones):
+        one.begin(one.filled(float(value)))
+    found = gather(server, *(one.gather_request(0) for one in ones))
+    values = [torch.full((100,), float(value)).numpy().tobytes() for value in (0, 1)]
+    assert [each.stream[:400] for each in found] == values
+    assert [len(each.stream) for each in found] == [one.size for one in ones], "with padding, as a Gather"
+    assert [each.checksum for each in found] == [xxhash.xxh3_64_intdigest(each.stream) for each in found]
+    assert [each.status for each in found] == [b"", b""]
+
+
+def test_a_range_without_its_version_does_not_affect_the_others(server: ShardServer) -> None:
+    one = unit(server)
+    found = gather(server, one.gather_request(5), one.gather_request(0), timeout_s=2.0)
+    assert isinstance(from_status_details(found[0].status, "server"), DeadlineError)
+    assert not found[1].status and len(found[1].stream) == one.size
+
+
+def test_ranges_that_are_too_large_together_are_rejected(server: ShardServer) -> None:
+    size = MAX_GATHERED_BYTES // 4
+    large = OneUnit(server, layout_of("large", a=((size,), "float32")), index=0).begin()
+    found = gather(server, large.gather_request(0), large.gather_request(0))
+    assert len(found[0].stream) == MAX_GATHERED_BYTES and not found[0].status
+    error = from_status_details(found[1].status, "server")
+    assert isinstance(error, InvalidRequestError) and "do not fit the batch" in str(error)
+
+
+def test_a_batch_of_gathers_for_another_run_or_of_a_wrong_size_is_rejected(server: ShardServer) -> None:
+    one = unit(server)
+    foreign = one.gather_request(0)
+    foreign.run = "other"
+    error = error_of(lambda: gather(server, one.gather_request(0), foreign))
+    assert isinstance(error, InvalidRequestError) and "range 1 of the batch names run 'other'" in str(error)
+    for count in (0, MAX_PARTS + 1):
+        error = error_of(lambda count=count: gather(server, *[one.gather_request(0)] * count))
+        assert isinstance(error, InvalidRequestError) and f"the batch has {count} ranges" in str(error)
