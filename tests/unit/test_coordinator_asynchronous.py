@@ -202,6 +202,40 @@ def test_a_restarted_coordinator_leases_no_item_beyond_the_loop(tmp_path: Path) 
     run_async(test())
 
 
+def test_an_item_is_committed_once_if_the_run_is_stored_during_the_commit(tmp_path: Path) -> None:
+    """The coordinator ends after it has stored the run as it was before the commit, and after the commit record."""
+
+    async def test() -> None:
+        async with harness(tmp_path) as cluster:
+            a, _ = await team(cluster, "a", "b")
+            run, storage, stored = cluster.state.runs["r"], cluster.state.storage, asyncio.Event()
+            save = storage.save_commit
+
+            async def save_run_too(*arguments: Any) -> None:
+                await save(*arguments)
+                run.touch()
+                await cluster.state.save(run)
+                stored.set()
+                await asyncio.Event().wait()
+
+            await a.finish(0, wait_s=5)
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(storage, "save_commit", save_run_too)
+                committing = asyncio.create_task(a.commit(0, wait_s=5))
+                await stored.wait()
+                committing.cancel()
+                await cluster.restart()
+            for name in cluster.shards:
+                await cluster.register(name)
+            await cluster.settle()
+            repeated = await a.commit(0, wait_s=5)
+            assert (repeated.committed, repeated.version, repeated.next_work.position) == (True, 1, 1)
+            assert commits(cluster) == [(0, 0, 0, 0)]
+            assert [item.number for item in repeated.next_work.items] == [1]
+
+    run_async(test())
+
+
 def test_an_item_whose_trainer_is_lost_while_it_is_recorded_is_committed_once(tmp_path: Path) -> None:
     async def test() -> None:
         async with harness(tmp_path) as cluster:

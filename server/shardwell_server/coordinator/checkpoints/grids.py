@@ -75,6 +75,11 @@ def without_units(commits: Iterable[CommitRecord]) -> list[CommitRecord]:
     return found
 
 
+def without_items(commits: Iterable[CommitRecord]) -> list[CommitRecord]:
+    """Returns commit records without work items, whose numbers mean other batches with other data ranks."""
+    return [replace(record, trainer="", dp_rank=0, item=0, base_version=0) for record in commits]
+
+
 def for_units(
     commits: Iterable[CommitRecord], former: Sequence[UnitLayout], layouts: Sequence[UnitLayout]
 ) -> list[CommitRecord]:

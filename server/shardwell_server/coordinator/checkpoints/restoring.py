@@ -26,6 +26,7 @@ from shardwell_server.coordinator.checkpoints.grids import (
     describe_other_data_ranks,
     has_units_of,
     without_buffers,
+    without_items,
     without_units,
 )
 from shardwell_server.coordinator.checkpoints.manifests import commits_in, first_items_in, run_state_in
@@ -296,6 +297,8 @@ class RunRestorer:
         else:
             run.checkpoints.set_source(CheckpointSource(url=restore.url, step=restore.step))
             commits, state = without_units(commits), without_buffers(state)
+        if manifest.world.dp != run.settings.world.dp:
+            commits = without_items(commits)
         run.checkpoints.set_first_items(first_items_in(manifest, run.settings))
         run.load(units, commits, state)
         fault_points.reach("coordinator.restore.before_record", step=restore.step)

@@ -48,8 +48,25 @@ class AsynchronousWork(Work):
         self.steps = tuple(Step(run.committed_step, {item.dp_rank: item}, run.clock()) for item in items)
 
     def restore(self, items: dict[int, WorkItem], versions: Mapping[int, int]) -> None:
-        """See ``Work``."""
+        """See ``Work``.
+
+        If the run was stored while the commit record of an item was being written, the stored item is committed, and
+        the next one follows.
+        """
         now, newest = self._run.clock(), self._run.committed_step
+        for record in self._run.commits.records:
+            item = items.get(record.dp_rank)
+            if record.trainer and item is not None and item.number <= record.item:
+                members = new_members([item.first_rank], [item.first_trainer])
+                items[item.dp_rank] = WorkItem(
+                    item.dp_rank,
+                    members,
+                    item.epoch,
+                    number=record.item + 1,
+                    state=WorkState.VACANT,
+                    since_s=now,
+                    fenced=False,
+                )
         self.steps = tuple(
             Step(newest if item.state is WorkState.VACANT else versions[dp_rank], {dp_rank: item}, now)
             for dp_rank, item in sorted(items.items())
