@@ -52,11 +52,14 @@ idle connection, and reconnects to a restarted peer within about 1 s. A busy pee
 SERVER_OPTIONS: list[tuple[str, int]] = [
     *_SHARED_OPTIONS,
     ("grpc.max_concurrent_streams", 1024),
+    ("grpc.max_allowed_incoming_connections", 16_384),
+    ("grpc.server_handshake_timeout_ms", 20_000),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.so_reuseport", 0),
 ]
+"""Options of every server. A connection that has not finished its handshakes, of TLS and HTTP/2, in time is closed."""
 
 
 def open_channel(address: str, tls: Tls | None = None) -> grpc.Channel:

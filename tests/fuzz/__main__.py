@@ -49,11 +49,13 @@ class Victim:
 
     def _train(self) -> None:
         while not self._stopping.is_set() and set(self.results) <= {self.expected}:
+            run = f"victim-{len(self.results)}"
             try:
-                result = train(self._cluster, f"victim-{len(self.results)}", steps=_STEPS, pause_s=0.02)
+                result = train(self._cluster, run, steps=_STEPS, pause_s=0.02)
             except Exception as error:  # every failure of the run is a finding
                 result = f"{type(error).__name__}: {error}"
             self.results.append(result)
+            self._cluster.delete(run)
 
     def stop(self) -> list[str]:
         """Ends after the current run; returns what differed."""
@@ -96,7 +98,7 @@ def fuzz(folder: Path, rng: random.Random, count: int, seconds: float) -> dict[s
                 while sent - start_sent < _PER_CLUSTER and sent < count and time.monotonic() - start_s < seconds:
                     findings.add(opened.fuzz(rng, opened.values, _BATCH, None))
                     guarded_findings.add(guarded.fuzz(rng, guarded.values, _BATCH // 4, guarded.tokens()))
-                    sent += _BATCH + _BATCH // 4
+                    sent = findings.statuses.total() + guarded_findings.statuses.total()
             start_sent = sent
             print(
                 f"{sent} messages, {sent / (time.monotonic() - start_s):.0f}/s, {process.memory_info().rss >> 20} MiB, "

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 
 import shardwell
 from shardwell.processes.local_cluster import write_key
+from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell_server.cli import build_parser
 from shardwell_server.coordinator.command import coordinate
 from shardwell_server.coordinator.settings import Settings
@@ -27,6 +28,7 @@ from shardwell_server.shard.process.command import serve
 from shardwell_wire.credentials import new_key, read_key_file
 from shardwell_wire.errors import ShardwellError
 from shardwell_wire.tokens import ClusterKey, Role
+from shardwell_wire.v1 import coordinator_pb2
 from tests.fuzz.handlers import HANGING_S, Answer, Handler, Handlers
 from tests.fuzz.messages import Mutator, Values
 from tests.support.cluster import build_model, join_options, small_run
@@ -87,6 +89,11 @@ class FuzzedCluster:
         finally:
             working.join()
         return findings
+
+    def delete(self, run: str) -> None:
+        """Deletes a run."""
+        with closing(CoordinatorClient(self.address, credentials=read_key_file(self.token_file))) as client:
+            client.call("DeleteRun", coordinator_pb2.DeleteRunRequest(run=run, force=True))
 
     def fuzz(self, rng: random.Random, values: Values, count: int, tokens: Sequence[str] | None) -> Findings:
         """Calls random handlers with random messages.

@@ -7,7 +7,8 @@ import socket
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
+from typing import Any
 
 import grpc
 import pytest
@@ -19,8 +20,9 @@ from shardwell_server import limits
 from shardwell_server.shard.requests import streams
 from shardwell_server.shard.transports import socket_transport
 from shardwell_server.shard.transports.socket_connection import Connection
-from shardwell_wire.channel import MAX_MESSAGE_BYTES, open_channel
-from shardwell_wire.errors import AccessError, DeadlineError, InvalidRequestError, TooManyRequestsError
+from shardwell_wire import chunk_streams
+from shardwell_wire.channel import MAX_MESSAGE_BYTES, SERVER_OPTIONS, open_channel
+from shardwell_wire.errors import AccessError, CapacityError, DeadlineError, InvalidRequestError, TooManyRequestsError
 from shardwell_wire.socket_frames import Kind
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 from tests.support.shard_server import PLAIN, HalfStream, OneUnit, ShardServer, assert_all, error_of, layout_of, unit
@@ -176,6 +178,43 @@ def test_large_frames_arrive_whole(connected: ConnectedUnit) -> None:
     assert "parameter_indices" in str(error)
 
 
+# Connections of gRPC.
+
+
+def with_option(name: str, value: int) -> list[tuple[str, int]]:
+    """Returns the options of servers with another value of one that they have."""
+    return [(each, value if each == name else before) for each, before in SERVER_OPTIONS]
+
+
+@pytest.mark.parametrize("sent", [b"", b"PRI * HT", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"])
+def test_connection_without_a_handshake_is_closed(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    options = with_option("grpc.server_handshake_timeout_ms", 200)
+    monkeypatch.setattr("tests.support.shard_server.SERVER_OPTIONS", options)
+    with ShardServer() as server, socket.create_connection(("127.0.0.1", port_of(server)), 20.0) as peer:
+        peer.sendall(sent)
+        while peer.recv(4096):
+            pass
+
+
+def test_connections_to_the_grpc_port_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = with_option("grpc.max_allowed_incoming_connections", 3)
+    monkeypatch.setattr("tests.support.shard_server.SERVER_OPTIONS", options)
+    with ShardServer() as server, ExitStack() as stack:
+        one, address = unit(server), ("127.0.0.1", port_of(server))
+        peers = [stack.enter_context(socket.create_connection(address, 20.0)) for _ in range(10)]
+        closed = 0
+        for peer in peers[3:]:
+            with suppress(ConnectionResetError):
+                assert peer.recv(1) == b""
+            closed += 1
+        assert closed == 7
+        assert_all(one.gather()[1], 0.0)
+
+
+def port_of(server: ShardServer) -> int:
+    return int(server.address.rpartition(":")[2])
+
+
 # Requests whose cost exceeds their size.
 
 
@@ -217,6 +256,36 @@ def test_address_of_a_backup_is_checked(server: ShardServer) -> None:
     error = error_of(lambda: server.call("CopyShard", backup))
     assert isinstance(error, InvalidRequestError)
     assert "'nowhere' is not an address" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "message"),
+    [
+        ({"dp_rank": 0, "shape": [1 << 34]}, CapacityError, "68718996736 beyond the reservation, but only"),
+        ({"dp_rank": 0, "shape": [1 << 60]}, InvalidRequestError, "expected at most 1099511627776 bytes"),
+        ({"dp_rank": 7, "shape": [1]}, InvalidRequestError, "partitions of ranks [7], expected strictly rising"),
+    ],
+)
+def test_header_of_a_backup_allocates_nothing_that_does_not_fit(
+    server: ShardServer, fields: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    one = OneUnit(server, PLAIN)
+    one.reserve(role=shard_pb2.SHARD_ROLE_BACKUP, placement=1)
+    shard = shard_pb2.ShardReference(unit=one.layout.unit, start_bytes=one.start, stop_bytes=one.stop)
+    header = shard_pb2.ReceiveShardStateHeader(
+        context=one.context(), target=shard_pb2.BackupTarget(shard=shard, reservation=1)
+    )
+    header.parts.extend(shard_pb2.PartContent() for _ in one.segments)
+    partition = header.partitions.add(dp_rank=fields["dp_rank"])
+    partition.state.add(name="exp_avg", dtype=common_pb2.DTYPE_FLOAT32, shape=fields["shape"])
+    taken_bytes = server.taken_bytes()
+    stream = HalfStream(server.client.byte_request_stub("ReceiveShardState"))
+    first = shard_pb2.ReceiveShardStateRequest(header=header)
+    stream.send(*chunk_streams.encode_stream(first, [b"x"])).finish()
+    error = stream.error()
+    assert type(error) is kind
+    assert message in str(error)
+    assert server.taken_bytes() == taken_bytes
 
 
 # Rpcs.

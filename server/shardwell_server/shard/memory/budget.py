@@ -265,6 +265,25 @@ class Memory:
         self._reservations[key] = wanted
         self._update_limits()
 
+    def check_import(self, key: ShardKey, optimizer_bytes: int, what: str) -> None:
+        """Raises CapacityError if optimizer state that is about to be received does not fit.
+
+        Args:
+            key: The shard, as in ``reserve``.
+            optimizer_bytes: Size of the state.
+            what: Names the state in errors.
+        """
+        reservation = self._reservations[key]
+        more = replace(reservation, optimizer_bytes=optimizer_bytes).total_bytes - reservation.total_bytes
+        if more > self.free_bytes:
+            raise CapacityError(
+                f"{what}: the optimizer's state has {optimizer_bytes} bytes, {more} beyond the reservation, but only "
+                f"{self.free_bytes} bytes of the budget of {self.budget_bytes} are free: add shard servers, or raise "
+                "--memory-budget",
+                needed_bytes=more,
+                free_bytes=self.free_bytes,
+            )
+
     def reserve_kept(self, key: ShardKey, kept_bytes: int) -> None:
         """Reserves memory for gradients that outlive a commit. Replaces the earlier size.
 

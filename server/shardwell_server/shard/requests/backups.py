@@ -77,6 +77,10 @@ async def receive_state(
     what = f"state of {former.what}"
 
     content = read_content(former, header)
+    tensors = [*(tensor for part in content.parts for tensor in part.state.values())]
+    tensors += [tensor for partition in content.partitions for tensor in partition.data]
+    # Before memory is allocated: a header of a few bytes can describe any size.
+    store.memory.check_import(former.spec.memory_key, sum(tensor.nbytes for tensor in tensors), what)
     shard = store.empty(run, former)  # drops what an older stream fills, which ends that stream
     shard.backups.placement = header.target.placement
 

@@ -130,6 +130,12 @@ def read_content(shard: UnitShard, header: shard_pb2.ReceiveShardStateHeader) ->
         parts=parts,
         averages_begun=header.averages_begun,
     )
+    ranks = [partition.dp_rank for partition in header.partitions]
+    if sorted(set(ranks)) != ranks or (ranks and ranks[-1] >= shard.dp):
+        raise InvalidRequestError(
+            f"{shard.what}: the header has partitions of ranks {ranks[:10]}, expected strictly rising ranks below "
+            f"{shard.dp}"
+        )
     partitions = []
     for partition in header.partitions:
         for tensor in partition.state:
