@@ -151,7 +151,7 @@ class Handler:
                 status = "CANCELLED"
         status = context.status if context.status != "OK" else status
         details = FAILURES.last if status in BAD_STATUSES else context.details
-        if status in BAD_STATUSES and "Channel is closed" in details:
+        if status in BAD_STATUSES and any(sign in details for sign in ("Channel is closed", "after shutdown")):
             status = "STOPPING"  # an admitted caller made the server leave the cluster
         return Answer(status, details, time.perf_counter() - start_s, time.thread_time() - start_cpu_s)
 

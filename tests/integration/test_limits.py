@@ -25,6 +25,7 @@ from shardwell_wire.channel import MAX_MESSAGE_BYTES, SERVER_OPTIONS, open_chann
 from shardwell_wire.errors import AccessError, CapacityError, DeadlineError, InvalidRequestError, TooManyRequestsError
 from shardwell_wire.socket_frames import Kind
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
+from tests.support.backup_pair import Pair
 from tests.support.shard_server import PLAIN, HalfStream, OneUnit, ShardServer, assert_all, error_of, layout_of, unit
 from tests.support.socket_transport import ConnectedUnit, Peer, closing_transport, data
 
@@ -286,6 +287,17 @@ def test_header_of_a_backup_allocates_nothing_that_does_not_fit(
     assert type(error) is kind
     assert message in str(error)
     assert server.taken_bytes() == taken_bytes
+
+
+def test_unknown_content_of_a_step_is_named_in_the_answer(server: ShardServer) -> None:
+    with ShardServer() as other:
+        pair = Pair([server, other])
+        pair.copy()
+        target = shard_pb2.BackupTarget(shard=pair.reference, reservation=pair.reservation)
+        item = shard_pb2.BackupToConfirm(target=target)
+        item.contents.append(99)  # type: ignore[arg-type]
+        request = shard_pb2.ConfirmBackupsRequest(context=pair.primary.context(0), backups=[item])
+        assert "lacks content 99 of step 0" in str(other.call("ConfirmBackups", request))
 
 
 # Rpcs.

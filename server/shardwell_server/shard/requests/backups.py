@@ -175,7 +175,8 @@ async def _confirm(
         replica = open_replica(run, shard, item, step)
         missing = set(item.contents) - replica.contents
         if missing:
-            names = ", ".join(sorted(shard_pb2.StepContent.Name(content) for content in missing))
+            known = dict(zip(shard_pb2.StepContent.values(), shard_pb2.StepContent.keys(), strict=True))
+            names = ", ".join(sorted(known.get(content, f"content {content}") for content in missing))
             raise StepStateError(f"the backup of {shard.what} lacks {names} of step {step}", unit=shard.unit)
         if _GRADIENT not in item.contents and (shard.reduced is None or not shard.reduced.skipped):
             shard.mean.set(None, (), skipped=True)
