@@ -71,6 +71,8 @@ class Membership:
         self._ended: ShardwellError | None = None
         self._lapse: StaleEpochError | None = None
         self._rejoins_in_a_row = 0
+        self.token_expired = False
+        """Whether the membership has lapsed because its token was not renewed in time. No server answers then."""
         self._incarnation = ""
         self._reports = TrainerReports()
         self._when_ended: Callable[[], None] = lambda: None
@@ -109,6 +111,7 @@ class Membership:
         self.rank_assignments: tuple[coordinator_pb2.RankAssignment, ...] = tuple(joined.rank_assignments)
         self.replica_epoch.announce(joined.replica_epoch)
         self._token.renew(joined.token)
+        self.token_expired = False
         self._note_news(joined.committed_step, joined.placement)
 
     @property
@@ -524,6 +527,7 @@ class Membership:
             epoch: The membership that the error concerns. None: the current one.
         """
         if isinstance(error, UnauthenticatedError) and self._token.is_member:
+            self.token_expired = True
             error = StaleEpochError(f"the token of trainer {self.trainer!r} was not renewed in time: {error}")
         if not isinstance(error, StaleEpochError):
             self._end_for_good(error)

@@ -52,7 +52,8 @@ class Rejoining:
             return True
         before, in_batches = self._state.number, self._state.in_batches
         computed = self._units.have_gradients
-        self._store.reach_servers()
+        if not self._membership.token_expired:
+            self._store.reach_servers()
         joined = self._membership.rejoin()
         moved = self._take_over_step()
         if moved and self._iteration.running:
