@@ -8,7 +8,7 @@ Note: [Memory ordering]
     The version is a sequence lock. The writer stores ``UPDATING`` before the first byte of the next version, and the
     new version after the last byte. Another thread writes the bytes in between; passing the work between the threads
     orders the stores. The reader must load the version after its last load of the bytes, which ``order_loads`` ensures.
-    Both sides access the version as one aligned native word, so no torn version is visible.
+    Both sides access the version as one aligned native word, so no torn version is visible. See ``store_word``.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import struct
 import threading
 
 from shardwell_wire.layout import BLOCK_BYTES
+from shardwell_wire.shared_words import store_word
 
 HEAD_BYTES = BLOCK_BYTES
 """Size of the header: one page, so that the shard can be mapped. Shards are cut at multiples of this size too."""
@@ -36,7 +37,7 @@ def read_version(head: memoryview) -> int:
 
 def write_version(head: memoryview, version: int) -> None:
     """Stores a version, or ``UPDATING``, in a segment's header."""
-    _WORD.pack_into(head, 0, version)
+    store_word(head, version)
 
 
 def order_loads() -> None:

@@ -26,6 +26,7 @@ from shardwell_wire.errors import DeadlineError, UnavailableError, VersionGoneEr
 from shardwell_wire.quantization_blocks import bytes_tensor
 from shardwell_wire.shared_files import open_file, open_in_folder, opened
 from shardwell_wire.shared_segment import HEAD_BYTES, UPDATING, read_version, write_version
+from shardwell_wire.shared_words import store_word
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +154,7 @@ class CachedShard:
         # memory had changed in between.
         if struct.unpack_from("<q", self._head, _NEWEST_OFFSET)[0] > version:
             raise self._gone(version)
-        struct.pack_into("<q", self._head, _NEWEST_OFFSET, version)
+        store_word(self._head[_NEWEST_OFFSET:], version)
         write_version(self._head, UPDATING)
         fetch(self._bytes)
         write_version(self._head, version)

@@ -15,6 +15,8 @@ import enum
 import struct
 from dataclasses import dataclass
 
+from shardwell_wire.shared_words import store_word
+
 _WORD = struct.Struct("@Q")
 _GENERATION_BITS, _UPDATE_BITS, _PREPARED_BITS, _VERSION_BITS = 8, 22, 2, 32
 _UPDATES_AT = _GENERATION_BITS
@@ -64,7 +66,7 @@ class StepWord:
     def write(self, place: memoryview) -> None:
         """Stores the word."""
         word = self.generation | self.updates << _UPDATES_AT | self.prepared << _PREPARED_AT
-        _WORD.pack_into(place, 0, word | self.version << _VERSION_AT)
+        store_word(place, word | self.version << _VERSION_AT)
 
 
 def next_generation(generation: int) -> int:

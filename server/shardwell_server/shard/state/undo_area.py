@@ -21,6 +21,7 @@ import torch
 from shardwell_server.shard.arithmetic.update_pieces import MAX_JOINT, Piece, Progress
 from shardwell_server.shard.memory.shared_memory import SharedBuffer
 from shardwell_wire import fault_points
+from shardwell_wire.shared_words import store_word
 
 _WORD = struct.Struct("@Q")
 _STARTED, _PIECE_BITS = 1, 32
@@ -103,4 +104,4 @@ class SharedProgress(Progress):
 
     def _write(self, word: int) -> None:
         self._word = word
-        _WORD.pack_into(self._place, 0, word)
+        store_word(self._place, word)
