@@ -114,13 +114,13 @@ def _counted(handler: grpc.RpcMethodHandler | None, calls: limits.Unproven) -> g
     kind, handle = next((kind, found) for kind in kinds if (found := getattr(handler, kind)) is not None)
 
     async def stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-        calls.count(str(context.peer()))
-        async for response in handle(request, context):
-            yield response
+        with calls.handling(str(context.peer())):
+            async for response in handle(request, context):
+                yield response
 
     async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
-        calls.count(str(context.peer()))
-        return await handle(request, context)
+        with calls.handling(str(context.peer())):
+            return await handle(request, context)
 
     # gRPC calls a handler by the kind of its function.
     return handler._replace(**{kind: stream if inspect.isasyncgenfunction(handle) else call})

@@ -5,11 +5,29 @@ from __future__ import annotations
 import os
 import socket
 import stat
-from collections.abc import Iterable
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from urllib.parse import unquote
 
 _DESCRIPTORS = "/proc/self/fd"
+
+_ports: Counter[int] = Counter()
+"""Ports on which gRPC servers of this process listen."""
+
+
+@contextmanager
+def grpc_port(port: int) -> Iterator[None]:
+    """Lets the functions of this module close connections to a port while the block runs.
+
+    The same peer may also be connected to another port of this process, such as that of the socket transport: a client,
+    or a router that translates addresses, may use one local port for several destinations.
+    """
+    _ports[port] += 1
+    try:
+        yield
+    finally:
+        _ports[port] -= 1
 
 
 def close_connection(peer: str) -> bool:
@@ -51,7 +69,7 @@ def _address_of(peer: str) -> tuple[str, int] | None:
 
 
 def _shut_down_if_connected(descriptor: int, wanted: set[tuple[str, int]]) -> bool:
-    """Shuts a descriptor down if it is a socket connected to one of several addresses; returns True if it is."""
+    """Shuts a descriptor down if it is a connection of one of several peers to gRPC; returns True if it is."""
     try:
         if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
             return False
@@ -60,7 +78,7 @@ def _shut_down_if_connected(descriptor: int, wanted: set[tuple[str, int]]) -> bo
             if connected.family not in (socket.AF_INET, socket.AF_INET6) or connected.type != socket.SOCK_STREAM:
                 return False
             host, port, *_ = connected.getpeername()
-            if (_without_mapping(host), port) not in wanted:
+            if (_without_mapping(host), port) not in wanted or not _ports[connected.getsockname()[1]]:
                 return False
             connected.shutdown(socket.SHUT_RDWR)
             return True

@@ -15,8 +15,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from shardwell_server.connections import close_connections, host_of
@@ -48,6 +49,10 @@ a host is above the rate, each refusal closes its connection."""
 
 OPEN_CALLS_PER_S, OPEN_CALL_BURST = 100.0, 1000
 """The same for health checks and reflection, which need no token."""
+
+MAX_OPEN_CALLS_AT_ONCE = 1024
+"""Unfinished health checks and reflection calls of one host. A watch of the health, and a stream of reflection, last as
+long as the client wants. Each more closes its connection."""
 
 MAX_LOGGED_PER_S = 100
 """Refused requests that are logged in one second."""
@@ -82,8 +87,19 @@ class Rate:
         now = self._clock()
         return max(0.0, self._busy_until_s.get(key, now) + self._interval_s - self._slack_s - now)
 
+    def admit(self, key: str) -> bool:
+        """Counts one event unless it is above the rate; returns whether it was counted.
+
+        For events that are dropped or punished instead of delayed. If all events counted, a key would stay above the
+        rate long after its last event.
+        """
+        if self.delay_s(key):
+            return False
+        self.count(key)
+        return True
+
     def count(self, key: str) -> float:
-        """Counts one event; returns how long it has to wait, in seconds."""
+        """Counts one event, which is going to wait for its turn; returns how long, in seconds."""
         delay_s, now = self.delay_s(key), self._clock()
         self._busy_until_s[key] = max(now, self._busy_until_s.get(key, now)) + self._interval_s
         self._busy_until_s.move_to_end(key)
@@ -242,11 +258,30 @@ class Unproven:
     def __init__(self, rate: Rate, close: Callable[[Iterable[str]], int] = close_connections) -> None:
         self._rate, self._close, self._logged = rate, close, Rate(0.1, 10)
         self._closing: set[str] = set()
+        self._unfinished: Counter[str] = Counter()
+        """Calls that ``handling`` counts, by host."""
 
     def count(self, peer: str) -> None:
         """Counts a call. Closes its connection, in a moment, if there were too many of its host."""
-        if not self._rate.count(host_of(peer)) or peer in self._closing:
-            return
+        if not self._rate.admit(host_of(peer)):
+            self._close_soon(peer)
+
+    @contextmanager
+    def handling(self, peer: str) -> Iterator[None]:
+        """Counts a call, and that it is unfinished while the block handles it."""
+        self.count(peer)
+        host = host_of(peer)
+        self._unfinished[host] += 1
+        if self._unfinished[host] > MAX_OPEN_CALLS_AT_ONCE:
+            self._close_soon(peer)
+        try:
+            yield
+        finally:
+            self._unfinished[host] -= 1
+            if not self._unfinished[host]:
+                del self._unfinished[host]
+
+    def _close_soon(self, peer: str) -> None:
         if not self._closing:
             asyncio.get_running_loop().call_later(_CLOSE_PAUSE_S, self._close_all)
         self._closing.add(peer)
@@ -254,7 +289,7 @@ class Unproven:
     def _close_all(self) -> None:
         closing, self._closing = self._closing, set()
         found = self._close(closing)
-        if self._logged.count(""):
+        if not self._logged.admit(""):
             return
         logger.warning(
             "closed %d connections after too many calls without a valid token, such as that of %s",

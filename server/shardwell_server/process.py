@@ -24,6 +24,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
+from shardwell_server import connections
 from shardwell_server.authentication import ALL_STANDARD, interceptors
 from shardwell_server.rpc import add_service
 from shardwell_wire import temporary_folder
@@ -129,6 +130,7 @@ async def serve(
     address = endpoint.address(port)
     try:
         async with AsyncExitStack() as stack:
+            stack.enter_context(connections.grpc_port(port))
             entering = asyncio.ensure_future(stack.enter_async_context(background(address)))
             if not await _done_before(entering, stop, leaving):
                 return

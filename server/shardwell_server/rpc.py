@@ -208,7 +208,7 @@ def reported_error(path: str, error: Exception, peer: str) -> ShardwellError:
     if not isinstance(error, ShardwellError) or error.status is None:
         logger.error("%s from %s failed", path, peer, exc_info=error)
         return InternalError(f"{path}: internal error; the server's log has the details")
-    if not _logged.count(""):
+    if _logged.admit(""):
         logger.info("%s from %s rejected: %s: %s", path, peer, type(error).__name__, wire_message(error))
     return error
 

@@ -338,6 +338,28 @@ def test_connections_of_callers_without_a_token_are_closed(address: str, path: s
         assert client.call("ListRuns", coordinator_pb2.ListRunsRequest()).runs == []
 
 
+def test_host_without_a_token_keeps_few_calls_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_OPEN_CALLS_AT_ONCE", 5)
+    with shardwell.testing.in_process_cluster() as address, ExitStack() as stack:
+        watches = []
+        for _ in range(8):
+            channel = stack.enter_context(open_channel(address))
+            watch = channel.unary_stream("/grpc.health.v1.Health/Watch")
+            watches.append(watch(b"", timeout=60))
+            with suppress(grpc.RpcError):
+                next(watches[-1])
+        for watch in watches[5:]:
+            with pytest.raises(grpc.RpcError) as raised:
+                next(watch)
+            assert raised.value.code().name == "UNAVAILABLE"
+        assert all(watch.is_active() for watch in watches[:5])
+        for watch in watches[:5]:
+            watch.cancel()
+        deadline = time.monotonic() + 20.0
+        while statuses(address, "/grpc.health.v1.Health/Check", 20)[-1] != "OK":
+            assert time.monotonic() < deadline, "watches that have ended still count"
+
+
 def test_too_large_messages_and_metadata_are_refused(address: str) -> None:
     with open_channel(address) as channel:
         call = channel.unary_unary(LIST_RUNS)

@@ -18,6 +18,7 @@ import grpc.aio
 import torch
 
 from shardwell.transport.shard_client import ShardClient
+from shardwell_server.connections import grpc_port
 from shardwell_server.rpc import add_service
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.process.peers import GrpcPeers
@@ -102,6 +103,7 @@ class ShardServer:
             port: int = self._server.add_insecure_port("127.0.0.1:0")
         else:
             port = self._server.add_secure_port("127.0.0.1:0", self._tls.server_credentials())
+        self._accepting.enter_context(grpc_port(port))
         await self._server.start()
         return port
 

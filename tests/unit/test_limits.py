@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Iterable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from typing import Any
 
 import pytest
 
 from shardwell_server import limits
-from shardwell_server.connections import close_connection, close_connections
+from shardwell_server.connections import close_connection, close_connections, grpc_port
 from shardwell_server.limits import Rate, RequestLimits, Unproven
 from shardwell_wire.errors import TooManyRequestsError
 from shardwell_wire.tokens import Identity, Role
@@ -40,6 +40,19 @@ def test_events_above_the_rate_wait_for_their_turn() -> None:
     assert rate.count("a") == pytest.approx(0.1, abs=1e-5)
     clock.now_s += 60.0
     assert [rate.count("a") for _ in range(3)] == [0.0] * 3
+
+
+def test_dropped_events_do_not_count() -> None:
+    """A host that called far too often is not treated as if it still did so."""
+    clock = Clock()
+    rate = Rate(100.0, 10, clock)
+    admitted_count = 0
+    for _ in range(10_000):  # ten times the rate, for 10 s
+        clock.now_s += 0.001
+        admitted_count += rate.admit("a")
+    assert admitted_count == pytest.approx(1000 + 10, abs=2)
+    clock.now_s += 0.1
+    assert [rate.admit("a") for _ in range(10)] == [True] * 10
 
 
 def test_idle_keys_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,8 +161,56 @@ def test_connections_of_a_host_with_too_many_refusals_are_closed_together() -> N
     assert closed_after(["ipv4:10.0.0.2:1"], rate) == []
 
 
+def test_host_with_too_many_unfinished_calls_loses_the_connections_of_further_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "MAX_OPEN_CALLS_AT_ONCE", 3)
+    closed: set[str] = set()
+
+    async def work() -> None:
+        unproven = Unproven(Rate(1e6, 1000, Clock()), lambda peers: closed.update(peers) or 1)
+        with ExitStack() as stack:
+            for port in range(4):
+                stack.enter_context(unproven.handling(f"ipv4:10.0.0.1:{port}"))
+            stack.enter_context(unproven.handling("ipv4:10.0.0.2:9"))
+            deadline_s = asyncio.get_running_loop().time() + 20.0
+            while unproven._closing and asyncio.get_running_loop().time() < deadline_s:
+                await asyncio.sleep(0.001)
+        assert not unproven._unfinished
+        with unproven.handling("ipv4:10.0.0.1:9"):
+            assert not unproven._closing
+
+    asyncio.run(work())
+    assert closed == {"ipv4:10.0.0.1:3"}
+
+
+def test_connection_of_the_same_peer_to_another_port_stays_open() -> None:
+    """A router that translates addresses, or the kernel, may use one local port for two destinations."""
+
+    def connected(listener: socket.socket, port: int) -> socket.socket:
+        client = stack.enter_context(socket.socket())
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        client.bind(("127.0.0.1", port))
+        client.connect(listener.getsockname())
+        stack.enter_context(listener.accept()[0])
+        client.settimeout(20.0)
+        return client
+
+    with ExitStack() as stack:
+        other, listener = (stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2))
+        stack.enter_context(grpc_port(listener.getsockname()[1]))
+        to_other = connected(other, 0)
+        to_grpc = connected(listener, to_other.getsockname()[1])
+        assert to_grpc.getsockname() == to_other.getsockname()
+        assert close_connection(peer_of(to_grpc))
+        assert to_grpc.recv(1) == b""
+        to_other.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            to_other.recv(1)
+
+
 def on_connections(count: int, check: Any) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with socket.create_server(("127.0.0.1", 0)) as listener, grpc_port(listener.getsockname()[1]):
         clients = [socket.create_connection(listener.getsockname(), 20.0) for _ in range(count)]
         accepted = [listener.accept()[0] for _ in clients]
         try:
