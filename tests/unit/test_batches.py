@@ -27,6 +27,8 @@ class Server:
         self.rejected: set[int] = set()
         self.error: Exception | None = None
         self.error_alone: Exception | None = None
+        self.blocked: set[int] = set()
+        self.begun_alone, self.unblocked = threading.Semaphore(0), threading.Event()
         self.gate = threading.Event()
         self.gate.set()
         self.begun = threading.Semaphore(0)
@@ -41,6 +43,9 @@ class Server:
 
     def run_alone(self, part: int) -> int:
         self.alone.append(part)
+        self.begun_alone.release()
+        if part in self.blocked:
+            assert self.unblocked.wait(10)
         if self.error_alone is not None:
             raise self.error_alone
         return 2 * part
@@ -143,6 +148,64 @@ def test_parts_of_a_failed_batch_are_transferred_one_by_one(
     batches.flush()
     assert_done(futures, 0, 1, 2)
     assert server.alone == [0, 1, 2]
+
+
+def test_a_part_that_waits_by_itself_does_not_delay_the_others(server: Server, batches: Batches[int, int]) -> None:
+    server.rejected, server.blocked = {0, 2}, {0}
+    waiting, *others = submit(batches, 0, 1, 2)
+    batches.flush()
+    assert_done(others, 1, 2)
+    assert not waiting.done()
+    server.unblocked.set()
+    assert_done([waiting], 0)
+
+
+def test_rejected_parts_with_one_key_are_transferred_in_order(server: Server, batches: Batches[int, int]) -> None:
+    server.rejected, server.blocked = {0, 1, 2}, {0}
+    first, second, other = (batches.submit(part, 1, key) for part, key in ((0, "a"), (1, "a"), (2, "b")))
+    batches.flush()
+    assert_done([other], 2)
+    assert not second.done() and 1 not in server.alone
+    server.unblocked.set()
+    assert_done([first, second], 0, 1)
+    assert server.alone.index(0) < server.alone.index(1)
+
+
+def test_the_next_message_follows_the_rejected_parts_of_the_one_before(
+    server: Server, batches: Batches[int, int]
+) -> None:
+    server.rejected, server.blocked = {0, 1}, {0, 1}
+    first = submit(batches, 0, 1)
+    batches.flush()
+    assert server.begun_alone.acquire(timeout=5) and server.begun_alone.acquire(timeout=5)
+    rest = submit(batches, 2, 3)
+    batches.flush()
+    assert server.messages == [[0, 1]]
+    server.unblocked.set()
+    assert_done([*first, *rest], 0, 1, 2, 3)
+    assert server.messages == [[0, 1], [2, 3]]
+
+
+def test_rejected_parts_need_no_free_thread(server: Server) -> None:
+    threads = DaemonThreads(1, "test")
+    batches = Batches(threads, server.send, server.run_alone, max_in_flight=1, holds=True)
+    server.rejected = {0, 1, 2}
+    futures = submit(batches, 0, 1, 2)
+    batches.flush()
+    assert_done(futures, 0, 1, 2)
+    threads.shutdown()
+
+
+def test_close_fails_the_rest_of_a_failed_batch(server: Server, batches: Batches[int, int]) -> None:
+    server.gate.clear()
+    server.error = UnavailableError("closed")
+    futures = submit(batches, 0, 1, 2)
+    batches.flush()
+    assert server.begun.acquire(timeout=5)
+    batches.close()
+    server.gate.set()
+    assert all(isinstance(future.exception(5), UnavailableError) for future in futures)
+    assert not server.alone
 
 
 def test_close_fails_the_transfers_that_wait(batches: Batches[int, int]) -> None:

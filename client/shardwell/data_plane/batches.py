@@ -6,7 +6,9 @@ older than ``_MAX_AGE_S``. Other transfers start at once, and those that come wh
 
 Note: [Rejected batches]
     A batch is sent once. If it fails, or the server rejects some of its parts, each of these parts is transferred by
-    itself, with the retries, the explanations and the moves that a single transfer has.
+    itself, with the retries, the explanations and the moves that a single transfer has. These may take as long as the
+    session waits for a server, so they delay neither the other results of the batch nor each other. Only parts with the
+    same key are transferred in order, and all of them before the next batch.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Executor, Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -37,6 +40,10 @@ _MAX_AGE_S = 0.01
 """A batch whose first transfer is older is sent with the next transfer."""
 
 
+_MAX_ALONE = 8
+"""Rejected parts of a batch that are transferred at the same time. A server must not occupy all threads."""
+
+
 class Rejected(enum.Enum):
     """Result of a part of a batch that must be transferred by itself."""
 
@@ -50,6 +57,7 @@ Result = TypeVar("Result")
 @dataclass(slots=True, eq=False)
 class _Waiting(Generic[Transfer, Result]):
     transfer: Transfer
+    key: Hashable
     future: Future[Result] = field(default_factory=Future)
 
 
@@ -60,7 +68,7 @@ class Batches(Generic[Transfer, Result]):
         threads: Run the transfers. They must start calls in the order in which they are submitted.
         send: Sends transfers in one message; returns the result of each, or ``REJECTED``.
         alone: Runs one transfer by itself.
-        max_in_flight: Limit of messages in flight. With 1, the transfers end in order.
+        max_in_flight: Limit of messages in flight. With 1, transfers with the same key end in order.
         holds: Whether transfers are held back until they are awaited.
     """
 
@@ -84,14 +92,15 @@ class Batches(Generic[Transfer, Result]):
         """When the first transfer that is held back was submitted."""
         self._closed = False
 
-    def submit(self, transfer: Transfer, size_bytes: int) -> Future[Result]:
+    def submit(self, transfer: Transfer, size_bytes: int, key: Hashable = None) -> Future[Result]:
         """Queues a transfer; returns the future of its result.
 
         Args:
             transfer: The transfer.
             size_bytes: Size of its values.
+            key: Orders it after earlier transfers with the same key. None: it is independent of all others.
         """
-        waiting = _Waiting[Transfer, Result](transfer)
+        waiting = _Waiting[Transfer, Result](transfer, object() if key is None else key)
         with self._lock:
             if self._closed:
                 raise closed_error()
@@ -115,7 +124,7 @@ class Batches(Generic[Transfer, Result]):
                 self._start()
 
     def close(self) -> None:
-        """Fails the waiting transfers. Messages in flight continue."""
+        """Fails the waiting transfers, and the parts of batches in flight that would have to be transferred again."""
         with self._lock:
             self._closed = True
             waiting = list(self._waiting)
@@ -152,10 +161,38 @@ class Batches(Generic[Transfer, Result]):
 
     def _finish(self, batch: Sequence[_Waiting[Transfer, Result]], results: Sequence[Result | Rejected]) -> None:
         """Completes the futures of a batch. See Note: [Rejected batches]."""
+        rejected = dict[Hashable, list[_Waiting[Transfer, Result]]]()
         for each, result in zip(batch, results, strict=True):
-            try:
-                found = self._alone(each.transfer) if isinstance(result, Rejected) else result
-            except BaseException as error:
-                each.future.set_exception(error)
+            if isinstance(result, Rejected):
+                rejected.setdefault(each.key, []).append(each)
             else:
-                each.future.set_result(found)
+                each.future.set_result(result)
+        self._run_alone(deque(rejected.values()))
+
+    def _run_alone(self, groups: deque[list[_Waiting[Transfer, Result]]]) -> None:
+        """Runs each transfer by itself: those of one group in order, several groups at the same time."""
+
+        def work() -> None:
+            with suppress(IndexError):  # no group is left
+                while True:
+                    for each in groups.popleft():
+                        self._complete(each)
+
+        helpers: list[Future[None]] = []
+        with suppress(RuntimeError):  # the threads were shut down
+            for _ in range(min(len(groups), _MAX_ALONE) - 1):
+                helpers.append(self._threads.submit(work))
+        work()
+        for helper in helpers:
+            if not helper.cancel():  # do not wait for a thread: all may be waiting like this one
+                helper.result()
+
+    def _complete(self, waiting: _Waiting[Transfer, Result]) -> None:
+        try:
+            if self._closed:
+                raise closed_error()
+            result = self._alone(waiting.transfer)
+        except BaseException as error:
+            waiting.future.set_exception(error)
+        else:
+            waiting.future.set_result(result)

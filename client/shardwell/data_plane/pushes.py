@@ -260,7 +260,7 @@ class Pushes:
         # The pushes of one queue are sent in order.
         in_order = previous is None or batched_with is batches or previous.done()
         if batches is not None and isinstance(push, ShardPush) and in_order:
-            future = batches.submit(push, shard_bytes)
+            future = batches.submit(push, shard_bytes, key)
             self._last_part[key] = future, batches
             return future
         self._flush()  # the push may wait for one of them
