@@ -338,6 +338,27 @@ def test_connections_of_callers_without_a_token_are_closed(address: str, path: s
         assert client.call("ListRuns", coordinator_pb2.ListRunsRequest()).runs == []
 
 
+def test_client_repeats_a_request_that_was_refused_because_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other trainers of the run may be the cause, and they finish."""
+    refusals = 0
+    with ShardServer() as server:
+        admitted = limits.RequestLimits.begin
+
+        def refuse_twice(*arguments: Any) -> float:
+            nonlocal refusals
+            if refusals < 2:
+                refusals += 1
+                raise TooManyRequestsError("run 'gpt' has 32768 unfinished requests")
+            return admitted(*arguments)
+
+        monkeypatch.setattr(limits.RequestLimits, "begin", refuse_twice)
+        request = shard_pb2.DescribeServerRequest()
+        with pytest.raises(TooManyRequestsError):
+            server.client.call("DescribeServer", request)
+        server.client.call("DescribeServer", request, retry_for_s=20.0)
+        assert refusals == 2
+
+
 def test_host_without_a_token_keeps_few_calls_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_OPEN_CALLS_AT_ONCE", 5)
     with shardwell.testing.in_process_cluster() as address, ExitStack() as stack:

@@ -17,7 +17,13 @@ from shardwell.credentials import find_credentials
 from shardwell_wire.byte_streams import EncryptedStream, PlainStream
 from shardwell_wire.channel import open_channel
 from shardwell_wire.credentials import Credentials
-from shardwell_wire.errors import DeadlineError, ShardwellError, UnavailableError, from_rpc_error
+from shardwell_wire.errors import (
+    DeadlineError,
+    ShardwellError,
+    TooManyRequestsError,
+    UnavailableError,
+    from_rpc_error,
+)
 from shardwell_wire.retry import retry
 from shardwell_wire.tls import must_encrypt
 from shardwell_wire.tls_problems import connection_error
@@ -229,7 +235,11 @@ class ServiceClient:
         )
 
     def attempt(self, action: Callable[[], Result], *, retry_for_s: float) -> Result:
-        """Calls ``action`` with retries while the server is unavailable, and maps the errors of gRPC."""
+        """Calls ``action`` with retries, and maps the errors of gRPC.
+
+        Retries while the server is unavailable, and while this caller or its run has too many requests: the server
+        refuses such a request before it decodes it, and the requests of other trainers of the run may be the cause.
+        """
 
         def mapped() -> Result:
             try:
@@ -249,7 +259,8 @@ class ServiceClient:
                 raise error
             self._check()
 
-        return retry(mapped, limit_s=retry_for_s, check=check, sleep=self._closed.wait)
+        errors = (UnavailableError, TooManyRequestsError)
+        return retry(mapped, limit_s=retry_for_s, errors=errors, check=check, sleep=self._closed.wait)
 
     def _mapped(self, error: grpc.RpcError) -> ShardwellError:
         return connection_error(error, self.peer, self.address, self.credentials.tls)
