@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwell_server.optimizer_checks import allocation_key
 from shardwell_server.shard.arithmetic import update_pieces
 from shardwell_server.shard.arithmetic.shard_optimizer import ShardOptimizer
+from shardwell_server.shard.arithmetic.update_pieces import Piece
+from shardwell_server.shard.memory.shared_memory import SharedBuffer
+from shardwell_server.shard.state.undo_area import SharedProgress, UndoArea
 from shardwell_wire.optimizers import OPTIMIZERS
 from shardwell_wire.v1 import common_pb2
 from tests.unit.test_shard_optimizers import bits, step_of
@@ -98,6 +102,53 @@ def trained(algorithm: str, dtype: torch.dtype, do: Callable[[int, Callable[[], 
 @pytest.fixture
 def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(update_pieces, "SLICE_BYTES", 4096)
+
+
+class KilledError(Exception):
+    """Raised where a process ends."""
+
+
+class KilledProgress(SharedProgress):
+    """The progress of a process that ends after some pieces."""
+
+    pieces = 0
+
+    def run(self, piece: Piece) -> None:
+        if self.pieces == 0:
+            raise KilledError
+        self.pieces -= 1
+        super().run(piece)
+
+
+@pytest.mark.parametrize("pieces", range(5))
+def test_averages_allocated_one_after_the_other_are_finished_by_the_next_process(pieces: int) -> None:
+    def prepared(values: list[torch.Tensor]) -> ShardOptimizer:
+        optimizer = ShardOptimizer(values)
+        optimizer.prepare([True, True], step, [-1, 0])  # the optimizer that was expected
+        optimizer.prepare([True, True], step, [0, 0])
+        return optimizer
+
+    step, expected = settings_of("sgd"), [torch.ones(4), torch.ones(6)]
+    gradients = [torch.full((4,), 0.5), torch.full((6,), 0.25)]
+    undisturbed = prepared(expected)
+    undisturbed.step(gradients, step, [0, 0], 1.0)
+
+    values = [torch.ones(4), torch.ones(6)]
+    former = prepared(values)
+    content, word = former.content(), memoryview(bytearray(8))
+    area = UndoArea(SharedBuffer("/none", torch.zeros(1 << 16, dtype=torch.uint8)))
+    progress = KilledProgress(area, word, step=3)
+    progress.pieces = pieces
+    with suppress(KilledError):
+        former.step(gradients, step, [0, 0], 1.0, progress=progress)
+    if former.is_updating:
+        former = ShardOptimizer(values)
+        former.take_up(content)
+        former.step(gradients, step, [0, 0], 1.0, progress=SharedProgress(area, word, step=3))
+    for part in range(2):
+        found, wanted = former.averages[part], undisturbed.averages[part]
+        assert found is not None and wanted is not None
+        assert torch.equal(found, wanted) and torch.equal(values[part], expected[part])
 
 
 @pytest.mark.usefixtures("small_slices")

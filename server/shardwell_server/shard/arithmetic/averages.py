@@ -59,7 +59,8 @@ class Averages:
             decay: Weight of the previous average. None: averages do not change.
         """
         existing = {part: average for part, average in enumerate(self._averages) if average is not None}
-        return AveragedUpdate(self._values, existing, dict(fresh), decay, has_started=self._has_started)
+        ordered = dict(sorted(fresh.items()))  # the pieces have the same order in every process
+        return AveragedUpdate(self._values, existing, ordered, decay, has_started=self._has_started)
 
     def settle(self, update: AveragedUpdate) -> None:
         """Records the averages that an update has started."""
