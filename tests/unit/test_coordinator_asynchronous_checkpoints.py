@@ -134,6 +134,37 @@ def test_all_ranks_of_another_number_continue_at_the_lowest_item(tmp_path: Path)
     run_async(test())
 
 
+def test_the_first_item_of_other_data_ranks_is_answered_with_its_own_commit(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with harness(tmp_path) as cluster:
+            a, _ = await team(cluster, "a", "b", consistency=ASYNCHRONOUS)
+            for _ in range(2):
+                await take_item(a)
+            saved = await save(cluster, tmp_path, a)
+            single = settings(tmp_path, dp=3, min_trainers=1)
+            joined = await cluster.join("a", run="s", config=single, resume=saved.url, wait_s=5)
+            assert [(item.dp_rank, item.number) for item in joined.items.values()] == [(0, 0)]
+            answer = await take_item(joined)
+            assert (answer.version, answer.HasField("staleness"), answer.staleness) == (3, True, 0)
+
+    run_async(test())
+
+
+def test_a_loaded_run_keeps_its_settings_before_it_starts(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with harness(tmp_path) as cluster:
+            a, _ = await three_items(cluster)
+            saved = await save(cluster, tmp_path, a)
+            first = await cluster.try_join("a", run="s", incarnation="a", config=settings(tmp_path), resume=saved.url)
+            assert not first.started
+            await cluster.until(lambda: cluster.state.runs["s"].checkpoints.restore is None, "the run is loaded")
+            await cluster.call("Leave", run="s", run_id=first.run_id, trainer="a", epoch=first.epoch)
+            with pytest.raises(RunMismatchError, match="dp"):
+                await cluster.join("a", run="s", config=settings(tmp_path, dp=3, min_trainers=1), wait_s=5)
+
+    run_async(test())
+
+
 def test_a_synchronous_and_an_asynchronous_run_cannot_continue_each_other(tmp_path: Path) -> None:
     async def test() -> None:
         async with harness(tmp_path) as cluster:

@@ -89,7 +89,7 @@ class TrainerLeases:
             run = self._state.create_run(name, settings, run_id)
             message = f"{settings.world}, seed {settings.seed}, starts with {settings.min_trainers} trainers"
             self._state.events.add(EventKind.RUN_CREATED, message, run=name)
-        elif not run.started and not run.members.live and run.settings != settings:
+        elif not (run.started or run.members.live or run.is_loaded) and run.settings != settings:
             run.replace_settings(replace(settings, backups=settings.backups or run.settings.backups))
         run.settings.require_same(name, settings)
         return run

@@ -74,9 +74,12 @@ class CommittedSteps:
         return next((record for record in self.records if record.step == step), None)
 
     def find_item(self, dp_rank: int, number: int) -> CommitRecord | None:
-        """Returns the record of a work item of an asynchronous run. None: the record is no longer kept."""
+        """Returns the record of a work item of an asynchronous run. None: the record is no longer kept.
+
+        Records from a checkpoint with other data ranks name no trainer: they are of no item.
+        """
         key = (dp_rank, number)
-        return next((record for record in self.records if (record.dp_rank, record.item) == key), None)
+        return next((each for each in self.records if each.trainer and (each.dp_rank, each.item) == key), None)
 
     def restore(
         self, records: Sequence[CommitRecord], state: bytes | None, servers: Iterable[tuple[str, str]], now: float

@@ -128,7 +128,7 @@ class Run:
             self.tell(self.members)
 
     def replace_settings(self, settings: RunSettings) -> None:
-        """Replaces the settings of a run that never started and has no live trainer."""
+        """Replaces the settings of a run that never started, has no units and no live trainer."""
         self.settings = settings
         self.work = self._new_work()
         self.touch()
@@ -380,6 +380,11 @@ class Run:
         return min(lowest, key=preference, default=None)
 
     # Checkpoints
+
+    @property
+    def is_loaded(self) -> bool:
+        """True if the run has units, or is being loaded from a checkpoint: their shards depend on its settings."""
+        return self.checkpoints.restore is not None or len(self.units) > 0
 
     @property
     def filled_from(self) -> CheckpointSource | None:
