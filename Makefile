@@ -25,7 +25,7 @@ GENERATE := -m grpc_tools.protoc -I. --python_out=$$out --grpc_python_out=$$out 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-grid larger-than-trainer test lint lint-protos format protos check-protos test-protobuf bench bench-full bench-grid bench-network bench-growth compose-test lock audit chaos simulate fuzz clean
+.PHONY: help install demo demo-grid larger-than-trainer test test-long lint lint-protos format protos check-protos test-protobuf bench bench-full bench-grid bench-network bench-growth compose-test lock audit chaos simulate fuzz clean
 
 help:  ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ larger-than-trainer: install  ## Train a model of 8 times a trainer's memory, al
 
 test: install  ## Run the tests
 	@OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+
+test-long: install  ## Run the tests that take whole examples and benchmarks (6 minutes)
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -m long
 
 lint: install check-protos  ## Check formatting, style, types, imports and stubs
 	@$(BIN)/ruff format --check .

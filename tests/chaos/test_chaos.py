@@ -7,11 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.chaos.timeline import InjectedFault, Period, Timeline, percentile, summary
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.long
 def test_short_run_under_faults(tmp_path: Path) -> None:
     options = "--minutes 0.3 --faults 7 --warm-up 15 --seed 5 --no-namespace"
     command = [sys.executable, "-m", "tests.chaos", *options.split(), "--logs", str(tmp_path)]

@@ -47,6 +47,7 @@ def test_demo_prints_loss_samples_and_costs(text: Path, tmp_path: Path) -> None:
     assert paragraph.count("MB") >= 6, "bytes moved, unit memory, and memory of trainers and servers"
 
 
+@pytest.mark.long
 def test_another_trainer_prints_when_the_trainer_of_rank_0_is_killed(text: Path, tmp_path: Path) -> None:
     options = ["--text", str(text), "--num-steps", "80", "--output", str(tmp_path / "out"), *SMALL]
     with subprocess.Popen(
@@ -73,6 +74,7 @@ def test_another_trainer_prints_when_the_trainer_of_rank_0_is_killed(text: Path,
     assert f"[{other}] The loss fell from" in output
 
 
+@pytest.mark.long
 def test_demo_kills_a_trainer_and_a_server_and_gets_the_same_weights(text: Path) -> None:
     options = ["--text", str(text), "--num-steps", "12", *SMALL]
     mark = uuid.uuid4().hex
@@ -107,6 +109,7 @@ def _mark_of(process: psutil.Process) -> str | None:
         return None
 
 
+@pytest.mark.long
 def test_text_is_served_from_the_model_that_trains(text: Path) -> None:
     options = ["--text", str(text), "--num-steps", "40", "--vocab-size", "60", "--context", "16", "--prompt", "the cat"]
     done = subprocess.run(

@@ -27,6 +27,7 @@ def network() -> Iterator[Network]:
         network.__exit__()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("grid", [pipeline_grid(MODEL, length=16), tensor_grid(MODEL, length=16)], ids=["pp", "tp"])
 def test_bytes_between_hosts_are_those_of_weights_and_gradients(network: Network, grid: Grid) -> None:
     link = measure_link(network, grid, steps=3)

@@ -13,6 +13,7 @@ ARGUMENTS = example.parse_arguments(["--num-steps", "1"])
 LIMIT_BYTES = ARGUMENTS.limit_mib << 20
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(psutil.virtual_memory().available < NEEDED_BYTES, reason="the servers need 5 GB")
 def test_trainer_with_an_eighth_of_the_state_trains_to_the_bits_of_plain_pytorch() -> None:
@@ -29,6 +30,7 @@ def test_trainer_with_an_eighth_of_the_state_trains_to_the_bits_of_plain_pytorch
     assert plain.last("digest") == ours[0].last("digest")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("role", "count"), [("fsdp2", 2), ("plain", 1)])
 def test_peers_run_out_of_memory_under_the_same_limit(role: str, count: int, tmp_path: object) -> None:
