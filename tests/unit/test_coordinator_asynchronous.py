@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 
 from shardwell_wire.consistency import ASYNCHRONOUS, BOUNDED_STALENESS, SYNCHRONOUS, Consistency
-from shardwell_wire.errors import InvalidRequestError, RunMismatchError, ShardwellError, StaleEpochError
+from shardwell_wire.errors import (
+    InvalidRequestError,
+    RunMismatchError,
+    ShardwellError,
+    StaleEpochError,
+    UnavailableError,
+)
 from shardwell_wire.topology import World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 from tests.support.asynchronous import commits, take_item, team
@@ -43,6 +49,30 @@ def test_each_item_is_committed_by_itself(tmp_path: Path) -> None:
             manifests = cluster.shards["s0"].manifests
             assert [[rank.dp_rank for rank in manifest.ranks] for manifest in manifests] == [[0], [0], [1]]
             assert {manifest.dp for manifest in manifests} == {1}
+
+    run_async(test())
+
+
+def test_no_item_is_prepared_after_a_commit_of_unknown_outcome(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await team(cluster, "a", "b")
+            for trainer in (a, b):
+                await trainer.finish(0, wait_s=5)
+            manifests, database = cluster.shards["s0"].manifests, cluster.state.storage._database
+            write = database.write
+
+            def fail(*arguments: Any, **options: Any) -> None:
+                write(*arguments, **options)
+                database.lost = UnavailableError("its outcome cannot be determined")
+                raise database.lost
+
+            database.write = fail  # type: ignore[method-assign]
+            for trainer in (a, b):
+                with pytest.raises(UnavailableError, match="cannot be determined"):
+                    await trainer.commit(0, wait_s=5)
+            assert [[rank.dp_rank for rank in manifest.ranks] for manifest in manifests] == [[0]]
+            database.lost, database.write = None, write  # type: ignore[method-assign]
 
     run_async(test())
 

@@ -132,6 +132,10 @@ class StepPreparer:
         if generation != step.generation or not run.work.is_in_flight(step):
             # An item was reset and is unfinished. The servers would accept an incomplete manifest.
             return
+        if (lost := self._state.storage.why_lost) is not None:
+            # A step may be committed whose record this coordinator could not confirm. The servers must still have what
+            # they prepared for it when the next coordinator sends its update.
+            raise type(lost)(str(lost), **lost.data)
         optimizer = _expected_optimizer(run, step)
 
         def request(server_id: str) -> shard_pb2.PrepareStepRequest:
