@@ -108,6 +108,18 @@ def test_steps_replace_no_record(dp: int, shared: SharedMemory, monkeypatch: pyt
             written.clear()
 
 
+@pytest.mark.parametrize("dp", [1, 2])
+def test_step_that_was_skipped_at_first_is_saved_when_it_is_not(dp: int, shared: SharedMemory) -> None:
+    with ShardServer(shared=shared) as server:
+        unit = OneUnit(server, LAYOUT, dp=dp).begin()
+        for rank in range(dp):
+            unit.push(unit.filled(1.0), rank=rank)
+        unit.prepare(0, skip=True)
+        assert saved(shared).prepared == PreparedRecord([], skipped=True)
+        unit.prepare(0)  # the gradient that was not finite belonged to another shard, and was computed again
+        assert saved(shared).prepared == PreparedRecord([0, 1], skipped=False)
+
+
 def test_folder_of_a_server_that_only_updates_in_place_stays_new(
     shared: SharedMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,7 +93,7 @@ class MeanGradient:
         except BaseException:
             self.release(buffer)
             raise
-        self.in_file = file is not None
+        self.in_file, self.recorded = file is not None, False
 
     def _views_of_file(self, file: torch.Tensor) -> list[torch.Tensor]:
         if self._file is None or self._file[0] is not file:
