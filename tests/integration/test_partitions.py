@@ -238,9 +238,15 @@ SIZE = 4 * 60_000
         (SIZE, {"state": [{"parameter_index": 0, "name": "a", "dtype": 1}]}, ChunkError, "the last chunk"),
         (
             SIZE,
-            {"state": [{"parameter_index": 0, "name": "a", "dtype": 1, "shape": [1 << 40, 1 << 40]}]},
+            {"state": [{"parameter_index": 0, "name": "a", "dtype": 1, "shape": [1 << 19, 1 << 19]}]},
             CapacityError,
             "do not fit the memory budget",
+        ),
+        (
+            SIZE,
+            {"state": [{"parameter_index": 0, "name": "a", "dtype": 1, "shape": [1 << 40, 1 << 40]}]},
+            InvalidRequestError,
+            "expected at most 1099511627776 bytes",
         ),
         (
             SIZE,

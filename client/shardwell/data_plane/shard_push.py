@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from shardwell.data_plane.batches import Rejected
 from shardwell.data_plane.shard_owner import ShardOwner
@@ -36,26 +37,34 @@ class ShardPush:
 
     def __call__(self, nearly_done: NearlyDone) -> None:
         """Pushes the part by itself, to the present owner of the shard."""
-        self.reach("client.push.before")
+        self.reach_before()
         self._owner.run(
             lambda server: server.push(self.prepared, wait_limit_s=self.wait_limit_s, nearly_done=nearly_done)
         )
-        self.reach("client.push.after")
+        self.reach_after()
 
-    def reach(self, point: str) -> None:
-        """Marks a fault point of the push."""
+    def reach_before(self) -> None:
+        """Marks the fault point before the push."""
         if fault_points.are_armed():
-            header = self.prepared.header
-            fault_points.reach(point, unit=header.unit, dp_rank=header.dp_rank, part=header.part)
+            fault_points.reach("client.push.before", **self._fields())
+
+    def reach_after(self) -> None:
+        """Marks the fault point after the push."""
+        if fault_points.are_armed():
+            fault_points.reach("client.push.after", **self._fields())
+
+    def _fields(self) -> dict[str, Any]:
+        header = self.prepared.header
+        return {"unit": header.unit, "dp_rank": header.dp_rank, "part": header.part}
 
 
 def push_together(pushes: Sequence[ShardPush]) -> list[Rejected | None]:
     """Sends pushes to one server in one message, for ``Batches``."""
     for push in pushes:
-        push.reach("client.push.before")
+        push.reach_before()
     first = pushes[0]
     accepted = first.server.push_batch([push.prepared for push in pushes], wait_limit_s=first.wait_limit_s)
     for push, is_accepted in zip(pushes, accepted, strict=True):
         if is_accepted:
-            push.reach("client.push.after")
+            push.reach_after()
     return [None if is_accepted else Rejected.REJECTED for is_accepted in accepted]

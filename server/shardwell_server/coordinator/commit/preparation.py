@@ -19,7 +19,7 @@ from shardwell_server.coordinator.runs.module_buffers import changed_buffers
 from shardwell_server.coordinator.runs.proposals import committed_optimizer
 from shardwell_server.coordinator.runs.run import Run
 from shardwell_server.coordinator.runs.step import Step
-from shardwell_server.coordinator.servers.shard_servers import ShardServers
+from shardwell_server.coordinator.servers.shard_servers import ShardServers, check_recoverable
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.optimizer_checks import allocation_key, units_that_count
 from shardwell_wire.errors import IncompleteStepError, NonFiniteError, ShardwellError, StepStateError
@@ -157,6 +157,7 @@ class StepPreparer:
             if generation != step.generation or not run.work.is_in_flight(step):
                 return  # the error is about a former attempt
             if not isinstance(error, NonFiniteError | IncompleteStepError):
+                check_recoverable(run, self._state.cluster)  # a restarted server knows only that it lacks the run
                 raise
             step.record_failure(error)
             self._state.events.add(EventKind.STEP_FAILED, f"step {step.number}: {error}", run=run.name)
