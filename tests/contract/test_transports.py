@@ -5,6 +5,7 @@ The transports are those of the client's selector, so a new transport is tested 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
@@ -427,6 +428,19 @@ def test_all_transports_round_gradients_equally(
         each.update(0)
         results.append(each.flat(each.gather(1)[1]))
     assert torch.equal(*results)
+
+
+def test_a_closed_connection_unmaps_its_gradient_buffers(server: ShardServer) -> None:
+    """Trainers keep queues for the connections to lost servers, whose buffers must not stay in memory with them."""
+    one = unit(server)
+    connection = connected(one, "shm", "grpc")
+    prepared: Any = prepared_push(one, connection, 1.0)
+    mapping = weakref.ref(prepared.buffer.memory)
+    connection.release()
+    del prepared
+    assert mapping() is not None, "kept for the next gradient"
+    connection.close()
+    assert mapping() is None
 
 
 # Batches.

@@ -125,6 +125,12 @@ class GradientBuffers:
                 if dp_rank is None or rank == dp_rank:
                     self._release(buffer)
 
+    def close(self) -> None:
+        """Forgets all buffers. One that a push still refers to stays mapped until the push ends."""
+        with self._lock:
+            self._free.clear()
+            self._used.clear()
+
     def _release(self, buffer: GradientBuffer) -> None:
         shard, _ = self._used.pop(buffer, (None, None))
         if shard is not None:
@@ -393,5 +399,7 @@ class ShmTransport(SharedTransport):
         return self._rpc.broke_within(timeout_s)
 
     def close(self) -> None:
-        """See ``Transport``. The server releases the buffers."""
+        """See ``Transport``. The server releases the buffers, and this process unmaps them."""
         self._rpc.end()
+        self._gradient_buffers.close()
+        self._staging_buffers.clear()
