@@ -3,7 +3,7 @@
 PYTHON ?= python3.11
 PIP_OPTIONS ?=
 DEMO_OPTIONS ?=
-TEST_PROCESSES ?= 2
+TEST_PROCESSES ?= 3
 
 VENV := .venv
 BIN := $(VENV)/bin

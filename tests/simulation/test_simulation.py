@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SCHEDULES = int(os.environ.get("SHARDWELL_SIMULATION_SCHEDULES", "1000"))
+SCHEDULES = int(os.environ.get("SHARDWELL_SIMULATION_SCHEDULES", "400"))
 PARTS = 4
 
 
