@@ -260,6 +260,26 @@ def test_refused_promotion_is_logged_once(tmp_path: Path, caplog: pytest.LogCapt
     assert caplog.text.count("fake: no version") == 1
 
 
+def test_stopped_coordinator_sends_no_more_requests(tmp_path: Path) -> None:
+    """Also if a server has not answered yet, in a process that goes on, such as that of ``in_process_cluster``."""
+
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=2) as cluster:
+            trainers = await started(cluster)
+            await take_step(trainers, 0)
+            await cluster.settle()
+            shard = cluster.shards["s1"]
+            shard.fail = fail_times("PromoteShards", 10**6, UnavailableError("busy"))
+            kill(cluster, "s0")
+            await cluster.until(lambda: shard.calls["PromoteShards"] > 3, "repeated requests")
+            calls = run_of(cluster).calls
+            await cluster.stop()
+            await cluster.until(lambda: not calls.promoting.in_flight, "the end of the repeated requests")
+            await cluster.start()
+
+    run_async(scenario())
+
+
 def test_other_backups_stay_in_sync_after_a_promotion(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path, num_shards=3) as cluster:

@@ -105,6 +105,8 @@ class Coordinator:
             yield
         finally:
             await state.tasks.close()
+            for run in state.runs.values():
+                run.calls.stop_repeating()
             self.checkpoint_files.close()
 
     async def _watch_leases(self) -> None:

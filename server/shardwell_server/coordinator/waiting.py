@@ -62,6 +62,11 @@ class SharedCall(Generic[Result]):
             self._task.add_done_callback(_retrieve_exception)
         return await asyncio.shield(self._task)
 
+    def cancel(self) -> None:
+        """Cancels the call in flight, if there is one."""
+        if self._task is not None:
+            self._task.cancel()
+
 
 def _retrieve_exception(task: asyncio.Task[Any]) -> None:
     """Marks the exception as retrieved. asyncio would warn if all waiters were cancelled before the task failed."""

@@ -48,3 +48,8 @@ class StepCalls:
     """Gives shards of lost servers to others."""
     building: SharedCall[None] = field(default_factory=SharedCall)
     """Builds and releases backups."""
+
+    def stop_repeating(self) -> None:
+        """Cancels the calls that are repeated until all servers have answered. Some of these may never answer."""
+        self.fencing.cancel()
+        self.promoting.cancel()
