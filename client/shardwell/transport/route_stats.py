@@ -21,7 +21,8 @@ class RouteTotals:
     peer_bytes: int = 0
     """Bytes of this trainer's gradients that went to other trainers, in shared memory or over the network."""
     seconds: float = 0.0
-    """Seconds from the start of each push until the servers had acknowledged it, added up. Pushes overlap."""
+    """Seconds from the start of each push until the servers had acknowledged it, added up. Pushes overlap. Includes the
+    time for which a small push waits for others, to share a message with them."""
 
 
 @dataclass(slots=True)
