@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import grpc
 import pytest
 import torch
 import xxhash
@@ -108,7 +109,7 @@ def test_a_batch_of_a_wrong_size_is_rejected(server: ShardServer, count: int) ->
 
 def gather(server: ShardServer, *ranges: shard_pb2.GatherRequest, timeout_s: float = 20.0) -> list[Any]:
     request = shard_pb2.GatherBatchRequest(run="r", run_id="id-of-r", ranges=ranges)
-    return list(server.client.call("GatherBatch", request, timeout_s=timeout_s).ranges)
+    return list(server.client.fetch_batch(request, timeout_s=timeout_s).ranges)
 
 
 def test_a_batch_of_gathers_has_the_bytes_of_each_range(server: ShardServer) -> None:
@@ -148,3 +149,18 @@ def test_a_batch_of_gathers_for_another_run_or_of_a_wrong_size_is_rejected(serve
     for count in (0, MAX_PARTS + 1):
         error = error_of(lambda count=count: gather(server, *[one.gather_request(0)] * count))
         assert isinstance(error, InvalidRequestError) and f"the batch has {count} ranges" in str(error)
+
+
+def test_unread_batches_of_gathers_stay_within_the_limits_of_streams(server: ShardServer) -> None:
+    sending = server.store.memory.sending
+    one = OneUnit(server, layout_of("large", a=((MAX_GATHERED_BYTES // 4,), "float32")), index=0).begin()
+    request = shard_pb2.GatherBatchRequest(run="r", run_id="id-of-r", ranges=[one.gather_request(0)])
+    small_window = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+    with grpc.insecure_channel(server.client.address, options=small_window) as channel:
+        gather_batch = channel.unary_stream("/shardwell_wire.v1.ShardService/GatherBatch")
+        unread = [gather_batch(request.SerializeToString(), timeout=60.0) for _ in range(400)]
+        server.until(lambda: len(sending._waiting) > 100, "the responses wait for memory")
+        assert server.evaluate(lambda: sending.used_bytes) <= sending.peer_limit_bytes
+        for call in unread:
+            call.cancel()
+    server.until(lambda: sending.used_bytes == 0 and not sending._waiting, "all memory is released")

@@ -141,7 +141,7 @@ def test_steps_update_values_and_state_in_the_staging_buffer(server: ShardServer
         assert_all([value for value in one.gather(4)[1] if value.numel()], -4.0)
         one.drop()
     assert server.unreserved_bytes() == 0
-    assert server.evaluate(lambda: server.store.memory.used_bytes) == 0
+    server.until(lambda: server.store.memory.used_bytes == 0, "the closed sessions release their memory")
 
 
 def test_values_and_state_change_only_with_the_update(server: ShardServer) -> None:
@@ -181,7 +181,7 @@ def test_staged_values_survive_another_read_of_the_partition(server: ShardServer
         assert sums(own.read(3)) == {3.0}
         one.drop()
     assert server.unreserved_bytes() == 0
-    assert server.evaluate(lambda: server.store.memory.used_bytes) == 0
+    server.until(lambda: server.store.memory.used_bytes == 0, "the closed sessions release their memory")
 
 
 def test_restarted_work_item_invalidates_the_staging_buffer(server: ShardServer) -> None:
@@ -224,7 +224,7 @@ def test_values_staged_by_a_lost_trainer_are_applied(server: ShardServer, transp
         assert sums(part) == {4.0}
         assert_all(one.gather(4)[1], -4.0)
         one.drop()
-    assert server.evaluate(lambda: server.store.memory.used_bytes) == 0
+    server.until(lambda: server.store.memory.used_bytes == 0, "the closed sessions release their memory")
 
 
 def test_trainer_lost_before_staging_leaves_no_trace(server: ShardServer) -> None:

@@ -123,6 +123,16 @@ def test_a_message_has_a_limited_number_of_parts(server: Server, batches: Batche
     assert sorted(sent + server.alone) == list(range(100))
 
 
+def test_the_values_of_a_message_have_limited_bytes(server: Server, batches: Batches[int, int]) -> None:
+    server.gate.clear()
+    futures = submit(batches, *range(2), size=200 << 10)
+    assert server.begun.acquire(timeout=10)
+    futures += submit(batches, *range(2, 8), size=200 << 10)
+    server.gate.set()
+    assert_done(futures, *range(8))
+    assert server.messages == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
 def test_a_single_transfer_needs_no_batch(server: Server, batches: Batches[int, int]) -> None:
     futures = submit(batches, 7)
     batches.flush()

@@ -1,8 +1,8 @@
-"""``poll`` sees every change, including changes during its check."""
+"""``poll`` sees every change, including changes during its check. Background tasks end with the coordinator."""
 
 import asyncio
 
-from shardwell_server.coordinator.waiting import Signal, poll
+from shardwell_server.coordinator.waiting import BackgroundTasks, Signal, poll
 
 
 def test_change_during_the_check_is_not_missed() -> None:
@@ -30,3 +30,23 @@ def test_poll_ends_after_its_timeout() -> None:
         return await poll(Signal(), look, wait_s=0.01)
 
     assert asyncio.run(scenario()) is None
+
+
+def test_work_is_not_started_after_the_tasks_were_closed() -> None:
+    started = []
+
+    async def work() -> None:
+        started.append(None)
+        await asyncio.sleep(60)
+
+    async def scenario() -> set[asyncio.Task[None]]:
+        tasks = BackgroundTasks()
+        tasks.start(work())
+        await asyncio.sleep(0)
+        await tasks.close()
+        tasks.start(work())
+        await asyncio.sleep(0)
+        return asyncio.all_tasks() - {asyncio.current_task()}
+
+    assert asyncio.run(scenario()) == set()
+    assert len(started) == 1

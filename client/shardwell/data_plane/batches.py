@@ -32,7 +32,9 @@ logger = logging.getLogger(__name__)
 MAX_STREAM_BYTES = 64 << 10
 """Largest part that a batch streams. The message is built from copies, which cost little at this size."""
 
-_MAX_PARTS = 32
+_MAX_PARTS, _MAX_BYTES = 32, 512 << 10
+"""Most parts of a message, and most bytes of their values: servers answer with no more."""
+
 _FULL_BYTES = 256 << 10
 """A batch that is held back is sent when its values have this size. Limits how long a server's reduction is delayed."""
 
@@ -58,6 +60,7 @@ Result = TypeVar("Result")
 class _Waiting(Generic[Transfer, Result]):
     transfer: Transfer
     key: Hashable
+    size_bytes: int
     future: Future[Result] = field(default_factory=Future)
 
 
@@ -100,7 +103,7 @@ class Batches(Generic[Transfer, Result]):
             size_bytes: Size of its values.
             key: Orders it after earlier transfers with the same key. None: it is independent of all others.
         """
-        waiting = _Waiting[Transfer, Result](transfer, object() if key is None else key)
+        waiting = _Waiting[Transfer, Result](transfer, object() if key is None else key, size_bytes)
         with self._lock:
             if self._closed:
                 raise closed_error()
@@ -145,11 +148,17 @@ class Batches(Generic[Transfer, Result]):
 
     def _next_batch(self) -> list[_Waiting[Transfer, Result]]:
         with self._lock:
-            count = min(self._ready_count, _MAX_PARTS)
-            self._ready_count -= count
-            if not count:
+            batch: list[_Waiting[Transfer, Result]] = []
+            left_bytes = _MAX_BYTES
+            while self._ready_count and len(batch) < _MAX_PARTS:
+                left_bytes -= self._waiting[0].size_bytes
+                if batch and left_bytes < 0:
+                    break
+                batch.append(self._waiting.popleft())
+                self._ready_count -= 1
+            if not batch:
                 self._in_flight -= 1
-            return [self._waiting.popleft() for _ in range(count)]
+            return batch
 
     def _send(self, batch: Sequence[_Waiting[Transfer, Result]]) -> Sequence[Result | Rejected]:
         try:

@@ -44,6 +44,7 @@ class ShardClient(ServiceClient):
         super().__init__(address, shard_pb2.DESCRIPTOR.services_by_name["ShardService"], check, credentials)
         self._chunk_bytes = chunk_bytes
         self._gather = self.byte_response_stub("Gather")
+        self._gather_batch = self.byte_response_stub("GatherBatch")
         self._measure = self.byte_response_stub("MeasureTransport")
         self._initialize = self.byte_request_stub("InitializeUnit")
         self._reduce_scatter = self.byte_request_stub("ReduceScatter")
@@ -143,8 +144,12 @@ class ShardClient(ServiceClient):
 
     def fetch_batch(self, request: shard_pb2.GatherBatchRequest, *, timeout_s: float) -> shard_pb2.GatherBatchResponse:
         """Sends a batch of small fetches; see ``StreamTransport``."""
-        answer: shard_pb2.GatherBatchResponse = self.call("GatherBatch", request, timeout_s=timeout_s)
-        return answer
+
+        def receive() -> shard_pb2.GatherBatchResponse:
+            (data,) = self._gather_batch(request, timeout=timeout_s)
+            return shard_pb2.GatherBatchResponse.FromString(data)
+
+        return self.attempt(receive, retry_for_s=0.0)
 
     def push_batch(self, request: shard_pb2.ReduceBatchRequest, *, timeout_s: float) -> shard_pb2.ReduceBatchResponse:
         """Sends a batch of small pushes; see ``StreamTransport``."""

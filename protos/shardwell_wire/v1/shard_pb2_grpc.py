@@ -74,7 +74,7 @@ class ShardServiceStub(object):
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.GatherRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.GatherResponse.FromString,
                 _registered_method=True)
-        self.GatherBatch = channel.unary_unary(
+        self.GatherBatch = channel.unary_stream(
                 '/shardwell_wire.v1.ShardService/GatherBatch',
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.GatherBatchRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.GatherBatchResponse.FromString,
@@ -322,7 +322,8 @@ class ShardServiceServicer(object):
 
     def GatherBatch(self, request, context):
         """Any client: as Gather, for small ranges of several units in one message. The ranges are read in their order. A range
-        that cannot be read does not affect the others: its part has the status.
+        that cannot be read does not affect the others: its part has the status. The stream has one response: of a stream,
+        gRPC tells the server when the client has taken it.
 
         INVALID_ARGUMENT: too many ranges, or one of another run. Nothing is read then.
         """
@@ -687,7 +688,7 @@ def add_ShardServiceServicer_to_server(servicer, server):
                     request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.GatherRequest.FromString,
                     response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.GatherResponse.SerializeToString,
             ),
-            'GatherBatch': grpc.unary_unary_rpc_method_handler(
+            'GatherBatch': grpc.unary_stream_rpc_method_handler(
                     servicer.GatherBatch,
                     request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.GatherBatchRequest.FromString,
                     response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.GatherBatchResponse.SerializeToString,
@@ -1034,7 +1035,7 @@ class ShardService(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
+        return grpc.experimental.unary_stream(
             request,
             target,
             '/shardwell_wire.v1.ShardService/GatherBatch',

@@ -82,9 +82,13 @@ class BackgroundTasks:
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._closed = False
 
     def start(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Starts a task."""
+        """Starts a task. After ``close``, the work is dropped: a request may end while the process stops."""
+        if self._closed:
+            work.close()
+            return
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._finish)
@@ -96,6 +100,7 @@ class BackgroundTasks:
 
     async def close(self) -> None:
         """Cancels every task and waits until all have ended."""
+        self._closed = True
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

@@ -329,8 +329,12 @@ class ShardServicer:
                 yield answer
                 await first_of(self._stopping, run.dropped)  # gRPC cancels this task when the trainer disconnects
 
-    async def GatherBatch(self, request: shard_pb2.GatherBatchRequest, call: Call) -> shard_pb2.GatherBatchResponse:
-        return await batch_requests.gather_batch(self._store, request, call.remaining_s(), call.peer)
+    async def GatherBatch(
+        self, request: shard_pb2.GatherBatchRequest, call: Call
+    ) -> AsyncIterator[shard_pb2.GatherBatchResponse]:
+        response = await batch_requests.gather_batch(self._store, request, call.remaining_s(), call.peer)
+        async with self._message(call, response.ByteSize()):
+            yield response
 
     async def MeasureTransport(self, request: shard_pb2.MeasureTransportRequest, call: Call) -> AsyncIterator[bytes]:
         encoder = chunk_streams.StreamEncoder(shard_pb2.MeasureTransportResponse(), request.size_bytes)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from shardwell_wire.errors import InternalError, ShardwellError
+from shardwell_wire.errors import InternalError, ShardwellError, UnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -23,9 +23,12 @@ class CheckpointFiles:
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(8, thread_name_prefix="shardwell-checkpoints")
+        self._closed = False
 
     async def __call__(self, work: Callable[[], Result]) -> Result:
         """Returns the result of ``work``. Unexpected errors of storage libraries become InternalError."""
+        if self._closed:
+            raise UnavailableError("the coordinator is stopping")
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, work)
         except (ShardwellError, asyncio.CancelledError):
@@ -36,4 +39,5 @@ class CheckpointFiles:
 
     def close(self) -> None:
         """Lets running work end, and starts no more."""
+        self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)

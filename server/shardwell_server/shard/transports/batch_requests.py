@@ -19,8 +19,8 @@ from shardwell_wire.v1 import shard_pb2
 MAX_PARTS = 256
 """Maximum number of parts or ranges in one request."""
 
-MAX_GATHERED_BYTES = 2 << 20
-"""Maximum size of the values in one response."""
+MAX_GATHERED_BYTES = 512 << 10
+"""Maximum size of the values in one response. Clients request no more."""
 
 
 class ReceivedStream:
