@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shardwell_wire.errors import (
     ConflictError,
+    NotFoundError,
     UnavailableError,
 )
 from tests.support.coordinator import Harness, harness, run_async, unit
+from tests.support.coordinator_steps import team_with_unit
 from tests.support.fake_shards import fail_times
 from tests.support.lost_servers import until_lost
 
@@ -194,5 +197,26 @@ def test_update_does_not_wait_for_a_restarted_server(tmp_path: Path) -> None:
             stall = await cluster.call("ExplainStall", run="r")
             assert "was restarted and has lost its shards" in stall.waiting_for[0]
             assert stall.phase == "working"
+
+    run_async(scenario())
+
+
+def test_loss_that_is_noticed_by_preparing_is_reported_as_a_loss(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await team_with_unit(cluster, "a", "b")
+
+            def fail(rpc_name: str, request: Any) -> None:
+                if rpc_name == "PrepareStep":
+                    cluster.state.cluster.servers["s1"].incarnation = "2"
+                    raise NotFoundError("this server does not hold run 'r'")
+
+            cluster.shards["s1"].fail = fail
+            await a.finish(0)
+            waiting = asyncio.create_task(a.prepare(0, wait_s=5.0))
+            await asyncio.sleep(0)
+            await b.finish(0)
+            with pytest.raises(ConflictError, match="server 's1' was restarted and has lost its shards"):
+                await waiting
 
     run_async(scenario())

@@ -81,7 +81,8 @@ def join(
 
     Raises:
         RunMismatchError: The run exists with another world, seed, min_trainers, consistency or reduction_groups; or the
-            checkpoint has another seed, or the same dp and other reduction_groups, or only one of both is asynchronous.
+            checkpoint has another seed, or the same dp and other reduction_groups. Or one of
+            the two runs is asynchronous and the other is not.
         NotFoundError: The checkpoint to resume from does not exist.
         CorruptDataError: The checkpoint to resume from is damaged.
         WorldError: The world is invalid, or does not fit ``min_trainers``, ``num_layers``, ``reduction_groups`` or the

@@ -156,12 +156,7 @@ class StepPreparer:
         except ShardwellError as error:
             if generation != step.generation or not run.work.is_in_flight(step):
                 return  # the error is about a former attempt
-            if not isinstance(error, NonFiniteError | IncompleteStepError):
-                check_recoverable(run, self._state.cluster)  # a restarted server knows only that it lacks the run
-                raise
-            step.record_failure(error)
-            self._state.events.add(EventKind.STEP_FAILED, f"step {step.number}: {error}", run=run.name)
-            run.changed.notify()
+            self._report(run, step, error)
             raise
         if generation != step.generation:
             return
@@ -179,6 +174,15 @@ class StepPreparer:
                 changed_buffers=changed_buffers(responses.values(), run.units.layouts),
             )
         )
+
+    def _report(self, run: Run, step: Step, error: ShardwellError) -> None:
+        """Records an error that lasts until an item is reset. Raises ConflictError if the cause is a lost shard."""
+        if not isinstance(error, NonFiniteError | IncompleteStepError):
+            check_recoverable(run, self._state.cluster)  # a restarted server knows only that it lacks the run
+            return
+        step.record_failure(error)
+        self._state.events.add(EventKind.STEP_FAILED, f"step {step.number}: {error}", run=run.name)
+        run.changed.notify()
 
     def note_failed_backups(self, run: Run, responses: Mapping[str, Any]) -> None:
         """Marks the backups that primaries report as failed. The commit record is stored together with this."""
