@@ -1,8 +1,10 @@
 """Measures what one unit costs in a step: time and CPU time beyond trainers that do not communicate.
 
-Run ``python -m benchmarks.unit_cost``. The model has linear layers, one unit each. The trainers of a variant (plain, or
-Shardwell over one transport) stay alive; the variants of a point take turns. CPU time is read from the kernel, of
-trainers, shard servers and the coordinator apart. It depends less on other programs than the duration of a step.
+Run ``python -m benchmarks.unit_cost``. The model has linear layers, one unit each. The variants are Shardwell over one
+transport, DDP, trainers with empty hooks, and the floor: the same bytes and wake-ups without Shardwell
+(``benchmarks.unit_floor``). The processes of a variant stay alive, and the variants of a point take turns. CPU time is
+read from the kernel, of trainers, shard servers and the coordinator apart. It depends less on other programs than the
+duration of a step.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -20,11 +23,14 @@ import shardwell
 from benchmarks import report, workers
 from benchmarks.report import Report, failure_row, to_table
 from benchmarks.sampling import cpu_seconds, wait_until_quiet
-from benchmarks.unit_cost_trainer import BATCH_SIZE, UnitSpec
+from benchmarks.unit_cost_trainer import BASELINES, BATCH_SIZE, DDP, HOOKS, PLAIN, UnitSpec
+from benchmarks.unit_floor import start_floor
 from benchmarks.workers import Group
 from shardwell.transport.selector import TRANSPORT_NAMES
 
-PLAIN = "plain"
+FLOORS = {"floor_shm": True, "floor_socket": False}
+"""Variants of ``benchmarks.unit_floor``, and whether they share memory."""
+REFERENCES = (HOOKS, DDP, *FLOORS)
 _WARM_UP_STEPS = 5
 _MIN_STEPS, _UNITS_PER_TURN = 10, 2000
 """A turn has at least this many steps, and the steps of this many units: the kernel counts CPU time in 10 ms."""
@@ -52,7 +58,7 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A model and a number of trainers. All transports are measured on it."""
+    """A model and a number of trainers. All variants are measured on it."""
 
     units: int
     width: int
@@ -90,23 +96,29 @@ class Point:
 @contextmanager
 def start_variant(point: Point, variant: str) -> Iterator[Group]:
     """Starts the trainers of a variant, and a cluster for them."""
-    spec = UnitSpec(units=point.units, width=point.width, dp=point.dp)
-    if variant == PLAIN:
-        with _start_trainers(spec) as group:
+    spec = UnitSpec(units=point.units, width=point.width, dp=point.dp, variant=variant)
+    if variant in FLOORS:
+        with start_floor(spec, servers=point.servers, shared=FLOORS[variant]) as group:
             yield group
-        return
-    with shardwell.LocalCluster(point.servers, log_level="warning") as cluster:
-        server_pids = [cluster.coordinator.pid, *(shard.pid for shard in cluster.shards)]
-        with _start_trainers(replace(spec, transport=variant, address=cluster.address), server_pids) as group:
-            yield group
+    elif variant in BASELINES:
+        with tempfile.TemporaryDirectory() as folder:
+            address = f"file://{folder}/store"
+            with _start_trainers([replace(spec, rank=rank, address=address) for rank in range(point.dp)]) as group:
+                yield group
+    else:
+        with shardwell.LocalCluster(point.servers, log_level="warning") as cluster:
+            server_pids = [cluster.coordinator.pid, *(shard.pid for shard in cluster.shards)]
+            with _start_trainers([replace(spec, address=cluster.address)] * point.dp, server_pids) as group:
+                yield group
 
 
-def _start_trainers(spec: UnitSpec, server_pids: Sequence[int] = ()) -> workers.GroupContext:
-    return workers.start_group("benchmarks.unit_cost_trainer", [[spec.to_json()]] * spec.dp, server_pids=server_pids)
+def _start_trainers(specs: Sequence[UnitSpec], server_pids: Sequence[int] = ()) -> workers.GroupContext:
+    command_lines = [[spec.to_json()] for spec in specs]
+    return workers.start_group("benchmarks.unit_cost_trainer", command_lines, server_pids=server_pids)
 
 
-def measure_point(point: Point, transports: Sequence[str], *, rounds: int) -> dict[str, str]:
-    """Measures plain trainers and all transports by turns; returns the reasons of failed variants."""
+def measure_point(point: Point, variants: Sequence[str], *, rounds: int) -> dict[str, str]:
+    """Measures plain trainers and all variants by turns; returns the reasons of failed variants."""
 
     def measure(variant: str, group: Group) -> None:
         pids = [*group.worker_pids, *group.server_pids]
@@ -122,7 +134,7 @@ def measure_point(point: Point, transports: Sequence[str], *, rounds: int) -> di
         )
 
     return workers.interleave(
-        {variant: partial(start_variant, point, variant) for variant in (PLAIN, *transports)},
+        {variant: partial(start_variant, point, variant) for variant in (PLAIN, *variants)},
         rounds=rounds,
         resident=True,
         warm_up=lambda _, group: group.run(steps=_WARM_UP_STEPS),
@@ -141,16 +153,16 @@ COLUMNS = {
 """Column titles by key of ``Point.costs``."""
 
 
-def to_section(point: Point, transports: Sequence[str], failures: Mapping[str, str]) -> str:
+def to_section(point: Point, variants: Sequence[str], failures: Mapping[str, str]) -> str:
     """Returns the table of one point."""
-    header, rows = ["transport", *COLUMNS.values()], []
-    for transport in transports:
-        if transport in failures or PLAIN in failures:
-            reason = failures.get(transport, failures.get(PLAIN, ""))
-            rows.append(failure_row(transport, reason, len(header)))
+    header, rows = ["variant", *COLUMNS.values()], []
+    for variant in variants:
+        if variant in failures or PLAIN in failures:
+            reason = failures.get(variant, failures.get(PLAIN, ""))
+            rows.append(failure_row(variant, reason, len(header)))
             continue
-        costs = point.costs(transport)
-        rows.append([transport, *(f"{costs[key]:.2f}" for key in COLUMNS)])
+        costs = point.costs(variant)
+        rows.append([variant, *(f"{costs[key]:.2f}" for key in COLUMNS)])
     return f"## {point.units} units of width {point.width}, {point.dp} trainers\n\n{to_table(header, rows)}"
 
 
@@ -160,7 +172,14 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dp", type=int, nargs="+", default=[1, 2, 4], help="numbers of trainers (default: 1 2 4)")
     parser.add_argument("--width", type=int, default=64, help="width of the layers (default: %(default)s)")
     parser.add_argument("--servers", type=int, default=2, help="shard servers (default: %(default)s)")
-    parser.add_argument("--transports", choices=TRANSPORT_NAMES, nargs="+", default=list(TRANSPORT_NAMES))
+    parser.add_argument("--transports", choices=TRANSPORT_NAMES, nargs="*", default=list(TRANSPORT_NAMES))
+    parser.add_argument(
+        "--references",
+        choices=REFERENCES,
+        nargs="*",
+        default=list(REFERENCES),
+        help="empty hooks, DDP over gloo, and the same bytes and wake-ups without Shardwell (default: all)",
+    )
     parser.add_argument("--rounds", type=int, default=3, help="turns of each variant (default: %(default)s)")
     report.add_arguments(parser, name="unit_cost")
     arguments = parser.parse_args(argv)
@@ -179,10 +198,11 @@ def main() -> None:
     sections, results = [], list[dict[str, Any]]()
     for units, dp in itertools.product(options.units, options.dp):
         point = Point(units=units, width=options.width, dp=dp, servers=options.servers)
-        failures = measure_point(point, options.transports, rounds=options.rounds)
-        costs = {name: point.costs(name) for name in options.transports if not failures.keys() & {name, PLAIN}}
+        variants = [*options.transports, *options.references]
+        failures = measure_point(point, variants, rounds=options.rounds)
+        costs = {name: point.costs(name) for name in variants if not failures.keys() & {name, PLAIN}}
         results.append({**asdict(point), "costs": costs, "failures": failures})
-        sections.append(to_section(point, options.transports, failures))
+        sections.append(to_section(point, variants, failures))
     document.write(
         results={"points": results},
         sections=[

@@ -1,8 +1,8 @@
-"""Tests for the benchmark of the cost of a unit: arithmetic, table and arguments."""
+"""Tests for the benchmark of the cost of a unit: arithmetic, table, arguments, and variants without Shardwell."""
 
 import pytest
 
-from benchmarks.unit_cost import PLAIN, Point, Turn, parse_arguments, to_section
+from benchmarks.unit_cost import PLAIN, Point, Turn, parse_arguments, start_variant, to_section
 
 
 def turn(step_s: float, trainers_s: float, shards_s: float = 0.0, coordinator_s: float = 0.0) -> Turn:
@@ -37,7 +37,20 @@ def test_small_models_take_more_steps_per_turn() -> None:
     assert Point(units=1000, width=64, dp=1, servers=1).steps == 10
 
 
-@pytest.mark.parametrize("arguments", [["--units", "0"], ["--dp", "0"], ["--rounds", "0"], ["--transports", "udp"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--units", "0"], ["--dp", "0"], ["--rounds", "0"], ["--transports", "udp"], ["--references", "tcp"]],
+)
 def test_bad_arguments_are_rejected(arguments: list[str]) -> None:
     with pytest.raises(SystemExit):
         parse_arguments(arguments)
+
+
+@pytest.mark.parametrize("variant", ["hooks", "ddp", "floor_shm", "floor_socket"])
+def test_references_train_as_plain_trainers_do(variant: str) -> None:
+    point = Point(units=3, width=8, dp=2, servers=2)
+    losses = {}
+    for name in (PLAIN, variant):
+        with start_variant(point, name) as group:
+            losses[name] = [answer["loss"] for answer in group.run(steps=4)]
+    assert losses[variant] == pytest.approx(losses[PLAIN], rel=1e-5)
