@@ -11,7 +11,7 @@ import torch
 
 from shardwell.transport.shm_transport import ShmTransport
 from shardwell_server.shard.memory.shared_memory import SharedMemory
-from shardwell_server.shard.state.snapshots import EncodedVersions
+from shardwell_server.shard.state.encoded_versions import EncodedVersions
 from shardwell_wire import wire_dtypes
 from shardwell_wire.chunk_streams import memory_at
 from shardwell_wire.errors import VersionGoneError

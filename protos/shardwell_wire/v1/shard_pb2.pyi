@@ -457,6 +457,7 @@ class GatherRequest(google.protobuf.message.Message):
     WIRE_DTYPE_FIELD_NUMBER: builtins.int
     EMA_FIELD_NUMBER: builtins.int
     RUN_ID_FIELD_NUMBER: builtins.int
+    BASE_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run."""
     unit: builtins.str
@@ -479,6 +480,12 @@ class GatherRequest(google.protobuf.message.Message):
     """
     run_id: builtins.str
     """Id of the run. NOT_FOUND if the run of this name has another id. Empty: any run of this name."""
+    @property
+    def base(self) -> global___StreamBase:
+        """With BFLOAT16 or FLOAT16: the client keeps the stream, and accepts deltas against the one that it has. Unset: the
+        server sends whole streams only.
+        """
+
     def __init__(
         self,
         *,
@@ -491,12 +498,65 @@ class GatherRequest(google.protobuf.message.Message):
         wire_dtype: shardwell_wire.v1.common_pb2.WireDtype.ValueType = ...,
         ema: builtins.bool = ...,
         run_id: builtins.str = ...,
+        base: global___StreamBase | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_version", b"_version", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_version", b"_version", "chunk_bytes", b"chunk_bytes", "ema", b"ema", "run", b"run", "run_id", b"run_id", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit", "version", b"version", "wire_dtype", b"wire_dtype"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_version", b"_version", "base", b"base", "version", b"version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_version", b"_version", "base", b"base", "chunk_bytes", b"chunk_bytes", "ema", b"ema", "run", b"run", "run_id", b"run_id", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit", "version", b"version", "wire_dtype", b"wire_dtype"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_version", b"_version"]) -> typing.Literal["version"] | None: ...
 
 global___GatherRequest = GatherRequest
+
+@typing.final
+class StreamBase(google.protobuf.message.Message):
+    """A stream of one shard in a 16-bit encoding that a client has kept."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: builtins.int
+    CHECKSUM_FIELD_NUMBER: builtins.int
+    version: builtins.int
+    """Version of the stream. Unset: the client has none yet."""
+    checksum: builtins.int
+    """XXH3-64 of the whole stream. The server sends deltas only against the same bytes: after a rollback, a version has
+    other values.
+    """
+    def __init__(
+        self,
+        *,
+        version: builtins.int | None = ...,
+        checksum: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_version", b"_version", "version", b"version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_version", b"_version", "checksum", b"checksum", "version", b"version"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_version", b"_version"]) -> typing.Literal["version"] | None: ...
+
+global___StreamBase = StreamBase
+
+@typing.final
+class StreamDeltas(google.protobuf.message.Message):
+    """How to make a stream that a client keeps, if the request has a base."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CHECKSUM_FIELD_NUMBER: builtins.int
+    SIZES_BYTES_FIELD_NUMBER: builtins.int
+    checksum: builtins.int
+    """XXH3-64 of the whole stream, also where deltas are sent instead."""
+    @property
+    def sizes_bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Sizes of the deltas that are sent instead of the stream, one after another. The first is applied to the base, each
+        other one to the result of the one before. Empty: the whole stream is sent.
+        """
+
+    def __init__(
+        self,
+        *,
+        checksum: builtins.int = ...,
+        sizes_bytes: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checksum", b"checksum", "sizes_bytes", b"sizes_bytes"]) -> None: ...
+
+global___StreamDeltas = StreamDeltas
 
 @typing.final
 class SharedSegment(google.protobuf.message.Message):
@@ -532,20 +592,27 @@ class GatherHeader(google.protobuf.message.Message):
     VERSION_FIELD_NUMBER: builtins.int
     START_BYTES_FIELD_NUMBER: builtins.int
     STOP_BYTES_FIELD_NUMBER: builtins.int
+    DELTAS_FIELD_NUMBER: builtins.int
     version: builtins.int
     """Version of the whole stream."""
     start_bytes: builtins.int
     """First byte of the range in the flat vector."""
     stop_bytes: builtins.int
     """End of the range, exclusive."""
+    @property
+    def deltas(self) -> global___StreamDeltas:
+        """Set if the request has a base and the server can send deltas against this version later."""
+
     def __init__(
         self,
         *,
         version: builtins.int = ...,
         start_bytes: builtins.int = ...,
         stop_bytes: builtins.int = ...,
+        deltas: global___StreamDeltas | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "version", b"version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["deltas", b"deltas"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["deltas", b"deltas", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "version", b"version"]) -> None: ...
 
 global___GatherHeader = GatherHeader
 
@@ -608,6 +675,7 @@ class GatheredRange(google.protobuf.message.Message):
     STREAM_FIELD_NUMBER: builtins.int
     CHECKSUM_FIELD_NUMBER: builtins.int
     STATUS_FIELD_NUMBER: builtins.int
+    DELTAS_FIELD_NUMBER: builtins.int
     version: builtins.int
     """Version of the range."""
     stream: builtins.bytes
@@ -616,6 +684,10 @@ class GatheredRange(google.protobuf.message.Message):
     """XXH3-64 of stream."""
     status: builtins.bytes
     """A google.rpc.Status with which the range was rejected. Empty: it was read."""
+    @property
+    def deltas(self) -> global___StreamDeltas:
+        """GatherHeader.deltas."""
+
     def __init__(
         self,
         *,
@@ -623,8 +695,10 @@ class GatheredRange(google.protobuf.message.Message):
         stream: builtins.bytes = ...,
         checksum: builtins.int = ...,
         status: builtins.bytes = ...,
+        deltas: global___StreamDeltas | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["checksum", b"checksum", "status", b"status", "stream", b"stream", "version", b"version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["deltas", b"deltas"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["checksum", b"checksum", "deltas", b"deltas", "status", b"status", "stream", b"stream", "version", b"version"]) -> None: ...
 
 global___GatheredRange = GatheredRange
 

@@ -111,11 +111,16 @@ async def reading(
         if not request.wire_dtype:
             yield Reading(shard, source, header, start - shard.start_bytes, stop - start)
             return
-        encoded = await shard.encoded.read(request.wire_dtype, source, store.in_thread, wait_s=wait_s, what=shard.what)
+        base = request.base if request.HasField("base") else None
+        encoded = await shard.encoded.read(
+            request.wire_dtype, source, store.in_thread, wait_s=wait_s, what=shard.what, base=base
+        )
+        if encoded.deltas is not None:
+            header.deltas.CopyFrom(encoded.deltas)
         try:
-            yield Reading(shard, encoded, header, 0, encoded.buffer.numel())
+            yield Reading(shard, encoded.source, header, 0, encoded.size_bytes)
         finally:
-            shard.encoded.release(encoded)
+            shard.encoded.release(encoded.source)
     finally:
         shard.values.release(source)
 

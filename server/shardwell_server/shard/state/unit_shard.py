@@ -17,6 +17,7 @@ from shardwell_server.shard.memory.budget import BufferQuota, Grant, IncomingBuf
 from shardwell_server.shard.memory.shared_memory import ShardFile, SharedMemory
 from shardwell_server.shard.state.applied_optimizer import AppliedOptimizer
 from shardwell_server.shard.state.contributions import Contribution, ContributionMemory, Contributions
+from shardwell_server.shard.state.encoded_versions import EncodedVersions
 from shardwell_server.shard.state.kept_gradients import KeptGradients
 from shardwell_server.shard.state.mean_gradient import MeanGradient
 from shardwell_server.shard.state.partitions import Partitions
@@ -24,7 +25,7 @@ from shardwell_server.shard.state.replication import Backups, Replica
 from shardwell_server.shard.state.shard_files import ShardFiles
 from shardwell_server.shard.state.shard_record import PreparedRecord
 from shardwell_server.shard.state.shard_spec import Role, ShardSpec, segment_views, shaped
-from shardwell_server.shard.state.snapshots import EncodedVersions, Snapshots
+from shardwell_server.shard.state.snapshots import Snapshots
 from shardwell_server.shard.state.values import LiveBuffer, Values
 from shardwell_wire.errors import (
     InvalidRequestError,
@@ -461,7 +462,7 @@ class UnitShard:
         version ``step`` stays readable, because a work item reads it.
         """
         await self.prepare_update(in_thread, optimizer, groups, key)
-        self.encoded.discard()
+        self.encoded.supersede()
         self.reader_copies.supersede()
         changes = self.changes_values(optimizer, groups)
         async with self.values.becoming(step + 1, in_thread, changes=changes, hold=hold):

@@ -129,7 +129,10 @@ async def _gather(
         # Copied piece by piece: a piece is valid until the next one is requested.
         stream = b"".join([bytes(piece) for piece in found.pieces(MAX_GATHERED_BYTES)])
         checksum = xxhash.xxh3_64_intdigest(stream)
-        return shard_pb2.GatheredRange(version=found.header.version, stream=stream, checksum=checksum)
+        gathered = shard_pb2.GatheredRange(version=found.header.version, stream=stream, checksum=checksum)
+        if found.header.HasField("deltas"):
+            gathered.deltas.CopyFrom(found.header.deltas)
+        return gathered
 
 
 async def _reduce(

@@ -1,0 +1,229 @@
+"""Deltas between the encoded versions of one shard, each computed once for all clients that have an older version."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import xxhash
+
+from shardwell_server.shard.concurrency import InThread
+from shardwell_server.shard.memory.budget import Memory
+from shardwell_server.shard.state.snapshots import Snapshots, VersionBytes
+from shardwell_wire import value_deltas
+from shardwell_wire.chunk_streams import Buffer, copy_bytes, memory_at
+from shardwell_wire.v1 import shard_pb2
+
+# Note: [Delta chain]
+# A chain has the newest of the encodings that were made for clients which name a base, and the deltas that lead to it:
+#
+#     version 3 --delta--> version 5 --delta--> version 6 = tip
+#
+# A client that has version 3 gets both deltas, which together are the delta from 3 to 6. Versions that nobody has read
+# are no members of the chain. Encodings and deltas use unreserved memory, which is evicted when training needs it. A
+# client whose base is not in the chain gets the whole stream.
+
+_IDLE_UPDATES = 32
+"""Updates without a request after which the chain is dropped. Its memory would otherwise keep others from copies."""
+
+_INLINE_BYTES = 256 << 10
+"""Copies up to this size run on the event loop: they take less time than waking a thread."""
+
+_SIZE_CLASSES = 64
+"""Sizes of the buffers for deltas, as parts of the stream. With few sizes, buffers are reused."""
+
+
+def largest_useful(stream_bytes: int) -> int:
+    """Returns the size up to which deltas are sent instead of a stream. A larger one costs more time than it saves."""
+    return stream_bytes * 3 // 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """One version of the stream. A version has one content per shard, so the checksum matters to clients only."""
+
+    version: int
+    checksum: int
+
+    def matches(self, base: shard_pb2.StreamBase) -> bool:
+        return base.HasField("version") and (base.version, base.checksum) == (self.version, self.checksum)
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """The delta from one node to the next."""
+
+    base: _Node
+    result: _Node
+    delta: VersionBytes
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedStream:
+    """What a client gets of one version: the encoding, or deltas. Its reader must release ``source``."""
+
+    source: VersionBytes
+    size_bytes: int
+    """The stream is the first bytes of the source."""
+    deltas: shard_pb2.StreamDeltas | None = None
+
+
+class DeltaChain:
+    """The chain of one shard in one wire dtype. Used on the event loop. See Note: [Delta chain].
+
+    Args:
+        memory: Memory for deltas.
+        reader_copies: Counts the readers of encodings, and frees deltas that are dropped while they have readers.
+    """
+
+    def __init__(self, memory: Memory, reader_copies: Snapshots) -> None:
+        self._memory, self._reader_copies = memory, reader_copies
+        self._tip: tuple[_Node, VersionBytes] | None = None
+        """The chain is a reader of the tip's encoding."""
+        self._links: deque[_Link] = deque()
+        self._idle_updates = 0
+
+    def has(self, version: int) -> bool:
+        """Returns whether a version is the tip or older than it."""
+        return self._tip is not None and version <= self._tip[0].version
+
+    def use(self) -> None:
+        """Notes a request that names a base."""
+        self._idle_updates = 0
+
+    def supersede(self) -> None:
+        """Called when an update of the shard begins. Drops the chain if no client has used it for long."""
+        self._idle_updates += 1
+        if self._idle_updates > _IDLE_UPDATES:
+            self.drop()
+
+    def drop(self) -> None:
+        """Releases all memory, that of deltas with readers when these are done."""
+        while self._links:
+            self._drop_oldest()
+        self._replace_tip(None)
+
+    def whole(self, encoded: VersionBytes) -> EncodedStream:
+        """Returns the whole stream of an encoding, as a base of later deltas if it is the tip."""
+        deltas = None
+        if self._tip is not None and self._tip[0].version == encoded.version:
+            deltas = shard_pb2.StreamDeltas(checksum=self._tip[0].checksum)
+        return EncodedStream(encoded, encoded.buffer.numel(), deltas)
+
+    async def find(
+        self, base: shard_pb2.StreamBase, version: int, stream_bytes: int, in_thread: InThread
+    ) -> EncodedStream | None:
+        """Returns the deltas from a client's base to a version, with a reader.
+
+        Args:
+            base: The stream that the client has.
+            version: The wanted version.
+            stream_bytes: Size of the whole stream.
+            in_thread: Runs copies in a thread.
+
+        Returns:
+            None: The chain does not have them, or no memory is free to join several.
+        """
+        if (path := self._path(base, version)) is None:
+            return None
+        sizes = [link.size_bytes for link in path]
+        deltas = shard_pb2.StreamDeltas(checksum=path[-1].result.checksum, sizes_bytes=sizes)
+        if len(path) == 1:
+            path[0].delta.readers += 1
+            return EncodedStream(path[0].delta, sizes[0], deltas)
+        for link in path:
+            link.delta.readers += 1
+        try:
+            pieces = [link.delta.memory(0, link.size_bytes) for link in path]
+            buffer = await self._copied(pieces, stream_bytes, in_thread)
+            revoked = any(link.delta.revoked is not None for link in path)
+        finally:
+            for link in path:
+                self._reader_copies.release(link.delta)
+        if buffer is None:
+            return None
+        joined = VersionBytes(buffer, version, newest=False)
+        joined.readers = 0 if revoked else 1
+        self._reader_copies.add(joined)
+        return None if revoked else EncodedStream(joined, sum(sizes), deltas)
+
+    def _path(self, base: shard_pb2.StreamBase, version: int) -> list[_Link] | None:
+        """Returns the links from a base to a version. None: one of them is not in the chain."""
+        links = list(self._links)
+        starts = [number for number, link in enumerate(links) if link.base.matches(base)]
+        stops = [number for number, link in enumerate(links) if link.result.version == version]
+        return links[starts[0] : stops[0] + 1] or None if starts and stops else None
+
+    async def extend(self, encoded: VersionBytes, in_thread: InThread) -> None:
+        """Makes an encoding the tip, and adds the delta from the former tip if it is small enough.
+
+        Args:
+            encoded: A later version than the tip. The caller is one of its readers.
+            in_thread: Runs the computation in a thread.
+        """
+        former, stream_bytes = self._tip, encoded.buffer.numel()
+        # Both tensors are kept alive: either encoding may be evicted meanwhile.
+        base, stream = None if former is None else former[1].buffer, encoded.buffer
+
+        def compute() -> tuple[int, list[bytes] | None]:
+            after = memory_at(stream.data_ptr(), stream_bytes)
+            checksum = xxhash.xxh3_64_intdigest(after)
+            if base is None or stream_bytes % value_deltas.ITEM_BYTES:
+                return checksum, None
+            before = memory_at(base.data_ptr(), stream_bytes)
+            return checksum, value_deltas.encode(before, after, largest_useful(stream_bytes))
+
+        checksum, pieces = await in_thread(compute)
+        buffer = None if pieces is None else await self._copied(pieces, stream_bytes, in_thread)
+        # Nothing is awaited from here on.
+        tip = _Node(encoded.version, checksum)
+        is_dropped = former is None or self._tip is not former or former[1].revoked is not None
+        if buffer is not None:
+            delta = VersionBytes(buffer, encoded.version, newest=False)
+            if former is None or is_dropped:
+                self._reader_copies.add(delta)  # which frees it
+            else:
+                self._links.append(_Link(former[0], tip, delta, sum(map(len, pieces or []))))
+        if buffer is None or is_dropped or encoded.revoked is not None:
+            self.drop()
+        if encoded.revoked is None:
+            self._replace_tip((tip, encoded))
+            while sum(link.delta.buffer.numel() for link in self._links) > largest_useful(stream_bytes):
+                self._drop_oldest()
+
+    def _replace_tip(self, tip: tuple[_Node, VersionBytes] | None) -> None:
+        if tip is not None:
+            tip[1].readers += 1
+        former, self._tip = self._tip, tip
+        if former is not None:
+            self._reader_copies.release(former[1])
+
+    def _drop_oldest(self) -> None:
+        self._reader_copies.add(self._links.popleft().delta)  # frees it at once if it has no reader
+
+    async def _copied(self, pieces: Sequence[Buffer], stream_bytes: int, in_thread: InThread) -> torch.Tensor | None:
+        """Returns a buffer that starts with the pieces. None: no memory is free."""
+        size_bytes, step = sum(map(len, pieces)), max(1, stream_bytes // _SIZE_CLASSES)
+        buffer = self._memory.try_acquire(-(-size_bytes // step) * step)
+        if buffer is None:
+            return None
+        memory = memory_at(buffer.data_ptr(), buffer.numel())
+
+        def copy() -> None:
+            position = 0
+            for piece in pieces:
+                copy_bytes(memory, position, piece)
+                position += len(piece)
+
+        try:
+            if size_bytes <= _INLINE_BYTES:
+                copy()
+            else:
+                await in_thread(copy)
+        except BaseException:
+            self._memory.release_buffer(buffer)
+            raise
+        return buffer
