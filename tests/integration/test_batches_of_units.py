@@ -29,8 +29,8 @@ def server() -> Iterator[ShardServer]:
         yield running
 
 
-def unit(server: ShardServer, index: int = 0) -> OneUnit:
-    return OneUnit(server, layout_of(f"u{index}", a=((100,), "float32")), index=index).begin()
+def unit(server: ShardServer, index: int = 0, **options: Any) -> OneUnit:
+    return OneUnit(server, layout_of(f"u{index}", a=((100,), "float32")), index=index, **options).begin()
 
 
 def part_of(one: OneUnit, value: float, **changes: Any) -> shard_pb2.BatchedPart:
@@ -67,6 +67,25 @@ def test_a_batch_may_hold_several_parts_of_one_contribution(server: ShardServer)
     one.prepare(0, (0, 0, 2))
     one.update(0)
     assert_all(one.gather(1)[1], -3.0)
+
+
+def test_parts_without_a_context_have_the_common_one(server: ShardServer) -> None:
+    ones = [unit(server, index, dp=2) for index in range(3)]
+    parts = [part_of(one, 2.0) for one in ones]
+    for part in parts[:2]:
+        part.header.ClearField("context")
+    common = shard_pb2.ReduceScatterHeader(context=ones[0].context(), dp_rank=1)
+    assert send(server, *parts, common=common) == [None] * 3
+    assert [contributors(server, one) for one in ones] == [[1], [1], [0]]
+
+
+@pytest.mark.parametrize("common", [None, shard_pb2.ReduceScatterHeader(context={"run": "other"})])
+def test_parts_without_a_context_of_the_run_are_rejected(server: ShardServer, common: Any) -> None:
+    one = unit(server)
+    part = part_of(one, 1.0)
+    part.header.ClearField("context")
+    assert isinstance(error_of(lambda: send(server, part, common=common)), InvalidRequestError)
+    assert contributors(server, one) == []
 
 
 @pytest.mark.parametrize(

@@ -1262,7 +1262,9 @@ class BatchedPart(google.protobuf.message.Message):
     """XXH3-64 of stream."""
     @property
     def header(self) -> global___ReduceScatterHeader:
-        """As in ReduceScatter, or as in ReduceGradientBuffer if gradient_buffer_id is set."""
+        """As in ReduceScatter, or as in ReduceGradientBuffer if gradient_buffer_id is set. A header without a context is
+        completed with ReduceBatchRequest.common.
+        """
 
     def __init__(
         self,
@@ -1286,6 +1288,7 @@ class ReduceBatchRequest(google.protobuf.message.Message):
     RUN_ID_FIELD_NUMBER: builtins.int
     TRANSPORT_ID_FIELD_NUMBER: builtins.int
     PARTS_FIELD_NUMBER: builtins.int
+    COMMON_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run of all parts."""
     run_id: builtins.str
@@ -1296,6 +1299,12 @@ class ReduceBatchRequest(google.protobuf.message.Message):
     def parts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___BatchedPart]:
         """At least 1 and at most 256 parts, in the order in which the server handles them."""
 
+    @property
+    def common(self) -> global___ReduceScatterHeader:
+        """Fields that parts without a context have in common: the context, without a request id, and the fields that are the
+        same for all pushes of one attempt at a work item. Unset: every part has a context.
+        """
+
     def __init__(
         self,
         *,
@@ -1303,8 +1312,10 @@ class ReduceBatchRequest(google.protobuf.message.Message):
         run_id: builtins.str = ...,
         transport_id: builtins.str = ...,
         parts: collections.abc.Iterable[global___BatchedPart] | None = ...,
+        common: global___ReduceScatterHeader | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["parts", b"parts", "run", b"run", "run_id", b"run_id", "transport_id", b"transport_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["common", b"common"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["common", b"common", "parts", b"parts", "run", b"run", "run_id", b"run_id", "transport_id", b"transport_id"]) -> None: ...
 
 global___ReduceBatchRequest = ReduceBatchRequest
 

@@ -73,6 +73,7 @@ async def reduce_batch(
         InvalidRequestError: The batch is empty or too large, or a part names another run. No part is handled.
     """
     _check_count(len(request.parts), "parts")
+    _complete_headers(request)
     for number, part in enumerate(request.parts):
         _check_run(request, part.header.context, f"part {number}")
     loop, response = asyncio.get_running_loop(), shard_pb2.ReduceBatchResponse()
@@ -85,6 +86,15 @@ async def reduce_batch(
             result = shard_pb2.BatchedPartResult(status=to_status_details(rejected))
         response.results.append(result)
     return response
+
+
+def _complete_headers(request: shard_pb2.ReduceBatchRequest) -> None:
+    """Adds the common fields to the headers of parts without a context."""
+    for part in request.parts:
+        if not part.header.HasField("context"):
+            own = part.header.SerializeToString()
+            part.header.CopyFrom(request.common)
+            part.header.MergeFromString(own)
 
 
 async def gather_batch(
