@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwell.module.residency import Phase, UsageOrder
+from shardwell.module.residency import MAX_UNITS_AHEAD, Phase, UsageOrder
 
 F, B = Phase.FORWARD, Phase.BACKWARD
 
@@ -46,7 +46,7 @@ def test_forward_only_loop_predicts_the_next_round() -> None:
     order = UsageOrder()
     for _ in range(2):
         observe(order, [(a, F), (b, F)])
-    assert observe(order, [(a, F)]) == [[1, 0, 1, 0, 1, 0, 1, 0]]
+    assert observe(order, [(a, F)]) == [[1, 0] * (MAX_UNITS_AHEAD // 2)]
 
 
 def test_repeated_use_counts_once() -> None:
@@ -57,11 +57,11 @@ def test_repeated_use_counts_once() -> None:
 
 
 def test_look_ahead_is_bounded() -> None:
-    many = [FakeUnit(index) for index in range(30)]
+    many = [FakeUnit(index) for index in range(2 * MAX_UNITS_AHEAD)]
     order = UsageOrder()
     for _ in range(2):
         observe(order, [(unit, F) for unit in many])
-    assert len(observe(order, [(many[0], F)])[0]) == 8
+    assert len(observe(order, [(many[0], F)])[0]) == MAX_UNITS_AHEAD
 
 
 def test_forward_order_restarts_after_a_backward_or_the_end_of_a_step() -> None:

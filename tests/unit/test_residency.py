@@ -10,7 +10,7 @@ import pytest
 
 from shardwell import BackwardPrefetch, ShardingStrategy
 from shardwell.module import residency, strategy
-from shardwell.module.residency import Phase, ResidencyPolicy, ResidentBytes, ResidentUnit, UnitState
+from shardwell.module.residency import MAX_UNITS_AHEAD, Phase, ResidencyPolicy, ResidentBytes, ResidentUnit, UnitState
 
 SIZE = 100
 
@@ -63,6 +63,88 @@ def test_prefetch_stays_within_its_bytes() -> None:
         policy, units = make(prefetch_bytes=prefetch_bytes)
         assert prefetched(policy, units[0]) == expected
         assert prefetched(policy, units[0]) == []
+
+
+def use(policy: ResidencyPolicy[FakeUnit], unit: FakeUnit, phase: Phase = Phase.FORWARD) -> list[int]:
+    """Uses and frees a unit as the caller of the policy does; returns the indices of the units that are gathered."""
+    gathered = []
+    if policy.begin_use(unit, phase):
+        if unit.needs_gather:
+            gathered.append(unit.index)
+            unit.enter(UnitState.FETCHING)
+        gathered += prefetched(policy, unit, phase)
+    unit.enter(UnitState.UNSHARDED)
+    unit.enter(UnitState.FREED)
+    return gathered
+
+
+def start_over(policy: ResidencyPolicy[FakeUnit], units: list[FakeUnit]) -> None:
+    """Ends the step that ``make`` has begun."""
+    for unit in units[1:]:
+        policy.order.observe(unit, Phase.FORWARD)
+    for unit in reversed(units):
+        policy.order.observe(unit, Phase.BACKWARD)
+
+
+def test_half_of_the_window_is_requested_at_once() -> None:
+    count = 3 * MAX_UNITS_AHEAD
+    policy, units = make(count, prefetch_bytes=1 << 30)
+    start_over(policy, units)
+    half = MAX_UNITS_AHEAD // 2
+    for phase, in_order in ((Phase.FORWARD, units), (Phase.BACKWARD, units[::-1])):
+        messages = [use(policy, unit, phase) for unit in in_order]
+        sent = [(number, len(message)) for number, message in enumerate(messages) if message]
+        assert sent == [
+            (0, MAX_UNITS_AHEAD + 1),
+            *((number, half) for number in range(half, 2 * MAX_UNITS_AHEAD, half)),
+            (2 * MAX_UNITS_AHEAD, half - 1),
+        ]
+        assert [index for message in messages for index in message] == [unit.index for unit in in_order]
+
+
+def test_window_that_bytes_limit_is_filled_at_half() -> None:
+    policy, units = make(12, prefetch_bytes=4 * SIZE)
+    start_over(policy, units)
+    assert [len(use(policy, unit)) for unit in units] == [5, 0, 2, 0, 2, 0, 2, 0, 1, 0, 0, 0]
+
+
+def test_window_of_two_units_is_filled_at_every_use() -> None:
+    policy, units = make(5, prefetch_bytes=2 * SIZE)
+    start_over(policy, units)
+    assert [use(policy, unit) for unit in units] == [[0, 1, 2], [3], [4], [], []]
+
+
+def test_wrong_prediction_fills_the_window_at_once() -> None:
+    policy, units = make(20, prefetch_bytes=1 << 30)
+    start_over(policy, units)
+    assert len(use(policy, units[0])) == 20
+    units[3].enter(UnitState.FREED)
+    units[7].enter(UnitState.FREED)
+    assert [use(policy, unit) for unit in units[1:4]] == [[], [], [3, 7]]
+
+
+def test_unit_that_is_used_twice_is_gathered_ahead_of_both_uses() -> None:
+    memory = ResidentBytes()
+    policy = ResidencyPolicy[FakeUnit](
+        memory, prefetch_bytes=1 << 30, keep_bytes=0, backward_prefetch=BackwardPrefetch.PRE
+    )
+    units = [FakeUnit(index, memory) for index in range(20)]
+    forward = [*units[:9], units[2], *units[9:]]
+    for _ in range(2):
+        for unit in forward:
+            policy.order.observe(unit, Phase.FORWARD)
+        policy.order.observe(units[0], Phase.BACKWARD)
+    gathered = [use(policy, unit) for unit in forward]
+    assert (len(gathered[0]), gathered[3]) == (20, [2])
+    assert not any(gathered[4:])
+
+
+def test_gathers_that_find_no_room_are_started_at_the_next_use() -> None:
+    policy, units = make(8, prefetch_bytes=1 << 30)
+    start_over(policy, units)
+    assert policy.begin_use(units[0], Phase.FORWARD)
+    next(policy.prefetches(units[0], Phase.FORWARD)).enter(UnitState.FETCHING)  # the caller stops here
+    assert use(policy, units[1]) == [2, 3, 4, 5, 6, 7]
 
 
 def test_unit_gathered_for_its_own_use_does_not_count_as_prefetched() -> None:

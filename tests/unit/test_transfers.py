@@ -383,6 +383,28 @@ def test_small_parts_of_several_units_share_a_message(client: FakeServer, monkey
     pushes.close()
 
 
+def test_small_shards_that_are_requested_together_are_fetched_in_one_message(
+    client: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwell.data_plane.batches._MAX_AGE_S", 1e9)
+    sizes: list[int] = []
+    fetch_batch = StreamedServer.fetch_batch
+
+    def counted(server: StreamedServer, fetches: Sequence[Any], *, wait_limit_s: float) -> list[int | None]:
+        sizes.append(len(fetches))
+        return fetch_batch(server, fetches, wait_limit_s=wait_limit_s)
+
+    monkeypatch.setattr(StreamedServer, "fetch_batch", counted)
+    fetches, unit = Fetches(TrafficStats()), unit_on(client)
+    with fetches.together():
+        gathers = [fetches.gather(unit, 4, memoryview(bytearray(LAYOUT.size_bytes))) for _ in range(5)]
+        assert not any(gather.done() for gather in gathers)
+    assert [gather.result(5) for gather in gathers] == [4] * 5
+    assert sizes == [5 * len(unit.shards)]
+    assert fetches.gather(unit, 4, memoryview(bytearray(LAYOUT.size_bytes))).result(5) == 4
+    fetches.close()
+
+
 def test_small_shards_of_several_units_are_fetched_in_one_message(
     client: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

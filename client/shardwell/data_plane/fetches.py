@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from functools import partial
 
 from shardwell.data_plane.batches import MAX_STREAM_BYTES, Batches
@@ -89,6 +90,19 @@ class Fetches:
         self._threads = DaemonThreads(_THREADS, "shardwell-fetch")
         self._queues = defaultdict[ServerConnection, TransferQueue[int]](lambda: TransferQueue(self._threads))
         self._batches: dict[ServerConnection, FetchBatches] = {}
+        self._collects = False
+        """Whether small fetches are held back until ``together`` ends."""
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Sends the small fetches that start in the block in one message per server, or in several full ones."""
+        self._collects = True
+        try:
+            yield
+        finally:
+            self._collects = False
+            for batches in list(self._batches.values()):  # another thread may add one
+                batches.flush()
 
     def gather(
         self,
@@ -181,9 +195,12 @@ class Fetches:
         batches = self._batches.get(fetch.server)
         if batches is None:
             batches = self._batches[fetch.server] = FetchBatches(
-                self._threads, fetch_together, lambda each: each(ignore), max_in_flight=_MAX_BATCHES, holds=False
+                self._threads, fetch_together, lambda each: each(ignore), max_in_flight=_MAX_BATCHES, holds=True
             )
-        return batches.submit(fetch, size_bytes)
+        future = batches.submit(fetch, size_bytes)
+        if not self._collects:
+            batches.flush()
+        return future
 
 
 def _await_version(shard: RemoteShard, version: int, _: NearlyDone) -> int:

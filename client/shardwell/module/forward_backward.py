@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -34,6 +35,7 @@ class ForwardBackward:
         units: All units of the session, including units that are added later.
         policy: Decides what to gather, keep and free.
         pushes: Pushes gradients.
+        together: Collects the gathers that start while its context is open, and sends them at its end.
         max_gathers_in_flight: Limit of gathers into this process that run at once; 0: no limit.
     """
 
@@ -42,6 +44,7 @@ class ForwardBackward:
         units: Collection[Unit],
         policy: ResidencyPolicy[Unit],
         pushes: GradientPushes,
+        together: Callable[[], AbstractContextManager[None]],
         *,
         max_gathers_in_flight: int,
     ) -> None:
@@ -50,7 +53,7 @@ class ForwardBackward:
         self.before_use: Callable[[], None] = _nothing
         self.is_last_backward = True
         self.roots: tuple[Unit, ...] = ()
-        self._units, self._policy, self._pushes = units, policy, pushes
+        self._units, self._policy, self._pushes, self._together = units, policy, pushes, together
         self._backwards = RunningBackwards(self._end_backward)
         self._max_in_flight = max_gathers_in_flight
         self._in_flight: set[Future[int]] = set()
@@ -134,11 +137,13 @@ class ForwardBackward:
     # Gathering.
 
     def _use(self, unit: Unit, phase: Phase) -> None:
-        self.start_gather(unit)
-        self._policy.order.observe(unit, phase)
-        self._prefetch(unit, phase)  # before the wait for this unit, so that the gathers overlap
+        gathers = self._policy.begin_use(unit, phase)
+        if gathers:
+            with self._together():
+                self.start_gather(unit)
+                self._prefetch(unit, phase)  # before the wait for this unit, so that the gathers overlap
         unit.unshard()
-        if self._max_in_flight:  # the unit's own gather has ended, so another one may start
+        if gathers and self._max_in_flight:  # the unit's own gather has ended, so another one may start
             self._prefetch(unit, phase)
 
     def _prefetch(self, unit: Unit, phase: Phase) -> None:
@@ -163,9 +168,10 @@ class ForwardBackward:
 
     def begin_step(self) -> None:
         """Starts to fetch the new version of replicas, in the order of the last forward."""
-        for unit in self._policy.gathers_at_step_start(self._units):
-            if self._has_room():
-                self.start_gather(unit)
+        with self._together():
+            for unit in self._policy.gathers_at_step_start(self._units):
+                if self._has_room():
+                    self.start_gather(unit)
 
     # Freeing.
 

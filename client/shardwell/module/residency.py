@@ -13,8 +13,14 @@ from typing import Generic, Protocol, TypeVar, cast
 
 from shardwell.module.strategy import BackwardPrefetch, ReplicaOptions, ShardingStrategy
 
-MAX_UNITS_AHEAD = 8
-"""Limit of the look-ahead in units. A longer one hides no more latency, and costs time in every use of a unit."""
+MAX_UNITS_AHEAD = 64
+"""Limit of the look-ahead in units. Half of it is requested at once, so it also limits how many small units share a
+message. See Note: [Prefetch window]."""
+
+# Note: [Prefetch window]
+# The units that are gathered ahead of their use form a window in the order of use. When half of the window is used, it
+# is filled up, and all units that this takes are requested together. A message costs each side as much time as the
+# bytes of several small units. A window of few large units is filled up at every use, or nearly so.
 
 
 class UnitState(enum.Enum):
@@ -168,6 +174,11 @@ class UsageOrder(Generic[IndexedT]):
         self._previous, self._latest = self._latest, use
         self._record_forward(unit, phase)
 
+    @property
+    def latest(self) -> tuple[IndexedT, Phase] | None:
+        """The latest use."""
+        return self._latest
+
     def upcoming(self) -> Iterator[IndexedT]:
         """Yields the units that the current phase is expected to use next, nearest first."""
         previous, use = self._previous, self._latest
@@ -217,29 +228,53 @@ class ResidencyPolicy(Generic[UnitT]):
         self.prefetch_bytes, self.keep_bytes, self.backward_prefetch = prefetch_bytes, keep_bytes, backward_prefetch
         self.order: UsageOrder[UnitT] = UsageOrder()
         self._memory = memory
+        self._uses_before_fill = 0
+        """Uses until the prefetch window is filled up. Not above 0: at the next use."""
+
+    def begin_use(self, unit: UnitT, phase: Phase) -> bool:
+        """Records that a unit is used now, before it is gathered for this use.
+
+        Returns:
+            True if units are to be gathered now: this one, or those of ``prefetches``.
+        """
+        if (unit, phase) != self.order.latest:
+            self._uses_before_fill -= 1
+            self.order.observe(unit, phase)
+        if unit.needs_gather:  # the prediction failed, or another phase begins
+            self._uses_before_fill = 0
+        return self._uses_before_fill <= 0 or self._chosen(unit, phase) is not None
+
+    def _chosen(self, unit: UnitT, phase: Phase) -> tuple[UnitT, ...] | None:
+        settings = unit.settings
+        chosen = settings.forward_prefetch if phase is Phase.FORWARD else settings.backward_prefetch
+        return cast("tuple[UnitT, ...] | None", chosen)
 
     def prefetches(self, unit: UnitT, phase: Phase) -> Iterator[UnitT]:
-        """Yields the units to gather while a unit computes, nearest first.
+        """Yields the units to gather while a unit computes, nearest first. Call it if ``begin_use`` returned True.
 
         The caller starts each gather before it asks for the next unit, and stops when no more gathers may run.
         """
-        is_forward = phase is Phase.FORWARD
-        chosen = unit.settings.forward_prefetch if is_forward else unit.settings.backward_prefetch
-        if chosen is not None:
-            yield from (following for following in cast("tuple[UnitT, ...]", chosen) if following.needs_gather)
+        if (chosen := self._chosen(unit, phase)) is not None:
+            yield from (following for following in chosen if following.needs_gather)
             return
-        if not is_forward and self.backward_prefetch is not BackwardPrefetch.PRE:
+        if phase is Phase.BACKWARD and self.backward_prefetch is not BackwardPrefetch.PRE:
             return
         # A replica has its memory permanently, so it takes no part of the budget.
         is_ahead = unit.state is UnitState.FETCHING and not unit.is_replica
         ahead_bytes = self._memory.fetching_bytes - (unit.own_bytes if is_ahead else 0)
-        for following in self.order.upcoming():
+        number, first_uses = 0, {unit: 0}
+        fill_after = MAX_UNITS_AHEAD
+        for number, following in enumerate(self.order.upcoming(), 1):
+            first_use = first_uses.setdefault(following, number)
+            if first_use < number:  # the unit is used twice, and can be gathered again after its first use
+                fill_after = min(fill_after, first_use + 1)
             if not following.needs_gather:
                 continue
             ahead_bytes += 0 if following.is_replica else following.size_bytes
             if ahead_bytes > self.prefetch_bytes:
-                return
+                break
             yield following
+        self._uses_before_fill = min(fill_after, number // 2)
 
     def gathers_before_push(self, unit: UnitT) -> bool:
         """True if a unit is gathered for its backward before the gradients of the previous unit are pushed."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -97,6 +98,13 @@ class ParameterStore(Protocol):
 
         Returns:
             A future of the version that was fetched.
+        """
+        ...
+
+    def gathering_together(self) -> AbstractContextManager[None]:
+        """Collects the gathers that start while the context is open, and sends them together when it ends.
+
+        The training thread must not wait for any of them before.
         """
         ...
 

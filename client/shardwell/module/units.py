@@ -75,7 +75,11 @@ class Units:
         """Names of the units that were removed."""
         self._outermost: list[Unit] = []
         self.passes = ForwardBackward(
-            self._by_name.values(), self.policy, self._pushes, max_gathers_in_flight=max_gathers_in_flight
+            self._by_name.values(),
+            self.policy,
+            self._pushes,
+            store.gathering_together,
+            max_gathers_in_flight=max_gathers_in_flight,
         )
 
     def set_limits(

@@ -256,10 +256,10 @@ class _Trainer:
             self._release(call.unit)
 
     def _use(self, unit: _Unit, phase: Phase) -> None:
-        unit.start_gather()
-        self._policy.order.observe(unit, phase)
-        for following in self._policy.prefetches(unit, phase):
-            following.start_gather()
+        if self._policy.begin_use(unit, phase):
+            unit.start_gather()
+            for following in self._policy.prefetches(unit, phase):
+                following.start_gather()
         unit.unshard()
 
     def _release(self, unit: _Unit) -> None:

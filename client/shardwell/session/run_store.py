@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -273,6 +274,10 @@ class RunStore:
             lambda: self._gather_newest(unit_index, target, exact=exact, layout=layout),
             self._stats,
         )
+
+    def gathering_together(self) -> AbstractContextManager[None]:
+        """See ``ParameterStore.gathering_together``."""
+        return self._fetches.together()
 
     def _computes_in_vain(self) -> bool:
         """True if what the training thread computes now does not count: its work item or membership is over."""
