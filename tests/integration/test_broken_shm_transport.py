@@ -249,6 +249,16 @@ def test_session_that_breaks_during_locate_is_replaced(server: ShardServer) -> N
         assert seen == [first, trainer.transport]
 
 
+def test_a_segment_is_located_over_the_next_session(server: ShardServer) -> None:
+    with Trainer(server) as trainer:
+        first = trainer.transport
+        located = trainer.connection.locate(trainer.shard.address, 0, wait_limit_s=20.0)
+        assert located is not None
+        trainer.break_session()
+        assert trainer.connection.locate(trainer.shard.address, 0, wait_limit_s=20.0) == located
+        assert trainer.transport is not first
+
+
 def test_error_on_an_intact_session_is_not_retried(
     server: ShardServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

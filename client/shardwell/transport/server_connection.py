@@ -204,7 +204,9 @@ class ServerConnection:
         if self.transports.shared is None:
             return None
         try:
-            found = self.transports.shared.locate(shard, version, timeout_s=wait_limit_s, retry_for_s=wait_limit_s)
+            found = self.transports.over_shared(
+                lambda shared: shared.locate(shard, version, timeout_s=wait_limit_s, retry_for_s=wait_limit_s)
+            )
         except VersionGoneError:
             return self.locate(shard, wait_limit_s=wait_limit_s)
         except ConflictError as error:
