@@ -25,6 +25,7 @@ from shardwell_server.shard.requests import steps
 from shardwell_server.shard.requests.peers import NoPeers
 from shardwell_server.shard.requests.replication import Replicator
 from shardwell_server.shard.state.contributions import Contribution
+from shardwell_server.shard.state.reductions import reduce_shards
 from shardwell_server.shard.state.runs import HostedRun
 from shardwell_server.shard.state.shard_spec import ShardSpec
 from shardwell_server.shard.state.store import ShardStore
@@ -93,8 +94,7 @@ class Server:
                 shard.contributions.add(rank, Contribution(0, 0, buffer, views, lambda: None, {0, 1}, [None]))
 
         async def reduce() -> None:
-            for shard in self._run.published:
-                await shard.reduce_ahead(self._store.in_thread)
+            await reduce_shards(self._run.published, self._store.in_thread)
 
         context = common_pb2.RequestContext(step=step)
         parts = [common_pb2.UnitParts(unit_index=index, part_count=1) for index in range(len(self._layouts))]

@@ -43,6 +43,11 @@ class SumOrder:
         self._spans = tuple(accumulate(own if num_stages == 1 else (num_stages, *own), mul))
         """Number of terms in a group of each level. The last one is ``dp * num_stages``."""
 
+    @property
+    def key(self) -> tuple[int, ...]:
+        """Equal for orders that add, and divide by, the same."""
+        return self.dp, *self._spans
+
     def groups_of(self, dp_rank: int) -> list[range]:
         """Returns the ranks of the groups that contain a rank, innermost first. The last one has all ranks."""
         starts = (dp_rank // span * span for span in self._spans)
@@ -71,7 +76,12 @@ class SumOrder:
         if len(terms) == 1:
             return terms[0][1]
         total: torch.Tensor | None = None
-        span = self._spans[level - 1] if level else 1
+        if level == 0:
+            total = terms[0][1]
+            for _, term in terms[1:]:
+                total = _add(total, term, out)
+            return total
+        span = self._spans[level - 1]
         for _, group in groupby(terms, lambda term: term[0] // span):
             own = list(group)
             if total is None:

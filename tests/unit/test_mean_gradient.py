@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
-from shardwell_server.shard.arithmetic.reduction import Reduced, compute_mean
+from shardwell_server.shard.arithmetic.reduction import Reduced
+from shardwell_server.shard.arithmetic.small_reductions import reduce_small
 from shardwell_server.shard.memory.budget import Memory
 from shardwell_server.shard.state.contributions import Contribution
 from shardwell_server.shard.state.mean_gradient import MeanGradient
 from shardwell_server.shard.state.shard_spec import segment_views
 from shardwell_wire.layout import Parameter, UnitLayout
-from shardwell_wire.sum_order import Scratch, SumOrder
+from shardwell_wire.sum_order import SumOrder
 
 SIZE, HALF = 128, 64
 
@@ -85,37 +86,79 @@ def test_failed_computation_releases_its_buffer(memory: Memory, mean: MeanGradie
     assert (mean.reduced, memory.pool.taken_bytes) == (None, 0)
 
 
-@pytest.mark.parametrize("dtypes", [("float32", "float32"), ("float64", "float64"), ("float32", "bfloat16")])
-@pytest.mark.parametrize("order", [SumOrder(3), SumOrder(4, (2, 2))])
-def test_shards_that_are_reduced_as_a_whole_get_the_same_bits(
-    order: SumOrder, dtypes: tuple[str, str], memory: Memory
-) -> None:
-    layout = UnitLayout("u", tuple(Parameter(name, (37,), dtype) for name, dtype in zip("ab", dtypes, strict=True)))
-    segments, generator = layout.segments(0, layout.size_bytes), torch.Generator().manual_seed(0)
+SIZES = [(37, 37), (5000, 3), (1024, 1024, 2049)]
+"""Numbers of elements of the parameters of each shard: within a block, across blocks, and whole blocks."""
 
-    def split(buffer: torch.Tensor) -> list[torch.Tensor]:
-        return segment_views(buffer, layout, segments, 0)
 
-    def pushed(present: set[int]) -> Contribution:
-        buffer = torch.full((layout.size_bytes,), 0xFF, dtype=torch.uint8)  # NaN between the segments
-        for view in split(buffer):
+class Split:
+    """Splits buffers of the shard of one unit.
+
+    Args:
+        sizes: Numbers of elements of its parameters.
+        dtype: Dtype of its parameters.
+    """
+
+    def __init__(self, sizes: Sequence[int], dtype: str) -> None:
+        self.layout = UnitLayout("u", tuple(Parameter(f"p{n}", (size,), dtype) for n, size in enumerate(sizes)))
+        self.segments = self.layout.segments(0, self.layout.size_bytes)
+
+    def __call__(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        return segment_views(buffer, self.layout, self.segments, 0)
+
+    def mean(self, memory: Memory) -> MeanGradient:
+        return MeanGradient(memory, self.layout.size_bytes, [segment.start_bytes for segment in self.segments], self)
+
+    def pushed(self, generator: torch.Generator) -> Contribution:
+        buffer = torch.full((self.layout.size_bytes,), 0xFF, dtype=torch.uint8)  # NaN between the segments
+        for view in self(buffer):
             view.copy_(torch.randn(view.numel(), generator=generator))
-        return Contribution(0, 0, buffer, split(buffer), lambda: None, present)
+        return Contribution(0, 0, buffer, self(buffer), lambda: None, set(range(len(self.segments))))
 
-    assert layout.size_bytes > sum(segment.size_bytes for segment in segments)
-    starts = [segment.start_bytes for segment in segments]
-    for last in ({0, 1}, {1}):
-        found = ranks(*(pushed({0, 1}) for _ in range(order.dp - 1)), pushed(last))
-        mean = MeanGradient(memory, layout.size_bytes, starts, split)
-        asyncio.run(mean.compute(found, order, None, at_once))
-        assert mean.reduced is not None and mean.reduced.non_finite is None
-        for number, gradient in enumerate(mean.reduced.gradients):
-            assert gradient is not None
-            terms = [(rank, own.views[number]) for rank, own in found if number in own.present]
-            expected = torch.empty_like(gradient)
-            compute_mean(terms, order, expected, Scratch())
-            assert torch.equal(gradient, expected)
+
+@pytest.mark.parametrize("in_file", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("order", [SumOrder(2), SumOrder(3), SumOrder(4, (2, 2)), SumOrder(3, num_stages=2)])
+def test_small_shards_that_are_reduced_together_get_the_same_bits(
+    order: SumOrder, dtype: str, in_file: bool, memory: Memory
+) -> None:
+    generator, begun, expected = torch.Generator().manual_seed(0), [], []
+    for sizes in SIZES:
+        split = Split(sizes, dtype)
+        counts = [1, order.dp] if sizes == SIZES[0] else [order.dp]  # one rank may have the only gradient
+        for count in counts:
+            found = ranks(*(split.pushed(generator) for _ in range(count)))
+            alone, together = split.mean(memory), split.mean(memory)
+            asyncio.run(alone.compute(found, order, None, at_once))
+            file = torch.zeros(split.layout.size_bytes, dtype=torch.uint8) if in_file else None
+            work = together.begin_small(found, file)
+            assert work is not None
+            begun.append((together, work))
+            expected.append(alone.reduced)
+    reductions = reduce_small([work for _, work in begun], order)
+    for (mean, work), reduced, wanted in zip(begun, reductions, expected, strict=True):
+        mean.end_small(work, reduced)
+        assert mean.reduced is not None and wanted is not None and mean.in_file is in_file
+        assert mean.reduced.square_partials == wanted.square_partials
+        for gradient, other in zip(mean.reduced.gradients, wanted.gradients, strict=True):
+            assert gradient is not None and other is not None and torch.equal(gradient, other)
         mean.discard()
+
+
+def test_shards_that_cannot_be_reduced_together_release_their_memory(memory: Memory) -> None:
+    generator, order, split = torch.Generator().manual_seed(0), SumOrder(2), Split((37, 37), "float32")
+    found = ranks(*(split.pushed(generator) for _ in range(2)))
+    mean = split.mean(memory)
+    work = mean.begin_small(found, None)
+    assert work is not None
+    found[0][1].views[1][3] = torch.inf
+    (reduced,) = reduce_small([work], order)
+    mean.end_small(work, reduced)
+    assert (reduced, mean.reduced) == (None, None)  # the general reduction names the segment
+    found[1][1].drop([0])
+    assert mean.begin_small(found, None) is None
+    for other in (Split((37,), "bfloat16"), Split((1 << 20,), "float32")):
+        assert other.mean(memory).begin_small(ranks(other.pushed(generator)), None) is None
+    assert memory.pool.taken_bytes == 0
 
 
 def test_received_mean_replaces_the_former_one(memory: Memory, mean: MeanGradient) -> None:

@@ -57,16 +57,6 @@ class Reduced:
         return exact_partials(powers)
 
 
-@dataclass(frozen=True, slots=True)
-class Whole:
-    """All segments of a small shard, and the bytes between them, as one vector. One pass adds it for all segments."""
-
-    terms: Sequence[Term]
-    """By ascending data rank. Each [numel]"""
-    out: torch.Tensor
-    """Receives the mean. [numel]"""
-
-
 def reduce_shard(
     terms: Sequence[Sequence[Term]],
     order: SumOrder,
@@ -74,7 +64,6 @@ def reduce_shard(
     first_bytes: Sequence[int],
     *,
     buffer: torch.Tensor | None,
-    whole: Whole | None = None,
 ) -> Reduced:
     """Returns the mean gradients of all segments of a shard, and their share of the norm.
 
@@ -84,13 +73,10 @@ def reduce_shard(
         outs: Receive the results. None if no segment has more than one gradient, and there is one data rank.
         first_bytes: First byte of each segment in the flat vector.
         buffer: Memory that contains ``outs``.
-        whole: All segments as one vector, if every rank has a gradient of each segment.
     """
     gradients: list[torch.Tensor | None] = [None] * len(terms)
     squares: list[float] = []
     scratch = Scratch()
-    if whole is not None:
-        compute_mean(whole.terms, order, whole.out, scratch)
     for number, own in enumerate(terms):
         if not own:
             continue
@@ -98,7 +84,7 @@ def reduce_shard(
         found: list[float] = []
         for here in _slices(mean, first_bytes[number]):
             part = mean if here == slice(0, mean.numel()) else mean[here]
-            if outs is not None and whole is None:
+            if outs is not None:
                 compute_mean([(rank, term[here]) for rank, term in own], order, part, scratch)
             found += block_squares(part, first_bytes[number] + here.start * mean.element_size())
         # A sum of squares may overflow even if all values are finite.
@@ -160,13 +146,18 @@ def block_powers(values: torch.Tensor, first_byte: int, norm_type: float) -> lis
     Returns:
         One term per block. [num_blocks]
     """
+    return list(chain.from_iterable(_row_powers(rows, norm_type) for rows in block_rows(values, first_byte)))
+
+
+def block_rows(values: torch.Tensor, first_byte: int) -> list[torch.Tensor]:
+    """Divides consecutive elements of one parameter at the blocks of the flat vector. Each [num_rows, row]"""
     row = BLOCK_BYTES // values.element_size()
     head = min(values.numel(), -first_byte % BLOCK_BYTES // values.element_size())
     body = (values.numel() - head) // row * row
     if not head and not body:
-        return _row_powers(values[None], norm_type) if values.numel() else []
+        return [values[None]] if values.numel() else []
     pieces = (values[:head][None], values[head : head + body].view(-1, row), values[head + body :][None])
-    return list(chain.from_iterable(_row_powers(piece, norm_type) for piece in pieces if piece.numel()))
+    return [piece for piece in pieces if piece.numel()]
 
 
 def _row_powers(rows: torch.Tensor, norm_type: float) -> list[float]:

@@ -2,45 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache, partial
-from typing import TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
 from shardwell_server.optimizer_checks import algorithm_of, allocation_key
 from shardwell_server.shard.arithmetic.algorithms.engines import ENGINES, Engine, Part, Settings, State, torch_settings
 from shardwell_server.shard.arithmetic.averages import AveragedUpdate, Averages
+from shardwell_server.shard.arithmetic.optimizer_content import OptimizerContent, PartContent, RestoredPart
+from shardwell_server.shard.arithmetic.state_allocation import (
+    Allocate,
+    AllocatedState,
+    FreshState,
+    MissingTensors,
+    allocate_ordinary,
+)
 from shardwell_server.shard.arithmetic.update_pieces import Clipping, Piece, Progress, apply, joint_bytes, slice_bytes
 from shardwell_wire.v1 import common_pb2
 
-Key = TypeVar("Key")
-
 _AVERAGE = "ema"
 """Name of the moving average in the state."""
-
-Allocate = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
-"""Returns memory for tensors that are given on the meta device, in their order. The content is undefined."""
-
-
-def allocate_ordinary(templates: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Allocates tensors in the memory of this process."""
-    return [torch.empty_like(template, device="cpu") for template in templates]
-
-
-@dataclass(frozen=True, slots=True)
-class RestoredPart:
-    """Optimizer state of one part, which another shard had before."""
-
-    algorithm: str | None = None
-    """The optimizer of the last update. None: the part has had no update."""
-    step_count: int = 0
-    """Number of updates by this optimizer."""
-    state: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """State tensors by torch's names."""
-    average: torch.Tensor | None = None
-    """Moving average. None: the part has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,80 +35,6 @@ class _Member:
     algorithm: str
     engine: Engine
     settings: Settings
-
-
-@dataclass(frozen=True, slots=True)
-class _Fresh:
-    """State that is allocated for the next update of one part."""
-
-    algorithm: str
-    initializers: Mapping[str, object]
-    """The settings that determine the initial values."""
-    state: State
-
-
-@dataclass(slots=True)
-class _Allocated:
-    """Memory that is allocated for the next update."""
-
-    states: dict[int, _Fresh] = field(default_factory=dict)
-    """By part number."""
-    averages: dict[int, torch.Tensor] = field(default_factory=dict)
-    """By part number."""
-
-    @property
-    def size_bytes(self) -> int:
-        states = sum(tensor.nbytes for fresh in self.states.values() for tensor in fresh.state.values())
-        return states + sum(average.nbytes for average in self.averages.values())
-
-
-@dataclass(slots=True)
-class PartContent:
-    """The state of one part between two updates."""
-
-    algorithm: str | None
-    step_count: int
-    state: State
-    average: torch.Tensor | None
-    fresh_algorithm: str | None
-    """Optimizer for whose first update state is allocated. None: no state is allocated."""
-    initializers: Mapping[str, object]
-    """The settings that determined the initial values of ``fresh_state``."""
-    fresh_state: State
-    fresh_average: torch.Tensor | None
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """All tensors."""
-        averages = (self.average, self.fresh_average)
-        return [*self.state.values(), *self.fresh_state.values(), *(each for each in averages if each is not None)]
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerContent:
-    """The state of an optimizer between two updates, with the memory that is allocated for the next one."""
-
-    parts: Sequence[PartContent] = ()
-    averages_started: bool = False
-
-
-class _Missing:
-    """Tensors to allocate, together with their initial value and the mapping that receives them."""
-
-    def __init__(self) -> None:
-        self._templates: list[torch.Tensor] = []
-        self._targets: list[tuple[float, Callable[[torch.Tensor], None]]] = []
-
-    def add(self, template: torch.Tensor, initial: float, receiver: dict[Key, torch.Tensor], key: Key) -> None:
-        """Adds a tensor, given on the meta device."""
-        self._templates.append(template)
-        self._targets.append((initial, partial(receiver.__setitem__, key)))
-
-    def allocate(self, allocate: Allocate) -> None:
-        """Allocates all tensors at once. Writes to all of the memory, because the system provides pages only then."""
-        if self._templates:
-            for tensor, (initial, receive) in zip(allocate(self._templates), self._targets, strict=True):
-                receive(tensor.fill_(initial))
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +73,7 @@ class ShardOptimizer:
         self._algorithms: list[str | None] = [None] * len(values)
         self._step_counts = [0] * len(values)
         self._tensor_count = -1
-        self._allocated = _Allocated()
+        self._allocated = AllocatedState()
         self._prepared_for: tuple[object, ...] | None = None
         self._update: _Update | None = None
         """An update that failed midway."""
@@ -190,7 +99,7 @@ class ShardOptimizer:
         for number, (algorithm, count, state) in enumerate(
             zip(self._algorithms, self._step_counts, self._states, strict=True)
         ):
-            fresh = self._allocated.states.get(number) or _Fresh("", {}, {})
+            fresh = self._allocated.states.get(number) or FreshState("", {}, {})
             average, fresh_average = self.averages[number], self._allocated.averages.get(number)
             parts.append(
                 PartContent(
@@ -212,7 +121,7 @@ class ShardOptimizer:
         self.restore(parts, averages_begun=content.averages_started)
         for number, part in enumerate(content.parts):
             if part.fresh_algorithm is not None:
-                self._allocated.states[number] = _Fresh(part.fresh_algorithm, part.initializers, part.fresh_state)
+                self._allocated.states[number] = FreshState(part.fresh_algorithm, part.initializers, part.fresh_state)
             if part.fresh_average is not None:
                 self._allocated.averages[number] = part.fresh_average
 
@@ -266,7 +175,7 @@ class ShardOptimizer:
         key = allocation_key(optimizer) if key is None else key
         if self.is_prepared(present, group_of, key):
             return
-        former, allocated, missing = self._allocated, _Allocated(), _Missing()
+        former, allocated, missing = self._allocated, AllocatedState(), MissingTensors()
         largest, total = max(map(slice_bytes, self._values), default=0), 0
         for member in self._members(present, optimizer, group_of):
             if (fresh := self._fresh(member, former.states.get(member.number), missing)) is not None:
@@ -288,13 +197,13 @@ class ShardOptimizer:
         self._piece_bytes = max(largest, joint_bytes(total))
         self._prepared_for = (tuple(present), tuple(group_of), key)
 
-    def _fresh(self, member: _Member, former: _Fresh | None, missing: _Missing) -> _Fresh | None:
+    def _fresh(self, member: _Member, former: FreshState | None, missing: MissingTensors) -> FreshState | None:
         """Returns the new state of a part, without the tensors that are added to ``missing``."""
         engine, settings = member.engine, member.settings
         initializers = engine.initializers(settings)
         if former is None or (former.algorithm, former.initializers) != (member.algorithm, initializers):
-            former = _Fresh(member.algorithm, initializers, {})
-        fresh = _Fresh(member.algorithm, initializers, dict(former.state))
+            former = FreshState(member.algorithm, initializers, {})
+        fresh = FreshState(member.algorithm, initializers, dict(former.state))
         needed = engine.missing(self._values[member.number], {**self._own_state(member), **former.state}, settings)
         for name, template in needed.items():
             missing.add(template, engine.initial(name, settings), fresh.state, name)
@@ -387,7 +296,7 @@ class ShardOptimizer:
             self._step_counts[part.number] += 1
         if self._allocated.averages:
             self.revision += 1
-        self._allocated = _Allocated()
+        self._allocated = AllocatedState()
         self.update_count += 1
         return update
 
@@ -414,7 +323,7 @@ class ShardOptimizer:
 
     def allocate_like(self, parts: Sequence[RestoredPart]) -> list[RestoredPart]:
         """Allocates memory for the state of all parts, given on any device, in the shapes of this optimizer's parts."""
-        missing, made, averages = _Missing(), [], dict[int, torch.Tensor]()
+        missing, made, averages = MissingTensors(), [], dict[int, torch.Tensor]()
         for number, (part, values) in enumerate(zip(parts, self._values, strict=True)):
             state: State = {}
             for name, tensor in part.state.items():
@@ -437,7 +346,7 @@ class ShardOptimizer:
         self._step_counts = [part.step_count for part in parts]
         averages = {number: part.average for number, part in enumerate(parts) if part.average is not None}
         self.averages.restore(averages, has_started=averages_begun)
-        self._allocated, self._prepared_for, self._tensor_count = _Allocated(), None, -1
+        self._allocated, self._prepared_for, self._tensor_count = AllocatedState(), None, -1
         self.revision, self.counted = self.revision + 1, ()
         self._update_statistics()
 

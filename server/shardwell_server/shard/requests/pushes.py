@@ -9,6 +9,7 @@ from typing import Protocol
 from shardwell_server.shard.memory.budget import IncomingBuffer
 from shardwell_server.shard.requests.streams import IncomingStream
 from shardwell_server.shard.state.contributions import ContributionMemory, Contributions
+from shardwell_server.shard.state.reductions import reduce_shards
 from shardwell_server.shard.state.runs import HostedRun
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_server.shard.state.unit_shard import UnitShard
@@ -138,14 +139,8 @@ class Push:
     ) -> bool:
         duplicate = await self._run.exclusively(lambda: self._accept(source, checksum, check))
         if self._shard.seems_complete:
-            self._run.schedule(self._reduce_ahead)
+            reduce_soon(self._store, self._run, self._shard)
         return duplicate
-
-    async def _reduce_ahead(self) -> None:
-        await self._shard.reduce_ahead(self._store.in_thread)
-        if any(backup.shares_host for backup in self._shard.backups.in_sync):
-            await self._shard.share_mean(self._store.in_thread)
-        self._store.when_reduced(self._run, self._shard)
 
     # ---- checks ----
 
@@ -261,6 +256,27 @@ class Push:
     def _targets(self, memory: memoryview) -> list[memoryview]:
         start, segments = self._shard.start_bytes, self._shard.plans.segments(tuple(self._header.parameter_indices))
         return [memory[segment.start_bytes - start : segment.stop_bytes - start] for segment in segments]
+
+
+def reduce_soon(store: ShardStore, run: HostedRun, shard: UnitShard) -> None:
+    """Computes the mean of a shard in the background, because all contributions seem to have arrived.
+
+    Shards that are complete before the background work begins are reduced together. The contributions are kept. A later
+    part, or the drop of a contribution, discards the mean.
+    """
+    run.complete.append(shard)
+    if len(run.complete) == 1:
+        run.schedule(partial(_reduce_complete, store, run))
+
+
+async def _reduce_complete(store: ShardStore, run: HostedRun) -> None:
+    shards = [shard for shard in dict.fromkeys(run.complete) if shard.seems_complete]
+    run.complete.clear()
+    await reduce_shards(shards, store.in_thread)
+    for shard in shards:
+        if any(backup.shares_host for backup in shard.backups.in_sync):
+            await shard.share_mean(store.in_thread)
+        store.when_reduced(run, shard)
 
 
 def check_leases(store: ShardStore, header: shard_pb2.ReduceScatterHeader) -> None:

@@ -11,6 +11,7 @@ from shardwell_server import optimizer_checks
 from shardwell_server.shard.concurrency import InThread
 from shardwell_server.shard.requests.replication import Replicator
 from shardwell_server.shard.state.buffer_shard import BufferShard
+from shardwell_server.shard.state.reductions import reduce_shards
 from shardwell_server.shard.state.runs import HostedRun, PreparedStep
 from shardwell_server.shard.state.shard_spec import Role
 from shardwell_server.shard.state.unit_shard import UnitShard
@@ -117,8 +118,10 @@ async def _reduced(
     run: HostedRun, in_thread: InThread, request: shard_pb2.PrepareStepRequest
 ) -> shard_pb2.PrepareStepResponse:
     """Reduces every shard unless it is reduced already, and returns the norms."""
-    answer = shard_pb2.PrepareStepResponse(version=request.context.step)
-    for shard in run.published:
+    answer, shards = shard_pb2.PrepareStepResponse(version=request.context.step), run.published
+    if not request.skip:
+        await reduce_shards([shard for shard in shards if shard.awaits_reduction], in_thread)
+    for shard in shards:
         if isinstance(shard, BufferShard) and (changed := shard.changed):
             answer.buffers.add(unit_index=shard.index, buffer_indices=changed)
         if request.skip:

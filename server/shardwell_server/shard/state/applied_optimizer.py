@@ -6,12 +6,9 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import torch
 
-from shardwell_server.shard.arithmetic.shard_optimizer import (
-    OptimizerContent,
-    RestoredPart,
-    ShardOptimizer,
-    allocate_ordinary,
-)
+from shardwell_server.shard.arithmetic.optimizer_content import OptimizerContent, RestoredPart
+from shardwell_server.shard.arithmetic.shard_optimizer import ShardOptimizer
+from shardwell_server.shard.arithmetic.state_allocation import allocate_ordinary
 from shardwell_server.shard.memory.budget import Memory
 from shardwell_server.shard.state.partitions import Partitions
 from shardwell_server.shard.state.shard_files import ShardFiles

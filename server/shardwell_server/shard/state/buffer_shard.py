@@ -49,6 +49,11 @@ class BufferShard(UnitShard):
         """Always False: there is nothing to reduce ahead."""
         return False
 
+    @property
+    def awaits_reduction(self) -> bool:
+        """Always False, for the same reason."""
+        return False
+
     async def reduce(self, in_thread: InThread) -> Reduced:
         """Returns a mean without gradients: buffers have no norm, and any value is accepted."""
         self.skip_reduction()

@@ -7,7 +7,8 @@ from functools import partial
 
 import torch
 
-from shardwell_server.shard.arithmetic.reduction import SLICE_BYTES, Reduced, Whole, reduce_shard
+from shardwell_server.shard.arithmetic.reduction import Reduced, block_rows, reduce_shard
+from shardwell_server.shard.arithmetic.small_reductions import MAX_BYTES, SmallMean, SmallReduction
 from shardwell_server.shard.memory.budget import Memory
 from shardwell_server.shard.state.contributions import Contribution
 from shardwell_wire.sum_order import SumOrder
@@ -44,8 +45,12 @@ class MeanGradient:
         """True if the shard's record names the mean."""
         self.from_former = False
         """True if a former process of the server computed the mean, so that this one has no contributions."""
+        self._is_small = size_bytes <= MAX_BYTES
+        """False if ``reduce_small`` cannot reduce the shard."""
         self._file: tuple[torch.Tensor, list[torch.Tensor]] | None = None
         """The file of the last mean, and its segments."""
+        self._small_mean: tuple[torch.Tensor, SmallMean] | None = None
+        """The file of the last mean, and its parts for ``reduce_small``."""
 
     @property
     def present(self) -> list[int]:
@@ -84,10 +89,8 @@ class MeanGradient:
         ]
         several = any(order.dp > 1 or len(own) > 1 for own in terms if own)
         buffer = self._memory.pool.acquire(self._size_bytes) if several and file is None else None
-        out = buffer if file is None else file
         outs = self._views_of_file(file) if file is not None else None if buffer is None else self._views(buffer)
-        whole = None if out is None or outs is None else self._whole(found, out, outs)
-        work = partial(reduce_shard, terms, order, outs, self._starts, buffer=buffer, whole=whole)
+        work = partial(reduce_shard, terms, order, outs, self._starts, buffer=buffer)
         try:
             self.reduced = await compute(work)
         except BaseException:
@@ -100,22 +103,59 @@ class MeanGradient:
             self._file = file, self._views(file)
         return self._file[1]
 
-    def _whole(
-        self, found: Sequence[tuple[int, Contribution]], out: torch.Tensor, outs: Sequence[torch.Tensor]
-    ) -> Whole | None:
-        """Returns all segments as one vector if the shard is small and every contribution has all of them.
+    def begin_small(
+        self, found: Sequence[tuple[int, Contribution]], file: torch.Tensor | None
+    ) -> SmallReduction | None:
+        """Returns the work of ``reduce_small``. None: ``compute`` must compute the mean.
 
-        The bytes between the segments are undefined, so their mean is too. 16-bit gradients need a sum in fp32.
+        Arguments as in ``compute``. Call ``end_small`` afterwards.
         """
-        dtypes = {view.dtype for view in outs}
-        if len(outs) < 2 or self._size_bytes > SLICE_BYTES or len(dtypes) > 1 or outs[0].element_size() < 4:
+        if not self._is_small or not found or any(len(own.present) < len(self._starts) for _, own in found):
             return None
-        if not all(view.numel() for view in outs) or any(len(own.present) < len(outs) for _, own in found):
+        mean = self._mean_in(file) if file is not None else self._mean_in_buffer()
+        if mean is None:
             return None
-        (dtype,) = dtypes
-        first = outs[0].data_ptr() - out.data_ptr()
-        span = slice(first, first + outs[-1].data_ptr() + outs[-1].nbytes - outs[0].data_ptr())
-        return Whole([(rank, own.buffer[span].view(dtype)) for rank, own in found], out[span].view(dtype))
+        dtype = mean.vector.dtype
+        return SmallReduction([(rank, own.buffer.view(dtype)) for rank, own in found], mean)
+
+    def end_small(self, work: SmallReduction, reduced: Reduced | None) -> None:
+        """Sets the mean that ``reduce_small`` computed. None: it computed none."""
+        if reduced is None:
+            self.release(work.mean.buffer)
+            return
+        self.reduced = reduced
+        self.in_file, self.recorded = work.mean.buffer is None, False
+
+    def _mean_in(self, file: torch.Tensor) -> SmallMean | None:
+        if self._small_mean is None or self._small_mean[0] is not file:
+            if (mean := self._small(file, None)) is None:
+                return None
+            self._small_mean = file, mean
+        return self._small_mean[1]
+
+    def _mean_in_buffer(self) -> SmallMean | None:
+        buffer = self._memory.pool.acquire(self._size_bytes)
+        try:
+            mean = self._small(buffer, buffer)
+        except BaseException:
+            self.release(buffer)
+            raise
+        if mean is None:
+            self.release(buffer)
+        return mean
+
+    def _small(self, out: torch.Tensor, buffer: torch.Tensor | None) -> SmallMean | None:
+        """Returns the parts of a mean for ``reduce_small``. None: it cannot reduce the shard.
+
+        16-bit gradients need a sum in fp32.
+        """
+        views = self._views(out)
+        dtypes = {view.dtype for view in views}
+        self._is_small = len(dtypes) == 1 and views[0].element_size() >= 4
+        if not self._is_small:
+            return None
+        rows = [row for view, start in zip(views, self._starts, strict=True) for row in block_rows(view, start)]
+        return SmallMean(out.view(*dtypes), views, rows, buffer)
 
     def compute_write(self, file: torch.Tensor) -> None:
         """Copies the gradients, which are in a contribution, to their file. uint8. [size_bytes]"""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardwell_server.shard.arithmetic.shard_optimizer import RestoredPart
+from shardwell_server.shard.arithmetic.optimizer_content import RestoredPart
 from shardwell_server.shard.state.trainer_state import TrainerState, equal_tensor, merge_trainer_states
 from shardwell_wire.errors import InvalidRequestError, StepStateError
 from shardwell_wire.layout import UnitLayout

@@ -72,6 +72,8 @@ class HostedRun:
         self.prepared: PreparedStep | None = None
         self.expected_optimizer: common_pb2.OptimizerStep | None = None
         """The optimizer with which the prepared step is expected to be committed. None: not known yet."""
+        self.complete: list[UnitShard] = []
+        """Shards whose contributions seem to have arrived, to be reduced in the background."""
         self.duplicate_count = 0
         self.differing_duplicate_count = 0
         self.dropped = asyncio.Event()

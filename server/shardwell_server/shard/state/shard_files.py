@@ -9,13 +9,10 @@ from typing import Protocol
 
 import torch
 
+from shardwell_server.shard.arithmetic.optimizer_content import OptimizerContent, PartContent
 from shardwell_server.shard.arithmetic.reduction import Reduced
-from shardwell_server.shard.arithmetic.shard_optimizer import (
-    OptimizerContent,
-    PartContent,
-    ShardOptimizer,
-    allocate_ordinary,
-)
+from shardwell_server.shard.arithmetic.shard_optimizer import ShardOptimizer
+from shardwell_server.shard.arithmetic.state_allocation import allocate_ordinary
 from shardwell_server.shard.arithmetic.update_pieces import Progress
 from shardwell_server.shard.memory.budget import Memory
 from shardwell_server.shard.memory.shared_memory import ShardFile, SharedBuffer, SharedMemory, new_record_name

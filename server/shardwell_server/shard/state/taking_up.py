@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shardwell_server.shard.arithmetic.shard_optimizer import OptimizerContent, PartContent
+from shardwell_server.shard.arithmetic.optimizer_content import OptimizerContent, PartContent
 from shardwell_server.shard.memory.budget import Grant, Memory
 from shardwell_server.shard.memory.shared_memory import ShardFile, SharedMemory
 from shardwell_server.shard.state import shard_record

@@ -10,8 +10,10 @@ from typing import TypeVar
 import torch
 
 from shardwell_server import optimizer_checks
+from shardwell_server.shard.arithmetic.optimizer_content import OptimizerContent
 from shardwell_server.shard.arithmetic.reduction import Reduced
-from shardwell_server.shard.arithmetic.shard_optimizer import OptimizerContent, ShardOptimizer
+from shardwell_server.shard.arithmetic.shard_optimizer import ShardOptimizer
+from shardwell_server.shard.arithmetic.small_reductions import SmallReduction
 from shardwell_server.shard.concurrency import InThread, OpenStreams, uninterrupted
 from shardwell_server.shard.memory.budget import BufferQuota, Grant, IncomingBuffer, Memory
 from shardwell_server.shard.memory.shared_memory import ShardFile, SharedMemory
@@ -296,12 +298,17 @@ class UnitShard:
         Raises:
             NonFiniteError: The mean has NaN or infinity. The error names the parameter and the ranks.
         """
-        if self.reduced is None or self.reduced.skipped:
-            await self._reduce(in_thread)
+        if self.awaits_reduction:
+            await self.reduce_alone(in_thread)
         assert self.reduced is not None
         if self.reduced.non_finite is not None:
             raise await in_thread(partial(self.compute_non_finite_error, self.reduced.non_finite))
         return self.reduced
+
+    @property
+    def awaits_reduction(self) -> bool:
+        """True if ``reduce`` has to compute the mean."""
+        return self.reduced is None or self.reduced.skipped
 
     def skip_reduction(self) -> None:
         """Sets a mean without gradients, for a step that is skipped.
@@ -313,14 +320,6 @@ class UnitShard:
         self.discard_reduced()
         self.mean.set_empty(skipped=True)
 
-    async def reduce_ahead(self, in_thread: InThread) -> None:
-        """Computes the mean before ``reduce`` is called, if all contributions seem to have arrived.
-
-        The contributions are kept. A later part, or the drop of a contribution, discards the mean.
-        """
-        if self.seems_complete:
-            await self._reduce(in_thread)
-
     @property
     def seems_complete(self) -> bool:
         """True if there is no mean yet and as many parts have arrived as in the last step."""
@@ -328,12 +327,21 @@ class UnitShard:
             return False
         return self.reduced is None and self.contributions.seem_complete(self.max_contributions)
 
-    async def _reduce(self, in_thread: InThread) -> None:
+    async def reduce_alone(self, in_thread: InThread) -> None:
+        """Computes the mean of the contributions; see ``reductions.py``."""
         found = sorted(self._gradients().items())
-        file = (
-            self._files.acquire_mean(self) if self._files is not None and self.max_contributions > 1 and found else None
-        )
-        await self.mean.compute(found, self.order, file, partial(self._compute, in_thread))
+        await self.mean.compute(found, self.order, self._mean_file(found), partial(self._compute, in_thread))
+
+    def begin_small_reduction(self) -> SmallReduction | None:
+        """Returns how to compute the mean together with those of other shards; see ``MeanGradient.begin_small``."""
+        found = sorted(self._gradients().items())
+        return self.mean.begin_small(found, self._mean_file(found))
+
+    def _mean_file(self, found: Sequence[tuple[int, Contribution]]) -> torch.Tensor | None:
+        """Returns where the mean is written. None: the shard has no files, or the only gradient is the mean."""
+        if self._files is None or self.max_contributions == 1 or not found:
+            return None
+        return self._files.acquire_mean(self)
 
     def _gradients(self) -> Mapping[int, Contribution]:
         """The gradient of each contributor of the step: its contribution, or its kept gradient if it pushed nothing.
