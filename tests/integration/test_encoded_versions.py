@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 
+from shardwell.transport.incoming import into
 from shardwell.transport.shm_transport import ShmTransport
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.state.encoded_versions import EncodedVersions
@@ -61,7 +62,7 @@ def gather(one: OneUnit, wire_dtype: int = BFLOAT16, version: int | None = None)
     encoded = torch.empty(encoded_size(one, wire_dtype), dtype=torch.uint8)
     got = one.server.client.fetch_stream(
         one.gather_request(version, wire_dtype=wire_dtype),
-        memory_at(encoded.data_ptr(), encoded.numel()),
+        into(memory_at(encoded.data_ptr(), encoded.numel())),
         timeout_s=20.0,
         retry_for_s=0.0,
     )

@@ -7,6 +7,7 @@ import torch
 
 import shardwell
 from shardwell import init
+from shardwell.transport.incoming import into
 from shardwell_server.shard.arithmetic import random_values
 from shardwell_wire.chunk_streams import memory_at
 from shardwell_wire.errors import InvalidRequestError, NonFiniteError
@@ -48,7 +49,7 @@ def test_drawn_and_streamed_values_fill_one_unit(server: ShardServer, cut: int) 
         one.publish()
         got.append(torch.empty(one.size, dtype=torch.uint8))
         target = memory_at(got[-1].data_ptr(), one.size)
-        server.client.fetch_stream(one.gather_request(0), target, timeout_s=20.0, retry_for_s=0.0)
+        server.client.fetch_stream(one.gather_request(0), into(target), timeout_s=20.0, retry_for_s=0.0)
     flat = torch.cat(got)
     whole = torch.zeros(LAYOUT.size_bytes, dtype=torch.uint8)
     parts = expected(0, init.normal()), torch.full((7,), 2.0, dtype=torch.bfloat16), expected(2, init.uniform(-1, 1))

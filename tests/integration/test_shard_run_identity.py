@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from shardwell.transport.incoming import into
 from shardwell.transport.shm_transport import ShmTransport
 from shardwell.transport.socket_transport import SocketTransport
 from shardwell_server.shard.memory.shared_memory import SharedMemory
@@ -144,7 +145,7 @@ def test_socket_session_serves_its_own_run_only(server: ShardServer) -> None:
         request = new.gather_request()
         error = error_of(
             lambda: connected.transport.fetch_stream(
-                request, memoryview(bytearray(new.size)), timeout_s=20.0, retry_for_s=0.0
+                request, into(memoryview(bytearray(new.size))), timeout_s=20.0, retry_for_s=0.0
             )
         )
         assert "socket session belongs to run 'r' with id old, but the request names run 'r' with id new" in str(error)

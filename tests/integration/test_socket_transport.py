@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from shardwell.processes.local_cluster import ServerProcess
+from shardwell.transport.incoming import into
 from shardwell.transport.rpc import Endpoint
 from shardwell.transport.shard_client import ShardClient
 from shardwell.transport.socket_transport import SocketConnection, SocketTransport
@@ -267,7 +268,7 @@ def test_malformed_gather_is_rejected(
 ) -> None:
     request = connected.one.gather_request()
     request.MergeFrom(shard_pb2.GatherRequest(**fields))
-    nowhere = memoryview(bytearray(64))
+    nowhere = into(memoryview(bytearray(64)))
     assert (
         type(error_of(lambda: connected.transport.fetch_stream(request, nowhere, timeout_s=20.0, retry_for_s=0.0)))
         is error
@@ -282,7 +283,7 @@ def test_target_of_another_size_raises_chunk_error(connected: ConnectedUnit) -> 
             partial(
                 connected.transport.fetch_stream,
                 connected.one.gather_request(),
-                target,
+                into(target),
                 timeout_s=20.0,
                 retry_for_s=0.0,
             )
@@ -342,7 +343,7 @@ def test_server_process_offers_the_transport_and_stops_cleanly(tmp_path: Path) -
             gather = partial(
                 transport.fetch_stream,
                 shard_pb2.GatherRequest(run="r", run_id="id-of-r", unit="u"),
-                memoryview(bytearray(64)),
+                into(memoryview(bytearray(64))),
             )
             assert isinstance(error_of(lambda: gather(timeout_s=20.0, retry_for_s=1000.0)), UnavailableError)
         assert "Traceback" not in shard.log_path.read_text()

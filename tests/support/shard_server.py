@@ -17,6 +17,7 @@ import grpc
 import grpc.aio
 import torch
 
+from shardwell.transport.incoming import into
 from shardwell.transport.shard_client import ShardClient
 from shardwell_server.connections import grpc_port
 from shardwell_server.rpc import add_service
@@ -388,7 +389,7 @@ class OneUnit:
         flat = torch.empty(self.size, dtype=torch.uint8)
         got = self.server.client.fetch_stream(
             self.gather_request(version),
-            chunk_streams.memory_at(flat.data_ptr(), self.size),
+            into(chunk_streams.memory_at(flat.data_ptr(), self.size)),
             timeout_s=timeout_s,
             retry_for_s=0.0,
         )

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from shardwell.transport.incoming import into
 from shardwell.transport.socket_transport import SocketTransport
 from shardwell_wire import chunk_streams, socket_frames
 from shardwell_wire.errors import (
@@ -39,7 +40,9 @@ class ConnectedUnit:
         request = self.one.gather_request(version, **fields)
         size = request.stop_bytes - request.start_bytes or self.one.size
         target = chunk_streams.memory_at(flat.data_ptr(), size)
-        return self.transport.fetch_stream(request, target, timeout_s=timeout_s, retry_for_s=retry_for_s), flat[:size]
+        return self.transport.fetch_stream(request, into(target), timeout_s=timeout_s, retry_for_s=retry_for_s), flat[
+            :size
+        ]
 
     def header(self, *, step: int = 0, rank: int = 0, epoch: int = 1, **changes: Any) -> shard_pb2.ReduceScatterHeader:
         fields = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from shardwell.transport.base import (
     ignore,
 )
 from shardwell.transport.fetch_batch import SmallFetch
+from shardwell.transport.incoming import Incoming, Place
 from shardwell.transport.shared_vector import SharedVector
 from shardwell_wire.chunk_streams import memory_at
 from shardwell_wire.v1 import common_pb2, shard_pb2
@@ -38,9 +39,8 @@ class Target:
     bytes: torch.Tensor
     wire_dtype: WireDtype = AS_STORED
 
-    @contextmanager
-    def stream_buffer(self) -> Iterator[memoryview]:
-        yield memory_at(self.bytes.data_ptr(), self.bytes.numel())
+    def incoming(self) -> AbstractContextManager[Incoming]:
+        return nullcontext(Incoming(memory_at(self.bytes.data_ptr(), self.bytes.numel())))
 
     def copy_from(self, window: SharedVector) -> None:
         self.bytes.copy_(window.bytes)
@@ -69,7 +69,7 @@ class FakeStream(StreamTransport):
 
     name, kind, broke = "fake", common_pb2.TRANSPORT_KIND_GRPC, False
 
-    def fetch_stream(self, request: shard_pb2.GatherRequest, target: memoryview, **_: Any) -> int:
+    def fetch_stream(self, request: shard_pb2.GatherRequest, place: Place, **_: Any) -> int:
         raise NotImplementedError
 
     def push_stream(self, header: shard_pb2.ReduceScatterHeader, pieces: Sequence[memoryview], **_: Any) -> Any:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from shardwell.data_plane import host_folder
-from shardwell.data_plane.host_cache import CachedShard, CacheKey, HostCache
+from shardwell.data_plane.host_cache import CachedShard, CacheKey, Fetch, HostCache
 from shardwell.data_plane.host_folder import MEMORY, HostFolder
 from shardwell.transport.shared_vector import SegmentLocation, SharedVector
 from shardwell_wire.errors import DeadlineError, UnavailableError, VersionGoneError
@@ -39,7 +39,7 @@ shard = admit(cache)
 def say(text):
     print(text, flush=True)
 
-def fetch(target):
+def fetch(target, _):
     say("fetching")
     target[: SIZE // 2] = b"x" * (SIZE // 2)
     sys.stdin.readline()
@@ -68,8 +68,8 @@ def refuses(cache: HostCache, unit: int, size: int = SIZE) -> bool:
     return not cache.admit(f"unit {unit}", {0: CacheKey(unit, 0, size, "float32")})
 
 
-def filling(byte: bytes, calls: list[bytes] | None = None) -> Callable[[memoryview], None]:
-    def fetch(target: memoryview) -> None:
+def filling(byte: bytes, calls: list[bytes] | None = None) -> Fetch:
+    def fetch(target: memoryview, _: int | None) -> None:
         if calls is not None:
             calls.append(byte)
         target[:] = byte * len(target)
@@ -77,12 +77,12 @@ def filling(byte: bytes, calls: list[bytes] | None = None) -> Callable[[memoryvi
     return fetch
 
 
-def failing(target: memoryview) -> None:
+def failing(target: memoryview, _: int | None) -> None:
     target[:10] = b"x" * 10
     raise UnavailableError("the server is gone")
 
 
-def content(shard: CachedShard, version: int, fetch: Callable[[memoryview], None]) -> bytes:
+def content(shard: CachedShard, version: int, fetch: Fetch) -> bytes:
     target = bytearray(shard.location.stop_bytes - shard.location.start_bytes)
     assert shard.read(version, memoryview(target), fetch) == version
     assert len(set(target)) == 1, "the bytes mix two versions"
@@ -227,7 +227,7 @@ def test_wait_for_another_fetch_ends_at_the_limit(memory: Path) -> None:
     patient, hasty = join(memory), join(memory, wait_limit_s=0.02)
     slow, other = admit(patient), admit(hasty)
 
-    def fetch(target: memoryview) -> None:
+    def fetch(target: memoryview, _: int | None) -> None:
         with pytest.raises(
             DeadlineError, match=r"version 1 of unit 'unit 0' was not in the host cache after .* another trainer"
         ):
@@ -244,7 +244,7 @@ def test_close_stops_waiting_threads(memory: Path) -> None:
     patient, leaving = join(memory), join(memory, wait_limit_s=1000)
     slow, other = admit(patient), admit(leaving)
 
-    def fetch(target: memoryview) -> None:
+    def fetch(target: memoryview, _: int | None) -> None:
         with ThreadPoolExecutor(1) as threads:
             waiting = threads.submit(other.ensure, 1, failing)
             leaving.close()
@@ -358,7 +358,7 @@ def test_process_forked_during_a_fetch_holds_no_lock(memory: Path) -> None:
     first, second = (admit(cache) for cache in caches)
     children: list[int] = []
 
-    def fetch(target: memoryview) -> None:
+    def fetch(target: memoryview, _: int | None) -> None:
         # The child inherits the open lock files. If the child kept a lock, the second cache would wait for it.
         if not (child := os.fork()):
             signal.pause()

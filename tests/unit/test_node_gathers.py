@@ -24,10 +24,12 @@ from shardwell.data_plane.remote_unit import RemoteUnit
 from shardwell.data_plane.traffic_stats import TrafficStats
 from shardwell.memory.device_copies import Exchange
 from shardwell.module.mixed_precision import layout_in
+from shardwell.transport.incoming import Place
 from shardwell_wire.chunk_streams import memory_at
 from shardwell_wire.errors import CapacityError, UnavailableError
 from shardwell_wire.layout import BLOCK_BYTES, Parameter, UnitLayout
 from shardwell_wire.run_identity import RunIdentity
+from shardwell_wire.v1 import shard_pb2
 from tests.support.cluster import wait_until
 from tests.support.transports import FakeStream, StreamedServer
 
@@ -50,9 +52,10 @@ class Server(FakeStream):
         super().__init__()
         self.error: Exception | None = None
 
-    def fetch_stream(self, request: Any, target: memoryview, **_: float) -> int:
+    def fetch_stream(self, request: Any, place: Place, **_: float) -> int:
         if self.error:
             raise self.error
+        target = place(shard_pb2.GatherHeader(version=request.version))
         target[:] = bytes_of(request.version)[request.start_bytes : request.stop_bytes].numpy().tobytes()
         return int(request.version)
 

@@ -24,6 +24,7 @@ from shardwell.data_plane.remote_shard import RemoteShard, Wire
 from shardwell.data_plane.remote_unit import RemoteUnit
 from shardwell.data_plane.traffic_stats import TrafficStats
 from shardwell.data_plane.transfer_queue import TransferQueue
+from shardwell.transport.incoming import Place
 from shardwell_wire.errors import CapacityError
 from shardwell_wire.layout import Parameter, UnitLayout
 from shardwell_wire.run_identity import RunIdentity
@@ -49,10 +50,11 @@ class FakeServer(FakeStream):
         """Released by every push that starts."""
         self.error: Exception | None = None
 
-    def fetch_stream(self, request: Any, target: memoryview, **_: float) -> int:
+    def fetch_stream(self, request: Any, place: Place, **_: float) -> int:
         assert self.gate.wait(10)
         if self.error:
             raise self.error
+        target = place(shard_pb2.GatherHeader(version=request.version))
         target[:] = bytes([request.start_bytes % 251]) * len(target)
         return int(request.version)
 

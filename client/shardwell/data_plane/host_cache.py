@@ -30,8 +30,9 @@ from shardwell_wire.shared_words import store_word
 
 logger = logging.getLogger(__name__)
 
-Fetch = Callable[[memoryview], object]
-"""Writes all bytes of a version to memory of the shard's size, waiting until the version exists."""
+Fetch = Callable[[memoryview, int | None], object]
+"""Writes all bytes of a version to memory of the shard's size, waiting until the version exists. Also gets the version
+that the memory has now. None: it has no complete version."""
 
 _FORMAT = 1
 _ADMISSION, _NEW, _SUFFIX = "admission", "new", ".shard"
@@ -154,9 +155,10 @@ class CachedShard:
         # memory had changed in between.
         if struct.unpack_from("<q", self._head, _NEWEST_OFFSET)[0] > version:
             raise self._gone(version)
+        former = read_version(self._head)
         store_word(self._head[_NEWEST_OFFSET:], version)
         write_version(self._head, UPDATING)
-        fetch(self._bytes)
+        fetch(self._bytes, None if former == UPDATING else former)
         write_version(self._head, version)
         return True
 

@@ -11,15 +11,17 @@ import torch
 
 from shardwell.data_plane.error_feedback import EncodedGradients
 from shardwell.data_plane.host_cache import CachedShard
+from shardwell.data_plane.kept_streams import DecodedStream, DeltaCache, KeptStream, receiving
 from shardwell.data_plane.shard_fetch import ShardFetch
 from shardwell.data_plane.shard_owner import ShardOwner
 from shardwell.data_plane.shard_push import ShardPush
 from shardwell.memory.buffer_pool import BufferPool
-from shardwell.transport.base import FetchTarget, GradientPart, NearlyDone, ShardAddress, ignore
+from shardwell.transport.base import GradientPart, NearlyDone, ShardAddress, ignore
 from shardwell.transport.fetch_batch import SmallFetch
+from shardwell.transport.incoming import Incoming
 from shardwell.transport.server_connection import ServerConnection
 from shardwell.transport.shared_vector import SegmentLocation, SharedVector
-from shardwell_wire import wire_dtypes
+from shardwell_wire import value_deltas, wire_dtypes
 from shardwell_wire.chunk_streams import memory_at
 from shardwell_wire.errors import UnavailableError
 from shardwell_wire.layout import Segment, UnitLayout
@@ -45,6 +47,14 @@ class Wire:
     """The longest wait for a version to exist, or for an unavailable server to return."""
     encoded: BufferPool = field(default_factory=lambda: BufferPool(_IDLE_BYTES))
     """Memory for encoded streams."""
+    deltas: DeltaCache | None = None
+    """Memory in which weights are kept, so that servers send deltas. None: servers send whole streams."""
+
+    def kept_stream(self, what: str) -> KeptStream | None:
+        """Returns a new kept stream of a shard. None: servers send whole streams."""
+        if self.deltas is None or self.gather_dtype not in value_deltas.WIRE_DTYPES:
+            return None
+        return KeptStream(self.deltas, what)
 
 
 class RemoteShard:
@@ -75,8 +85,15 @@ class RemoteShard:
         self.owner = server if isinstance(server, ShardOwner) else ShardOwner(server)
         self.start_bytes, self.stop_bytes = start_bytes, stop_bytes
         self._plans = RangePlans(layout, start_bytes, stop_bytes)
+        self._what = f"unit {layout.unit!r}, bytes [{start_bytes}, {stop_bytes})"
+        self._kept = wire.kept_stream(self._what)
         self.cached: CachedShard | None = None
         """The shard in the host cache, rounded to the gather dtype. Every fetch goes through the cache if it is set."""
+
+    def forget(self) -> None:
+        """Forgets the stream that is kept for deltas, because versions are going to be made again."""
+        if self._kept is not None:
+            self._kept.forget()
 
     def narrowed(self, start_bytes: int, stop_bytes: int) -> RemoteShard:
         """Returns a range inside this one, streamed as stored."""
@@ -141,7 +158,7 @@ class RemoteShard:
             except UnavailableError:
                 if self.cached is None or version is None:  # otherwise it has moved to another host
                     raise
-        return self.cached.ensure(version, partial(self._fetch, version, self._wire.gather_dtype))
+        return self.cached.ensure(version, partial(self._fetch_to_cache, version))
 
     def count_hit(self) -> None:
         """Counts a version that was found in the host cache."""
@@ -163,8 +180,8 @@ class RemoteShard:
         """
         wire_dtype = AS_STORED if exact else self._wire.gather_dtype
         if self.cached is not None and version is not None and wire_dtype == self._wire.gather_dtype:
-            return self.cached.read(version, target, partial(self._fetch, version, wire_dtype))
-        return self._fetch(version, wire_dtype, target, nearly_done)
+            return self.cached.read(version, target, partial(self._fetch_to_cache, version))
+        return self._fetch_into(version, self._range_target(wire_dtype, target), nearly_done)
 
     def fetch_cast(
         self, version: int | None, layout: UnitLayout, target: memoryview, nearly_done: NearlyDone = ignore
@@ -178,8 +195,7 @@ class RemoteShard:
             nearly_done: Called when the transfer is nearly done.
         """
         if self.cached is None:
-            cast = _CastTarget(self._address, self._plans, self._wire, layout, target)
-            return self._fetch_into(version, cast, nearly_done)
+            return self._fetch_into(version, self._cast_target(layout, target), nearly_done)
         with self._wire.encoded.acquired(self.stop_bytes - self.start_bytes) as stored:
             fetched = self.fetch(version, stored, nearly_done)
             _copy(
@@ -191,34 +207,47 @@ class RemoteShard:
     def prepare_fetch(self, version: int, target: memoryview, *, exact: bool = False) -> ShardFetch:
         """Returns a fetch that can be called later; see ``fetch``."""
         wire_dtype = AS_STORED if exact else self._wire.gather_dtype
-        in_range = _RangeTarget(self._plans, wire_dtype, self.start_bytes, target, self._wire.encoded)
+        in_range = self._range_target(wire_dtype, target)
         return self._prepared_fetch(partial(self.fetch, version, target, exact=exact), version, in_range)
 
     def prepare_fetch_cast(self, version: int, layout: UnitLayout, target: memoryview) -> ShardFetch:
         """Returns a fetch that can be called later; see ``fetch_cast``."""
-        cast = _CastTarget(self._address, self._plans, self._wire, layout, target)
+        cast = self._cast_target(layout, target)
         return self._prepared_fetch(partial(self.fetch_cast, version, layout, target), version, cast)
 
-    def _prepared_fetch(self, alone: Callable[[NearlyDone], int], version: int, target: FetchTarget) -> ShardFetch:
-        is_streamed = self._address.window is None and self.cached is None
+    def _prepared_fetch(
+        self, alone: Callable[[NearlyDone], int], version: int, target: _RangeTarget | _CastTarget
+    ) -> ShardFetch:
+        is_streamed = self._address.window is None and self.cached is None and not target.is_kept(version)
         small = SmallFetch(self._address, version, target) if is_streamed else None
         return ShardFetch(alone, self.server, small, wait_limit_s=self.wait_limit_s)
 
     def fetch_average(self, version: int, target: memoryview) -> int:
         """Reads the values' moving average; see ``fetch``."""
-        average = _RangeTarget(self._plans, AS_STORED, self.start_bytes, target, self._wire.encoded)
+        average = self._range_target(AS_STORED, target)
         return self.owner.run(
             lambda server: server.fetch_average(self._address, version, average, wait_limit_s=self._wire.wait_limit_s)
         )
 
-    def _fetch(
-        self, version: int | None, wire_dtype: WireDtype, target: memoryview, nearly_done: NearlyDone = ignore
-    ) -> int:
-        in_range = _RangeTarget(self._plans, wire_dtype, self.start_bytes, target, self._wire.encoded)
-        return self._fetch_into(version, in_range, nearly_done)
+    def _range_target(self, wire_dtype: WireDtype, target: memoryview) -> _RangeTarget:
+        kept = self._kept if wire_dtype == self._wire.gather_dtype else None
+        return _RangeTarget(self._plans, wire_dtype, self.start_bytes, target, self._wire.encoded, kept)
 
-    def _fetch_into(self, version: int | None, target: FetchTarget, nearly_done: NearlyDone) -> int:
+    def _cast_target(self, layout: UnitLayout, target: memoryview) -> _CastTarget:
+        return _CastTarget(self._address, self._plans, self._wire, layout, target, self._kept)
+
+    def _fetch_to_cache(self, version: int, target: memoryview, former: int | None) -> int:
+        """Fetches a version into the host cache, which has the former version now, or an unknown one."""
+        in_cache = self._range_target(self._wire.gather_dtype, target)
+        if self._wire.deltas is not None and self._kept is not None:
+            in_cache.kept = DecodedStream(self._wire.deltas, self._what, former, in_cache.encode)
+        return self._fetch_into(version, in_cache, ignore)
+
+    def _fetch_into(self, version: int | None, target: _RangeTarget | _CastTarget, nearly_done: NearlyDone) -> int:
         limit_s = self._wire.wait_limit_s
+        if self._address.window is None and target.read_kept(version):
+            assert version is not None
+            return version
         return self.owner.run(
             lambda server: server.fetch(self._address, version, target, wait_limit_s=limit_s, nearly_done=nearly_done),
             member=version is not None,
@@ -295,23 +324,39 @@ class _RangeTarget:
     start_bytes: int
     memory: memoryview
     buffers: BufferPool
+    kept: KeptStream | DecodedStream | None = None
+    """The stream that this trainer has already. None: it keeps none."""
 
-    def stream_buffer(self) -> AbstractContextManager[memoryview]:
-        return nullcontext(self.memory) if self.wire_dtype == AS_STORED else self._decoding()
+    def incoming(self) -> AbstractContextManager[Incoming]:
+        if self.wire_dtype == AS_STORED:
+            return nullcontext(Incoming(self.memory))
+        return receiving(self._plan().size_bytes, self.decode, self.buffers, self.kept)
 
-    @contextmanager
-    def _decoding(self) -> Iterator[memoryview]:
-        plan = self.plans.plan(None, self.wire_dtype)
-        with self.buffers.acquired(plan.size_bytes) as encoded:
-            yield encoded
-            plan.decode(encoded, InVector(self.memory, self.start_bytes))
+    def is_kept(self, version: int) -> bool:
+        """Whether the kept stream has a version now."""
+        return isinstance(self.kept, KeptStream) and self.kept.shows(version)
+
+    def read_kept(self, version: int | None) -> bool:
+        """Decodes the kept stream if it has a version; returns whether it does."""
+        return isinstance(self.kept, KeptStream) and self.kept.read(version, self.decode)
+
+    def decode(self, stream: memoryview) -> None:
+        """Decodes a whole stream."""
+        self._plan().decode(stream, InVector(self.memory, self.start_bytes))
+
+    def encode(self, stream: memoryview) -> None:
+        """Encodes the values."""
+        self._plan().encode(InVector(self.memory, self.start_bytes), stream)
+
+    def _plan(self) -> StreamPlan:
+        return self.plans.plan(None, self.wire_dtype)
 
     def copy_from(self, window: SharedVector) -> None:
         if self.wire_dtype == AS_STORED:
             bytes_tensor(self.memory).copy_(window.bytes)
             return
         source, target = InVector(_memory_of(window), self.start_bytes), InVector(self.memory, self.start_bytes)
-        self.plans.plan(None, self.wire_dtype).round_trip(source, target)
+        self._plan().round_trip(source, target)
 
 
 @dataclass(slots=True, eq=False)
@@ -325,22 +370,41 @@ class _CastTarget:
     """The dtypes to deliver."""
     memory: memoryview
     """The whole flat vector. [layout.size_bytes]"""
+    kept: KeptStream | None = None
+    """The stream that this trainer has already. None: it keeps none."""
 
     @property
     def wire_dtype(self) -> WireDtype:
         return self.wire.gather_dtype
 
-    @contextmanager
-    def stream_buffer(self) -> Iterator[memoryview]:
+    def incoming(self) -> AbstractContextManager[Incoming]:
+        is_stored = self.wire_dtype == AS_STORED and not self._travels_as_delivered()
+        size_bytes = (
+            self.address.stop_bytes - self.address.start_bytes
+            if is_stored
+            else self.plans.plan(None, self.wire_dtype).size_bytes
+        )
+        return receiving(size_bytes, self._deliver_stored if is_stored else self.deliver, self.wire.encoded, self.kept)
+
+    def is_kept(self, version: int) -> bool:
+        """Whether the kept stream has a version now."""
+        return self.kept is not None and self.kept.shows(version)
+
+    def read_kept(self, version: int | None) -> bool:
+        """Delivers the kept stream if it has a version; returns whether it does."""
+        return self.kept is not None and self.kept.read(version, self.deliver)
+
+    def deliver(self, stream: memoryview) -> None:
+        """Converts a whole encoded stream."""
         if not self._travels_as_delivered():
-            with self._stored() as stored, stored.stream_buffer() as buffer:
-                yield buffer
+            with self._stored() as stored:
+                stored.decode(stream)
             return
         outs = self._outs()
-        sizes = [out.nbytes for out in outs]
-        with self.wire.encoded.acquired(sum(sizes)) as encoded:
-            yield encoded
-            _copy(torch.split(bytes_tensor(encoded), sizes), [out.view(torch.uint8) for out in outs])
+        _copy(torch.split(bytes_tensor(stream), [out.nbytes for out in outs]), [out.view(torch.uint8) for out in outs])
+
+    def _deliver_stored(self, memory: memoryview) -> None:
+        _copy(self._views_of(memory), self._outs())
 
     def copy_from(self, window: SharedVector) -> None:
         if self.wire_dtype == AS_STORED or self._travels_as_delivered():
@@ -355,7 +419,7 @@ class _CastTarget:
         start_bytes, stop_bytes = self.address.start_bytes, self.address.stop_bytes
         with self.wire.encoded.acquired(stop_bytes - start_bytes) as memory:
             yield _RangeTarget(self.plans, self.wire_dtype, start_bytes, memory, self.wire.encoded)
-            _copy(self._views_of(memory), self._outs())
+            self._deliver_stored(memory)
 
     def _travels_as_delivered(self) -> bool:
         """Whether the values have the delivered dtypes on the wire."""

@@ -16,6 +16,7 @@ from shardwell.data_plane.abandoned import or_newest, read_newest
 from shardwell.data_plane.error_feedback import ErrorFeedback
 from shardwell.data_plane.fetches import Fetches
 from shardwell.data_plane.in_place import wait_for_any
+from shardwell.data_plane.kept_streams import DeltaCache
 from shardwell.data_plane.node_gathers import NodeGathers
 from shardwell.data_plane.partition_updates import PartitionUpdates
 from shardwell.data_plane.pushes import Pushes
@@ -71,6 +72,7 @@ class RunStore:
         self._fetches = Fetches(self._stats)
         background = self._background_pushes = Pushes(self._stats, push_bytes=config.transfers.push_bytes)
         self._partition_updates = PartitionUpdates(membership.world.dp, config.waits.wait_limit_s)
+        self._deltas = DeltaCache(config.transfers.delta_cache_bytes)
         self._wire = self._make_wire()
         self._rollback_count = membership.joined.rollback_count
         self._servers = ShardServers(membership, config)
@@ -147,6 +149,7 @@ class RunStore:
             **self._stats.as_dict(),
             "received_bytes": self._servers.received_bytes,
             "sent_bytes": self._servers.sent_bytes,
+            **self._deltas.stats(),
             "cache_hit_bytes": self._mappings.cache_hit_bytes,
             "node_shared_bytes": self._node.shared_bytes if self._node is not None else 0,
             "node_summed_bytes": self.pushes.sums.node_summed_bytes if self.pushes.sums is not None else 0,
@@ -195,7 +198,12 @@ class RunStore:
     def _make_wire(self) -> Wire:
         transfers, limit_s = self._config.transfers, self._config.waits.wait_limit_s
         gather_dtype, push_dtype = transfers.gather_dtype, transfers.push_dtype
-        return Wire(wire_dtypes.GATHER_NAMES[gather_dtype], wire_dtypes.PUSH_NAMES[push_dtype], limit_s)
+        return Wire(
+            wire_dtypes.GATHER_NAMES[gather_dtype],
+            wire_dtypes.PUSH_NAMES[push_dtype],
+            limit_s,
+            deltas=self._deltas if self._deltas.budget_bytes else None,
+        )
 
     def _start_error_feedback(self) -> None:
         """Starts error feedback for the dtype in which gradients travel, if it is asked for."""
@@ -434,6 +442,7 @@ class RunStore:
         if joined.rollback_count != self._rollback_count:
             self._rollback_count = joined.rollback_count
             self._mappings.start_over(joined.rollback_count)
+            self._forget_streams()
             self._relocations.refresh()
         self._relocations.settle()
         self.pushes.rejoin(moved=moved)
@@ -443,8 +452,14 @@ class RunStore:
         if self._node is not None:
             self._node.leave("this trainer has joined the run again")
 
+    def _forget_streams(self) -> None:
+        for unit in self._units.values():
+            for shard in unit.shards:
+                shard.forget()
+
     def forget_units(self) -> None:
         """Forgets all units, because the model is going to be built again. Call it after ``rejoin``."""
+        self._forget_streams()
         self._units.clear()
         self.buffers.units.clear()
         self._must_check_model = self._state.number > 0

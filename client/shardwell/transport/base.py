@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
+from shardwell.transport.incoming import Incoming, Place
 from shardwell.transport.partitions import PartitionLocation, PartitionSegment
 from shardwell.transport.shared_vector import SharedVector
 from shardwell_wire.errors import UnavailableError
@@ -78,9 +79,14 @@ class ShardAddress:
         return version
 
     def gather_request(
-        self, version: int | None, wire_dtype: WireDtype, *, average: bool = False
+        self,
+        version: int | None,
+        wire_dtype: WireDtype,
+        *,
+        average: bool = False,
+        base: shard_pb2.StreamBase | None = None,
     ) -> shard_pb2.GatherRequest:
-        """Returns the request for one version of the shard; see ``Transport.fetch``."""
+        """Returns the request for one version of the shard; see ``Transport.fetch`` and ``Incoming.base``."""
         return shard_pb2.GatherRequest(
             run=self.run.name,
             run_id=self.run.run_id,
@@ -90,6 +96,7 @@ class ShardAddress:
             stop_bytes=self.stop_bytes,
             wire_dtype=wire_dtype,
             ema=average,
+            base=base,
         )
 
     def require_window(self) -> SharedVector:
@@ -107,8 +114,8 @@ class FetchTarget(Protocol):
         """The dtype in which float32 values travel."""
         ...
 
-    def stream_buffer(self) -> AbstractContextManager[memoryview]:
-        """Returns the memory for an encoded stream. The stream is decoded when the context ends without an error."""
+    def incoming(self) -> AbstractContextManager[Incoming]:
+        """Returns the memory for an encoded stream. ``finish`` decodes the stream."""
         ...
 
     def copy_from(self, window: SharedVector) -> None:
@@ -244,12 +251,20 @@ class StreamTransport(Transport):
         average: bool = False,
     ) -> int:
         """See ``Transport``. Fetches the moving average of the values if ``average`` is set."""
-        request = shard.gather_request(version, target.wire_dtype, average=average)
-        with target.stream_buffer() as buffer:
+        with target.incoming() as incoming:
+            request = shard.gather_request(version, target.wire_dtype, average=average, base=incoming.base)
+
+            def place(header: shard_pb2.GatherHeader) -> memoryview:
+                memory = incoming.place(header.version, header.deltas if header.HasField("deltas") else None)
+                if incoming.base is not None:
+                    request.base.CopyFrom(incoming.base)  # a repeated request must not name what is overwritten
+                return memory
+
             fetched = self.fetch_stream(
-                request, buffer, timeout_s=timeout_s, retry_for_s=retry_for_s, nearly_done=nearly_done
+                request, place, timeout_s=timeout_s, retry_for_s=retry_for_s, nearly_done=nearly_done
             )
-            self._counter.add(received_bytes=len(buffer))
+            self._counter.add(received_bytes=incoming.received_bytes)
+            incoming.finish()
         return fetched
 
     def push(
@@ -272,13 +287,16 @@ class StreamTransport(Transport):
     def fetch_stream(
         self,
         request: shard_pb2.GatherRequest,
-        target: memoryview,
+        place: Place,
         *,
         timeout_s: float,
         retry_for_s: float,
         nearly_done: NearlyDone = ignore,
     ) -> int:
-        """Fetches one version of a shard into ``target``, encoded in ``request.wire_dtype``; see ``fetch``."""
+        """Fetches one version of a shard, encoded in ``request.wire_dtype``; see ``fetch``.
+
+        The caller may change the request in ``place``. If the fetch is repeated, the changed request is sent.
+        """
 
     @abstractmethod
     def push_stream(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import xxhash
 
 from shardwell.transport.base import ByteCounter, FetchTarget, ShardAddress
+from shardwell.transport.incoming import Incoming
 from shardwell.transport.selector import TransportSelector
 from shardwell_wire.errors import CorruptDataError, InvalidRequestError
 from shardwell_wire.v1 import shard_pb2
@@ -41,18 +43,23 @@ def fetch_together(
         CorruptDataError: The checksum of a shard does not match.
     """
     run = transports.run
-    requests = [each.shard.gather_request(each.version, each.target.wire_dtype) for each in fetches]
-    request = shard_pb2.GatherBatchRequest(run=run.name, run_id=run.run_id, ranges=requests)
-    response = transports.fetch_batch(request, timeout_s=timeout_s)
-    if len(response.ranges) != len(fetches):
-        raise InvalidRequestError(
-            f"shard server at {transports.client.address} answered a batch of {len(fetches)} ranges with "
-            f"{len(response.ranges)}"
-        )
-    return [_receive(each, found, counter) for each, found in zip(fetches, response.ranges, strict=True)]
+    with ExitStack() as stack:
+        streams = [stack.enter_context(each.target.incoming()) for each in fetches]
+        requests = [
+            each.shard.gather_request(each.version, each.target.wire_dtype, base=stream.base)
+            for each, stream in zip(fetches, streams, strict=True)
+        ]
+        request = shard_pb2.GatherBatchRequest(run=run.name, run_id=run.run_id, ranges=requests)
+        response = transports.fetch_batch(request, timeout_s=timeout_s)
+        if len(response.ranges) != len(fetches):
+            raise InvalidRequestError(
+                f"shard server at {transports.client.address} answered a batch of {len(fetches)} ranges with "
+                f"{len(response.ranges)}"
+            )
+        return [_receive(*each, counter) for each in zip(fetches, streams, response.ranges, strict=True)]
 
 
-def _receive(fetch: SmallFetch, found: shard_pb2.GatheredRange, counter: ByteCounter) -> int | None:
+def _receive(fetch: SmallFetch, incoming: Incoming, found: shard_pb2.GatheredRange, counter: ByteCounter) -> int | None:
     if found.status:
         return None
     stream, unit = found.stream, fetch.shard.layout.unit
@@ -61,11 +68,12 @@ def _receive(fetch: SmallFetch, found: shard_pb2.GatheredRange, counter: ByteCou
             f"GatherBatch, unit {unit!r}: the bytes have checksum {checksum:#018x}, expected {found.checksum:#018x}",
             unit=unit,
         )
-    with fetch.target.stream_buffer() as buffer:
-        if len(buffer) != len(stream):
-            raise InvalidRequestError(
-                f"GatherBatch, unit {unit!r}: the server sent {len(stream)} bytes, expected {len(buffer)}", unit=unit
-            )
-        buffer[:] = stream
+    buffer = incoming.place(found.version, found.deltas if found.HasField("deltas") else None)
+    if len(buffer) != len(stream):
+        raise InvalidRequestError(
+            f"GatherBatch, unit {unit!r}: the server sent {len(stream)} bytes, expected {len(buffer)}", unit=unit
+        )
+    buffer[:] = stream
     counter.add(received_bytes=len(stream))
+    incoming.finish()
     return found.version

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardwell.transport.base import ByteCounter, NearlyDone, StreamTransport, ignore
+from shardwell.transport.incoming import Place
 from shardwell.transport.shard_client import ShardClient
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
@@ -29,7 +30,7 @@ class GrpcTransport(StreamTransport):
     def fetch_stream(
         self,
         request: shard_pb2.GatherRequest,
-        target: memoryview,
+        place: Place,
         *,
         timeout_s: float,
         retry_for_s: float,
@@ -37,7 +38,7 @@ class GrpcTransport(StreamTransport):
     ) -> int:
         """See ``StreamTransport``."""
         return self._client.fetch_stream(
-            request, target, timeout_s=timeout_s, retry_for_s=retry_for_s, nearly_done=nearly_done
+            request, place, timeout_s=timeout_s, retry_for_s=retry_for_s, nearly_done=nearly_done
         )
 
     def push_stream(

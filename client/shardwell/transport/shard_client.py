@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from shardwell.transport.base import NEARLY_DONE_BYTES, NearlyDone, ignore
+from shardwell.transport.incoming import Place
 from shardwell.transport.partitions import (
     CachedPartition,
     IncomingPartition,
@@ -52,27 +53,28 @@ class ShardClient(ServiceClient):
     def fetch_stream(
         self,
         request: shard_pb2.GatherRequest,
-        target: memoryview,
+        place: Place,
         *,
         timeout_s: float,
         retry_for_s: float,
         nearly_done: NearlyDone = ignore,
     ) -> int:
-        """Fetches one version of a shard into ``target``; see ``StreamTransport``. Sets ``request.chunk_bytes``."""
+        """Fetches one version of a shard; see ``StreamTransport``. Sets ``request.chunk_bytes``."""
         request.chunk_bytes = self._chunk_bytes
 
         def fetch() -> int:
-            receiver = chunk_streams.StreamReceiver([target], f"Gather of unit {request.unit!r} from {self.address}")
-            header: shard_pb2.GatherHeader | None = None
-            for data in self._gather(request, timeout=timeout_s):
+            what = f"Gather of unit {request.unit!r} from {self.address}"
+            receiver, version = chunk_streams.StreamReceiver([], what), 0
+            for number, data in enumerate(self._gather(request, timeout=timeout_s)):
                 message, chunk = chunk_streams.decode_message(data, shard_pb2.GatherResponse)
-                header = header or message.header
+                if number == 0:
+                    version = message.header.version
+                    receiver = chunk_streams.StreamReceiver([place(message.header)], what)
                 receiver.feed(chunk)
                 if receiver.total_bytes - receiver.received_bytes <= NEARLY_DONE_BYTES:
                     nearly_done()
             receiver.require_complete()
-            assert header is not None
-            return header.version
+            return version
 
         return self.attempt(fetch, retry_for_s=retry_for_s)
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from shardwell.transport.base import NEARLY_DONE_BYTES, ByteCounter, NearlyDone, StreamTransport, ignore
+from shardwell.transport.incoming import Place
 from shardwell.transport.rpc import Endpoint
 from shardwell.transport.shard_client import ShardClient
 from shardwell_wire import chunk_streams, socket_frames
@@ -88,7 +89,7 @@ class SocketTransport(StreamTransport):
     def fetch_stream(
         self,
         request: shard_pb2.GatherRequest,
-        target: memoryview,
+        place: Place,
         *,
         timeout_s: float,
         retry_for_s: float,
@@ -98,7 +99,7 @@ class SocketTransport(StreamTransport):
         what = f"Gather of unit {request.unit!r}"
         return self._attempt(
             lambda connection: connection.fetch_stream(
-                request, target, what=what, timeout_s=timeout_s, nearly_done=nearly_done
+                request, place, what=what, timeout_s=timeout_s, nearly_done=nearly_done
             ),
             timeout_s=timeout_s,
             retry_for_s=retry_for_s,
@@ -281,17 +282,17 @@ class SocketConnection:
     def fetch_stream(
         self,
         request: shard_pb2.GatherRequest,
-        target: memoryview,
+        place: Place,
         *,
         what: str,
         timeout_s: float,
         nearly_done: NearlyDone = ignore,
     ) -> int:
-        """Fetches a version into ``target``; returns the version."""
+        """Fetches a version; returns the version."""
         with self._request(what, timeout_s):
             self._send([socket_frames.encode_request(Kind.GATHER, request, timeout_s)])
             header = socket_frames.parse_message(self._receive_message(Kind.GATHERING), shard_pb2.GatherHeader)
-            self._receive_stream(target, what, nearly_done)
+            self._receive_stream(place(header), what, nearly_done)
             return header.version
 
     def measure(self, target: memoryview, *, timeout_s: float) -> None:
