@@ -60,12 +60,14 @@ def run_once(
 
 @cache
 def undisturbed(kind: str) -> str:
-    """Returns the hash of the weights of a run that loses nothing. One trainer plays both ranks."""
+    """Returns the hash of the weights of a run that loses nothing. One trainer plays both ranks, without deltas."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with (
         shardwell.testing.in_process_cluster(num_shards=2, dp=2),
-        shardwell.join(run=uuid.uuid4().hex, **join_options(**checkpoint_trainer.transfers(kind))) as session,
+        shardwell.join(
+            run=uuid.uuid4().hex, **join_options(**checkpoint_trainer.transfers(kind) | {"delta_cache_bytes": 0})
+        ) as session,
     ):
         state = checkpoint_trainer.train(session, kind, STEPS, checkpoint_trainer.Pause(None, ""))
     torch.set_num_threads(threads)
@@ -92,7 +94,7 @@ def computed(results: list[dict[str, Any]], step: int) -> int:
     return sum(number == step for result in results for number, _ in result["losses"])
 
 
-@pytest.mark.parametrize("kind", ["adamw", "sgd", "client-side", "error-feedback"])
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "client-side", "error-feedback", "deltas"])
 def test_loss_of_a_shard_server_rolls_the_run_back(tmp_path: Path, kind: str) -> None:
     expected = undisturbed(kind)
     with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096, lease_s=2.0) as cluster:

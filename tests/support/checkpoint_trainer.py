@@ -66,7 +66,7 @@ def _make_optimizer(kind: str, model: nn.Module) -> Any:
     match kind:
         case "sgd" | "error-feedback":
             return shardwell.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        case "adamw":
+        case "adamw" | "deltas":
             optimizer = shardwell.optim.AdamW(model.parameters(), lr=2e-3)
             optimizer.ema_decay = 0.8
             return optimizer
@@ -83,10 +83,16 @@ def _make_optimizer(kind: str, model: nn.Module) -> Any:
 
 KINDS = ("sgd", "adamw", "client-side", "adafactor", "muon", "gan", "error-feedback")
 
+WIRE_KINDS: dict[str, dict[str, Any]] = {
+    "error-feedback": {"push_dtype": "int8", "push_error_feedback": True},
+    "deltas": {"transports": "socket", "gather_dtype": "bfloat16", "delta_cache_bytes": 1 << 30},
+}
+"""Options of kinds whose values travel in another way."""
+
 
 def transfers(kind: str) -> dict[str, Any]:
     """Returns the options of ``join_options`` for a kind."""
-    return {"push_dtype": "int8", "push_error_feedback": True} if kind == "error-feedback" else {}
+    return WIRE_KINDS.get(kind, {})
 
 
 class Pause:
@@ -164,7 +170,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--address", required=True)
     parser.add_argument("--run", required=True)
-    parser.add_argument("--kind", choices=KINDS, required=True)
+    parser.add_argument("--kind", choices=(*KINDS, "deltas"), required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--dp", type=int, default=2)
     parser.add_argument("--trainer", default="")
@@ -189,10 +195,9 @@ def main() -> None:
             checkpoint_every=options.checkpoint_every,
             keep=options.keep,
             resume=options.resume,
-            transports=options.transports,
             chunk_bytes=options.chunk_bytes,
             wait_limit_s=90,
-            **transfers(options.kind),
+            **{"transports": options.transports, **transfers(options.kind)},
         ),
     )
     state = train(session, options.kind, options.steps, Pause(options.pause_at_step, options.pause_until))
