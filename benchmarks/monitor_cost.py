@@ -37,7 +37,7 @@ def wait_for_gather(stats: TrafficStats) -> None:
 
 
 def push(stats: TrafficStats) -> None:
-    with stats.pushing():
+    with stats.pushing:
         pass
 
 

@@ -29,7 +29,7 @@ from shardwell.transport.base import (
     ignore,
 )
 from shardwell.transport.grpc_transport import GrpcTransport
-from shardwell.transport.selector import SHARED_TRANSPORTS, STREAM_TRANSPORTS, TRANSPORT_NAMES
+from shardwell.transport.selector import SHARED_TRANSPORTS, STREAM_TRANSPORTS, TRANSPORT_NAMES, TransportSelector
 from shardwell.transport.server_connection import ServerConnection
 from shardwell.transport.shared_vector import SegmentLocation, SharedVector
 from shardwell_server.shard.memory.shared_memory import SharedMemory
@@ -60,7 +60,7 @@ from tests.support.shard_server import (
     train,
     unit,
 )
-from tests.support.transports import Gradients, Target, address_of
+from tests.support.transports import Gradients, Target, address_of, part_header, unsent
 
 EMPTY = layout_of(a=((0,), "float32"))
 SESSIONS = (
@@ -124,10 +124,9 @@ class Opened:
             "stop_bytes": self.one.stop,
         }
         header = shard_pb2.ReduceScatterHeader(**{**fields, **changes})
-        address, part = address_of(self.one), Gradients(self.one, gradients)
-        prepared = PreparedPush(address, header, part)
+        prepared = unsent(address_of(self.one), header, Gradients(self.one, gradients))
         if isinstance(self.transport, SharedTransport):
-            prepared = self.transport.prepare_push(address, header, part)
+            prepared = self.transport.prepare_push(prepared)
         self.transport.push(prepared, timeout_s=20.0, retry_for_s=0.0)
 
     def contributions(self) -> dict[int, Any]:
@@ -239,7 +238,7 @@ def test_streams_report_that_they_are_nearly_done(server: ShardServer, name: str
             context=opened.one.context(0), unit="u", parameter_indices=[0], stop_bytes=BIG.size_bytes
         )
         assert isinstance(transport, StreamTransport)
-        pushed = PreparedPush(address_of(opened.one), header, Gradients(opened.one, opened.one.filled(1.0)))
+        pushed = unsent(address_of(opened.one), header, Gradients(opened.one, opened.one.filled(1.0)))
         transport.push(pushed, timeout_s=20.0, retry_for_s=0.0, nearly_done=lambda: reported.append(True))
         assert reported == [True]
         opened.one.prepare(0)
@@ -413,15 +412,13 @@ def test_all_transports_round_gradients_equally(
     one = OneUnit(server, MIXED)
     gradients = dict(enumerate(values_of(one)))
     shard = RemoteShard(one.identity, MIXED, connection, one.start, one.stop, Wire(0, push_dtype, wait_limit_s=20.0))
-    header = shard_pb2.ReduceScatterHeader(context=one.context(0), unit="u", parameter_indices=sorted(gradients))
-    shard.prepare_push(header, gradients)(ignore)
+    shard.prepare_push(part_header(context=one.context(0)), gradients)(ignore)
     other = OneUnit(server, MIXED, run="reference").begin(values_of(one))
     with closing(connected(other, "grpc")) as reference:
         shard = RemoteShard(
             other.identity, MIXED, reference, one.start, one.stop, Wire(0, push_dtype, wait_limit_s=20.0)
         )
-        header = shard_pb2.ReduceScatterHeader(context=other.context(0), unit="u", parameter_indices=sorted(gradients))
-        shard.prepare_push(header, gradients)(ignore)
+        shard.prepare_push(part_header(context=other.context(0)), gradients)(ignore)
     results = []
     for each in (one, other):
         each.prepare(0)
@@ -450,7 +447,7 @@ def prepared_push(
     one: OneUnit, connection: ServerConnection, value: float, *, epoch: int = 1, part: int = 0
 ) -> PreparedPush:
     shard = RemoteShard(one.identity, one.layout, connection, one.start, one.stop, Wire(wait_limit_s=20.0))
-    header = shard_pb2.ReduceScatterHeader(context=one.context(0, epoch), unit=one.layout.unit, part=part)
+    header = part_header(context=one.context(0, epoch), part=part)
     values = zip(one.segments, one.filled(value), strict=True)
     flats = {segment.parameter_index: values.flatten() for segment, values in values}
     return shard.prepare_push(header, flats).prepared
@@ -466,6 +463,29 @@ def test_a_batch_accepts_good_parts_and_rejects_the_others(server: ShardServer, 
     assert server.evaluate(lambda: server.store.run("r").duplicate_count) == 2
     accepted = [0 in server.evaluate(lambda one=one: dict(one.shard.contributions.by_rank)) for one in ones]
     assert accepted == [True, False, True]
+
+
+def test_a_batch_names_what_its_parts_have_in_common_once(
+    server: ShardServer, connection: ServerConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[shard_pb2.ReduceBatchRequest] = []
+    push_batch = TransportSelector.push_batch
+
+    def recorded(selector: TransportSelector, request: shard_pb2.ReduceBatchRequest, **options: Any) -> Any:
+        sent.append(request)
+        return push_batch(selector, request, **options)
+
+    monkeypatch.setattr(TransportSelector, "push_batch", recorded)
+    ones = [OneUnit(server, layout_of(f"u{index}", a=((7,), "float32")), index=index).begin() for index in (1, 2, 3)]
+    header = part_header(context=ones[0].context(0, 1))
+    prepared = [prepared_push(one, connection, 1.0) for one in ones]
+    for push in prepared[:2]:
+        push.header = header
+    assert connection.push_batch(prepared, wait_limit_s=20.0) == [True, True, True]
+    (request,) = sent
+    assert request.common == header.common
+    # The last part is of another attempt.
+    assert [part.header.HasField("context") for part in request.parts] == [False, False, True]
 
 
 def test_a_batch_of_pushes_updates_as_single_pushes_do(server: ShardServer, connection: ServerConnection) -> None:

@@ -21,8 +21,8 @@ from shardwell_server.shard.requests.pushes import Push
 from shardwell_server.shard.transports.shm_buffers import SharedGradientBuffer
 from shardwell_wire.errors import CapacityError, ConflictError, UnavailableError
 from shardwell_wire.layout import UnitLayout
-from shardwell_wire.v1 import shard_pb2
 from tests.support.shard_server import MIXED, ShardServer, layout_of, unit
+from tests.support.transports import part_header
 
 EMPTY = layout_of(a=((0,), "float32"))
 PARTS = 2
@@ -75,12 +75,8 @@ class Trainer:
 
     def prepare(self, step: int, part: int) -> Callable[[], None]:
         """Writes a part of the next gradient to a buffer; returns a function that pushes it."""
-        header = shard_pb2.ReduceScatterHeader(
-            context=self.one.context(step, 1, f"{self.one.run}, step {step}, part {part}"),
-            unit=self.one.layout.unit,
-            part=part,
-            parameter_indices=[segment.parameter_index for segment in self.one.segments],
-        )
+        context = self.one.context(step, 1, f"{self.one.run}, step {step}, part {part}")
+        header = part_header(context=context, part=part)
         flats = {
             segment.parameter_index: torch.randn(each.shape, generator=self._generator).to(each.dtype)
             for segment, each in zip(self.one.segments, self.one.zeros(), strict=True)

@@ -17,9 +17,9 @@ from shardwell_server.shard.memory.shared_memory import ShardFile, SharedBuffer,
 from shardwell_server.shard.transports.shm_buffers import SharedGradientBuffer
 from shardwell_wire.errors import UnavailableError
 from shardwell_wire.shared_files import UntrustedFileError
-from shardwell_wire.v1 import shard_pb2
 from tests.support.shard_server import PLAIN, OneUnit, ShardServer, error_of, unit
 from tests.support.shm_transport import ConnectedUnit
+from tests.support.transports import part_header
 
 
 @pytest.fixture
@@ -45,11 +45,7 @@ def victim(request: pytest.FixtureRequest, tmp_path: Path, server: ShardServer) 
 
 def push(connection: ServerConnection, one: OneUnit) -> None:
     shard = RemoteShard(one.identity, PLAIN, connection, one.start, one.stop, Wire(wait_limit_s=20.0))
-    header = shard_pb2.ReduceScatterHeader(
-        context=one.context(0, 1, "push"),
-        unit=one.layout.unit,
-        parameter_indices=[segment.parameter_index for segment in one.segments],
-    )
+    header = part_header(context=one.context(0, 1, "push"))
     flats = {at.parameter_index: torch.ones_like(each) for at, each in zip(one.segments, one.zeros(), strict=True)}
     shard.prepare_push(header, flats)(ignore)
 

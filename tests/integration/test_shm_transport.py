@@ -39,7 +39,7 @@ from tests.support.shard_server import (
     unit,
 )
 from tests.support.shm_transport import ConnectedUnit, assert_only_parameters, header, shared_bytes
-from tests.support.transports import Gradients, address_of
+from tests.support.transports import Gradients, address_of, unsent
 
 EMPTY = layout_of(a=((0,), "float32"))
 
@@ -126,7 +126,7 @@ def test_buffer_of_an_interrupted_push_is_reused(connected: ConnectedUnit) -> No
     for _ in range(3):
         with pytest.raises(KeyboardInterrupt):
             connected.transport.prepare_push(
-                address_of(connected.one), connected.header(), Interrupting(connected.one, [])
+                unsent(address_of(connected.one), connected.header(), Interrupting(connected.one, []))
             )
         connected.prepare(connected.one.zeros(), rank=1)
         connected.transport.release(0)

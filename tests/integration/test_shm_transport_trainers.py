@@ -32,6 +32,7 @@ from tests.support.shard_server import (
     unit,
 )
 from tests.support.shm_transport import ConnectedUnit, assert_only_parameters, header, shared_bytes
+from tests.support.transports import part_header
 
 
 @pytest.fixture
@@ -81,7 +82,7 @@ def test_gradients_are_streamed_with_one_warning_when_memory_is_full(
     with closing(connect(one)) as connection:
         monkeypatch.setattr(connected.server._shared, "create", full)
         for rank in (0, 1):
-            remote(one, connection).prepare_push(connected.header(rank=rank), flats(one, 1.0))(ignore)
+            remote(one, connection).prepare_push(part_header(connected.header(rank=rank)), flats(one, 1.0))(ignore)
     one.prepare(0)
     one.update(0)
     assert_all(one.gather(1)[1], -1.0)
@@ -170,7 +171,8 @@ def test_free_memory_releases_the_buffers_of_lost_ranks() -> None:
         with closing(connect(units[0], "shm")) as both, closing(connect(units[0], "shm")) as late:
             for step, owners in enumerate([(both, both), (both, late)]):
                 for one, (rank, owner) in product(units, enumerate(owners)):
-                    remote(one, owner).prepare_push(header(one, step=step, rank=rank), flats(one, 1.0))(ignore)
+                    own = part_header(header(one, step=step, rank=rank))
+                    remote(one, owner).prepare_push(own, flats(one, 1.0))(ignore)
                 manifests = [
                     shard_pb2.RankManifest(
                         dp_rank=rank,

@@ -16,7 +16,7 @@ from shardwell_server.shard.transports.shm_buffers import SharedGradientBuffer
 from shardwell_server.shard.transports.shm_transport import PROOF_FILE_BYTES
 from shardwell_wire.v1 import shard_pb2
 from tests.support.shard_server import OneUnit, ShardServer
-from tests.support.transports import Gradients, address_of
+from tests.support.transports import Gradients, address_of, unsent
 
 
 def header(
@@ -71,7 +71,7 @@ class ConnectedUnit:
 
     def prepare(self, gradients: list[torch.Tensor], **changes: Any) -> PreparedPush:
         part = Gradients(self.one, gradients)
-        return self.transport.prepare_push(address_of(self.one), self.header(**changes), part)
+        return self.transport.prepare_push(unsent(address_of(self.one), self.header(**changes), part))
 
     def _control(
         self, request: shard_pb2.ReduceGradientBufferRequest, *, timeout_s: float = 20.0, retry_for_s: float = 0.0

@@ -20,6 +20,7 @@ from shardwell.transport.base import (
 )
 from shardwell.transport.fetch_batch import SmallFetch
 from shardwell.transport.incoming import Incoming, Place
+from shardwell.transport.push_header import PartHeader, PushedRange
 from shardwell.transport.shared_vector import SharedVector
 from shardwell_wire.chunk_streams import memory_at
 from shardwell_wire.v1 import common_pb2, shard_pb2
@@ -30,6 +31,23 @@ from tests.support.shard_server import OneUnit
 def address_of(one: OneUnit, window: SharedVector | None = None) -> ShardAddress:
     """Returns the address of a unit's shard."""
     return ShardAddress(one.identity, one.layout, one.start, one.stop, window)
+
+
+def part_header(header: shard_pb2.ReduceScatterHeader | None = None, **fields: Any) -> PartHeader:
+    """Returns the fields of a header that all shards of a unit have in common."""
+    common = shard_pb2.ReduceScatterHeader()
+    common.CopyFrom(header or shard_pb2.ReduceScatterHeader(**fields))
+    part = PartHeader(common, common.part, list(common.dropped_indices), common.context.request_id, list(common.summed))
+    common.context.request_id = ""
+    for name in ("unit", "part", "parameter_indices", "start_bytes", "stop_bytes", "dropped_indices", "summed"):
+        common.ClearField(name)
+    return part
+
+
+def unsent(shard: ShardAddress, header: shard_pb2.ReduceScatterHeader, gradients: GradientPart) -> PreparedPush:
+    """Returns a push with a header that may not fit the shard."""
+    cut = PushedRange(header.unit, header.start_bytes, header.stop_bytes, header.parameter_indices)
+    return PreparedPush(shard, cut, part_header(header), gradients)
 
 
 @dataclass
@@ -112,10 +130,8 @@ class StreamedServer:
             shard, version, target, timeout_s=wait_limit_s, retry_for_s=0.0, nearly_done=nearly_done
         )
 
-    def prepare_push(
-        self, shard: ShardAddress, header: shard_pb2.ReduceScatterHeader, part: GradientPart
-    ) -> PreparedPush:
-        return PreparedPush(shard, header, part)
+    def prepare_push(self, push: PreparedPush) -> PreparedPush:
+        return push
 
     def push(self, prepared: PreparedPush, *, wait_limit_s: float, nearly_done: NearlyDone = ignore) -> None:
         self.stream.push(prepared, timeout_s=wait_limit_s, retry_for_s=0.0, nearly_done=nearly_done)

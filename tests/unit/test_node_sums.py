@@ -25,7 +25,7 @@ from shardwell_wire.layout import BLOCK_BYTES, Parameter, UnitLayout
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.sum_order import Scratch, SumOrder
 from shardwell_wire.v1 import common_pb2, shard_pb2
-from tests.support.transports import FakeStream, StreamedServer
+from tests.support.transports import FakeStream, StreamedServer, part_header
 
 LAYOUT = UnitLayout(
     "u", (Parameter("a", (3001,), "float32"), Parameter("b", (7,), "float64"), Parameter("c", (4999,), "float32"))
@@ -74,7 +74,7 @@ class Member:
     def push(self, version: int, gradients: Mapping[int, torch.Tensor], *, unit: RemoteUnit | None = None) -> None:
         this_round = self.sums.start_round(version)
         context = common_pb2.RequestContext(run="r", step=version, epoch=10 + self.rank)
-        header = shard_pb2.ReduceScatterHeader(context=context, unit="u", dp_rank=self.rank)
+        header = part_header(context=context, dp_rank=self.rank)
         own = sorted(gradients.items())
         if this_round is None:
             self.pushes.push(unit or self.unit, header, own)

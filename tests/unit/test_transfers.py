@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from types import FrameType
@@ -25,14 +26,14 @@ from shardwell.data_plane.remote_unit import RemoteUnit
 from shardwell.data_plane.traffic_stats import TrafficStats
 from shardwell.data_plane.transfer_queue import TransferQueue
 from shardwell.transport.incoming import Place
-from shardwell_wire.errors import CapacityError
+from shardwell_wire.errors import CapacityError, UnavailableError
 from shardwell_wire.layout import Parameter, UnitLayout
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.stream_plan import InParameters, StreamPlan
 from shardwell_wire.v1 import shard_pb2
 from shardwell_wire.v1.common_pb2 import WIRE_DTYPE_INT8
 from tests.support.processes import ROOT
-from tests.support.transports import FakeStream, StreamedServer
+from tests.support.transports import FakeStream, StreamedServer, part_header
 
 LAYOUT = UnitLayout("u", (Parameter("a", (3000,), "float32"), Parameter("b", (7,), "float32")))
 CUT = 8192
@@ -133,7 +134,7 @@ def test_interrupted_gather_returns_after_its_last_write(client: FakeServer, mon
 
 def test_push_sends_its_range_to_each_server(client: FakeServer) -> None:
     pushes = Pushes(TrafficStats(), push_bytes=1 << 20)
-    pushes.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=0), gradients())
+    pushes.push(unit_on(client), part_header(part=0), gradients())
     pushes.drain()
     whole = torch.arange(3000.0).numpy().tobytes()
     ones = torch.ones(7).numpy().tobytes()
@@ -155,7 +156,7 @@ def test_encoded_gradients_are_split_between_the_servers(client: FakeServer) -> 
     pushes, given = Pushes(TrafficStats(), push_bytes=1 << 20), threading.Event()
     unit, pushed = unit_on(client), encoded(given.set)
     client.gate.clear()
-    pushes.push_encoded(unit, shard_pb2.ReduceScatterHeader(part=0), pushed)
+    pushes.push_encoded(unit, part_header(part=0), pushed)
     assert not given.is_set(), "the gradients are still being read"
     client.gate.set()
     pushes.drain()
@@ -175,7 +176,7 @@ def test_encoded_gradients_are_split_between_the_servers(client: FakeServer) -> 
 def test_encoded_gradients_are_released_after_a_failed_push(client: FakeServer) -> None:
     pushes, given = Pushes(TrafficStats(), push_bytes=1 << 20), threading.Event()
     client.error = CapacityError("no room")
-    pushes.push_encoded(unit_on(client), shard_pb2.ReduceScatterHeader(part=0), encoded(given.set))
+    pushes.push_encoded(unit_on(client), part_header(part=0), encoded(given.set))
     with pytest.raises(CapacityError, match="no room"):
         pushes.drain()
     assert given.is_set()
@@ -185,7 +186,7 @@ def test_encoded_gradients_are_released_after_a_failed_push(client: FakeServer) 
 def test_parts_reach_each_server_in_order(client: FakeServer) -> None:
     pushes = Pushes(TrafficStats(), push_bytes=1 << 30)
     for part in range(20):
-        pushes.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=part), gradients())
+        pushes.push(unit_on(client), part_header(part=part), gradients())
     pushes.drain()
     for start in (0, CUT):
         assert [header.part for header, _ in client.pushes if header.start_bytes == start] == list(range(20))
@@ -195,10 +196,8 @@ def test_parts_reach_each_server_in_order(client: FakeServer) -> None:
 def test_push_waits_while_the_byte_limit_is_exceeded(client: FakeServer) -> None:
     pushes = Pushes(TrafficStats(), push_bytes=20_000)
     client.gate.clear()
-    pushes.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=0), gradients())
-    second = threading.Thread(
-        target=pushes.push, args=(unit_on(client), shard_pb2.ReduceScatterHeader(part=1), gradients())
-    )
+    pushes.push(unit_on(client), part_header(part=0), gradients())
+    second = threading.Thread(target=pushes.push, args=(unit_on(client), part_header(part=1), gradients()))
     second.start()
     second.join(0.2)
     assert second.is_alive(), "24 kB are over the limit of 20 kB while the first 12 kB are in flight"
@@ -213,7 +212,7 @@ def test_push_waits_while_the_byte_limit_is_exceeded(client: FakeServer) -> None
 def test_drain_raises_a_failed_push_once(client: FakeServer) -> None:
     pushes = Pushes(TrafficStats(), push_bytes=1 << 20)
     client.error = CapacityError("no room")
-    pushes.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=0), gradients())
+    pushes.push(unit_on(client), part_header(part=0), gradients())
     with pytest.raises(CapacityError, match="no room"):
         pushes.drain()
     pushes.drain()
@@ -234,7 +233,7 @@ def test_drain_does_not_wait_for_an_interrupted_push(
     monkeypatch.setattr(RemoteShard, "prepare_push", interrupt)
     pushes = Pushes(TrafficStats(), push_bytes=1)
     with pytest.raises(KeyboardInterrupt):
-        pushes.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=0), gradients())
+        pushes.push(unit_on(client), part_header(part=0), gradients())
     drained = threading.Thread(target=pushes.drain, daemon=True)
     drained.start()
     drained.join(5)
@@ -247,7 +246,7 @@ def test_drain_does_not_wait_for_an_interrupted_push(
 def test_discard_drops_the_error_of_a_failed_push(client: FakeServer, error: Exception) -> None:
     pushes = Pushes(TrafficStats(), push_bytes=1 << 20)
     client.error = error
-    pushes.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=0), gradients())
+    pushes.push(unit_on(client), part_header(part=0), gradients())
     pushes.discard()
     pushes.drain()
     pushes.close()
@@ -256,7 +255,7 @@ def test_discard_drops_the_error_of_a_failed_push(client: FakeServer, error: Exc
 def test_join_waits_for_transfers_in_flight(client: FakeServer) -> None:
     pushes = Pushes(TrafficStats(), push_bytes=1 << 20, max_batched_bytes=None)
     client.gate.clear()
-    pushes.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=0), gradients())
+    pushes.push(unit_on(client), part_header(part=0), gradients())
     assert client.started.acquire(timeout=10)
     pushes.close()
     pushes.join(0.01)
@@ -268,7 +267,7 @@ def test_join_waits_for_transfers_in_flight(client: FakeServer) -> None:
 
 WAITING = """
 import atexit, threading
-from tests.unit.test_transfers import LAYOUT, FakeServer, gradients, shard_pb2, unit_on
+from tests.unit.test_transfers import LAYOUT, FakeServer, gradients, part_header, unit_on
 from shardwell.data_plane.fetches import Fetches
 from shardwell.data_plane.pushes import Pushes
 from shardwell.data_plane.traffic_stats import TrafficStats
@@ -287,7 +286,7 @@ pushes = Pushes(TrafficStats(), push_bytes=1 << 20, max_batched_bytes=None)
 unit = unit_on(SilentServer())
 atexit.register(print, "closed at exit")
 fetches.gather(unit, 0, memoryview(bytearray(LAYOUT.size_bytes)))
-pushes.push(unit, shard_pb2.ReduceScatterHeader(part=0), gradients())
+pushes.push(unit, part_header(part=0), gradients())
 for _ in range(2 * len(unit.shards)):
     started.acquire()
 raise KeyboardInterrupt
@@ -319,7 +318,7 @@ def test_drain_returns_after_an_interrupt_at_any_line_of_a_push(client: FakeServ
 
         sys.settrace(trace)
         try:
-            pushes.push(unit, shard_pb2.ReduceScatterHeader(part=0), gradients())
+            pushes.push(unit, part_header(part=0), gradients())
             pushes.drain()
         except KeyboardInterrupt:
             pass
@@ -349,7 +348,7 @@ def test_drain_returns_after_an_interrupt_at_any_line_of_a_push(client: FakeServ
 def test_pushes_that_start_while_another_thread_waits_are_sent(
     client: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardwell.data_plane.batches._MAX_AGE_S", 1e9)
+    monkeypatch.setattr("shardwell.data_plane.push_batches._MAX_AGE_S", 1e9)
     pushes, unit = Pushes(TrafficStats(), push_bytes=1 << 20), unit_on(client)
     flats = dict(gradients())
     release = pushes.hold(100)
@@ -357,15 +356,36 @@ def test_pushes_that_start_while_another_thread_waits_are_sent(
     drained.start()
     drained.join(0.1)
     assert drained.is_alive(), "a push is held"
-    pushes.push_held(unit, shard_pb2.ReduceScatterHeader(part=0), flats, lambda _: False, release)
+    pushes.push_held(unit, part_header(part=0), flats, lambda _: False, release)
     drained.join(10)
     assert not drained.is_alive()
     assert len(client.pushes) == 2
     pushes.close()
 
 
+@pytest.mark.parametrize("max_batched_bytes", [None, 64 << 10])
+def test_a_push_to_another_server_after_close_fails(client: FakeServer, max_batched_bytes: int | None) -> None:
+    pushes = Pushes(TrafficStats(), push_bytes=1 << 20, max_batched_bytes=max_batched_bytes)
+    pushes.push(unit_on(client), part_header(part=0), gradients())
+    pushes.drain()
+    pushes.close()
+    with pytest.raises(UnavailableError, match="closed"):
+        pushes.push(unit_on(FakeServer()), part_header(part=0), gradients())
+    pushes.drain()
+
+
+def test_a_push_that_has_ended_keeps_no_gradient(client: FakeServer) -> None:
+    pushes, gradient = Pushes(TrafficStats(), push_bytes=1 << 20), torch.arange(3000.0)
+    ended = weakref.ref(gradient)
+    pushes.push(unit_on(client), part_header(part=0), [(0, gradient)])
+    pushes._in_flight.wait()  # `drain` also forgets the parts
+    del gradient
+    assert len(client.pushes) == 2 and ended() is None
+    pushes.close()
+
+
 def test_small_parts_of_several_units_share_a_message(client: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwell.data_plane.batches._MAX_AGE_S", 1e9)
+    monkeypatch.setattr("shardwell.data_plane.push_batches._MAX_AGE_S", 1e9)
     sizes: list[int] = []
     push_batch = StreamedServer.push_batch
 
@@ -376,7 +396,7 @@ def test_small_parts_of_several_units_share_a_message(client: FakeServer, monkey
     monkeypatch.setattr(StreamedServer, "push_batch", counted)
     pushes, unit = Pushes(TrafficStats(), push_bytes=1 << 20), unit_on(client)
     for part in range(4):
-        pushes.push(unit, shard_pb2.ReduceScatterHeader(part=part), gradients())
+        pushes.push(unit, part_header(part=part), gradients())
     assert not client.pushes
     pushes.drain()
     assert sizes == [8]

@@ -17,7 +17,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -25,10 +25,12 @@ import torch
 
 from shardwell.data_plane.gradient_exchange import Exchange, Shown, WholeGradient, adder_of, cuts_of
 from shardwell.data_plane.node_group import Round
-from shardwell.data_plane.pushes import Excuse, Pushes
+from shardwell.data_plane.pushes import Pushes
+from shardwell.data_plane.pushes_in_flight import Excuse
 from shardwell.data_plane.remote_shard import RemoteShard
 from shardwell.data_plane.remote_unit import RemoteUnit
 from shardwell.memory.buffer_pool import BufferPool
+from shardwell.transport.push_header import PartHeader
 from shardwell.transport.route_stats import DIRECT
 from shardwell_wire.layout import Segment
 from shardwell_wire.sum_order import Scratch, SumOrder
@@ -63,7 +65,7 @@ class _Job:
 
     this_round: Round
     unit: RemoteUnit
-    header: shard_pb2.ReduceScatterHeader
+    header: PartHeader
     own: WholeGradient
     copied: Callable[[], None]
     """Waits until ``own`` is complete."""
@@ -118,7 +120,7 @@ class GradientSums:
         self,
         this_round: Round,
         unit: RemoteUnit,
-        header: shard_pb2.ReduceScatterHeader,
+        header: PartHeader,
         gradients: Sequence[tuple[int, torch.Tensor]],
         item: Item,
         excuse: Excuse,
@@ -138,8 +140,8 @@ class GradientSums:
         """
         started_s = time.perf_counter()
         flats, copied = self._pushes.start_copies(gradients)
-        context = header.context
-        own = WholeGradient(context.epoch, context.lease_proof, header.attempt, cuts_of(unit), flats)
+        context, attempt = header.common.context, header.common.attempt
+        own = WholeGradient(context.epoch, context.lease_proof, attempt, cuts_of(unit), flats)
         release = _after(2, self._pushes.hold(sum(flat.nbytes for flat in flats.values())))
         self._exchange.offer(this_round, unit, own, copied, release)
         self._jobs.put(_Job(this_round, unit, header, own, copied, item, excuse, release, started_s, self._generation))
@@ -222,10 +224,13 @@ class GradientSums:
             self._exchange.end_round(job.this_round)
         added_bytes = sum(buffer.numel() for buffer in sums.values())
         self.summed_bytes += (len(shown) - 1) * added_bytes
-        header = shard_pb2.ReduceScatterHeader()
-        header.CopyFrom(job.header)
-        for dp_rank, one in zip(self._dp_ranks, shown, strict=True):
-            header.summed.add(dp_rank=dp_rank, epoch=one.epoch, lease_proof=one.lease_proof)
+        header = replace(
+            job.header,
+            summed=[
+                shard_pb2.SummedRank(dp_rank=dp_rank, epoch=one.epoch, lease_proof=one.lease_proof)
+                for dp_rank, one in zip(self._dp_ranks, shown, strict=True)
+            ],
+        )
         indices = _indices(shown)
         pushed_bytes = sum(
             segment.size_bytes for number in sums for segment in job.unit.shards[number].segments_of(indices)

@@ -3,36 +3,32 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 
 import torch
 
-from shardwell.data_plane.batches import MAX_STREAM_BYTES, Batches
 from shardwell.data_plane.error_feedback import EncodedGradients
 from shardwell.data_plane.interrupts import uninterrupted
+from shardwell.data_plane.push_batches import MAX_STREAM_BYTES, PushBatches
+from shardwell.data_plane.pushes_in_flight import Excuse, PushesInFlight, QueuedPush, Send, UnitPush
 from shardwell.data_plane.remote_shard import RemoteShard
 from shardwell.data_plane.remote_unit import RemoteUnit
 from shardwell.data_plane.shard_push import ShardPush, push_together
 from shardwell.data_plane.traffic_stats import TrafficStats
-from shardwell.data_plane.transfer_queue import DaemonThreads, TransferQueue
+from shardwell.data_plane.transfer_queue import DaemonThreads, TransferQueue, closed_error
 from shardwell.memory.device_copies import to_host
-from shardwell.transport.base import NearlyDone, ignore
+from shardwell.transport.base import NearlyDone
+from shardwell.transport.push_header import PartHeader
 from shardwell.transport.server_connection import ServerConnection
 from shardwell_wire.errors import ShardwellError
-from shardwell_wire.v1 import shard_pb2
 
 _THREADS = 16
 """The threads mostly wait for the network."""
 
-PushBatches = Batches[ShardPush, None]
-"""The small pushes to one server."""
-
-Excuse = Callable[[BaseException], bool]
-"""Returns whether the error of a push does not matter, because the push does not count any more."""
+Prepare = Callable[[RemoteShard], Send]
+"""Reads one shard's part, or refers to it, so that it can be pushed in any thread."""
 
 
 class Pushes:
@@ -48,23 +44,23 @@ class Pushes:
         self, stats: TrafficStats, *, push_bytes: int, max_batched_bytes: int | None = MAX_STREAM_BYTES
     ) -> None:
         self.stats = stats
-        self._push_limit, self._max_batched_bytes = push_bytes, max_batched_bytes
+        self._max_batched_bytes = max_batched_bytes
         self._threads = DaemonThreads(_THREADS, "shardwell-push")
-        self._queues = defaultdict[ServerConnection, TransferQueue[None]](lambda: TransferQueue(self._threads))
-        self._batches: dict[ServerConnection, PushBatches] = {}
+        self._queues: dict[ServerConnection, TransferQueue[None]] = {}
+        self._batches: dict[ServerConnection, PushBatches[QueuedPush]] = {}
         self._starting = threading.Lock()
         """Held while a push is queued, by the training thread or by the thread that adds gradients."""
-        self._changed = threading.Condition()
-        """Protects the next four fields, which the push threads change too."""
-        self._bytes_in_flight, self._pushes_in_flight, self._waiter_count = 0, 0, 0
-        self._push_error: BaseException | None = None
-        self._last_part: dict[tuple[int, int], tuple[Future[None], PushBatches | None]] = {}
-        """The last push to each shard and the batches that contain it, keyed by unit index and shard number."""
+        self._in_flight = PushesInFlight(stats, push_bytes, self._flush)
+        self._opening = threading.Lock()
+        """Protects ``_closed``, and additions to ``_queues`` and ``_batches``."""
+        self._closed = False
+        self._last_part: dict[tuple[int, int], QueuedPush] = {}
+        """The last push to each shard, by unit index and shard number."""
 
     def push(
         self,
         unit: RemoteUnit,
-        header: shard_pb2.ReduceScatterHeader,
+        header: PartHeader,
         gradients: Sequence[tuple[int, torch.Tensor]],
         excuse: Excuse = lambda _: False,
         *,
@@ -81,46 +77,36 @@ class Pushes:
             excuse: Returns whether an error of this push does not matter. Called in any thread.
             route: The route for which the push is counted. None: none.
         """
-        flats, copied = self.start_copies(gradients)
-        size = _size_of(flats)
+        self._in_flight.raise_error()
         # Gradients on the CPU that go through shared memory are copied before this method returns.
-        on_cpu = all(gradient.device.type == "cpu" for _, gradient in gradients)
+        if all(gradient.is_cpu for _, gradient in gradients):
+            flats = {index: _plain(gradient) for index, gradient in gradients}
+            prepare: Prepare = partial(_read, header, flats)
+            copies = _copies_all(unit)
+        else:
+            flats, copied = self.start_copies(gradients)
+            prepare = partial(_read_later, copied, header, flats)
+            copies = False
+        size = _size_of(flats)
         with uninterrupted:
-            if on_cpu:
-                release = self._counted(route, size, self.hold(size if _are_streamed(unit) else 0))
-                self.push_held(unit, header, flats, excuse, release)
-            else:
-                release = self._counted(route, size, self.hold(size))
-                self._start(
-                    unit, lambda shard: partial(_push_after_copy, copied, shard, header, flats), size, excuse, release
-                )
+            held = self._in_flight.hold(0 if copies else size)
+            self._start(unit, prepare, UnitPush(excuse, size, held=held, route=route))
 
     def push_encoded(
         self,
         unit: RemoteUnit,
-        header: shard_pb2.ReduceScatterHeader,
+        header: PartHeader,
         gradients: EncodedGradients,
         excuse: Excuse = lambda _: False,
         *,
         route: str | None = None,
     ) -> None:
         """Starts to push encoded gradients; see ``push``. Releases them when all shards have their part."""
-        self._raise_push_error()
+        self._in_flight.raise_error()
         with uninterrupted:
-            held_bytes = len(gradients.stream) if _are_streamed(unit) else 0
-            release = self._counted(route, gradients.stored_bytes, self.hold(held_bytes))
-
-            def when_pushed() -> None:
-                gradients.release()
-                release()
-
-            self._start(
-                unit,
-                lambda shard: shard.prepare_push_encoded(header, gradients),
-                gradients.stored_bytes,
-                excuse,
-                when_pushed,
-            )
+            held = self._in_flight.hold(0 if _copies_all(unit) else len(gradients.stream))
+            push = UnitPush(excuse, gradients.stored_bytes, held=held, when_pushed=gradients.release, route=route)
+            self._start(unit, lambda shard: shard.prepare_push_encoded(header, gradients), push)
 
     def start_copies(
         self, gradients: Sequence[tuple[int, torch.Tensor]]
@@ -130,7 +116,7 @@ class Pushes:
         Returns:
             Flat gradients by parameter index, and a function that waits until they are complete.
         """
-        self._raise_push_error()
+        self._in_flight.raise_error()
         copies, copied = to_host([gradient for _, gradient in gradients])
         return {index: flat for (index, _), flat in zip(gradients, copies, strict=True)}, copied
 
@@ -140,38 +126,12 @@ class Pushes:
         Returns:
             A function to call in any thread when the gradients are pushed or dropped. Harmless to repeat.
         """
-        self._reserve(size_bytes)
-        held = True
-
-        def release() -> None:
-            nonlocal held
-            with self._changed:
-                if not held:
-                    return
-                held = False
-                self._bytes_in_flight -= size_bytes
-                self._pushes_in_flight -= 1
-                if self._waiter_count and (size_bytes or not self._pushes_in_flight):
-                    self._changed.notify_all()
-
-        return release
-
-    def _counted(self, route: str | None, size_bytes: int, release: Callable[[], None]) -> Callable[[], None]:
-        """Returns a function that counts a push for a route when it is acknowledged, and calls ``release``."""
-        if route is None:
-            return release
-        started_s = time.perf_counter()
-
-        def when_pushed() -> None:
-            self.stats.routes.add(route, pushed_bytes=size_bytes, seconds=time.perf_counter() - started_s)
-            release()
-
-        return when_pushed
+        return self._in_flight.hold(size_bytes).release
 
     def push_held(
         self,
         unit: RemoteUnit,
-        header: shard_pb2.ReduceScatterHeader,
+        header: PartHeader,
         flats: Mapping[int, torch.Tensor],
         excuse: Excuse,
         release: Callable[[], None],
@@ -185,12 +145,13 @@ class Pushes:
             excuse: See ``push``.
             release: The result of ``hold``.
         """
-        self._start(unit, lambda shard: shard.prepare_push(header, flats), _size_of(flats), excuse, release)
+        push = UnitPush(excuse, _size_of(flats), when_pushed=release)
+        self._start(unit, partial(_read, header, flats), push)
 
     def push_sums(
         self,
         unit: RemoteUnit,
-        header: shard_pb2.ReduceScatterHeader,
+        header: PartHeader,
         indices: Sequence[int],
         sums: Mapping[int, torch.Tensor],
         excuse: Excuse,
@@ -209,77 +170,94 @@ class Pushes:
         by_start = {unit.shards[number].start_bytes: buffer for number, buffer in sums.items()}
         size = sum(buffer.numel() for buffer in sums.values())
 
-        def prepare(shard: RemoteShard) -> Callable[[NearlyDone], None]:
-            return shard.prepare_push_sum(header, indices, by_start[shard.start_bytes])
-
-        self._start(unit, prepare, size, excuse, when_pushed, numbers=sums.keys())
+        self._start(
+            unit,
+            lambda shard: shard.prepare_push_sum(header, indices, by_start[shard.start_bytes]),
+            UnitPush(excuse, size, when_pushed=when_pushed),
+            numbers=sums.keys(),
+        )
 
     def fail(self, error: BaseException) -> None:
         """Makes the next ``push`` or ``drain`` raise an error. Called in any thread."""
-        with self._changed:
-            self._push_error = self._push_error or error
+        self._in_flight.fail(error)
 
     def _start(
-        self,
-        unit: RemoteUnit,
-        prepare: Callable[[RemoteShard], Callable[[NearlyDone], None]],
-        size_bytes: int,
-        excuse: Excuse,
-        when_pushed: Callable[[], None],
-        numbers: Collection[int] | None = None,
+        self, unit: RemoteUnit, prepare: Prepare, push: UnitPush, numbers: Collection[int] | None = None
     ) -> None:
         """Starts the pushes to shards of a unit.
 
         Args:
             unit: The unit.
-            prepare: Returns a function that pushes one shard's part.
-            size_bytes: Size of the gradients.
-            excuse: See ``push``.
-            when_pushed: Called when all parts are pushed.
+            prepare: Prepares one shard's part.
+            push: The push.
             numbers: Numbers of the shards. None: all.
         """
         with uninterrupted, self._starting:
             self.stats.push_count += 1
-            self.stats.pushed_bytes += size_bytes
-            futures: list[Future[None]] = []
+            self.stats.pushed_bytes += push.size_bytes
+            shards = [each for each in enumerate(unit.shards) if numbers is None or each[0] in numbers]
+            # One more: the push does not end while its parts are started.
+            push.missing, started_count = len(shards) + 1, 0
             try:
-                for number, shard in enumerate(unit.shards):
-                    if numbers is not None and number not in numbers:
-                        continue
-                    futures.append(self._submit((unit.index, number), shard, _prepared(prepare, shard)))
+                for number, shard in shards:
+                    self._submit(push, (unit.index, number), shard, _prepared(prepare, shard))
+                    started_count += 1
             finally:  # wait only for the parts that were started
-                self._call_when_done(futures, excuse, when_pushed)
-            if self._waiter_count:
+                self._in_flight.count_ended([push], len(shards) + 1 - started_count)
+            if self._in_flight.are_awaited:
                 self._flush()
 
-    def _submit(self, key: tuple[int, int], shard: RemoteShard, push: Callable[[NearlyDone], None]) -> Future[None]:
+    def _submit(self, push: UnitPush, key: tuple[int, int], shard: RemoteShard, send: Send) -> None:
         """Queues the push of a shard's part: with those of other units if it is small, or else by itself."""
-        previous, batched_with = self._last_part.get(key, (None, None))
-        shard_bytes = shard.stop_bytes - shard.start_bytes
-        batches = self._batches_for(push) if isinstance(push, ShardPush) else None
+        part = QueuedPush(push, key, send, shard.stop_bytes - shard.start_bytes)
+        previous = self._last_part.get(key)
+        batches = self._batches_for(send) if isinstance(send, ShardPush) else None
         # The pushes of one queue are sent in order.
-        in_order = previous is None or batched_with is batches or previous.done()
-        if batches is not None and isinstance(push, ShardPush) and in_order:
-            future = batches.submit(push, shard_bytes, key)
-            self._last_part[key] = future, batches
-            return future
+        if batches is not None and (previous is None or previous.done or previous.batches is batches):
+            part.batches = batches
+            batches.add(part)
+            self._last_part[key] = part
+            return
         self._flush()  # the push may wait for one of them
-        streamed_bytes = 0 if shard.server.copies_gradients else shard_bytes
-        future = self._queues[shard.server].submit(streamed_bytes, partial(_send, push, previous))
-        self._last_part[key] = future, None
-        return future
+        streamed_bytes = 0 if shard.server.copies_gradients else part.size_bytes
+        future = self._queue_of(shard.server).submit(streamed_bytes, partial(self._send, part, previous))
+        self._last_part[key] = part
+        future.add_done_callback(partial(self._end_alone, part))
 
-    def _batches_for(self, push: ShardPush) -> PushBatches | None:
+    def _batches_for(self, push: ShardPush) -> PushBatches[QueuedPush] | None:
         """Returns the batches that a push belongs to. None: it is sent by itself."""
         limit_bytes = self._max_batched_bytes
         if limit_bytes is None or push.stream_bytes > limit_bytes:
             return None
-        batches = self._batches.get(push.server)
-        if batches is None:
-            batches = self._batches[push.server] = PushBatches(
-                self._threads, push_together, lambda each: each(ignore), max_in_flight=1, holds=True
-            )
+        if (batches := self._batches.get(push.server)) is None:
+            with self._opening:
+                self._check_open()
+                batches = self._batches[push.server] = PushBatches(self._threads, _send_together, self._in_flight.end)
         return batches
+
+    def _queue_of(self, server: ServerConnection) -> TransferQueue[None]:
+        """Returns the queue of pushes that are sent by themselves."""
+        if (queue := self._queues.get(server)) is None:
+            with self._opening:
+                self._check_open()
+                queue = self._queues[server] = TransferQueue(self._threads)
+        return queue
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise closed_error()
+
+    def _send(self, part: QueuedPush, previous: QueuedPush | None, nearly_done: NearlyDone) -> None:
+        """Pushes a part after the previous part to the same shard. See Note: [Order of pushes] in
+        ``transfer_queue.py``."""
+        if previous is not None:
+            self._in_flight.await_part(previous)
+        assert part.send is not None
+        part.send(nearly_done)
+
+    def _end_alone(self, part: QueuedPush, future: Future[None]) -> None:
+        part.error = future.exception()
+        self._in_flight.end([part])
 
     def _flush(self) -> None:
         """Starts to send the pushes that wait for others, because somebody waits for them."""
@@ -288,97 +266,50 @@ class Pushes:
 
     def drain(self) -> None:
         """Waits until every push is acknowledged; raises the first error."""
-        self._await_pushes()
-        self._raise_push_error()
+        self._in_flight.wait()
+        self._last_part.clear()
+        self._in_flight.raise_error()
 
     def discard(self) -> None:
         """Waits until no push is in flight and drops their errors. Called when their work item is restarted."""
-        self._await_pushes()
-        self._push_error = None
-
-    def _await_pushes(self) -> None:
-        self._wait_for(lambda: not self._pushes_in_flight)
+        self._in_flight.wait()
         self._last_part.clear()
+        self._in_flight.drop_error()
 
     def close(self) -> None:
         """Fails all waiting pushes. Pushes in flight end when the connection to their server is closed."""
-        for queue in self._queues.values():
+        with self._opening:  # the thread that adds gradients may start a push
+            self._closed = True
+            queues, batches = list(self._queues.values()), list(self._batches.values())
+        for queue in queues:
             queue.close()
-        for batches in self._batches.values():
-            batches.close()
+        for each in batches:
+            each.close()
         self._threads.shutdown(wait=False)
 
     def join(self, limit_s: float) -> None:
         """Waits after ``close`` until no push reads memory of units, at most ``limit_s``."""
         self._threads.join(limit_s)
 
-    def _reserve(self, size_bytes: int) -> None:
-        with uninterrupted:
-            while True:
-                with self._changed:
-                    if self._has_room(size_bytes):
-                        self._bytes_in_flight += size_bytes
-                        self._pushes_in_flight += 1
-                        return
-                self._wait_for(lambda: self._has_room(size_bytes))
 
-    def _wait_for(self, is_true: Callable[[], bool]) -> None:
-        """Waits for the end of pushes. Meanwhile no push waits for others."""
-        with self.stats.waiting_for_push(), uninterrupted:
-            with self._changed:
-                self._waiter_count += 1
-            try:
-                self._flush()
-                with self._changed:
-                    uninterrupted.wait_for(self._changed, is_true)
-            finally:
-                with self._changed:
-                    self._waiter_count -= 1
-
-    def _has_room(self, size_bytes: int) -> bool:
-        """True if a push may start. A push larger than the limit goes alone."""
-        return not self._bytes_in_flight or self._bytes_in_flight + size_bytes <= self._push_limit
-
-    def _call_when_done(self, futures: Sequence[Future[None]], excuse: Excuse, when_done: Callable[[], None]) -> None:
-        missing = len(futures)
-
-        def done(future: Future[None]) -> None:
-            nonlocal missing
-            error = future.exception()
-            if error is not None and excuse(error):
-                error = None
-            with self._changed:
-                if error is not None and self._push_error is None:
-                    self._push_error = error
-                missing -= 1
-                is_last = not missing
-            if is_last:
-                when_done()
-
-        for future in futures:
-            future.add_done_callback(done)
-        if not futures:
-            when_done()
-
-    def _raise_push_error(self) -> None:
-        with uninterrupted, self._changed:
-            error, self._push_error = self._push_error, None
-        if error is not None:
-            raise error
+def _plain(gradient: torch.Tensor) -> torch.Tensor:
+    """Returns a gradient on the CPU without a graph, contiguous."""
+    # A torch operation without effect still costs time, because it releases the interpreter lock.
+    if gradient.requires_grad:
+        gradient = gradient.detach()
+    return gradient if gradient.is_contiguous() else gradient.contiguous()
 
 
 def _size_of(flats: Mapping[int, torch.Tensor]) -> int:
-    return sum(flat.nbytes for flat in flats.values())
+    return sum([flat.nbytes for flat in flats.values()])
 
 
-def _are_streamed(unit: RemoteUnit) -> bool:
-    """Whether some gradients of a unit stay in memory until they are sent."""
-    return any(not shard.server.copies_gradients for shard in unit.shards)
+def _copies_all(unit: RemoteUnit) -> bool:
+    """Whether no gradient of a unit stays in memory until it is sent."""
+    return all(shard.server.copies_gradients for shard in unit.shards)
 
 
-def _prepared(
-    prepare: Callable[[RemoteShard], Callable[[NearlyDone], None]], shard: RemoteShard
-) -> Callable[[NearlyDone], None]:
+def _prepared(prepare: Prepare, shard: RemoteShard) -> Send:
     """Returns a function that pushes a shard's part, or one that raises the error of preparing the push."""
     try:
         return prepare(shard)
@@ -387,10 +318,20 @@ def _prepared(
         return partial(_fail, error)
 
 
+def _read(header: PartHeader, flats: Mapping[int, torch.Tensor], shard: RemoteShard) -> Send:
+    return shard.prepare_push(header, flats)
+
+
+def _read_later(
+    copied: Callable[[], None], header: PartHeader, flats: Mapping[int, torch.Tensor], shard: RemoteShard
+) -> Send:
+    return partial(_push_after_copy, copied, shard, header, flats)
+
+
 def _push_after_copy(
     copied: Callable[[], None],
     shard: RemoteShard,
-    header: shard_pb2.ReduceScatterHeader,
+    header: PartHeader,
     flats: Mapping[int, torch.Tensor],
     nearly_done: NearlyDone,
 ) -> None:
@@ -403,8 +344,5 @@ def _fail(error: ShardwellError, _: NearlyDone) -> None:
     raise error
 
 
-def _send(push: Callable[[NearlyDone], None], previous: Future[None] | None, nearly_done: NearlyDone) -> None:
-    """Pushes a part after the previous part to the same shard. See Note: [Order of pushes] in ``transfer_queue.py``."""
-    if previous is not None:
-        previous.result()
-    push(nearly_done)
+def _send_together(parts: Sequence[QueuedPush]) -> list[bool]:
+    return push_together([part.send for part in parts if isinstance(part.send, ShardPush)])

@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 
 from shardwell.data_plane.error_feedback import EncodedGradients
+from shardwell.data_plane.gradient_parts import EncodedPart, FlatGradients, VectorPart
 from shardwell.data_plane.host_cache import CachedShard
 from shardwell.data_plane.kept_streams import DecodedStream, DeltaCache, KeptStream, receiving
 from shardwell.data_plane.shard_fetch import ShardFetch
 from shardwell.data_plane.shard_owner import ShardOwner
 from shardwell.data_plane.shard_push import ShardPush
 from shardwell.memory.buffer_pool import BufferPool
-from shardwell.transport.base import GradientPart, NearlyDone, ShardAddress, ignore
+from shardwell.transport.base import GradientPart, NearlyDone, PreparedPush, ShardAddress, ignore
 from shardwell.transport.fetch_batch import SmallFetch
 from shardwell.transport.incoming import Incoming
+from shardwell.transport.push_header import PartHeader, PushedRange
 from shardwell.transport.server_connection import ServerConnection
 from shardwell.transport.shared_vector import SegmentLocation, SharedVector
 from shardwell_wire import value_deltas, wire_dtypes
@@ -27,14 +29,13 @@ from shardwell_wire.errors import UnavailableError
 from shardwell_wire.layout import Segment, UnitLayout
 from shardwell_wire.quantization_blocks import bytes_tensor
 from shardwell_wire.run_identity import RunIdentity
-from shardwell_wire.stream_plan import InParameters, InVector, RangePlans, StreamPlan
-from shardwell_wire.v1 import shard_pb2
+from shardwell_wire.stream_plan import InVector, RangePlans, StreamPlan
 from shardwell_wire.wire_dtypes import AS_STORED, WireDtype
 
 _IDLE_BYTES = 64 << 20
 
-_SMALL_BYTES = 128 << 10
-"""Gradients up to this size are copied without a torch operation, and without releasing the interpreter lock."""
+_CACHE_SIZE = 16
+"""Sets of parameters that a shard remembers. Most units push all parameters together."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,8 @@ class RemoteShard:
         self._plans = RangePlans(layout, start_bytes, stop_bytes)
         self._what = f"unit {layout.unit!r}, bytes [{start_bytes}, {stop_bytes})"
         self._kept = wire.kept_stream(self._what)
+        self._cut = lru_cache(_CACHE_SIZE)(self._make_cut)
+        """Returns parameters cut to the range, and the size of their stream. (indices, wire dtype)"""
         self.cached: CachedShard | None = None
         """The shard in the host cache, rounded to the gather dtype. Every fetch goes through the cache if it is set."""
 
@@ -255,35 +258,33 @@ class RemoteShard:
 
     # ---- pushing ----
 
-    def prepare_push(self, header: shard_pb2.ReduceScatterHeader, flats: Mapping[int, torch.Tensor]) -> ShardPush:
+    def prepare_push(self, header: PartHeader, flats: Mapping[int, torch.Tensor]) -> ShardPush:
         """Prepares a push of this shard's part of gradients.
 
         Args:
-            header: Everything but the parameter indices, the range and the dtype.
-            flats: Whole gradients by parameter index; contiguous, on the CPU, without a graph. Each [numel].
+            header: Which part of which contribution it is.
+            flats: Whole gradients by parameter index; contiguous, on the CPU, without a graph.
 
         Returns:
             The push, to be called in any thread. It refers to ``flats`` only if they are streamed: a transport through
             shared memory has copied them.
         """
         indices, wire_dtype = tuple(sorted(flats)), self._wire.push_dtype
-        part = _FlatGradients(self._plans, indices, wire_dtype, self.start_bytes, flats, self._wire.encoded)
+        part = FlatGradients(self._plans, indices, wire_dtype, self.start_bytes, flats, self._wire.encoded)
         return self._prepare(header, indices, part)
 
-    def prepare_push_encoded(self, header: shard_pb2.ReduceScatterHeader, gradients: EncodedGradients) -> ShardPush:
+    def prepare_push_encoded(self, header: PartHeader, gradients: EncodedGradients) -> ShardPush:
         """Prepares a push of this shard's part of encoded gradients; see ``prepare_push``."""
         indices, wire_dtype = gradients.indices, gradients.wire_dtype
         pieces = [piece.of(gradients.stream) for piece in self._plans.pieces_of_unit(indices, wire_dtype)]
-        part = _EncodedPart(self._plans, indices, wire_dtype, self.start_bytes, pieces)
+        part = EncodedPart(self._plans, indices, wire_dtype, self.start_bytes, pieces)
         return self._prepare(header, indices, part)
 
     def segments_of(self, indices: tuple[int, ...]) -> Sequence[Segment]:
         """Returns the segments of some parameters in the range."""
         return self._plans.segments(indices)
 
-    def prepare_push_sum(
-        self, header: shard_pb2.ReduceScatterHeader, indices: Sequence[int], memory: torch.Tensor
-    ) -> ShardPush:
+    def prepare_push_sum(self, header: PartHeader, indices: Sequence[int], memory: torch.Tensor) -> ShardPush:
         """Prepares a push of a sum of several ranks' gradients; see ``prepare_push``. The sum is never rounded.
 
         Args:
@@ -291,28 +292,24 @@ class RemoteShard:
             indices: Parameters that have a gradient, by rising index.
             memory: The sum, laid out like the range. uint8. [stop_bytes - start_bytes]
         """
-        part = _VectorPart(self._plans, tuple(indices), self.start_bytes, memory)
-        return self._prepare(header, indices, part)
+        part = VectorPart(self._plans, tuple(indices), self.start_bytes, memory)
+        return self._prepare(header, part.indices, part)
 
-    def _prepare(self, header: shard_pb2.ReduceScatterHeader, indices: Sequence[int], part: GradientPart) -> ShardPush:
-        own = shard_pb2.ReduceScatterHeader()
-        own.CopyFrom(header)
-        own.parameter_indices[:] = indices
-        own.start_bytes, own.stop_bytes = self.start_bytes, self.stop_bytes
-        if own.context.request_id:  # one per shard: a server may own several shards of the unit
-            own.context.request_id = f"{own.context.request_id}.{self.start_bytes}"
-        server, prepared = self.owner.run(lambda server: (server, server.prepare_push(self._address, own, part)))
-        wire_dtype = AS_STORED if prepared.is_shared else part.wire_dtype
-        size_bytes = self._plans.plan(tuple(indices), wire_dtype).size_bytes
+    def _prepare(self, header: PartHeader, indices: tuple[int, ...], part: GradientPart) -> ShardPush:
+        cut, size_bytes = self._cut(indices, part.wire_dtype)
+        push = PreparedPush(self._address, cut, header, part)
+        server, prepared = self.owner.run(lambda server: (server, server.prepare_push(push)))
+        stream_bytes = size_bytes
         if prepared.is_shared:
+            if part.wire_dtype != AS_STORED:
+                _, size_bytes = self._cut(indices, AS_STORED)
             server.shared_counter.add(sent_bytes=size_bytes)
-        return ShardPush(
-            self.owner,
-            server,
-            prepared,
-            stream_bytes=0 if prepared.is_shared else size_bytes,
-            wait_limit_s=self.wait_limit_s,
-        )
+            stream_bytes = 0
+        return ShardPush(self.owner, server, prepared, stream_bytes=stream_bytes, wait_limit_s=self._wire.wait_limit_s)
+
+    def _make_cut(self, indices: tuple[int, ...], wire_dtype: WireDtype) -> tuple[PushedRange, int]:
+        cut = PushedRange(self._address.layout.unit, self.start_bytes, self.stop_bytes, indices)
+        return cut, self._plans.plan(indices, wire_dtype).size_bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -437,81 +434,6 @@ class _CastTarget:
         return _views(self.plans, self.layout, self.memory, 0)
 
 
-@dataclass(slots=True, eq=False)
-class _FlatGradients:
-    """Whole gradients of parameters, of which the shard's range is pushed. A ``GradientPart``."""
-
-    plans: RangePlans
-    indices: tuple[int, ...]
-    wire_dtype: WireDtype
-    start_bytes: int
-    flats: Mapping[int, torch.Tensor]
-    buffers: BufferPool
-
-    def write_to(self, memory: memoryview) -> None:
-        if self.wire_dtype != AS_STORED or len(memory) > _SMALL_BYTES:
-            self._plan().round_trip(InParameters(self.flats), InVector(memory, self.start_bytes))
-            return
-        for at in self.plans.segments(self.indices):  # five times as fast as torch
-            piece = _memory_in(self.flats[at.parameter_index], at)
-            memory[at.start_bytes - self.start_bytes : at.stop_bytes - self.start_bytes] = piece
-
-    def stream(self) -> AbstractContextManager[Sequence[memoryview]]:
-        if self.wire_dtype != AS_STORED:
-            return self._encoding()
-        return nullcontext([_memory_in(self.flats[at.parameter_index], at) for at in self.plans.segments(self.indices)])
-
-    @contextmanager
-    def _encoding(self) -> Iterator[Sequence[memoryview]]:
-        plan = self._plan()
-        with self.buffers.acquired(plan.size_bytes) as encoded:
-            plan.encode(InParameters(self.flats), encoded)
-            yield [encoded]
-
-    def _plan(self) -> StreamPlan:
-        return self.plans.plan(self.indices, self.wire_dtype)
-
-
-@dataclass(slots=True, eq=False)
-class _EncodedPart:
-    """The shard's part of gradients that are encoded already. A ``GradientPart``."""
-
-    plans: RangePlans
-    indices: tuple[int, ...]
-    wire_dtype: WireDtype
-    start_bytes: int
-    pieces: Sequence[memoryview]
-    """The stream."""
-
-    def write_to(self, memory: memoryview) -> None:
-        encoded = self.pieces[0] if len(self.pieces) == 1 else bytearray().join(self.pieces)
-        self.plans.plan(self.indices, self.wire_dtype).decode(encoded, InVector(memory, self.start_bytes))
-
-    def stream(self) -> AbstractContextManager[Sequence[memoryview]]:
-        return nullcontext(self.pieces)
-
-
-@dataclass(slots=True, eq=False)
-class _VectorPart:
-    """Gradients in memory laid out like the shard. A ``GradientPart``."""
-
-    plans: RangePlans
-    indices: tuple[int, ...]
-    start_bytes: int
-    memory: torch.Tensor
-    wire_dtype: WireDtype = AS_STORED
-
-    def write_to(self, memory: memoryview) -> None:
-        bytes_tensor(memory).copy_(self.memory)
-
-    def stream(self) -> AbstractContextManager[Sequence[memoryview]]:
-        whole = memory_at(self.memory.data_ptr(), self.memory.numel(), self.memory)
-        segments = self.plans.segments(self.indices)
-        return nullcontext(
-            [whole[at.start_bytes - self.start_bytes : at.stop_bytes - self.start_bytes] for at in segments]
-        )
-
-
 def _views(plans: RangePlans, layout: UnitLayout, memory: memoryview, start_bytes: int) -> list[torch.Tensor]:
     """Returns the range's segments of parameters as views of memory.
 
@@ -537,8 +459,3 @@ def _copy(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> N
 
 def _memory_of(window: SharedVector) -> memoryview:
     return memory_at(window.bytes.data_ptr(), window.bytes.numel())
-
-
-def _memory_in(flat: torch.Tensor, segment: Segment) -> memoryview:
-    """Returns a segment of a parameter. The view keeps the tensor alive: gRPC may read it after its rpc has failed."""
-    return memory_at(flat.data_ptr() + segment.start_element * flat.itemsize, segment.size_bytes, flat)

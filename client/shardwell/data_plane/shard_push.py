@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shardwell.data_plane.batches import Rejected
 from shardwell.data_plane.shard_owner import ShardOwner
 from shardwell.transport.base import NearlyDone, PreparedPush
 from shardwell.transport.server_connection import ServerConnection
@@ -22,6 +21,8 @@ class ShardPush:
         stream_bytes: Size of the part in a stream. 0: the part is in memory of the server.
         wait_limit_s: Deadline of the push.
     """
+
+    __slots__ = ("_owner", "prepared", "server", "stream_bytes", "wait_limit_s")
 
     def __init__(
         self,
@@ -54,17 +55,19 @@ class ShardPush:
             fault_points.reach("client.push.after", **self._fields())
 
     def _fields(self) -> dict[str, Any]:
-        header = self.prepared.header
-        return {"unit": header.unit, "dp_rank": header.dp_rank, "part": header.part}
+        push = self.prepared
+        return {"unit": push.cut.unit, "dp_rank": push.header.common.dp_rank, "part": push.header.part}
 
 
-def push_together(pushes: Sequence[ShardPush]) -> list[Rejected | None]:
-    """Sends pushes to one server in one message, for ``Batches``."""
-    for push in pushes:
-        push.reach_before()
+def push_together(pushes: Sequence[ShardPush]) -> list[bool]:
+    """Sends pushes to one server in one message, once; returns for each whether the server has accepted it."""
+    if fault_points.are_armed():
+        for push in pushes:
+            push.reach_before()
     first = pushes[0]
     accepted = first.server.push_batch([push.prepared for push in pushes], wait_limit_s=first.wait_limit_s)
-    for push, is_accepted in zip(pushes, accepted, strict=True):
-        if is_accepted:
-            push.reach_after()
-    return [None if is_accepted else Rejected.REJECTED for is_accepted in accepted]
+    if fault_points.are_armed():
+        for push, is_accepted in zip(pushes, accepted, strict=True):
+            if is_accepted:
+                push.reach_after()
+    return accepted

@@ -30,6 +30,8 @@ class TrafficStats:
     are copied meanwhile."""
 
     def __post_init__(self) -> None:
+        self.pushing = _Pushing(self)
+        """Context whose duration, without waits for other pushes, is added to ``push_copy_s``. May not be nested."""
         self._waits: list[tuple[float, float]] = []
         self.routes = RouteStats()
         """What the routes of gradients have carried."""
@@ -66,11 +68,17 @@ class TrafficStats:
         finally:
             self.push_wait_s += time.perf_counter() - started
 
-    @contextmanager
-    def pushing(self) -> Iterator[None]:
-        """Adds the time until the context ends, without waits for other pushes, to ``push_copy_s``."""
-        started, waited_s = time.perf_counter(), self.push_wait_s
-        try:
-            yield
-        finally:
-            self.push_copy_s += time.perf_counter() - started - (self.push_wait_s - waited_s)
+
+class _Pushing:
+    """See ``TrafficStats.pushing``."""
+
+    __slots__ = ("_started_s", "_stats")
+
+    def __init__(self, stats: TrafficStats) -> None:
+        self._stats, self._started_s = stats, 0.0
+
+    def __enter__(self) -> None:
+        self._started_s = time.perf_counter() - self._stats.push_wait_s
+
+    def __exit__(self, *_: object) -> None:
+        self._stats.push_copy_s += time.perf_counter() - self._stats.push_wait_s - self._started_s

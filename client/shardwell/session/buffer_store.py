@@ -293,8 +293,7 @@ class RemoteBuffers:
             return
         unit = self.units[unit_index]
         with uninterrupted:  # the servers wait for every part that is counted
-            context = self._membership.context(step, item.item)
-            header = item.start_part(context, unit.layout.unit, unit_index)
+            header = item.headers(self._membership.context(step, item.item)).start_part(unit_index)
             values = [(index, tensor.reshape(-1)) for index, tensor in buffers]
             self._pushes.push(unit, header, values, partial(self._excuse, item, item.key))
 

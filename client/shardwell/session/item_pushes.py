@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -10,15 +11,27 @@ import torch
 from shardwell.data_plane.error_feedback import ErrorFeedback
 from shardwell.data_plane.interrupts import uninterrupted
 from shardwell.data_plane.pushes import Pushes
+from shardwell.data_plane.pushes_in_flight import Excuse
 from shardwell.data_plane.remote_unit import RemoteUnit
 from shardwell.memory.device_copies import to_host
 from shardwell.session.item_sums import ItemSums
 from shardwell.session.membership import Membership
 from shardwell.session.servers import ShardServers
-from shardwell.session.step_state import FinishedStep, StepState, WorkItemState
+from shardwell.session.step_state import FinishedStep, PartHeaders, StepState, WorkItemState
 from shardwell.transport.route_stats import DIRECT
 from shardwell_wire.errors import CapacityError, StaleEpochError, StepRestartedError, VersionGoneError
 from shardwell_wire.v1 import coordinator_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """What all pushes of one attempt at a work item have in common."""
+
+    step: int
+    key: tuple[int, int]
+    """``WorkItemState.key``."""
+    headers: PartHeaders
+    excuse: Excuse
 
 
 class ItemPushes:
@@ -52,6 +65,8 @@ class ItemPushes:
         after the first step."""
         self._former_ranks = frozenset(state.items)
         """Logical ranks whose work items this trainer held in the previous step."""
+        self._attempt: _Attempt | None = None
+        """The attempt of the last push."""
 
     def start_step(self, finished: FinishedStep, kept_units: Collection[int]) -> None:
         """Called after a commit; see ``RunStore.start_step``."""
@@ -75,7 +90,7 @@ class ItemPushes:
 
     def push(self, unit_index: int, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Starts to push one part of the current item's gradient; see ``ParameterStore.push``."""
-        with self._pushes.stats.pushing(), uninterrupted:  # the servers wait for every part that is counted
+        with uninterrupted, self._pushes.stats.pushing:  # the servers wait for every part that is counted
             self._push(unit_index, gradients)
 
     def _push(self, unit_index: int, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
@@ -86,10 +101,9 @@ class ItemPushes:
             return
         if self.sums is not None and not self.sums.allows_part(current, unit):
             return
-        context = self._membership.context(self._state.number, current.item)
-        header = current.start_part(context, unit.layout.unit, unit_index, (index for index, _ in gradients))
-        header.pp_rank = self._membership.pp_rank
-        excuse = partial(self.excuses, current, current.key)
+        attempt = self._attempt_at(current)
+        header = attempt.headers.start_part(unit_index, [index for index, _ in gradients])
+        excuse = attempt.excuse
         if self.feedback is not None and gradients:
             copies, copied = to_host([gradient for _, gradient in gradients])
             copied()
@@ -100,6 +114,14 @@ class ItemPushes:
                 return
         if self.sums is None or not self.sums.push(current, unit, header, gradients, excuse):
             self._pushes.push(unit, header, gradients, excuse, route=DIRECT)
+
+    def _attempt_at(self, current: WorkItemState) -> _Attempt:
+        """Returns what the pushes of the present attempt at a work item have in common."""
+        step, key, found = self._state.number, current.key, self._attempt
+        if found is None or found.headers.state is not current or (found.step, found.key) != (step, key):
+            headers = current.headers(self._membership.context(step, current.item), self._membership.pp_rank)
+            found = self._attempt = _Attempt(step, key, headers, partial(self.excuses, current, key))
+        return found
 
     def excuses(self, item: WorkItemState, key: tuple[int, int], error: BaseException) -> bool:
         """Returns whether a failed push does not matter, because the attempt of its item is over. In any thread."""

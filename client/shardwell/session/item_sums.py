@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 import torch
 
-from shardwell.data_plane.pushes import Excuse
+from shardwell.data_plane.pushes_in_flight import Excuse
 from shardwell.data_plane.remote_unit import RemoteUnit
 from shardwell.session.gradient_routes import GradientRoutes
 from shardwell.session.membership import Membership
 from shardwell.session.step_state import ItemAttempt, StepState, WorkItemState
+from shardwell.transport.push_header import PartHeader
 from shardwell.transport.route_stats import HIERARCHICAL
 from shardwell_wire.errors import StaleEpochError
-from shardwell_wire.v1 import shard_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class ItemSums:
         self,
         current: WorkItemState,
         unit: RemoteUnit,
-        header: shard_pb2.ReduceScatterHeader,
+        header: PartHeader,
         gradients: Sequence[tuple[int, torch.Tensor]],
         excuse: Excuse,
     ) -> bool:

@@ -9,6 +9,7 @@ from enum import Enum, auto
 
 from shardwell.data_plane.gradient_checksums import GradientChecksums
 from shardwell.session.step_commit import StepUpdate
+from shardwell.transport.push_header import PartHeader
 from shardwell_wire.errors import UsageError
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 
@@ -73,26 +74,25 @@ class WorkItemState:
             The number of the part, and the parameters whose earlier gradients the push drops.
         """
         part = self.parts[unit_index]
-        self.parts[unit_index] += 1
-        dropped = self.to_drop.pop(unit_index, set())
-        self.pushed[unit_index] -= dropped
-        self.pushed[unit_index].update(parameter_indices)
-        return part, sorted(dropped)
+        self.parts[unit_index] = part + 1
+        pushed = self.pushed[unit_index]
+        dropped = self.to_drop.pop(unit_index, None)
+        if dropped:
+            pushed -= dropped
+        pushed.update(parameter_indices)
+        return part, sorted(dropped) if dropped else []
 
-    def start_part(
-        self, context: common_pb2.RequestContext, unit: str, unit_index: int, parameter_indices: Iterable[int] = ()
-    ) -> shard_pb2.ReduceScatterHeader:
-        """Counts one push of a unit; returns its header, without the fields that depend on shard and transport."""
-        part, dropped = self.record_push(unit_index, parameter_indices)
-        return shard_pb2.ReduceScatterHeader(
+    def headers(self, context: common_pb2.RequestContext, pp_rank: int = 0) -> PartHeaders:
+        """Returns the headers of the present attempt's pushes. ``context`` has the prefix of their request ids."""
+        request_id, context.request_id = context.request_id, ""
+        common = shard_pb2.ReduceScatterHeader(
             context=context,
-            unit=unit,
             dp_rank=self.item.dp_rank,
             attempt=self.item.attempt,
-            part=part,
-            dropped_indices=dropped,
             copy=self.item.copy,
+            pp_rank=pp_rank,
         )
+        return PartHeaders(self, common, request_id)
 
     def drop(self, unit_index: int, parameter_indices: Iterable[int]) -> None:
         """Drops the gradients that earlier steps and this item have pushed for some parameters of a unit."""
@@ -151,6 +151,22 @@ class WorkItemState:
             gradient_checksums=self.checksums.to_proto(),
             number=self.item.number,
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PartHeaders:
+    """Makes the headers of pushes for one attempt at a work item."""
+
+    state: WorkItemState
+    common: shard_pb2.ReduceScatterHeader
+    """See ``PartHeader``."""
+    request_id: str
+    """Prefix of all request ids of the attempt."""
+
+    def start_part(self, unit_index: int, parameter_indices: Iterable[int] = ()) -> PartHeader:
+        """Counts one push of a unit; returns its header."""
+        part, dropped = self.state.record_push(unit_index, parameter_indices)
+        return PartHeader(self.common, part, dropped, f"{self.request_id}.{unit_index}.{part}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from typing import ClassVar, Protocol
 
 from shardwell.transport.incoming import Incoming, Place
 from shardwell.transport.partitions import PartitionLocation, PartitionSegment
+from shardwell.transport.push_header import PartHeader, PushedRange
 from shardwell.transport.shared_vector import SharedVector
 from shardwell_wire.errors import UnavailableError
 from shardwell_wire.layout import UnitLayout
@@ -140,19 +141,31 @@ class GradientPart(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
 class PreparedPush:
-    """One part of a contribution, ready to be pushed over any transport."""
+    """One shard's part of a contribution, ready to be pushed over any transport.
 
-    shard: ShardAddress
-    header: shard_pb2.ReduceScatterHeader
-    """Everything but the wire dtype, which depends on the transport."""
-    part: GradientPart
+    Args:
+        shard: The shard.
+        cut: The parameters with a gradient, cut to the shard.
+        header: Which part of which contribution it is.
+        gradients: The gradients.
+    """
+
+    __slots__ = ("_gradients", "cut", "header", "shard")
+
+    is_shared: ClassVar[bool] = False
+    """Whether the gradients are in shared memory. Otherwise the push refers to the memory of the caller."""
+
+    def __init__(
+        self, shard: ShardAddress, cut: PushedRange, header: PartHeader, gradients: GradientPart | None
+    ) -> None:
+        self.shard, self.cut, self.header, self._gradients = shard, cut, header, gradients
 
     @property
-    def is_shared(self) -> bool:
-        """Whether the gradients are in shared memory. Otherwise the push refers to the memory of the caller."""
-        return False
+    def gradients(self) -> GradientPart:
+        """The gradients, as the source of a stream or of a copy."""
+        assert self._gradients is not None
+        return self._gradients
 
 
 class Transport(ABC):
@@ -271,11 +284,9 @@ class StreamTransport(Transport):
         self, prepared: PreparedPush, *, timeout_s: float, retry_for_s: float, nearly_done: NearlyDone = ignore
     ) -> None:
         """See ``Transport``."""
-        prepared.header.wire_dtype = prepared.part.wire_dtype
-        with prepared.part.stream() as pieces:
-            self.push_stream(
-                prepared.header, pieces, timeout_s=timeout_s, retry_for_s=retry_for_s, nearly_done=nearly_done
-            )
+        header = prepared.cut.header(prepared.header, prepared.gradients.wire_dtype)
+        with prepared.gradients.stream() as pieces:
+            self.push_stream(header, pieces, timeout_s=timeout_s, retry_for_s=retry_for_s, nearly_done=nearly_done)
             self._counter.add(sent_bytes=sum(map(len, pieces)))
 
     def measure(self, *, timeout_s: float) -> float:
@@ -353,9 +364,7 @@ class SharedTransport(Transport):
         """
 
     @abstractmethod
-    def prepare_push(
-        self, shard: ShardAddress, header: shard_pb2.ReduceScatterHeader, part: GradientPart
-    ) -> PreparedPush:
+    def prepare_push(self, push: PreparedPush) -> PreparedPush:
         """Copies gradients to shared memory; returns a push that can be sent later, in another thread.
 
         Raises:
@@ -364,17 +373,17 @@ class SharedTransport(Transport):
         """
 
     @abstractmethod
-    def prepare_push_at_once(
-        self, shard: ShardAddress, header: shard_pb2.ReduceScatterHeader, part: GradientPart
-    ) -> PreparedPush | None:
+    def prepare_push_at_once(self, push: PreparedPush) -> PreparedPush | None:
         """As ``prepare_push``, without a message to the server. None: a message is necessary.
 
         Also succeeds after the transport broke: ``push`` of another session copies the gradients.
         """
 
     @abstractmethod
-    def add_to_batch(self, prepared: PreparedPush, request: shard_pb2.ReduceBatchRequest) -> bool:
-        """Adds a push to a batch; returns False if another session prepared the push."""
+    def add_to_batch(
+        self, prepared: PreparedPush, request: shard_pb2.ReduceBatchRequest
+    ) -> shard_pb2.BatchedPart | None:
+        """Adds a push without its header to a batch. None: another session prepared the push."""
 
     @abstractmethod
     def finish_batched(self, prepared: PreparedPush, result: shard_pb2.BatchedPartResult) -> None:

@@ -10,6 +10,7 @@ from shardwell.transport.base import ByteCounter, PreparedPush
 from shardwell.transport.selector import TransportSelector
 from shardwell_wire.errors import InvalidRequestError
 from shardwell_wire.v1 import shard_pb2
+from shardwell_wire.wire_dtypes import AS_STORED
 
 
 def push_together(
@@ -30,12 +31,19 @@ def push_together(
         ShardwellError: The message or its answer was lost.
     """
     shared, positions, accepted = transports.shared, list[int](), [False] * len(prepared)
-    request = shard_pb2.ReduceBatchRequest(run=transports.run.name, run_id=transports.run.run_id)
+    common = prepared[0].header.common
+    request = shard_pb2.ReduceBatchRequest(run=transports.run.name, run_id=transports.run.run_id, common=common)
     for position, each in enumerate(prepared):
         if not each.is_shared:
-            _add_stream(each, request)
-        elif shared is None or not shared.add_to_batch(each, request):
+            part, wire_dtype = _add_stream(each, request), each.gradients.wire_dtype
+        elif shared is None or (buffered := shared.add_to_batch(each, request)) is None:
             continue
+        else:
+            part, wire_dtype = buffered, AS_STORED
+        if each.header.common is common:
+            each.cut.complete(part.header, each.header, wire_dtype)
+        else:  # of another attempt
+            part.header.CopyFrom(each.cut.header(each.header, wire_dtype))
         positions.append(position)
     if not positions:
         return accepted
@@ -54,8 +62,7 @@ def push_together(
     return accepted
 
 
-def _add_stream(prepared: PreparedPush, request: shard_pb2.ReduceBatchRequest) -> None:
-    prepared.header.wire_dtype = prepared.part.wire_dtype
-    with prepared.part.stream() as pieces:
+def _add_stream(prepared: PreparedPush, request: shard_pb2.ReduceBatchRequest) -> shard_pb2.BatchedPart:
+    with prepared.gradients.stream() as pieces:
         stream = b"".join(pieces)
-    request.parts.add(header=prepared.header, stream=stream, checksum=xxhash.xxh3_64_intdigest(stream))
+    return request.parts.add(stream=stream, checksum=xxhash.xxh3_64_intdigest(stream))

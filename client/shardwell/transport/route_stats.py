@@ -32,11 +32,11 @@ class RouteStats:
     _totals: dict[str, RouteTotals] = field(default_factory=lambda: {route: RouteTotals() for route in ROUTES})
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def add(self, route: str, *, pushed_bytes: int, seconds: float, peer_bytes: int = 0) -> None:
-        """Adds one gradient of a unit, or this trainer's share of a sum."""
+    def add(self, route: str, *, pushed_bytes: int, seconds: float, peer_bytes: int = 0, count: int = 1) -> None:
+        """Adds gradients of units, or this trainer's shares of sums."""
         with self._lock:
             totals = self._totals[route]
-            totals.count += 1
+            totals.count += count
             totals.pushed_bytes += pushed_bytes
             totals.peer_bytes += peer_bytes
             totals.seconds += seconds

@@ -9,7 +9,6 @@ from typing import Any
 from shardwell.transport.base import (
     ByteCounter,
     FetchTarget,
-    GradientPart,
     NearlyDone,
     PreparedPush,
     ShardAddress,
@@ -36,7 +35,7 @@ from shardwell_wire.errors import (
     VersionGoneError,
 )
 from shardwell_wire.run_identity import RunIdentity
-from shardwell_wire.v1 import common_pb2, shard_pb2
+from shardwell_wire.v1 import common_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -216,24 +215,19 @@ class ServerConnection:
 
     # ---- gradients ----
 
-    def prepare_push(
-        self,
-        shard: ShardAddress,
-        header: shard_pb2.ReduceScatterHeader,
-        part: GradientPart,
-    ) -> PreparedPush:
+    def prepare_push(self, push: PreparedPush) -> PreparedPush:
         """Prepares a push of one part of a contribution. Copies the gradients to shared memory if
         ``copies_gradients``."""
         if self.copies_gradients:
             if (shared := self.transports.shared) is not None:
-                prepared = shared.prepare_push_at_once(shard, header, part)
+                prepared = shared.prepare_push_at_once(push)
                 if prepared is not None:
                     return prepared
             try:
-                return self.transports.over_shared(lambda shared: shared.prepare_push(shard, header, part))
+                return self.transports.over_shared(lambda shared: shared.prepare_push(push))
             except (CapacityError, OSError) as error:
                 self._stop_sharing_gradients(error)
-        return PreparedPush(shard, header, part)
+        return push
 
     def push(self, prepared: PreparedPush, *, wait_limit_s: float, nearly_done: NearlyDone = ignore) -> None:
         """Pushes one part of a contribution, in any thread; see ``Transport.push``.

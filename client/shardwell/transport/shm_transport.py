@@ -34,6 +34,7 @@ from shardwell.transport.partitions import (
     read_request,
     stage_header,
 )
+from shardwell.transport.push_header import PushedRange
 from shardwell.transport.shard_client import ShardClient
 from shardwell.transport.shared_vector import map_shared
 from shardwell_wire.errors import UnavailableError
@@ -138,11 +139,11 @@ class GradientBuffers:
 
 
 @dataclass(frozen=True, slots=True)
-class _BufferedPart:
+class _BufferedGradients:
     """Gradients in a shared gradient buffer, as the source for another buffer or for a stream. A ``GradientPart``."""
 
     shard: ShardAddress
-    header: shard_pb2.ReduceScatterHeader
+    cut: PushedRange
     memory: memoryview
     wire_dtype = AS_STORED
 
@@ -150,24 +151,26 @@ class _BufferedPart:
         memory[:] = self.memory
 
     def stream(self) -> AbstractContextManager[Sequence[memoryview]]:
-        first = self.header.start_bytes
-        segments = self.shard.layout.packed_segments(
-            tuple(self.header.parameter_indices), self.header.start_bytes, self.header.stop_bytes
-        )
+        first = self.cut.start_bytes
+        segments = self.shard.layout.packed_segments(self.cut.indices, first, self.cut.stop_bytes)
         return nullcontext([self.memory[at.start_bytes - first : at.stop_bytes - first] for at in segments])
 
 
-@dataclass(frozen=True, slots=True)
 class _BufferedPush(PreparedPush):
     """A push whose gradients are in a shared gradient buffer. The mapping outlives the session."""
 
-    transport: ShmTransport
-    buffer: GradientBuffer
+    __slots__ = ("buffer", "transport")
+
+    is_shared = True
+
+    def __init__(self, push: PreparedPush, transport: ShmTransport, buffer: GradientBuffer) -> None:
+        super().__init__(push.shard, push.cut, push.header, None)
+        self.transport, self.buffer = transport, buffer
 
     @property
-    def is_shared(self) -> bool:
+    def gradients(self) -> GradientPart:
         """See ``PreparedPush``."""
-        return True
+        return _BufferedGradients(self.shard, self.cut, self.buffer.memory)
 
 
 class ShmTransport(SharedTransport):
@@ -258,30 +261,20 @@ class ShmTransport(SharedTransport):
 
     # ---- gradients ----
 
-    def prepare_push(
-        self, shard: ShardAddress, header: shard_pb2.ReduceScatterHeader, part: GradientPart
-    ) -> _BufferedPush:
+    def prepare_push(self, push: PreparedPush) -> _BufferedPush:
         """See ``SharedTransport``. Copies the gradients into a shared gradient buffer."""
-        key = header.unit, header.start_bytes
-        self._sizes[key] = header.stop_bytes - header.start_bytes
-        return self._write(shard, header, part, self._gradient_buffers.acquire(key, header.dp_rank))
+        cut = push.cut
+        self._sizes[cut.shard_key] = cut.stop_bytes - cut.start_bytes
+        return self._write(push, self._gradient_buffers.acquire(cut.shard_key, push.header.common.dp_rank))
 
-    def prepare_push_at_once(
-        self, shard: ShardAddress, header: shard_pb2.ReduceScatterHeader, part: GradientPart
-    ) -> _BufferedPush | None:
+    def prepare_push_at_once(self, push: PreparedPush) -> _BufferedPush | None:
         """See ``SharedTransport``."""
-        buffer = self._gradient_buffers.acquire_free((header.unit, header.start_bytes), header.dp_rank)
-        return None if buffer is None else self._write(shard, header, part, buffer)
+        buffer = self._gradient_buffers.acquire_free(push.cut.shard_key, push.header.common.dp_rank)
+        return None if buffer is None else self._write(push, buffer)
 
-    def _write(
-        self,
-        shard: ShardAddress,
-        header: shard_pb2.ReduceScatterHeader,
-        part: GradientPart,
-        buffer: GradientBuffer,
-    ) -> _BufferedPush:
-        part.write_to(buffer.memory)
-        return _BufferedPush(shard, header, _BufferedPart(shard, header, buffer.memory), self, buffer)
+    def _write(self, push: PreparedPush, buffer: GradientBuffer) -> _BufferedPush:
+        push.gradients.write_to(buffer.memory)
+        return _BufferedPush(push, self, buffer)
 
     def push(
         self, prepared: PreparedPush, *, timeout_s: float, retry_for_s: float, nearly_done: NearlyDone = ignore
@@ -293,20 +286,23 @@ class ShmTransport(SharedTransport):
             ConflictError: The session is closed.
         """
         if not isinstance(prepared, _BufferedPush) or prepared.transport is not self:
-            prepared = self.prepare_push(prepared.shard, prepared.header, prepared.part)
+            prepared = self.prepare_push(prepared)
         request = shard_pb2.ReduceGradientBufferRequest(
-            header=prepared.header, transport_id=self._session, gradient_buffer_id=prepared.buffer.buffer_id
+            header=prepared.cut.header(prepared.header),
+            transport_id=self._session,
+            gradient_buffer_id=prepared.buffer.buffer_id,
         )
         if not self._control(request, timeout_s=timeout_s, retry_for_s=retry_for_s).adopted:
             self._gradient_buffers.release(prepared.buffer)
 
-    def add_to_batch(self, prepared: PreparedPush, request: shard_pb2.ReduceBatchRequest) -> bool:
+    def add_to_batch(
+        self, prepared: PreparedPush, request: shard_pb2.ReduceBatchRequest
+    ) -> shard_pb2.BatchedPart | None:
         """See ``SharedTransport``."""
         if not isinstance(prepared, _BufferedPush) or prepared.transport is not self:
-            return False
+            return None
         request.transport_id = self._session
-        request.parts.add(header=prepared.header, gradient_buffer_id=prepared.buffer.buffer_id)
-        return True
+        return request.parts.add(gradient_buffer_id=prepared.buffer.buffer_id)
 
     def finish_batched(self, prepared: PreparedPush, result: shard_pb2.BatchedPartResult) -> None:
         """See ``SharedTransport``."""
