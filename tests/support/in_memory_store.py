@@ -146,6 +146,15 @@ class InMemoryStore:
     def streams_gradients(self, unit_index: int) -> bool:
         return True
 
+    def present_version(self, unit_index: int) -> int | None:
+        raise AssertionError("nothing is read in place")
+
+    def wrote_in_place(self) -> bool:
+        return False
+
+    def fetches_in_place(self) -> bool:
+        return False
+
     def await_version(self, unit_index: int) -> Callable[[], int]:
         raise AssertionError("nothing is read in place")
 

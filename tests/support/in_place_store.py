@@ -43,6 +43,10 @@ class InPlaceStore(InMemoryStore):
     def in_place(self, unit_index: int) -> FakeVector:  # type: ignore[override]
         return self.vectors[unit_index]
 
+    def present_version(self, unit_index: int) -> int | None:
+        self.events.append(f"gather {self.units[unit_index].layout.unit}")
+        return self.vectors[unit_index].version
+
     def await_version(self, unit_index: int) -> Callable[[], int]:
         version = self.vectors[unit_index].version
         return lambda: version

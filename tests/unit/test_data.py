@@ -1,8 +1,9 @@
 """Seeds and batches depend on (run seed, step, dp_rank) only."""
 
 import pytest
+import torch
 
-from shardwell.seeds import derive_seed
+from shardwell.seeds import derive_seed, seed_generators
 from shardwell.session.step import batch_function, sample_indices
 from shardwell_wire.errors import UsageError
 
@@ -11,6 +12,14 @@ def test_seed_depends_on_all_parts_only() -> None:
     assert derive_seed(1, 2, 3) == 5338250718792807630
     assert len({derive_seed(a, b, c) for a in range(5) for b in range(5) for c in range(5)}) == 125
     assert derive_seed(1, 23) != derive_seed(12, 3)
+
+
+def test_generators_are_seeded_as_by_torch() -> None:
+    for seed in (0, 1, derive_seed(1, 2, 3)):
+        torch.manual_seed(seed)
+        expected = torch.rand(4)
+        seed_generators(seed)
+        assert torch.equal(torch.rand(4), expected)
 
 
 def test_epoch_repeats_no_sample_and_epochs_differ() -> None:

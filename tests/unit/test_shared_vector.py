@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from shardwell.transport.shared_vector import SegmentLocation, SharedVector
+from shardwell.transport.written_pages import WrittenPages
 from shardwell_server.shard.memory.shared_memory import ShardFile, SharedMemory
 from shardwell_wire.errors import VersionGoneError
 from shardwell_wire.layout import BLOCK_BYTES
@@ -119,6 +121,46 @@ def test_forget_writes_finds_and_discards_a_written_byte(shared: SharedMemory, a
     assert vector.forget_writes() == at // BLOCK_BYTES * BLOCK_BYTES
     assert torch.equal(vector.bytes.float(), parameter.detach())
     assert vector.forget_writes() is None
+
+
+@pytest.mark.parametrize("written", [0, 1, 2])
+def test_written_page_is_found_among_many_vectors(shared: SharedMemory, written: int) -> None:
+    vectors = [Shards(shared, size, BLOCK_BYTES).vector() for size in (BLOCK_BYTES, 3 * BLOCK_BYTES, 2 * BLOCK_BYTES)]
+    ranges, pages = [vector.pages for vector in vectors], WrittenPages()
+    sums = [vector.bytes.sum() for vector in vectors]  # reading must not count as a write
+    assert not pages.exist(ranges)
+    assert not pages.exist(ranges)
+    vectors[written].bytes[-1:].fill_(3)
+    assert pages.exist(ranges)
+    assert not pages.exist([vector.pages for number, vector in enumerate(vectors) if number != written])
+    assert vectors[written].forget_writes() is not None
+    assert not pages.exist(ranges)
+    assert [vector.bytes.sum() for vector in vectors] == sums
+
+
+def test_no_ranges_have_no_written_page() -> None:
+    assert not WrittenPages().exist([])
+
+
+def test_reader_waits_while_a_segment_is_replaced(shared: SharedMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the new file's head is known, the old head would vouch for bytes of the new file."""
+    shards, others = Shards(shared, BLOCK_BYTES, BLOCK_BYTES, version=3), Shards(shared, BLOCK_BYTES, version=4)
+    vector = shards.vector()
+    seen: list[bool] = []
+    reader = threading.Thread(target=lambda: seen.append(vector.shows(3)))
+    map_segment = vector._map_segment
+
+    def map_slowly(place: SegmentLocation) -> memoryview:
+        head = map_segment(place)
+        reader.start()
+        reader.join(0.1)
+        assert not seen
+        return head
+
+    monkeypatch.setattr(vector, "_map_segment", map_slowly)
+    vector.replace(others.places[0])
+    reader.join()
+    assert seen == [False]
 
 
 def test_write_of_the_same_value_is_detected(shared: SharedMemory) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 import shardwell
 from shardwell import ShardingStrategy
 from shardwell.module.units import Units
-from shardwell_wire.errors import VersionGoneError
+from shardwell_wire.errors import UsageError, VersionGoneError
 from tests.support.in_place_store import InPlaceStore
 
 
@@ -122,3 +122,29 @@ def test_next_version_is_read_after_the_error(store: InPlaceStore) -> None:
     model.during_forward = lambda: None
     with torch.no_grad():
         assert model(torch.ones(8)).tolist() == [2.0] * 8
+
+
+def test_write_between_forward_and_backward_is_reported(store: InPlaceStore) -> None:
+    """Torch counts the write, and the backward does not forget it when it makes the parameters usable again."""
+    model, _ = shard(store)
+    views: list[torch.Tensor] = []
+    model.during_forward = lambda: views.append(model.weight.detach())
+    loss = model(torch.ones(8)).sum()
+    views[0].add_(1)
+    with pytest.raises(UsageError, match="was written in place"):
+        loss.backward()
+
+
+def test_units_are_gathered_when_they_are_needed(store: InPlaceStore) -> None:
+    """Nothing is fetched, so nothing is gained by looking ahead."""
+    units = Units(store)
+    layers = [shardwell.fully_shard(Overwritten(), SimpleNamespace(units=units)) for _ in range(3)]
+    model = nn.Sequential(*layers)
+    for _ in range(3):
+        store.events.clear()
+        layers[0].during_forward = lambda: store.events.append("compute")
+        model(torch.ones(8)).sum().backward()
+        units.finish_item()
+        units.invalidate()
+        gathers = [event for event in store.events if not event.startswith("push")]
+        assert gathers == ["gather Overwritten-0", "compute", "gather Overwritten-1", "gather Overwritten-2"]

@@ -137,6 +137,18 @@ class Fetches:
         """Runs an action in a fetch thread."""
         return self._threads.submit(action)
 
+    def is_present(self, unit: RemoteUnit, version: int) -> bool:
+        """Returns whether a unit that is read in place has a version. If so, counts a gather."""
+        assert unit.vector is not None
+        if not unit.vector.shows(version):
+            return False
+        self.stats.gather_count += 1
+        self.stats.in_place_bytes += unit.layout.size_bytes
+        for shard in unit.shards:
+            if shard.cached is not None:
+                shard.cached.count_hit()
+        return True
+
     def await_version(self, unit: RemoteUnit, version: int) -> Callable[[], int]:
         """Starts to wait until a unit that is read in place has a version.
 
@@ -144,13 +156,10 @@ class Fetches:
             A function that waits in the calling thread. No background thread waits, except for shards that another
             trainer of this host may have to fetch.
         """
-        assert unit.vector is not None
+        if self.is_present(unit, version):
+            return lambda: version
         self.stats.gather_count += 1
         self.stats.in_place_bytes += unit.layout.size_bytes
-        if unit.vector.shows(version):
-            for shard in unit.shards:
-                shard.count_hit()
-            return lambda: version
         in_place = partial(wait_in_place, unit, version, self.stats)
         if all(shard.cached is None for shard in unit.shards):
             return in_place

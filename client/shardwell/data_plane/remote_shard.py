@@ -163,11 +163,6 @@ class RemoteShard:
                     raise
         return self.cached.ensure(version, partial(self._fetch_to_cache, version))
 
-    def count_hit(self) -> None:
-        """Counts a version that was found in the host cache."""
-        if self.cached is not None:
-            self.cached.count_hit()
-
     # ---- fetching ----
 
     def fetch(

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from shardwell.module.gradients import GradientPushes
+from shardwell.module.gradients import GradientPushes, with_gradients
 from shardwell.module.graph_tracking import NO_TASK, RunningBackwards, WatchedGraphs, backward_task
 from shardwell.module.residency import Phase, ResidencyPolicy, UnitState
 from shardwell.module.unit import ForwardCall, Unit
@@ -56,6 +56,8 @@ class ForwardBackward:
         self._units, self._policy, self._pushes, self._together = units, policy, pushes, together
         self._backwards = RunningBackwards(self._end_backward)
         self._max_in_flight = max_gathers_in_flight
+        self._prefetches = True
+        """False if no gather moves bytes, because all units are read in place."""
         self._in_flight: set[Future[int]] = set()
 
     # Called by hooks.
@@ -65,14 +67,16 @@ class ForwardBackward:
         in_backward = backward_task() != NO_TASK
         if not in_backward:
             self.before_use()
-            self.entered = True
+            if not self.entered:
+                self.entered, self._prefetches = True, any(unit.fetches_ahead for unit in self._units)
             self.graphs.begin()
         call = ForwardCall(unit, unit.generation)
         unit.usage.forward_calls.append(call)
         if not in_backward:
             if torch.is_grad_enabled():
                 self.graphs.calls.begin(call)
-            self._forget_failed_backward()
+            if self._backwards:
+                self._forget_failed_backward()
             self._use(unit, Phase.FORWARD)
         else:  # activation checkpointing recomputes the forward, and its backward comes next
             self._backwards.current().units[unit] = None
@@ -82,9 +86,7 @@ class ForwardBackward:
         """Ends a forward of a unit, which returned or raised: may free the unit."""
         unit = call.unit
         self.graphs.calls.end(call)
-        if backward_task() == NO_TASK and self._frees_after_forward(call):
-            self.free_unused(unit)
-        else:
+        if backward_task() != NO_TASK or not self._frees_after_forward(call) or not self.free_unused(unit):
             unit.check_version()
 
     def _frees_after_forward(self, call: ForwardCall) -> bool:
@@ -113,23 +115,29 @@ class ForwardBackward:
         backward.begin(call)
         self._use(unit, Phase.BACKWARD)
 
-    def _post_backward(self, unit: Unit, *, whole: bool = False) -> None:
-        self._pushes.after_backward(unit, whole=whole)
+    def _post_backward(self, unit: Unit) -> None:
+        self._pushes.after_backward(unit, whole=False)
         self._free_after_backward(unit)
 
     def _free_after_backward(self, unit: Unit) -> None:
         if self._policy.frees_after_backward(unit):
-            self.free_unused(unit)
+            # Units that are read in place become KEPT, and `_end_backward` checks the versions of all kept units.
+            self.free_unused(unit, checks_version=False)
 
     def _end_backward(self, units: Iterable[Unit]) -> None:
         """Ends a whole backward: pushes the remaining gradients of its units, and frees the units.
 
         Checks all units that are read in place: the backward may have read units whose nodes have no hook.
         """
+        used = list(units)
         for unit in self._units:
             unit.check_version()
-        for unit in units:  # again for units that have ended: a tied parameter's gradient may have come later
-            self._post_backward(unit, whole=True)
+        to_push = set(with_gradients(used))
+        for unit in used:
+            if unit in to_push:  # its backward may have ended: a tied parameter's gradient may have come later
+                self._pushes.after_backward(unit, whole=True)
+            if unit.state not in (UnitState.KEPT, UnitState.FREED):
+                self._free_after_backward(unit)
         if not self._backwards and self.is_last_backward:
             for unit in self._policy.unused_prefetches(self._units):
                 unit.free()
@@ -137,6 +145,10 @@ class ForwardBackward:
     # Gathering.
 
     def _use(self, unit: Unit, phase: Phase) -> None:
+        if not self._prefetches and (not unit.needs_gather or unit.gather_at_once()):
+            self._policy.order.observe(unit, phase)
+            unit.unshard()
+            return
         gathers = self._policy.begin_use(unit, phase)
         if gathers:
             with self._together():
@@ -175,26 +187,32 @@ class ForwardBackward:
 
     # Freeing.
 
-    def free_unused(self, unit: Unit, *, thorough: bool = False) -> None:
+    def free_unused(self, unit: Unit, *, thorough: bool = False, checks_version: bool = True) -> bool:
         """Frees or keeps a unit, unless a forward or backward uses it.
 
         Args:
             unit: The unit.
             thorough: Also look for writes that torch does not count, which takes longer. ``Units.finish_item`` finds
                 these writes otherwise.
+            checks_version: Also check that the bytes did not change while in use, if they are read in place.
+
+        Returns:
+            Whether the unit was freed or kept.
 
         Raises:
             UsageError: A parameter was written in place; the write would be lost.
             VersionGoneError: Bytes that are read in place changed while in use.
         """
         if unit.usage:
-            return
+            return False
         written = unit.written_parameter() or (unit.written_page() if thorough else None)
         if written:
             unit.free()
             raise_written(unit, written)
-        unit.check_version()
+        if checks_version:
+            unit.check_version()
         self.release(unit)
+        return True
 
     def release(self, unit: Unit) -> None:
         """Keeps a unit if ``keep_bytes`` has room for it, otherwise frees it."""

@@ -10,7 +10,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import nn
@@ -42,8 +42,13 @@ class LocalGradients:
     def exist(self) -> bool:
         """True if there is any gradient."""
         with torch._C.DisableTorchFunctionSubclass():
-            in_parameters = any(parameter.grad is not None for parameter in self._parameters)
-        return in_parameters or self._precision.has_sums
+            return self._exist()
+
+    def _exist(self) -> bool:
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                return True
+        return self._precision.has_sums
 
     def take(self, indices: Iterable[int] | None = None) -> list[tuple[int, torch.Tensor]]:
         """Removes and returns the gradients of all or some parameters, dense and in the dtypes of the servers."""
@@ -81,6 +86,15 @@ class LocalGradients:
         with torch._C.DisableTorchFunctionSubclass():
             for index in range(len(self._parameters)) if indices is None else indices:
                 self._parameters[index].grad = None
+
+
+_GradientUnitT = TypeVar("_GradientUnitT", bound="GradientUnit")
+
+
+def with_gradients(units: Iterable[_GradientUnitT]) -> list[_GradientUnitT]:
+    """Returns the units that have a gradient in this process."""
+    with torch._C.DisableTorchFunctionSubclass():  # once for all units, because it costs more than reading a gradient
+        return [unit for unit in units if unit.gradients._exist()]
 
 
 class GradientUnit(Protocol):
@@ -154,6 +168,13 @@ class GradientPushes:
                 unit.require_current()  # gradients that were set by hand exist without a forward
                 self._store.push(unit.index, bucket)
 
+    def finish_item(self, units: Iterable[GradientUnit]) -> None:
+        """Pushes all gradients that are left when the work item ends."""
+        for unit in with_gradients(units):
+            self.push(unit)
+        for buckets in self._buckets.values():
+            buckets.clear()
+
     def end_item(self) -> None:
         """Ends the work item: ``withdraw`` no longer applies to its gradients."""
         self._pushed = False
@@ -161,8 +182,10 @@ class GradientPushes:
     def withdraw(self, units: Iterable[GradientUnit]) -> None:
         """Drops the gradients of the current work item, in this process and on the servers."""
         self.coverage.drop()
-        for unit in units:
+        units = list(units)
+        for unit in with_gradients(units):
             unit.gradients.drop()
+        for unit in units:
             unit.pushed = False
         for buckets in self._buckets.values():
             buckets.clear()

@@ -56,7 +56,9 @@ class ForwardCalls:
     def end(self, call: ForwardCall) -> None:
         """Ends a call."""
         call.stop_node_number = torch._C._autograd._get_sequence_nr()
-        if call in self._open:
+        if self._open and self._open[-1] is call:
+            self._open.pop()
+        elif call in self._open:
             del self._open[self._open.index(call) :]
 
     def find(self, node_number: int) -> ForwardCall | None:
@@ -92,6 +94,11 @@ class WatchedGraphs:
     def begin(self) -> None:
         """Records that the calling thread may make a graph with a unit's weights."""
         self._thread = threading.current_thread()
+
+    @property
+    def exist(self) -> bool:
+        """True if a graph with a unit's weights may have been made since ``clear``."""
+        return self._thread is not None
 
     @property
     def made_by_this_thread(self) -> bool:

@@ -26,13 +26,26 @@ Wrapper = Callable[..., Any]
 def hook_modules(unit: Unit, units: Units) -> list[RemovableHandle]:
     """Adds the hooks to a unit's modules, and returns their handles."""
     hooks, handles = _Hooks(unit, units), []
+    before, after = _outside_of_compilation(hooks.before_forward), _outside_of_compilation(hooks.after_forward)
     for module in unit.modules:
-        before = torch.compiler.disable(hooks.before_forward)  # type: ignore[no-untyped-call]
-        after = torch.compiler.disable(hooks.after_forward)  # type: ignore[no-untyped-call]
         # Prepended, so that the user's own pre-hooks find the parameters gathered. always_call covers exceptions.
         handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
     return handles
+
+
+def _outside_of_compilation(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a hook that ``torch.compile`` does not trace, and that costs little where nothing is compiled."""
+    disabled = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+    compiler: Callable[[], object] | None = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
+    if compiler is None:  # an older torch
+        return disabled  # type: ignore[no-any-return]
+
+    def call(*args: Any) -> Any:
+        # `disabled` sets up and restores the compiler's state, which takes as long as the rest of a hook.
+        return hook(*args) if compiler() is None else disabled(*args)
+
+    return torch._dynamo.decorators.skip(call)
 
 
 class _Hooks:
@@ -45,19 +58,29 @@ class _Hooks:
         self._own_parts = [part for part in _parts(unit) if id(part) not in nested and _may_keep_results(part)]
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        warn_of_autocast(self._unit.precision.layout, self._unit.device_type)
-        self._passes.pre_forward(self._unit)
+        unit = self._unit
+        if torch.is_autocast_enabled(unit.device_type):
+            warn_of_autocast(unit.precision.layout, unit.device_type)
+        self._passes.pre_forward(unit)
 
     def after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         calls = self._unit.usage.forward_calls
-        call = calls.pop() if calls else None
-        if call is not None and output is not None:
-            output = self._copy_own_memory(output)
-        if call is not None and torch.is_grad_enabled():
+        if not calls:
+            return output
+        call, storage = calls.pop(), self._unit.storage
+        results = find_tensors(output)
+        for tensor in results:
+            if share_storage(tensor, storage):
+                output = self._copy_own_memory(output)
+                results = find_tensors(output)
+                break
+        if torch.is_grad_enabled():
             # A module may also return a result through an argument that it changes, or through an attribute.
-            self._watch(call, [*find_tensors(output, args, kwargs), *attribute_tensors(self._own_parts)])
-        if call is not None:
-            self._passes.post_forward(call)
+            results += find_tensors(*args, *kwargs.values())
+            if self._own_parts:
+                results += attribute_tensors(self._own_parts)
+            self._watch(call, results)
+        self._passes.post_forward(call)
         return output
 
     def _watch(self, call: ForwardCall, results: Sequence[torch.Tensor]) -> None:
@@ -65,23 +88,23 @@ class _Hooks:
 
         The node of a view's base is hooked too: an in-place operation on the view bypasses the view's own node.
         """
-        nodes = {tensor.grad_fn for tensor in results}
-        nodes |= {tensor._base.grad_fn for tensor in results if tensor._base is not None}
+        nodes: dict[Any, None] = {}
+        for tensor in results:
+            nodes[tensor.grad_fn] = None
+            if (base := tensor._base) is not None:
+                nodes[base.grad_fn] = None
+        nodes.pop(None, None)
+        graphs = self._passes.graphs
         for node in nodes:
-            if node is None:
-                continue
             if (number := node._sequence_nr()) >= call.first_node_number:
                 call.has_backward = True
-                self._passes.graphs.watch(node, number, call)
+                graphs.watch(node, number, call)
             else:
-                self._passes.graphs.watch_input(node, number)
+                graphs.watch_input(node, number)
 
     def _copy_own_memory(self, output: Any) -> Any:
         """Copies outputs that are parameters or views of them, because their memory is about to be released."""
         storage = self._unit.storage
-        found = [tensor for tensor in find_tensors(output) if share_storage(tensor, storage)]
-        if not found:
-            return output
         output = map_tensors(output, lambda tensor: tensor.clone() if share_storage(tensor, storage) else tensor)
         if any(share_storage(tensor, storage) for tensor in find_tensors(output)):
             raise UsageError(

@@ -135,10 +135,10 @@ class ResidentUnit:
         return self.state in (UnitState.FREED, UnitState.STALE)
 
     def _set_state(self, state: UnitState) -> None:
-        size_bytes, before = 0 if self.is_replica else self.own_bytes, self.state
-        self._memory.fetching_bytes += ((state is UnitState.FETCHING) - (before is UnitState.FETCHING)) * size_bytes
-        self._memory.kept_bytes += ((state is UnitState.KEPT) - (before is UnitState.KEPT)) * size_bytes
-        self.state = state
+        before, self.state = self.state, state
+        if (size_bytes := self.own_bytes) and not self.is_replica:
+            self._memory.fetching_bytes += ((state is UnitState.FETCHING) - (before is UnitState.FETCHING)) * size_bytes
+            self._memory.kept_bytes += ((state is UnitState.KEPT) - (before is UnitState.KEPT)) * size_bytes
 
 
 class _Indexed(Protocol):
@@ -150,6 +150,17 @@ IndexedT = TypeVar("IndexedT", bound=_Indexed)
 UnitT = TypeVar("UnitT", bound=ResidentUnit)
 
 
+class _Use(Generic[IndexedT]):
+    """A unit and the phase that it is used in."""
+
+    __slots__ = ("next", "phase", "unit")
+
+    def __init__(self, unit: IndexedT, phase: Phase) -> None:
+        self.unit, self.phase = unit, phase
+        self.next: dict[_Use[IndexedT] | None, _Use[IndexedT]] = {}
+        """The use that last followed this one, by the use before this one."""
+
+
 class UsageOrder(Generic[IndexedT]):
     """The order in which units were used, from which the next uses are predicted.
 
@@ -158,26 +169,29 @@ class UsageOrder(Generic[IndexedT]):
     """
 
     def __init__(self) -> None:
-        self._next_use: dict[tuple[tuple[IndexedT, Phase] | None, tuple[IndexedT, Phase]], tuple[IndexedT, Phase]] = {}
-        self._previous: tuple[IndexedT, Phase] | None = None
-        self._latest: tuple[IndexedT, Phase] | None = None
-        self._forward: list[int] = []
+        self._uses: dict[Phase, dict[IndexedT, _Use[IndexedT]]] = {phase: {} for phase in Phase}
+        self._previous: _Use[IndexedT] | None = None
+        self._latest: _Use[IndexedT] | None = None
+        self._forward: dict[int, None] = {}
         self._forward_ended = False
 
-    def observe(self, unit: IndexedT, phase: Phase) -> None:
-        """Records that a unit is used now. A repetition of the latest use is ignored."""
-        use = (unit, phase)
-        if use == self._latest:
-            return
-        if self._latest is not None:
-            self._next_use[self._previous, self._latest] = use
-        self._previous, self._latest = self._latest, use
-        self._record_forward(unit, phase)
-
-    @property
-    def latest(self) -> tuple[IndexedT, Phase] | None:
-        """The latest use."""
-        return self._latest
+    def observe(self, unit: IndexedT, phase: Phase) -> bool:
+        """Records that a unit is used now. Returns False for a repetition of the latest use, which is ignored."""
+        use, latest = self._uses[phase].get(unit), self._latest
+        if use is None:
+            use = self._uses[phase][unit] = _Use(unit, phase)
+        if use is latest:
+            return False
+        if latest is not None:
+            latest.next[self._previous] = use
+        self._previous, self._latest = latest, use
+        if phase is Phase.BACKWARD:
+            self._forward_ended = True
+            return True
+        if self._forward_ended:
+            self._forward, self._forward_ended = {}, False
+        self._forward[unit.index] = None  # an index that is in the dict already keeps its place
+        return True
 
     def upcoming(self) -> Iterator[IndexedT]:
         """Yields the units that the current phase is expected to use next, nearest first."""
@@ -185,19 +199,10 @@ class UsageOrder(Generic[IndexedT]):
         for _ in range(MAX_UNITS_AHEAD):
             if use is None:
                 return
-            previous, use = use, self._next_use.get((previous, use))
-            if use is None or use[1] is not previous[1]:
+            previous, use = use, use.next.get(previous)
+            if use is None or use.phase is not previous.phase:
                 return
-            yield use[0]
-
-    def _record_forward(self, unit: IndexedT, phase: Phase) -> None:
-        if phase is Phase.BACKWARD:
-            self._forward_ended = True
-            return
-        if self._forward_ended:
-            self._forward, self._forward_ended = [], False
-        if unit.index not in self._forward:
-            self._forward.append(unit.index)
+            yield use.unit
 
     def end_forward(self) -> None:
         """Ends the current forward: the next one starts a new list in ``forward``."""
@@ -237,9 +242,8 @@ class ResidencyPolicy(Generic[UnitT]):
         Returns:
             True if units are to be gathered now: this one, or those of ``prefetches``.
         """
-        if (unit, phase) != self.order.latest:
+        if self.order.observe(unit, phase):
             self._uses_before_fill -= 1
-            self.order.observe(unit, phase)
         if unit.needs_gather:  # the prediction failed, or another phase begins
             self._uses_before_fill = 0
         return self._uses_before_fill <= 0 or self._chosen(unit, phase) is not None
@@ -304,9 +308,10 @@ class ResidencyPolicy(Generic[UnitT]):
         """Returns the state that a released unit enters: KEPT if ``keep_bytes`` has room for it, otherwise FREED."""
         if unit.state is UnitState.KEPT:
             return UnitState.KEPT
-        fits = unit.is_replica or self._memory.kept_bytes + unit.own_bytes <= self.keep_bytes
-        if unit.state is UnitState.UNSHARDED and fits:
-            return UnitState.KEPT
+        if unit.state is UnitState.UNSHARDED:
+            own_bytes = unit.own_bytes
+            if not own_bytes or unit.is_replica or self._memory.kept_bytes + own_bytes <= self.keep_bytes:
+                return UnitState.KEPT
         return unit.state if unit.is_replica else UnitState.FREED
 
     def state_after_commit(self, unit: UnitT) -> UnitState:

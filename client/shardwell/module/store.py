@@ -120,6 +120,17 @@ class ParameterStore(Protocol):
         """Returns the unit's flat vector in the store's memory, if this process can read it; always the same one."""
         ...
 
+    def wrote_in_place(self) -> bool:
+        """Returns whether this process has written to a vector that it reads in place.
+
+        If so, ``InPlaceVector.forget_writes`` finds and undoes the writes.
+        """
+        ...
+
+    def fetches_in_place(self) -> bool:
+        """Returns whether a gather of a vector that is read in place may fetch bytes from a server."""
+        ...
+
     def share_on_host(self, unit_index: int) -> bool:
         """Makes the trainers of this host share one copy of a unit, unless they already do.
 
@@ -132,6 +143,14 @@ class ParameterStore(Protocol):
 
     def streams_gradients(self, unit_index: int) -> bool:
         """True if pushes of a unit are sent in the background, False if they are copied to shared memory at once."""
+        ...
+
+    def present_version(self, unit_index: int) -> int | None:
+        """Gathers a vector that is read in place without waiting, if possible.
+
+        Returns:
+            The version that the current step reads, if the vector has it; otherwise None: see ``await_version``.
+        """
         ...
 
     def await_version(self, unit_index: int) -> Callable[[], int]:

@@ -25,6 +25,8 @@ def _find(values: Iterable[Any], found: list[torch.Tensor], seen: set[int]) -> N
     for value in values:
         if isinstance(value, torch.Tensor):
             found.append(value)
+        elif type(value) is tuple:  # the most frequent container, and a cycle has another one in it
+            _find(value, found, seen)
         elif not isinstance(value, _LEAVES) and id(value) not in seen:
             seen.add(id(value))
             _find(_items(value), found, seen)

@@ -121,6 +121,8 @@ class Unit(ResidentUnit):
         self._store = store
         self._pool = memory.pool
         self._device = self.parameters[0].device
+        self.device_type = self._device.type
+        """The device that the unit computes on."""
         self._flat = FlatVector(self.precision.layout, self._device, memory)
         self._shared: InPlaceVector | None = None
         self._gather: Future[int] | None = None
@@ -135,11 +137,6 @@ class Unit(ResidentUnit):
     @property
     def name(self) -> str:
         return self.layout.unit
-
-    @property
-    def device_type(self) -> str:
-        """The device that the unit computes on."""
-        return self._device.type
 
     @property
     def storage(self) -> torch.UntypedStorage:
@@ -214,6 +211,20 @@ class Unit(ResidentUnit):
     def in_flight(self) -> Future[int] | None:
         """The latest gather into memory of this process, until its bytes are used."""
         return self._gather
+
+    def gather_at_once(self) -> bool:
+        """Gathers without waiting, if the values are read in place and present. Returns whether they were gathered."""
+        version = None if self._shared is None else self._store.present_version(self.index)
+        if version is None:
+            return False
+        self._version, self.is_current = version, True
+        self._set_state(UnitState.KEPT)
+        return True
+
+    @property
+    def fetches_ahead(self) -> bool:
+        """True if a gather moves bytes to this process, so that it pays to start it before the unit is needed."""
+        return self._shared is None or self._store.fetches_in_place()
 
     def start_gather(self) -> None:
         """Starts to gather in the background, unless the values are gathered or being fetched."""
@@ -320,7 +331,8 @@ class Unit(ResidentUnit):
             self._parameter_objects.allow()
 
     def _release(self) -> None:
-        self._parameter_objects.forbid()
+        if self.state is not UnitState.KEPT:  # the parameters of a kept unit are unusable already
+            self._parameter_objects.forbid()
         self._parameter_objects.mark_freed()
         self._flat.release()
         self._set_state(UnitState.FREED)

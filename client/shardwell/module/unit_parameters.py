@@ -68,9 +68,12 @@ class UnitParameters:
         self._locals = [local_part(parameter) for parameter in parameters]
         self._classes = [(parameter, type(parameter), freed_class(type(parameter))) for parameter in parameters]
         self._holders = [
-            (site.module._parameters, site.name, index) for index, entry in enumerate(found) for site in entry.sites
+            (site.module._parameters, site.name, entry.parameter, index)
+            for index, entry in enumerate(found)
+            for site in entry.sites
         ]
-        self._fingerprints_at_allow: list[tuple[int, int]] = []
+        self._valid_fingerprints: list[tuple[int, int]] = []
+        """Address and write count of each parameter since it is valid. Gathering does not change them."""
         self._counters = VersionCounters([*parameters, *self._locals])
 
     def place_all(self, places: Sequence[torch.Tensor]) -> None:
@@ -108,12 +111,13 @@ class UnitParameters:
         self._counters.forget_graphs()
 
     def allow(self) -> None:
-        """Makes the parameters usable, also by autograd. ``written`` reports writes from now on."""
-        # Fingerprints last, because they contain the counters.
-        self._counters.mark_valid()
+        """Makes the parameters usable, also by autograd. ``written`` reports writes since they were valid before."""
         for parameter, original, _ in self._classes:
             parameter.__class__ = original
-        self._fingerprints_at_allow = self._fingerprints()
+        if not self._counters.are_valid:
+            self._counters.mark_valid()
+            # Last, because the fingerprints contain the counters.
+            self._valid_fingerprints = [(local.data_ptr(), local._version) for local in self._locals]
 
     def forbid(self) -> None:
         """Makes every use of the parameters' values raise."""
@@ -124,14 +128,16 @@ class UnitParameters:
         """Returns the indices of the parameters that were written in place or given other data since ``allow``."""
         return [
             index
-            for index, (now, before) in enumerate(zip(self._fingerprints(), self._fingerprints_at_allow, strict=True))
-            if now != before
+            for index, (local, (address, version)) in enumerate(
+                zip(self._locals, self._valid_fingerprints, strict=True)
+            )
+            if local._version != version or local.data_ptr() != address
         ]
 
     def check_holders(self) -> None:
         """Raises UsageError if a module holds another parameter than the one that was sharded."""
-        for attributes, name, index in self._holders:
-            if attributes.get(name) is not self._classes[index][0]:
+        for attributes, name, held, index in self._holders:
+            if attributes.get(name) is not held:
                 unit, parameter = self._layout.unit, self._layout.parameters[index].name
                 raise UsageError(
                     f"parameter {parameter!r} of unit {unit!r} was replaced or removed after fully_shard (by an "
@@ -140,10 +146,6 @@ class UnitParameters:
                     unit=unit,
                     parameter=parameter,
                 )
-
-    def _fingerprints(self) -> list[tuple[int, int]]:
-        """Returns address and write count of each parameter. Gathering does not change them."""
-        return [(local.data_ptr(), local._version) for local in self._locals]
 
 
 class VersionCounters:
@@ -157,19 +159,25 @@ class VersionCounters:
         self._tensors = tuple({id(tensor): tensor for tensor in tensors}.values())
         self._freed = tuple(next(_freed_versions) for _ in self._tensors)
         self._valid = FIRST_VERSION
+        self.are_valid = False
+        """True if the tensors have the counters that current graphs have saved, or higher ones after a write."""
 
     def mark_valid(self) -> None:
         """Sets the counters that current graphs have saved."""
         torch._C._autograd._unsafe_set_version_counter(self._tensors, (self._valid,) * len(self._tensors))
+        self.are_valid = True
 
     def mark_freed(self) -> None:
         """Sets counters with which autograd raises."""
         torch._C._autograd._unsafe_set_version_counter(self._tensors, self._freed)
+        self.are_valid = False
 
     def forget_graphs(self) -> None:
         """Makes existing graphs unusable from the next ``mark_valid`` on."""
         self._valid += _STRIDE
+        self.are_valid = False
 
     def reset(self) -> None:
         """Sets the counters of ordinary tensors. Existing graphs become unusable."""
+        self.are_valid = False
         torch._C._autograd._unsafe_set_version_counter(self._tensors, (0,) * len(self._tensors))

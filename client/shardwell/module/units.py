@@ -11,7 +11,7 @@ from torch import nn
 from shardwell.memory.buffer_pool import BufferPool
 from shardwell.module.flat_vector import VectorMemory
 from shardwell.module.forward_backward import ForwardBackward, raise_written
-from shardwell.module.gradients import GradientPushes
+from shardwell.module.gradients import GradientPushes, with_gradients
 from shardwell.module.initialization import NewValues
 from shardwell.module.mixed_precision import AS_STORED, MixedPrecisionPolicy
 from shardwell.module.naming import GridPlace
@@ -257,7 +257,7 @@ class Units:
     @property
     def have_gradients(self) -> bool:
         """True if there are uncommitted gradients, in this process or on the servers."""
-        return any(unit.pushed or unit.gradients.exist for unit in self)
+        return any(unit.pushed for unit in self) or bool(with_gradients(self))
 
     def forward_order(self) -> list[int]:
         """Returns the indices of the units in the order in which the last forward first used them."""
@@ -299,7 +299,7 @@ class Units:
         # Check before the push: gradients of weights that changed in use must not reach the servers.
         for unit in self:
             unit.check_version()
-            self._pushes.push(unit)
+        self._pushes.finish_item(self)
         written, not_static = self._written(), self._pushes.coverage.end_item(self)
         if not written and not_static is None:
             self._pushes.end_item()
@@ -349,7 +349,9 @@ class Units:
             unit.free()
 
     def _written(self) -> list[tuple[Unit, str]]:
-        return [(unit, name) for unit in self if (name := unit.written_parameter() or unit.written_page())]
+        in_place = self._store.wrote_in_place()
+        found = [(unit, unit.written_parameter() or (unit.written_page() if in_place else None)) for unit in self]
+        return [(unit, name) for unit, name in found if name]
 
     def _end_graphs(
         self, written: Sequence[tuple[Unit, str]], leave: Callable[[Unit], None], stale: Iterable[Unit]
@@ -362,6 +364,8 @@ class Units:
             raise_written(unit, name)
 
     def _forget_graphs(self, stale: Collection[Unit]) -> None:
+        if not self.passes.graphs.exist:
+            return
         for unit in stale:
             unit.forget_graphs()
         if len(stale) == len(self):

@@ -38,6 +38,18 @@ class _Scaling:
     loss_scale: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _LatestUnits:
+    """The units and parameter groups of the latest step. They seldom change from step to step."""
+
+    key: list[list[int]]
+    """Ids of the units and, for each group, of its parameters."""
+    parts: list[list[Any]]
+    """The units and parameters themselves, so that their ids are not used again."""
+    message: common_pb2.OptimizerStep
+    """A message with ``units`` only."""
+
+
 class ShardedOptimizer(Optimizer):
     """Base class of the optimizers. Do not use it directly.
 
@@ -62,6 +74,7 @@ class ShardedOptimizer(Optimizer):
         self.repeats = False
         """True if the last ``step`` committed nothing, because ``session.steps`` yields the step again."""
         self._ema_decay: float | None = None
+        self._latest_units: _LatestUnits | None = None
         self._combined: ShardedOptimizer | None = None
         """The ``Combined`` that this optimizer belongs to, which commits the steps."""
 
@@ -321,25 +334,37 @@ class ShardedOptimizer(Optimizer):
         return common_pb2.ParameterGroup(hyperparameters=self._hyperparameters(self.param_groups[number]))
 
     def _to_proto(self) -> common_pb2.OptimizerStep:
-        units = self._session.units
-        indices: dict[int, list[int]] = {unit.index: [NO_GROUP] * len(unit.layout.parameters) for unit in units}
-        for unit_index, kept in self._kept_parameters().items():
-            for parameter_index in kept:
-                indices[unit_index][parameter_index] = KEPT_GROUP
-        groups = []
-        for number, group in enumerate(self.param_groups):
-            groups.append(self._group_to_proto(number))
-            for parameter in group["params"]:
-                unit_index, parameter_index = self._locate(parameter)
-                indices[unit_index][parameter_index] = number
-        return common_pb2.OptimizerStep(
+        step = common_pb2.OptimizerStep(
             algorithm=self.algorithm,
-            groups=groups,
+            groups=[self._group_to_proto(number) for number in range(len(self.param_groups))],
             ema_decay=self._ema_decay,
             clip_value=self._scaling.clip_value,
             skip_non_finite=self._scaling.loss_scale is not None,
-            units=[common_pb2.UnitGroups(unit_index=index, group_indices=group) for index, group in indices.items()],
         )
+        step.MergeFrom(self._units_to_proto())
+        return step
+
+    def _units_to_proto(self) -> common_pb2.OptimizerStep:
+        """Returns a message with the groups of all units' parameters. Must not be changed."""
+        kept = self._kept_parameters()
+        parts = [[*self._session.units], *([*group["params"]] for group in self.param_groups)]
+        key = [[id(each) for each in part] for part in parts]
+        if not kept and self._latest_units is not None and self._latest_units.key == key:
+            return self._latest_units.message
+        indices = {unit.index: [NO_GROUP] * len(unit.layout.parameters) for unit in self._session.units}
+        for unit_index, parameter_indices in kept.items():
+            for parameter_index in parameter_indices:
+                indices[unit_index][parameter_index] = KEPT_GROUP
+        for number, group in enumerate(self.param_groups):
+            for parameter in group["params"]:
+                unit_index, parameter_index = self._locate(parameter)
+                indices[unit_index][parameter_index] = number
+        message = common_pb2.OptimizerStep(
+            units=[common_pb2.UnitGroups(unit_index=index, group_indices=group) for index, group in indices.items()]
+        )
+        if not kept:
+            self._latest_units = _LatestUnits(key, parts, message)
+        return message
 
     def _other_optimizers(self) -> list[ShardedOptimizer]:
         """Returns the other optimizers of the session, with which this one alternates."""

@@ -137,6 +137,20 @@ class InitialBuffers:
         )
 
 
+def have_buffers(modules: Iterable[nn.Module]) -> bool:
+    """Returns whether there is any buffer, persistent or not, in the modules or in modules inside them."""
+    waiting, seen = list(modules), set[int]()
+    while waiting:
+        module = waiting.pop()
+        if module._buffers:
+            return True
+        for part in module._modules.values():
+            if part is not None and id(part) not in seen:
+                seen.add(id(part))
+                waiting.append(part)
+    return False
+
+
 def find_buffers(modules: Iterable[tuple[str, nn.Module]]) -> list[LiveBuffer]:
     """Returns the persistent buffers of the model. A tied buffer is returned once.
 

@@ -35,6 +35,7 @@ from shardwell.session.buffer_store import (
     describe,
     digest_of,
     find_buffers,
+    have_buffers,
     memory_of,
     set_value,
     write_value,
@@ -145,7 +146,8 @@ class RunBuffers:
     def end_item(self, step: int, item: WorkItemState) -> None:
         """Pushes the buffers after the item whose values count; undoes the changes of any other item."""
         if not self._buffers:
-            _reject_new(find_buffers(self._modules()), {})
+            if have_buffers(module for _, module in self._modules()):
+                _reject_new(find_buffers(self._modules()), {})
             return
         live = self._checked()
         if self._counts(item):

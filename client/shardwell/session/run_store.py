@@ -41,6 +41,7 @@ from shardwell.session.unit_moves import MovableUnits, UnitMoves
 from shardwell.transport.partitions import PartitionSegment
 from shardwell.transport.route_stats import ALLREDUCE, DIRECT, HIERARCHICAL
 from shardwell.transport.shared_vector import SharedVector
+from shardwell.transport.written_pages import WrittenPages
 from shardwell_wire import wire_dtypes
 from shardwell_wire.errors import StaleEpochError, UsageError, VersionGoneError
 from shardwell_wire.layout import UnitLayout
@@ -70,6 +71,7 @@ class RunStore:
         self._units: dict[int, RemoteUnit] = {}
         self._stats = TrafficStats()
         self._fetches = Fetches(self._stats)
+        self._written_pages = WrittenPages()
         background = self._background_pushes = Pushes(self._stats, push_bytes=config.transfers.push_bytes)
         self._partition_updates = PartitionUpdates(membership.world.dp, config.waits.wait_limit_s)
         self._deltas = DeltaCache(config.transfers.delta_cache_bytes)
@@ -372,6 +374,23 @@ class RunStore:
             unit = self._mappings.share_on_host(unit, self._config.transfers.gather_dtype)
             self._units[unit_index] = unit
         return unit.vector is not None or not unit.layout.size_bytes
+
+    def present_version(self, unit_index: int) -> int | None:
+        """See ``ParameterStore.present_version``."""
+        self._membership.check()
+        version = self._state.number
+        is_present = not self._computes_in_vain() and self._fetches.is_present(self._units[unit_index], version)
+        return version if is_present else None
+
+    def wrote_in_place(self) -> bool:
+        """See ``ParameterStore.wrote_in_place``."""
+        return self._written_pages.exist(
+            [unit.vector.pages for unit in self._units.values() if unit.vector is not None]
+        )
+
+    def fetches_in_place(self) -> bool:
+        """See ``ParameterStore.fetches_in_place``."""
+        return self._mappings.have_cache
 
     def await_version(self, unit_index: int) -> Callable[[], int]:
         """See ``ParameterStore.await_version``."""

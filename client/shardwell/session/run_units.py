@@ -173,6 +173,11 @@ class ShardMappings:
         self._cache = self._open_cache() if config.transfers.host_cache_bytes else None
 
     @property
+    def have_cache(self) -> bool:
+        """True if this process uses a host cache."""
+        return self._cache is not None
+
+    @property
     def cache_hit_bytes(self) -> int:
         """Bytes that were found in the host cache."""
         return self._cache.hit_bytes if self._cache is not None else 0

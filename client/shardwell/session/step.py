@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import default_collate
 
 from shardwell.monitor.step_times import StepPart
-from shardwell.seeds import derive_seed
+from shardwell.seeds import derive_seed, seed_generators
 from shardwell.session.step_in_flight import StepInFlight
 from shardwell.session.step_state import WorkItemState
 from shardwell_wire.errors import UsageError
@@ -134,7 +134,7 @@ class Step:
             self.global_ranks.append(item.item.global_rank)
         step = work.state.number
         is_asynchronous, number = work.state.asynchronous, item.item.number
-        torch.manual_seed(derive_seed(self._seed, number if is_asynchronous else step, dp_rank))
+        seed_generators(derive_seed(self._seed, number if is_asynchronous else step, dp_rank))
         try:
             yield self._make(make_batch, number if is_asynchronous else self.number, dp_rank, num_samples)
             if work.state.number != step:

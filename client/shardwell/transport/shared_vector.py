@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import mmap
 import os
 import threading
@@ -11,18 +10,16 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
+from shardwell.transport.written_pages import CAN_READ as CAN_READ_PAGE_MAP
+from shardwell.transport.written_pages import PageRange
 from shardwell_wire.errors import VersionGoneError
 from shardwell_wire.layout import BLOCK_BYTES
 from shardwell_wire.shared_files import open_in_folder, opened
-from shardwell_wire.shared_segment import HEAD_BYTES, UPDATING, order_loads, read_version, write_version
+from shardwell_wire.shared_segment import HEAD_BYTES, UPDATING, order_loads, write_version
 
 _PROT_NONE, _MAP_FIXED = 0, 0x10
-_PRESENT, _SWAPPED, _SHARED_OR_FILE = np.uint64(1 << 63), np.uint64(1 << 62), np.uint64(1 << 61)
-"""Bits of a page-map entry; see the kernel's documentation of pagemap."""
-_PAGE_MAP = "/proc/self/pagemap"
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -30,7 +27,7 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
-CAN_MAP = mmap.PAGESIZE == BLOCK_BYTES and os.access(_PAGE_MAP, os.R_OK)
+CAN_MAP = mmap.PAGESIZE == BLOCK_BYTES and CAN_READ_PAGE_MAP
 """Whether shards can be read in place. Shards start at multiples of 4096 bytes, so pages must have this size to map
 shards side by side. The page map, which containers may hide, is needed to detect writes."""
 
@@ -75,13 +72,15 @@ class SharedVector:
         self._address = _map(None, self._size_bytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
         self.bytes = torch.frombuffer(_mapped(self._address, self._size_bytes), dtype=torch.uint8)
         """[size_bytes]"""
-        self._clean_page_map = b""
-        """The last page map that showed no written page."""
+        self.pages = PageRange(self._address, self._size_bytes)
+        """The pages of the mapping."""
         self._lock = threading.Lock()
-        """Held while a segment is replaced, and while the heads are read."""
+        """Held while a segment is replaced."""
         self._heads = {
             place.start_bytes: self._map_segment(place) for place in places if place.stop_bytes > place.start_bytes
         }
+        self._present: tuple[memoryview, ...] | None = tuple(self._heads.values())
+        """The heads, which are read without the lock; None while a segment is replaced. See ``replace``."""
 
     def replace(self, place: SegmentLocation) -> None:
         """Maps another file in the place of a segment, at the same address.
@@ -95,26 +94,31 @@ class SharedVector:
         """
         if place.stop_bytes > place.start_bytes:
             with self._lock:
-                self._heads[place.start_bytes] = self._map_segment(place)
+                # Between the new bytes and their head, the old head would vouch for bytes that it does not describe.
+                self._present = None
+                try:
+                    self._heads[place.start_bytes] = self._map_segment(place)
+                finally:
+                    self._present = tuple(self._heads.values())
 
     def cut(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Divides the vector into other segments, which show no version until ``replace`` maps each of them."""
         with self._lock:
             nothing = memoryview(bytearray(HEAD_BYTES))
             write_version(nothing, UPDATING)
-            self._heads = {start: nothing for start, stop in ranges if stop > start}
+            self._heads = {start: nothing.cast("q") for start, stop in ranges if stop > start}
+            self._present = tuple(self._heads.values())
 
     def shown(self, start_bytes: int) -> int | None:
         """Returns the version of the segment that starts at a byte; None while the segment shows none."""
         with self._lock:
-            version = read_version(self._heads[start_bytes])
+            version = self._heads[start_bytes][0]
         return None if version == UPDATING else version
 
     @property
     def version(self) -> int | None:
         """The version that all segments show now; None if there is no such version."""
-        with self._lock:
-            versions = {read_version(head) for head in self._heads.values()}
+        versions = {head[0] for head in self._present_heads()}
         return versions.pop() if len(versions) == 1 and UPDATING not in versions else None
 
     def _map_segment(self, place: SegmentLocation) -> memoryview:
@@ -128,12 +132,23 @@ class SharedVector:
                 descriptor,
                 HEAD_BYTES,
             )
-            return map_shared(descriptor, HEAD_BYTES, mmap.PROT_READ)
+            return map_shared(descriptor, HEAD_BYTES, mmap.PROT_READ).cast("q")  # element 0: see ``read_version``
+
+    def _present_heads(self) -> tuple[memoryview, ...]:
+        """Returns the heads of the bytes that are mapped now. Waits while a segment is replaced."""
+        heads = self._present
+        while heads is None:
+            with self._lock:
+                heads = self._present
+        return heads
 
     def shows(self, version: int) -> bool:
         """Whether all segments show this version now."""
-        with self._lock:
-            return all(read_version(head) == version for head in self._heads.values())
+        # A loop, because a generator takes twice as long and every forward comes here.
+        for head in self._present or self._present_heads():  # noqa: SIM110
+            if head[0] != version:
+                return False
+        return True
 
     def check(self, version: int) -> None:
         """Raises VersionGoneError unless all segments have shown ``version`` since ``shows`` returned True."""
@@ -151,28 +166,11 @@ class SharedVector:
 
     def forget_writes(self) -> int | None:
         """Discards the pages that this process wrote; returns the offset of the first, or None if there is none."""
-        first, count = self._address // mmap.PAGESIZE, -(-self._size_bytes // mmap.PAGESIZE)
-        page_map = os.pread(_page_map(os.getpid()), count * 8, first * 8)
-        if page_map == self._clean_page_map:
-            return None
-        entries = np.frombuffer(page_map, np.uint64)
-        # A page that the kernel is migrating counts as swapped.
-        own = np.flatnonzero((entries & (_PRESENT | _SWAPPED)).astype(bool) & ~(entries & _SHARED_OR_FILE).astype(bool))
-        if not own.size:
-            self._clean_page_map = page_map
+        written = self.pages.written()
+        if not written.size:
             return None
         _libc.madvise(self._address, self._size_bytes, mmap.MADV_DONTNEED)
-        return int(own[0]) * mmap.PAGESIZE
-
-
-@functools.cache
-def _page_map(process_id: int) -> int:
-    """Returns a descriptor of the page map of this process. Opening the file for every unit costs more than reading it.
-
-    Args:
-        process_id: This process. After a fork, the parent's descriptor would show the parent's pages.
-    """
-    return os.open(_PAGE_MAP, os.O_RDONLY | os.O_CLOEXEC)
+        return int(written[0]) * mmap.PAGESIZE
 
 
 def map_shared(descriptor: int, size_bytes: int, protection: int) -> memoryview:
