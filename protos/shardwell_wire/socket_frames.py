@@ -16,7 +16,8 @@ before the next request::
     REDUCE_BATCH                   ->
                                    <-  BATCH_REDUCED
     GATHER_BATCH                   ->
-                                   <-  BATCH_GATHERED
+                                   <-  BATCH_GATHERED, DATA ..., END
+                                       (repeated until every range is answered)
 
 DATA frames contain the bytes of a stream, as ``Chunk`` payloads do over gRPC. END contains the XXH3-64 of all of them.
 The server may send ERROR, with a ``google.rpc.Status``, instead of any frame. This module does no I/O: both ends use it
@@ -27,7 +28,9 @@ from __future__ import annotations
 
 import enum
 import struct
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import TypeVar
 
 import xxhash
@@ -37,7 +40,7 @@ from shardwell_wire.chunk_streams import Buffer
 from shardwell_wire.errors import ChunkError, CorruptDataError, InvalidRequestError
 from shardwell_wire.v1 import shard_pb2
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Protocol number. Increases with every change that an older peer would misinterpret."""
 
 TOKEN_BYTES = 32
@@ -50,6 +53,9 @@ _HELLO = struct.Struct(f"<8sI{TOKEN_BYTES}s")
 _HEAD = struct.Struct("<IB")
 _TIMEOUT = struct.Struct("<I")
 _CHECKSUM = struct.Struct("<Q")
+
+MAX_PLACES = 256
+"""Most places that a receiver returns at once. The systems limit the buffers of a call to 1024 or more."""
 
 HELLO_BYTES = _HELLO.size
 HEAD_BYTES = _HEAD.size
@@ -89,7 +95,7 @@ class Kind(enum.IntEnum):
     GATHER_BATCH = 14
     """Request: timeout in ms (4 bytes), ``GatherBatchRequest``."""
     BATCH_GATHERED = 15
-    """``GatherBatchResponse``. The values are in the message."""
+    """``GatherBatchResponse`` without a chunk; the stream of its ranges follows."""
 
 
 REQUESTS: dict[Kind, type[Message]] = {
@@ -247,7 +253,11 @@ class StreamReceiver:
     ) -> None:
         self._targets, self._total_bytes, self._what = iter(targets), total_bytes, what
         self._kinds = (Kind.DATA, Kind.END, Kind.ERROR) if may_be_refused else (Kind.DATA, Kind.END)
-        self._hasher, self._target = xxhash.xxh3_64(), memoryview(b"")
+        self._hasher = xxhash.xxh3_64()
+        self._places = deque[memoryview]()
+        """Memory for the missing bytes of the current DATA frame, without empty views."""
+        self._rest = memoryview(b"")
+        """The part of the current target that follows these bytes."""
         self._received_bytes = self._missing_bytes = 0
         """Received bytes of the stream, and missing bytes of the current DATA frame."""
         self._head = memoryview(bytearray(HEAD_BYTES + _CHECKSUM.size))
@@ -275,14 +285,9 @@ class StreamReceiver:
     def places(self) -> list[memoryview]:
         """Returns the memory for the next bytes, in order. Must not be called once ``over`` is True."""
         head = self._head[self._head_bytes : self._head_wanted_bytes]
-        if not self._missing_bytes:
-            return [head]
-        # Targets may be empty.
-        while not self._target:
-            self._target = next(self._targets)
-        place = self._target[: self._missing_bytes]
-        # The head of the next frame follows the last bytes of this frame.
-        return [place, head] if len(place) == self._missing_bytes else [place]
+        if len(self._places) < MAX_PLACES:
+            return [*self._places, head]  # the head of the next frame follows the last bytes of this frame
+        return list(islice(self._places, MAX_PLACES))
 
     def took(self, size_bytes: int) -> None:
         """Processes bytes that the caller has received into ``places()``.
@@ -292,14 +297,17 @@ class StreamReceiver:
             ChunkError: A frame is empty, or the stream is too long or too short.
             CorruptDataError: The checksum does not match.
         """
-        if self._missing_bytes:
-            count = min(size_bytes, self._missing_bytes, len(self._target))
-            self._hasher.update(self._target[:count])
-            self._target = self._target[count:]
-            self._missing_bytes -= count
-            self._received_bytes += count
-            size_bytes -= count
-        self._head_bytes += size_bytes
+        count = min(size_bytes, self._missing_bytes)
+        self._missing_bytes -= count
+        self._received_bytes += count
+        self._head_bytes += size_bytes - count
+        while count:
+            place = self._places.popleft()
+            if count < len(place):
+                self._places.appendleft(place[count:])
+                place = place[:count]
+            self._hasher.update(place)
+            count -= len(place)
         if self._head_bytes == self._head_wanted_bytes:
             self._parse_head()
 
@@ -323,6 +331,13 @@ class StreamReceiver:
                 f"{self._total_bytes}"
             )
         self._missing_bytes, self._head_bytes = size_bytes, 0
+        while size_bytes:
+            while not self._rest:  # targets may be empty
+                self._rest = next(self._targets)
+            place = self._rest[:size_bytes]
+            self._places.append(place)
+            self._rest = self._rest[len(place) :]
+            size_bytes -= len(place)
 
     def _end(self, payload: Buffer) -> None:
         if self._received_bytes != self._total_bytes:

@@ -5,6 +5,7 @@ The transports are those of the client's selector, so a new transport is tested 
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -15,9 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardwell.data_plane.batches import Rejected
 from shardwell.data_plane.remote_shard import RemoteShard, Wire
-from shardwell.data_plane.shard_fetch import fetch_together
+from shardwell.data_plane.shard_fetch import ShardFetch, fetch_together
 from shardwell.transport.base import (
     NEARLY_DONE_BYTES,
     ByteCounter,
@@ -504,6 +504,13 @@ def test_a_batch_of_pushes_updates_as_single_pushes_do(server: ShardServer, conn
     assert torch.equal(batched, expected)
 
 
+def versions_of(fetches: Sequence[ShardFetch]) -> dict[int, int]:
+    """Fetches a batch; returns the versions that arrived, by position."""
+    versions: dict[int, int] = {}
+    fetch_together(fetches, versions.__setitem__)
+    return versions
+
+
 @pytest.mark.parametrize("gather_dtype", [0, common_pb2.WIRE_DTYPE_BFLOAT16, common_pb2.WIRE_DTYPE_INT8])
 def test_a_batch_of_fetches_delivers_the_bits_of_single_fetches(
     server: ShardServer, connection: ServerConnection, gather_dtype: Any
@@ -518,7 +525,7 @@ def test_a_batch_of_fetches_delivers_the_bits_of_single_fetches(
         shard.prepare_fetch(0, memory_at(flat.data_ptr(), flat.numel()))
         for shard, flat in zip(shards, batched, strict=True)
     ]
-    assert fetch_together(fetches) == [0, 0]
+    assert versions_of(fetches) == {0: 0, 1: 0}
     for shard, flat in zip(shards, single, strict=True):
         assert shard.fetch(0, memory_at(flat.data_ptr(), flat.numel())) == 0
     assert all(torch.equal(*pair) for pair in zip(batched, single, strict=True))
@@ -534,5 +541,34 @@ def test_a_batch_of_fetches_leaves_out_what_cannot_be_read(server: ShardServer, 
         )
         for one, flat in zip((known, unknown), flats, strict=True)
     ]
-    assert fetch_together(fetches) == [0, Rejected.REJECTED]
+    assert versions_of(fetches) == {0: 0}
     assert torch.equal(flats[0], known.flat(known.gather(0)[1])) and not flats[1].any()
+
+
+def test_a_late_version_does_not_delay_the_others_of_a_batch(server: ShardServer, connection: ServerConnection) -> None:
+    late, *ones = (OneUnit(server, layout_of(f"u{i}", a=((700,), "float32")), index=i).begin() for i in (1, 2, 3, 4))
+    train(late, 0)
+    wanted = [(late, 2), (ones[0], 1), (late, 1), (ones[1], 1), (ones[2], 1)]  # an update reaches all units
+    flats = [torch.zeros(one.size, dtype=torch.uint8) for one, _ in wanted]
+    fetches = [
+        RemoteShard(one.identity, one.layout, connection, one.start, one.stop, Wire(wait_limit_s=20.0)).prepare_fetch(
+            version, memory_at(flat.data_ptr(), flat.numel())
+        )
+        for (one, version), flat in zip(wanted, flats, strict=True)
+    ]
+    arrived: dict[int, int] = {}
+    condition = threading.Condition()
+
+    def note(number: int, version: int) -> None:
+        with condition:
+            arrived[number] = version
+            condition.notify()
+
+    fetching = in_background(partial(fetch_together, fetches, note))
+    with condition:
+        assert condition.wait_for(lambda: len(arrived) == 4, 5.0)
+    assert arrived == {1: 1, 2: 1, 3: 1, 4: 1}
+    train(late, 1)
+    next(fetching)
+    assert arrived[0] == 2
+    assert torch.equal(flats[0], late.flat(late.gather(2)[1]))

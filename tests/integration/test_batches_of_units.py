@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -10,7 +11,8 @@ import pytest
 import torch
 import xxhash
 
-from shardwell_server.shard.transports.batch_requests import MAX_GATHERED_BYTES, MAX_PARTS
+from shardwell_server.shard.transports.batch_requests import MAX_PARTS
+from shardwell_server.shard.transports.gather_batches import MAX_GATHERED_BYTES, MAX_RANGES
 from shardwell_wire.errors import (
     ConflictError,
     CorruptDataError,
@@ -126,9 +128,36 @@ def test_a_batch_of_a_wrong_size_is_rejected(server: ShardServer, count: int) ->
     assert contributors(server, one) == []
 
 
-def gather(server: ShardServer, *ranges: shard_pb2.GatherRequest, timeout_s: float = 20.0) -> list[Any]:
+@dataclass
+class Answers:
+    """Receives the answers to a batch of gathers. A ``BatchAnswers``."""
+
+    count: int
+    ranges: dict[int, shard_pb2.GatheredRange] = field(default_factory=dict)
+    streams: dict[int, bytearray] = field(default_factory=dict)
+    sizes: list[int] = field(default_factory=list)
+    """Number of ranges in each response."""
+
+    @property
+    def are_missing(self) -> bool:
+        return len(self.ranges) < self.count
+
+    def places(self, response: shard_pb2.GatherBatchResponse) -> list[memoryview]:
+        self.sizes.append(len(response.ranges))
+        self.ranges.update({each.number: each for each in response.ranges})
+        read = [each for each in response.ranges if not each.status]
+        self.streams.update({each.number: bytearray(each.size_bytes) for each in read})
+        return [memoryview(self.streams[each.number]) for each in read]
+
+    def finish(self, response: shard_pb2.GatherBatchResponse) -> None:
+        pass
+
+
+def gather(server: ShardServer, *ranges: shard_pb2.GatherRequest, timeout_s: float = 20.0) -> Answers:
     request = shard_pb2.GatherBatchRequest(run="r", run_id="id-of-r", ranges=ranges)
-    return list(server.client.fetch_batch(request, timeout_s=timeout_s).ranges)
+    answers = Answers(len(ranges))
+    server.client.fetch_batch(request, answers, timeout_s=timeout_s)
+    return answers
 
 
 def test_a_batch_of_gathers_has_the_bytes_of_each_range(server: ShardServer) -> None:
@@ -137,25 +166,26 @@ def test_a_batch_of_gathers_has_the_bytes_of_each_range(server: ShardServer) -> 
         one.begin(one.filled(float(value)))
     found = gather(server, *(one.gather_request(0) for one in ones))
     values = [torch.full((100,), float(value)).numpy().tobytes() for value in (0, 1)]
-    assert [each.stream[:400] for each in found] == values
-    assert [len(each.stream) for each in found] == [one.size for one in ones], "with padding, as a Gather"
-    assert [each.checksum for each in found] == [xxhash.xxh3_64_intdigest(each.stream) for each in found]
-    assert [each.status for each in found] == [b"", b""]
+    assert [bytes(found.streams[number][:400]) for number in (0, 1)] == values
+    assert [len(found.streams[number]) for number in (0, 1)] == [one.size for one in ones], "with padding, as a Gather"
+    assert [found.ranges[number].status for number in (0, 1)] == [b"", b""]
+    assert found.sizes == [2], "ranges that are readable at once share a response"
 
 
 def test_a_range_without_its_version_does_not_affect_the_others(server: ShardServer) -> None:
     one = unit(server)
     found = gather(server, one.gather_request(5), one.gather_request(0), timeout_s=2.0)
-    assert isinstance(from_status_details(found[0].status, "server"), DeadlineError)
-    assert not found[1].status and len(found[1].stream) == one.size
+    assert isinstance(from_status_details(found.ranges[0].status, "server"), DeadlineError)
+    assert not found.ranges[1].status and len(found.streams[1]) == one.size
+    assert found.sizes == [1, 1]
 
 
 def test_ranges_that_are_too_large_together_are_rejected(server: ShardServer) -> None:
     size = MAX_GATHERED_BYTES // 4
     large = OneUnit(server, layout_of("large", a=((size,), "float32")), index=0).begin()
     found = gather(server, large.gather_request(0), large.gather_request(0))
-    assert len(found[0].stream) == MAX_GATHERED_BYTES and not found[0].status
-    error = from_status_details(found[1].status, "server")
+    assert len(found.streams[0]) == MAX_GATHERED_BYTES and not found.ranges[0].status
+    error = from_status_details(found.ranges[1].status, "server")
     assert isinstance(error, InvalidRequestError) and "do not fit the batch" in str(error)
 
 
@@ -165,7 +195,7 @@ def test_a_batch_of_gathers_for_another_run_or_of_a_wrong_size_is_rejected(serve
     foreign.run = "other"
     error = error_of(lambda: gather(server, one.gather_request(0), foreign))
     assert isinstance(error, InvalidRequestError) and "range 1 of the batch names run 'other'" in str(error)
-    for count in (0, MAX_PARTS + 1):
+    for count in (0, MAX_RANGES + 1):
         error = error_of(lambda count=count: gather(server, *[one.gather_request(0)] * count))
         assert isinstance(error, InvalidRequestError) and f"the batch has {count} ranges" in str(error)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from shardwell.transport.base import (
+    BatchAnswers,
     FetchTarget,
     GradientPart,
     NearlyDone,
@@ -18,7 +19,7 @@ from shardwell.transport.base import (
     StreamTransport,
     ignore,
 )
-from shardwell.transport.fetch_batch import SmallFetch
+from shardwell.transport.fetch_batch import Arrived, SmallFetch
 from shardwell.transport.incoming import Incoming, Place
 from shardwell.transport.push_header import PartHeader, PushedRange
 from shardwell.transport.shared_vector import SharedVector
@@ -96,7 +97,7 @@ class FakeStream(StreamTransport):
     def control(self, request: shard_pb2.ReduceGradientBufferRequest, **_: Any) -> Any:
         raise NotImplementedError
 
-    def fetch_batch(self, request: shard_pb2.GatherBatchRequest, **_: Any) -> Any:
+    def fetch_batch(self, request: shard_pb2.GatherBatchRequest, answers: BatchAnswers, **_: Any) -> None:
         raise NotImplementedError
 
     def push_batch(self, request: shard_pb2.ReduceBatchRequest, **_: Any) -> Any:
@@ -141,5 +142,6 @@ class StreamedServer:
             self.push(each, wait_limit_s=wait_limit_s)
         return [True] * len(prepared)
 
-    def fetch_batch(self, fetches: Sequence[SmallFetch], *, wait_limit_s: float) -> list[int | None]:
-        return [self.fetch(each.shard, each.version, each.target, wait_limit_s=wait_limit_s) for each in fetches]
+    def fetch_batch(self, fetches: Sequence[SmallFetch], arrived: Arrived, *, wait_limit_s: float) -> None:
+        for number, each in enumerate(fetches):
+            arrived(number, self.fetch(each.shard, each.version, each.target, wait_limit_s=wait_limit_s))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
 import pytest
 
-from shardwell.data_plane.batches import Batches, Rejected
+from shardwell.data_plane.batches import Batches
 from shardwell.data_plane.transfer_queue import DaemonThreads
 from shardwell_wire.errors import ShardwellError, StaleEpochError, UnavailableError
 
@@ -18,13 +18,15 @@ AGE = "shardwell.data_plane.batches._MAX_AGE_S"
 class Server:
     """Records messages, whose parts are numbers. The result of a part is its double.
 
-    Rejects the parts in ``rejected``, or raises ``error``. The gate holds messages back.
+    Rejects the parts in ``rejected``, or raises ``error``. The gate holds messages back. The result of the part
+    ``late`` waits for ``unblocked``.
     """
 
     def __init__(self) -> None:
         self.messages: list[list[int]] = []
         self.alone: list[int] = []
         self.rejected: set[int] = set()
+        self.late: int | None = None
         self.error: Exception | None = None
         self.error_alone: Exception | None = None
         self.blocked: set[int] = set()
@@ -33,13 +35,17 @@ class Server:
         self.gate.set()
         self.begun = threading.Semaphore(0)
 
-    def send(self, parts: Sequence[int]) -> list[int | Rejected]:
+    def send(self, parts: Sequence[int], done: Callable[[int, int], None]) -> None:
         self.begun.release()
         assert self.gate.wait(10)
         if self.error is not None:
             raise self.error
         self.messages.append(list(parts))
-        return [Rejected.REJECTED if part in self.rejected else 2 * part for part in parts]
+        for number, part in enumerate(parts):
+            if part == self.late:
+                assert self.unblocked.wait(10)
+            if part not in self.rejected:
+                done(number, 2 * part)
 
     def run_alone(self, part: int) -> int:
         self.alone.append(part)
@@ -138,6 +144,17 @@ def test_a_single_transfer_needs_no_batch(server: Server, batches: Batches[int, 
     batches.flush()
     assert_done(futures, 7)
     assert server.alone == [7] and not server.messages
+
+
+def test_a_late_part_does_not_delay_the_others(server: Server, batches: Batches[int, int]) -> None:
+    server.late = 3
+    futures = submit(batches, 1, 2, 3)
+    batches.flush()
+    assert_done(futures[:2], 1, 2)
+    assert not futures[2].done()
+    server.unblocked.set()
+    assert_done(futures[2:], 3)
+    assert server.alone == []
 
 
 def test_a_rejected_part_is_transferred_by_itself(server: Server, batches: Batches[int, int]) -> None:

@@ -17,7 +17,7 @@ TOKEN = bytes(range(32))
 
 def test_hello_contains_the_token() -> None:
     hello = socket_frames.hello(TOKEN)
-    assert hello == b"shrdsock" + b"\x02\0\0\0" + TOKEN
+    assert hello == b"shrdsock" + b"\x03\0\0\0" + TOKEN
     assert (len(hello), socket_frames.token_of(hello)) == (socket_frames.HELLO_BYTES, TOKEN)
 
 
@@ -25,7 +25,7 @@ def test_hello_contains_the_token() -> None:
     ("data", "complaint"),
     [
         (b"GET / HTTP/1.1\r\n".ljust(socket_frames.HELLO_BYTES), "starts with b'GET / HT', expected b'shrdsock'"),
-        (b"shrdsock" + b"\x01\0\0\0" + TOKEN, "protocol 1, expected 2"),
+        (b"shrdsock" + b"\x01\0\0\0" + TOKEN, "protocol 1, expected 3"),
     ],
 )
 def test_invalid_hello_is_rejected(data: bytes, complaint: str) -> None:

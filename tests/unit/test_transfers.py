@@ -412,9 +412,9 @@ def test_small_shards_that_are_requested_together_are_fetched_in_one_message(
     sizes: list[int] = []
     fetch_batch = StreamedServer.fetch_batch
 
-    def counted(server: StreamedServer, fetches: Sequence[Any], *, wait_limit_s: float) -> list[int | None]:
+    def counted(server: StreamedServer, fetches: Sequence[Any], arrived: Any, *, wait_limit_s: float) -> None:
         sizes.append(len(fetches))
-        return fetch_batch(server, fetches, wait_limit_s=wait_limit_s)
+        fetch_batch(server, fetches, arrived, wait_limit_s=wait_limit_s)
 
     monkeypatch.setattr(StreamedServer, "fetch_batch", counted)
     fetches, unit = Fetches(TrafficStats()), unit_on(client)
@@ -433,9 +433,9 @@ def test_small_shards_of_several_units_are_fetched_in_one_message(
     sizes: list[int] = []
     fetch_batch = StreamedServer.fetch_batch
 
-    def counted(server: StreamedServer, fetches: Sequence[Any], *, wait_limit_s: float) -> list[int | None]:
+    def counted(server: StreamedServer, fetches: Sequence[Any], arrived: Any, *, wait_limit_s: float) -> None:
         sizes.append(len(fetches))
-        return fetch_batch(server, fetches, wait_limit_s=wait_limit_s)
+        fetch_batch(server, fetches, arrived, wait_limit_s=wait_limit_s)
 
     monkeypatch.setattr(StreamedServer, "fetch_batch", counted)
     fetches, unit = Fetches(TrafficStats()), unit_on(client)

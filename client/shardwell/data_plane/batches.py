@@ -13,7 +13,6 @@ Note: [Rejected batches]
 
 from __future__ import annotations
 
-import enum
 import logging
 import threading
 import time
@@ -46,12 +45,6 @@ _MAX_ALONE = 8
 """Rejected parts of a batch that are transferred at the same time. A server must not occupy all threads."""
 
 
-class Rejected(enum.Enum):
-    """Result of a part of a batch that must be transferred by itself."""
-
-    REJECTED = enum.auto()
-
-
 Transfer = TypeVar("Transfer")
 Result = TypeVar("Result")
 
@@ -69,7 +62,8 @@ class Batches(Generic[Transfer, Result]):
 
     Args:
         threads: Run the transfers. They must start calls in the order in which they are submitted.
-        send: Sends transfers in one message; returns the result of each, or ``REJECTED``.
+        send: Sends transfers in one message. Calls its second argument with the position and the result of each
+            transfer as soon as it is done. The others are transferred by themselves.
         alone: Runs one transfer by itself.
         max_in_flight: Limit of messages in flight. With 1, transfers with the same key end in order.
         holds: Whether transfers are held back until they are awaited.
@@ -78,7 +72,7 @@ class Batches(Generic[Transfer, Result]):
     def __init__(
         self,
         threads: Executor,
-        send: Callable[[Sequence[Transfer]], Sequence[Result | Rejected]],
+        send: Callable[[Sequence[Transfer], Callable[[int, Result], None]], None],
         alone: Callable[[Transfer], Result],
         *,
         max_in_flight: int,
@@ -144,7 +138,9 @@ class Batches(Generic[Transfer, Result]):
 
     def _run(self) -> None:
         while batch := self._next_batch():
-            self._finish(batch, self._send(batch) if len(batch) > 1 else [Rejected.REJECTED])
+            if len(batch) > 1:
+                self._send(batch)
+            self._finish(batch)
 
     def _next_batch(self) -> list[_Waiting[Transfer, Result]]:
         with self._lock:
@@ -160,23 +156,23 @@ class Batches(Generic[Transfer, Result]):
                 self._in_flight -= 1
             return batch
 
-    def _send(self, batch: Sequence[_Waiting[Transfer, Result]]) -> Sequence[Result | Rejected]:
+    def _send(self, batch: Sequence[_Waiting[Transfer, Result]]) -> None:
         try:
-            return self._send_message([each.transfer for each in batch])
+            self._send_message(
+                [each.transfer for each in batch], lambda number, result: batch[number].future.set_result(result)
+            )
         except Exception as error:  # the futures must be completed in any case
             defect = None if isinstance(error, ShardwellError | OSError) else error
-            logger.info("%d parts of a batch are transferred one by one: %s", len(batch), error, exc_info=defect)
-            return [Rejected.REJECTED] * len(batch)
+            logger.info("the rest of a batch of %d is transferred one by one: %s", len(batch), error, exc_info=defect)
 
-    def _finish(self, batch: Sequence[_Waiting[Transfer, Result]], results: Sequence[Result | Rejected]) -> None:
-        """Completes the futures of a batch. See Note: [Rejected batches]."""
+    def _finish(self, batch: Sequence[_Waiting[Transfer, Result]]) -> None:
+        """Runs the transfers that the message did not complete. See Note: [Rejected batches]."""
         rejected = dict[Hashable, list[_Waiting[Transfer, Result]]]()
-        for each, result in zip(batch, results, strict=True):
-            if isinstance(result, Rejected):
+        for each in batch:
+            if not each.future.done():
                 rejected.setdefault(each.key, []).append(each)
-            else:
-                each.future.set_result(result)
-        self._run_alone(deque(rejected.values()))
+        if rejected:
+            self._run_alone(deque(rejected.values()))
 
     def _run_alone(self, groups: deque[list[_Waiting[Transfer, Result]]]) -> None:
         """Runs each transfer by itself: those of one group in order, several groups at the same time."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from shardwell.data_plane.batches import Rejected
 from shardwell.transport.base import NearlyDone
-from shardwell.transport.fetch_batch import SmallFetch
+from shardwell.transport.fetch_batch import Arrived, SmallFetch
 from shardwell.transport.server_connection import ServerConnection
 
 
@@ -35,8 +34,7 @@ class ShardFetch:
         return self._alone(nearly_done)
 
 
-def fetch_together(fetches: Sequence[ShardFetch]) -> list[int | Rejected]:
-    """Fetches shards of one server in one message, for ``Batches``."""
+def fetch_together(fetches: Sequence[ShardFetch], arrived: Arrived) -> None:
+    """Fetches shards of one server with one request, for ``Batches``."""
     first, small = fetches[0], [each.small for each in fetches if each.small is not None]
-    versions = first.server.fetch_batch(small, wait_limit_s=first.wait_limit_s)
-    return [Rejected.REJECTED if version is None else version for version in versions]
+    first.server.fetch_batch(small, arrived, wait_limit_s=first.wait_limit_s)

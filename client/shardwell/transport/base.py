@@ -86,11 +86,12 @@ class ShardAddress:
         *,
         average: bool = False,
         base: shard_pb2.StreamBase | None = None,
+        names_run: bool = True,
     ) -> shard_pb2.GatherRequest:
         """Returns the request for one version of the shard; see ``Transport.fetch`` and ``Incoming.base``."""
         return shard_pb2.GatherRequest(
-            run=self.run.name,
-            run_id=self.run.run_id,
+            run=self.run.name if names_run else "",
+            run_id=self.run.run_id if names_run else "",
             unit=self.layout.unit,
             version=version,
             start_bytes=self.start_bytes,
@@ -121,6 +122,27 @@ class FetchTarget(Protocol):
 
     def copy_from(self, window: SharedVector) -> None:
         """Copies the values from mapped memory, rounded as if they had travelled in ``wire_dtype``."""
+        ...
+
+
+class BatchAnswers(Protocol):
+    """Receives the answers to a batch of small fetches."""
+
+    @property
+    def are_missing(self) -> bool:
+        """True until every fetch is answered."""
+        ...
+
+    def places(self, response: shard_pb2.GatherBatchResponse) -> Sequence[memoryview]:
+        """Returns the memory for the streams that follow a response.
+
+        Raises:
+            InvalidRequestError: The response does not belong to the batch.
+        """
+        ...
+
+    def finish(self, response: shard_pb2.GatherBatchResponse) -> None:
+        """Uses the streams of a response, which have arrived and been checked."""
         ...
 
 
@@ -332,7 +354,7 @@ class StreamTransport(Transport):
         """
 
     @abstractmethod
-    def fetch_batch(self, request: shard_pb2.GatherBatchRequest, *, timeout_s: float) -> shard_pb2.GatherBatchResponse:
+    def fetch_batch(self, request: shard_pb2.GatherBatchRequest, answers: BatchAnswers, *, timeout_s: float) -> None:
         """Sends a batch of small fetches once, without retries."""
 
     @abstractmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardwell.transport.base import ByteCounter, NearlyDone, StreamTransport, ignore
+from shardwell.transport.base import BatchAnswers, ByteCounter, NearlyDone, StreamTransport, ignore
 from shardwell.transport.incoming import Place
 from shardwell.transport.shard_client import ShardClient
 from shardwell_wire.v1 import common_pb2, shard_pb2
@@ -61,9 +61,9 @@ class GrpcTransport(StreamTransport):
         """See ``StreamTransport``."""
         return self._client.control(request, timeout_s=timeout_s, retry_for_s=retry_for_s)
 
-    def fetch_batch(self, request: shard_pb2.GatherBatchRequest, *, timeout_s: float) -> shard_pb2.GatherBatchResponse:
+    def fetch_batch(self, request: shard_pb2.GatherBatchRequest, answers: BatchAnswers, *, timeout_s: float) -> None:
         """See ``StreamTransport``."""
-        return self._client.fetch_batch(request, timeout_s=timeout_s)
+        self._client.fetch_batch(request, answers, timeout_s=timeout_s)
 
     def push_batch(self, request: shard_pb2.ReduceBatchRequest, *, timeout_s: float) -> shard_pb2.ReduceBatchResponse:
         """See ``StreamTransport``."""

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from shardwell.transport.base import ByteCounter, SharedTransport, StreamTransport, Transport
+from shardwell.transport.base import BatchAnswers, ByteCounter, SharedTransport, StreamTransport, Transport
 from shardwell.transport.grpc_transport import GrpcTransport
 from shardwell.transport.server_guard import ServerGuard
 from shardwell.transport.shard_client import ShardClient
@@ -200,11 +200,11 @@ class TransportSelector:
             self.over_stream(send) if any(name in STREAM_TRANSPORTS for name in self._names) else self.over_rpcs(send)
         )
 
-    def fetch_batch(self, request: shard_pb2.GatherBatchRequest, *, timeout_s: float) -> shard_pb2.GatherBatchResponse:
+    def fetch_batch(self, request: shard_pb2.GatherBatchRequest, answers: BatchAnswers, *, timeout_s: float) -> None:
         """Sends a batch of small fetches once."""
-        return self.guard.run(
+        self.guard.run(
             "a batch of fetches",
-            lambda: self.require_stream().fetch_batch(request, timeout_s=timeout_s),
+            lambda: self.require_stream().fetch_batch(request, answers, timeout_s=timeout_s),
             repeat=False,
         )
 

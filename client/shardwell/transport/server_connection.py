@@ -15,7 +15,7 @@ from shardwell.transport.base import (
     Transport,
     ignore,
 )
-from shardwell.transport.fetch_batch import SmallFetch, fetch_together
+from shardwell.transport.fetch_batch import Arrived, SmallFetch, fetch_together
 from shardwell.transport.partitions import (
     CachedPartition,
     PartitionLocation,
@@ -167,10 +167,10 @@ class ServerConnection:
             lambda shared: shared.fetch(shard, version, target, timeout_s=wait_limit_s, retry_for_s=retry_for_s)
         )
 
-    def fetch_batch(self, fetches: Sequence[SmallFetch], *, wait_limit_s: float) -> list[int | None]:
-        """Fetches small shards in one message, once; see ``fetch_together``."""
+    def fetch_batch(self, fetches: Sequence[SmallFetch], arrived: Arrived, *, wait_limit_s: float) -> None:
+        """Fetches small shards with one request, once; see ``fetch_together``."""
         timeout_s = min(_BATCH_LIMIT_S, wait_limit_s)
-        return fetch_together(self.transports, fetches, self.counter, timeout_s=timeout_s)
+        fetch_together(self.transports, fetches, self.counter, arrived, timeout_s=timeout_s)
 
     def fetch_average(self, shard: ShardAddress, version: int, target: FetchTarget, *, wait_limit_s: float) -> int:
         """Fetches the moving average of the values."""

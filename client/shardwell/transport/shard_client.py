@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from shardwell.transport.base import NEARLY_DONE_BYTES, NearlyDone, ignore
+from shardwell.transport.base import NEARLY_DONE_BYTES, BatchAnswers, NearlyDone, ignore
 from shardwell.transport.incoming import Place
 from shardwell.transport.partitions import (
     CachedPartition,
@@ -20,7 +20,7 @@ from shardwell.transport.partitions import (
 from shardwell.transport.rpc import ServiceClient
 from shardwell_wire import chunk_streams
 from shardwell_wire.credentials import Credentials
-from shardwell_wire.errors import ShardwellError
+from shardwell_wire.errors import ChunkError, ShardwellError
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
 
@@ -144,14 +144,21 @@ class ShardClient(ServiceClient):
         )
         return answer
 
-    def fetch_batch(self, request: shard_pb2.GatherBatchRequest, *, timeout_s: float) -> shard_pb2.GatherBatchResponse:
+    def fetch_batch(self, request: shard_pb2.GatherBatchRequest, answers: BatchAnswers, *, timeout_s: float) -> None:
         """Sends a batch of small fetches; see ``StreamTransport``."""
 
-        def receive() -> shard_pb2.GatherBatchResponse:
-            (data,) = self._gather_batch(request, timeout=timeout_s)
-            return shard_pb2.GatherBatchResponse.FromString(data)
+        def receive() -> None:
+            what = f"GatherBatch from {self.address}"
+            for data in self._gather_batch(request, timeout=timeout_s):
+                response, chunk = chunk_streams.decode_message(data, shard_pb2.GatherBatchResponse)
+                receiver = chunk_streams.StreamReceiver(answers.places(response), what)
+                receiver.feed(chunk)
+                receiver.require_complete()
+                answers.finish(response)
+            if answers.are_missing:
+                raise ChunkError(f"{what}: the stream ended before every range was answered")
 
-        return self.attempt(receive, retry_for_s=0.0)
+        self.attempt(receive, retry_for_s=0.0)
 
     def push_batch(self, request: shard_pb2.ReduceBatchRequest, *, timeout_s: float) -> shard_pb2.ReduceBatchResponse:
         """Sends a batch of small pushes; see ``StreamTransport``."""

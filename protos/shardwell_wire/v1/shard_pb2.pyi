@@ -654,7 +654,9 @@ class GatherBatchRequest(google.protobuf.message.Message):
     """Id of the run."""
     @property
     def ranges(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___GatherRequest]:
-        """At least 1 and at most 256 ranges, together at most 2 MiB in the encoding of the request."""
+        """At least 1 and at most 256 ranges, together at most 512 KiB in the encoding of the request. Their run and run_id may
+        be empty.
+        """
 
     def __init__(
         self,
@@ -671,17 +673,17 @@ global___GatherBatchRequest = GatherBatchRequest
 class GatheredRange(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    NUMBER_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
-    STREAM_FIELD_NUMBER: builtins.int
-    CHECKSUM_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
     STATUS_FIELD_NUMBER: builtins.int
     DELTAS_FIELD_NUMBER: builtins.int
+    number: builtins.int
+    """Position of the range in the request, from 0."""
     version: builtins.int
     """Version of the range."""
-    stream: builtins.bytes
-    """The stream that Gather would have."""
-    checksum: builtins.int
-    """XXH3-64 of stream."""
+    size_bytes: builtins.int
+    """Size of the stream that Gather would have."""
     status: builtins.bytes
     """A google.rpc.Status with which the range was rejected. Empty: it was read."""
     @property
@@ -691,32 +693,41 @@ class GatheredRange(google.protobuf.message.Message):
     def __init__(
         self,
         *,
+        number: builtins.int = ...,
         version: builtins.int = ...,
-        stream: builtins.bytes = ...,
-        checksum: builtins.int = ...,
+        size_bytes: builtins.int = ...,
         status: builtins.bytes = ...,
         deltas: global___StreamDeltas | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["deltas", b"deltas"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["checksum", b"checksum", "deltas", b"deltas", "status", b"status", "stream", b"stream", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["deltas", b"deltas", "number", b"number", "size_bytes", b"size_bytes", "status", b"status", "version", b"version"]) -> None: ...
 
 global___GatheredRange = GatheredRange
 
 @typing.final
 class GatherBatchResponse(google.protobuf.message.Message):
+    """The answer to some ranges of a batch."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     RANGES_FIELD_NUMBER: builtins.int
+    CHUNK_FIELD_NUMBER: builtins.int
     @property
     def ranges(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___GatheredRange]:
-        """One per range, in the order of the request."""
+        """In the order in which their streams follow. Ranges of other responses are not listed."""
+
+    @property
+    def chunk(self) -> shardwell_wire.v1.common_pb2.Chunk:
+        """The streams of the ranges that were read, one after the other as one stream. The stream has one chunk."""
 
     def __init__(
         self,
         *,
         ranges: collections.abc.Iterable[global___GatheredRange] | None = ...,
+        chunk: shardwell_wire.v1.common_pb2.Chunk | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["ranges", b"ranges"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["chunk", b"chunk"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "ranges", b"ranges"]) -> None: ...
 
 global___GatherBatchResponse = GatherBatchResponse
 

@@ -321,9 +321,9 @@ class ShardServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GatherBatch(self, request, context):
-        """Any client: as Gather, for small ranges of several units in one message. The ranges are read in their order. A range
-        that cannot be read does not affect the others: its part has the status. The stream has one response: of a stream,
-        gRPC tells the server when the client has taken it.
+        """Any client: as Gather, for small ranges of several units together. The first response has all ranges that can be
+        read at once; ranges that wait for their versions follow in later ones. A range that cannot be read does not affect
+        the others: its part has the status. The stream ends when every range is answered.
 
         INVALID_ARGUMENT: too many ranges, or one of another run. Nothing is read then.
         """

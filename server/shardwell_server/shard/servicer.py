@@ -29,7 +29,7 @@ from shardwell_server.shard.state.fences import CoordinatorTerm
 from shardwell_server.shard.state.runs import HostedRun
 from shardwell_server.shard.state.shard_spec import Role, ShardSpec
 from shardwell_server.shard.state.store import ShardStore, named_identity
-from shardwell_server.shard.transports import batch_requests, shm_requests
+from shardwell_server.shard.transports import batch_requests, gather_batches, shm_requests
 from shardwell_server.shard.transports.base import ServerTransports, measurement_chunks
 from shardwell_server.shard.transports.shm_transport import ShmTransport
 from shardwell_wire import chunk_streams, fault_points
@@ -329,12 +329,12 @@ class ShardServicer:
                 yield answer
                 await first_of(self._stopping, run.dropped)  # gRPC cancels this task when the trainer disconnects
 
-    async def GatherBatch(
-        self, request: shard_pb2.GatherBatchRequest, call: Call
-    ) -> AsyncIterator[shard_pb2.GatherBatchResponse]:
-        response = await batch_requests.gather_batch(self._store, request, call.remaining_s(), call.peer)
-        async with self._message(call, response.ByteSize()):
-            yield response
+    async def GatherBatch(self, request: shard_pb2.GatherBatchRequest, call: Call) -> AsyncIterator[bytes]:
+        groups = gather_batches.groups(self._store, request, call.remaining_s(), call.peer)
+        async with aclosing(groups):
+            async for group in groups:
+                async with self._message(call, group.response.ByteSize() + group.size_bytes):
+                    yield chunk_streams.StreamEncoder(group.response, group.size_bytes).encode(group.memory())
 
     async def MeasureTransport(self, request: shard_pb2.MeasureTransportRequest, call: Call) -> AsyncIterator[bytes]:
         encoder = chunk_streams.StreamEncoder(shard_pb2.MeasureTransportResponse(), request.size_bytes)

@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+import torch
+
 from shardwell_server.shard.state.runs import HostedRun
 from shardwell_server.shard.state.snapshots import VersionBytes
 from shardwell_server.shard.state.store import ShardStore
@@ -45,13 +47,17 @@ class Reading:
             buffer = self.source.buffer
             yield self.memory()[start : start + piece_bytes]
             fault_points.reach("server.gather.middle")
-            self.source.check()
-            if self.source.buffer is not buffer:
-                raise VersionGoneError(
-                    f"version {self.header.version} of {self.shard.what} is being overwritten",
-                    unit=self.shard.unit,
-                    version=self.header.version,
-                )
+            self.check_unchanged(buffer)
+
+    def check_unchanged(self, buffer: torch.Tensor) -> None:
+        """Raises ShardwellError if the bytes in ``buffer``, the former ``source.buffer``, may have changed since."""
+        self.source.check()
+        if self.source.buffer is not buffer:
+            raise VersionGoneError(
+                f"version {self.header.version} of {self.shard.what} is being overwritten",
+                unit=self.shard.unit,
+                version=self.header.version,
+            )
 
 
 def requested_shard(store: ShardStore, request: shard_pb2.GatherRequest) -> tuple[HostedRun, UnitShard]:
@@ -63,16 +69,21 @@ def requested_shard(store: ShardStore, request: shard_pb2.GatherRequest) -> tupl
         InvalidRequestError: No range is given, and the server has several shards of the unit.
     """
     run = store.run(request.run, request.run_id)
+    return run, shard_in(store, run, request)
+
+
+def shard_in(store: ShardStore, run: HostedRun, request: shard_pb2.GatherRequest) -> UnitShard:
+    """Returns the shard of a run that a Gather names; raises as ``requested_shard`` does."""
     if not request.HasField("version"):
         store.lease.check()  # another server may have a newer version; a given version is the same everywhere
     if request.start_bytes == request.stop_bytes == 0:
-        return run, run.primary(request.unit)
-    return run, run.primary(request.unit, request.start_bytes, request.stop_bytes)
+        return run.primary(request.unit)
+    return run.primary(request.unit, request.start_bytes, request.stop_bytes)
 
 
 def is_readable(shard: UnitShard, request: shard_pb2.GatherRequest) -> bool:
     """Returns True if ``reading`` need not wait for the version."""
-    return shard.values.readable(_version(request))
+    return shard.values.readable(version_of(request))
 
 
 @asynccontextmanager
@@ -99,7 +110,7 @@ async def reading(
         raise InvalidRequestError(
             f"chunk_bytes is {request.chunk_bytes}, expected at most {chunk_streams.MAX_CHUNK_BYTES}"
         )
-    wanted = _version(request)
+    wanted = version_of(request)
     if request.ema:
         async with _reading_averages(store, run, shard, wanted, wait_s) as (version, averages):
             header = shard_pb2.GatherHeader(version=version, start_bytes=start, stop_bytes=stop)
@@ -125,7 +136,8 @@ async def reading(
         shard.values.release(source)
 
 
-def _version(request: shard_pb2.GatherRequest) -> int | None:
+def version_of(request: shard_pb2.GatherRequest) -> int | None:
+    """Returns the version that a Gather requests. None: the newest."""
     return request.version if request.HasField("version") else None
 
 

@@ -1,4 +1,4 @@
-"""Requests for the values, or with the gradients, of several units. They arrive as rpcs or over a socket."""
+"""Requests with the gradients of several units. They arrive as rpcs or over a socket."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import xxhash
 
 from shardwell_server.rpc import reported_error
-from shardwell_server.shard.requests import pushes, reading
+from shardwell_server.shard.requests import pushes
 from shardwell_server.shard.state.store import NamesRun, ShardStore
 from shardwell_server.shard.transports import shm_requests
 from shardwell_server.shard.transports.base import ServerTransports
@@ -17,10 +17,7 @@ from shardwell_wire.errors import ChunkError, CorruptDataError, InvalidRequestEr
 from shardwell_wire.v1 import shard_pb2
 
 MAX_PARTS = 256
-"""Maximum number of parts or ranges in one request."""
-
-MAX_GATHERED_BYTES = 512 << 10
-"""Maximum size of the values in one response. Clients request no more."""
+"""Maximum number of parts in one request."""
 
 
 class ReceivedStream:
@@ -95,54 +92,6 @@ def _complete_headers(request: shard_pb2.ReduceBatchRequest) -> None:
             own = part.header.SerializeToString()
             part.header.CopyFrom(request.common)
             part.header.MergeFromString(own)
-
-
-async def gather_batch(
-    store: ShardStore, request: shard_pb2.GatherBatchRequest, wait_s: float, peer: str
-) -> shard_pb2.GatherBatchResponse:
-    """Reads the ranges of a batch one after another; a range that cannot be read does not affect the others.
-
-    Args:
-        store: The server's shards.
-        request: The batch.
-        wait_s: Seconds that all ranges together may wait for their versions.
-        peer: Address of the sender, for the log.
-
-    Raises:
-        InvalidRequestError: The batch is empty or too large, or a range is of another run. Nothing is read.
-    """
-    _check_count(len(request.ranges), "ranges")
-    for number, wanted in enumerate(request.ranges):
-        _check_run(request, wanted, f"range {number}")
-    loop, response = asyncio.get_running_loop(), shard_pb2.GatherBatchResponse()
-    deadline, left_bytes = loop.time() + wait_s, MAX_GATHERED_BYTES
-    for wanted in request.ranges:
-        try:
-            found = await _gather(store, wanted, max(0.0, deadline - loop.time()), left_bytes)
-            left_bytes -= len(found.stream)
-        except Exception as error:
-            found = shard_pb2.GatheredRange(status=to_status_details(reported_error("GatherBatch", error, peer)))
-        response.ranges.append(found)
-    return response
-
-
-async def _gather(
-    store: ShardStore, wanted: shard_pb2.GatherRequest, wait_s: float, left_bytes: int
-) -> shard_pb2.GatheredRange:
-    run, shard = reading.requested_shard(store, wanted)
-    async with reading.reading(store, run, shard, wanted, wait_s) as found:
-        if found.size_bytes > left_bytes:
-            raise InvalidRequestError(
-                f"{shard.what}: {found.size_bytes} bytes do not fit the batch, whose values may have "
-                f"{MAX_GATHERED_BYTES} bytes: request the range by itself"
-            )
-        # Copied piece by piece: a piece is valid until the next one is requested.
-        stream = b"".join([bytes(piece) for piece in found.pieces(MAX_GATHERED_BYTES)])
-        checksum = xxhash.xxh3_64_intdigest(stream)
-        gathered = shard_pb2.GatheredRange(version=found.header.version, stream=stream, checksum=checksum)
-        if found.header.HasField("deltas"):
-            gathered.deltas.CopyFrom(found.header.deltas)
-        return gathered
 
 
 async def _reduce(

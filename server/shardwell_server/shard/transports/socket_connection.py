@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import ClassVar, Protocol
 
@@ -255,6 +255,30 @@ class Connection:
             await self.send(before, *sender.data([piece]))
             before = b""
         await self.send(before, sender.end())
+
+    async def send_whole(self, parts: Sequence[memoryview], header: Message, check: Callable[[], None]) -> None:
+        """Sends a header and a stream whose memory may change; see ``StreamConnection``."""
+        sender = socket_frames.StreamSender()
+        head = socket_frames.encode_response(header)
+        frames: list[Buffer] = [head, *sender.data(parts)] if parts else [head]
+        end = sender.end()
+        if isinstance(self._stream, PlainStream):
+            # The memory does not change before the next await. Mostly the kernel takes all bytes at once.
+            try:
+                left = socket_frames.unsent([*frames, end], self._stream.send([*frames, end]))
+            except BlockingIOError:
+                left = [*frames, end]
+            self._torn = True
+            if len(left) > 1:
+                await self.send(*left[:-1])
+                check()
+            if left:
+                await self.send(left[-1])
+            self._torn = False
+            return
+        await self.send(*frames)
+        check()
+        await self.send(end)
 
     async def into(self, targets: Sequence[memoryview], what: str) -> int:
         """Receives a stream into memory; see ``IncomingStream``."""

@@ -7,8 +7,8 @@ A new stream transport implements ``StreamConnection``. Only the socket transpor
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, nullcontext
 from typing import ClassVar, Protocol
 
 from google.protobuf.message import Message
@@ -18,7 +18,7 @@ from shardwell_server.rpc import DEADLINE_MARGIN_S
 from shardwell_server.shard.requests import pushes, reading
 from shardwell_server.shard.requests.streams import IncomingStream
 from shardwell_server.shard.state.store import NamesRun, ShardStore
-from shardwell_server.shard.transports import batch_requests, shm_requests
+from shardwell_server.shard.transports import batch_requests, gather_batches, shm_requests
 from shardwell_server.shard.transports.base import ServerTransports, measurement_chunks
 from shardwell_server.shard.transports.shm_transport import ShmTransport
 from shardwell_wire.errors import AccessError, DeadlineError
@@ -70,6 +70,16 @@ class StreamConnection(IncomingStream, Protocol):
         Args:
             pieces: Pieces of the stream.
             header: Message to send first. None: the stream has no header.
+        """
+        ...
+
+    async def send_whole(self, parts: Sequence[memoryview], header: Message, check: Callable[[], None]) -> None:
+        """Sends a header and a stream whose memory may change while this method waits for the peer.
+
+        Args:
+            parts: The stream. At most ``piece_bytes``.
+            header: Message to send first.
+            check: Raises if the memory has changed. ``send_error`` can be called then.
         """
         ...
 
@@ -163,9 +173,11 @@ class StreamRequests:
 
     async def _gather_batch(self, request: shard_pb2.GatherBatchRequest, wait_s: float) -> None:
         self._check_run(request)
-        async with self._connection.while_silent():
-            response = await batch_requests.gather_batch(self._store, request, wait_s, self._connection.peer)
-        await self._connection.send_response(response)
+        connection = self._connection
+        groups = gather_batches.groups(self._store, request, wait_s, connection.peer, connection.while_silent)
+        async with aclosing(groups):
+            async for group in groups:
+                await connection.send_whole(group.memory(), group.response, group.check)
 
     async def _reduce_batch(self, request: shard_pb2.ReduceBatchRequest, wait_s: float) -> None:
         self._check_run(request)
