@@ -21,6 +21,8 @@ from shardwell.planning.plan import Plan, TrainerPlan, make_plan
 from shardwell.planning.plan_command import options_of, parse_bandwidth
 from shardwell.planning.plan_model import load, plan_units
 from shardwell.planning.rehearsal import PlannedUnit
+from shardwell.planning.tables import assumptions
+from shardwell.planning.trainers import wire_bytes
 from shardwell.wrapping.policies import BlockPolicy, ModuleTypePolicy, NoWrapPolicy, SizePolicy
 from shardwell_wire.errors import UsageError
 from shardwell_wire.layout import Parameter, UnitLayout
@@ -130,6 +132,26 @@ def test_more_memory_for_weights_reduces_received_bytes() -> None:
     rounded = planned(units, PlanOptions(gather_dtype="bfloat16")).server
     assert 0.48 * whole < rounded.encoded_bytes < 0.51 * whole
     assert planned(units, PlanOptions()).server.encoded_bytes == 0
+
+
+def test_bases_of_deltas_take_memory_and_are_received_once() -> None:
+    units = plan_units(gpt())
+    sizes = [wire_bytes(unit.layout, "bfloat16") for unit in units]
+
+    def planned_with(budget: int, **options: Any) -> TrainerPlan:
+        options = {"gather_dtype": "bfloat16", **options}
+        return planned(units, PlanOptions(delta_cache_bytes=budget, **options)).trainer
+
+    none, whole = planned_with(0), planned_with(sum(sizes))
+    assert (none.bases_bytes, whole.bases_bytes) == (0, sum(sizes))
+    assert (none.received_bytes, whole.received_bytes) == (2 * sum(sizes) - sizes[-1], sum(sizes))
+    assert whole.total_bytes == none.total_bytes + sum(sizes)
+    one = planned_with(sizes[0])
+    assert (one.bases_bytes, one.received_bytes) == (sizes[0], none.received_bytes - sizes[0])
+    for options in ({"gather_dtype": "int8"}, {"same_host": True}, {"host_cache_bytes": 1 << 40}):
+        assert planned_with(sum(sizes), **options).bases_bytes == 0
+    plan = planned(units, PlanOptions(delta_cache_bytes=sizes[0], gather_dtype="bfloat16"))
+    assert any(each.startswith("deltas: ") for each in assumptions(plan))
 
 
 def test_replicas_hold_gradients_of_one_bucket() -> None:

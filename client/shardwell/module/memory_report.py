@@ -53,6 +53,8 @@ class MemoryReport:
     """Part of ``current_bytes``: weights kept for their next use in the step (``keep_bytes`` of ``join``)."""
     idle_bytes: int
     """Empty buffers for the next units; not part of ``current_bytes``."""
+    delta_cache_bytes: int
+    """16-bit weights kept as bases of deltas (``delta_cache_bytes`` of ``join``); not part of ``current_bytes``."""
     gather_count: int
     """Gathers so far, including waits for units that are read in place."""
     reduce_scatter_count: int
@@ -126,6 +128,7 @@ class MemoryReport:
                 f"{format_size(self.saved_bytes)} now, {format_size(self.saved_at_peak_bytes)} at the peak",
             ),
             ("idle buffers", format_size(self.idle_bytes)),
+            *([("bases of deltas", format_size(self.delta_cache_bytes))] if self.delta_cache_bytes else []),
             ("local gradients", format_size(self.gradient_bytes)),
             ("gathers", f"{self.gather_count:,}"),
             ("reduce-scatters", f"{self.reduce_scatter_count:,}"),
@@ -137,7 +140,7 @@ def measure(units: Units, stats: Mapping[str, float]) -> MemoryReport:
 
     Args:
         units: Units of the session.
-        stats: ``gather_count`` and ``push_count`` of its store.
+        stats: ``gather_count``, ``push_count`` and ``delta_cache_bytes`` of its store.
     """
     return MemoryReport(
         current_bytes=units.live_bytes,
@@ -145,6 +148,7 @@ def measure(units: Units, stats: Mapping[str, float]) -> MemoryReport:
         fetching_bytes=units.memory.fetching_bytes,
         kept_bytes=units.memory.kept_bytes,
         idle_bytes=units.memory.pool.idle_bytes,
+        delta_cache_bytes=int(stats["delta_cache_bytes"]),
         gather_count=int(stats["gather_count"]),
         reduce_scatter_count=int(stats["push_count"]),
         units=tuple(_measure_unit(unit) for unit in units),

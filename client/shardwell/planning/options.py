@@ -51,6 +51,7 @@ class PlanOptions:
     push_bytes: int = 64 << 20
     keep_bytes: int = 0
     host_cache_bytes: int = 0
+    delta_cache_bytes: int = 0
     backward_prefetch: BackwardPrefetch = BackwardPrefetch.PRE
 
     strategy: ShardingStrategy | None = None

@@ -37,6 +37,8 @@ class TrainerPlan:
     """Maximum of weights kept for their next use in the step. Part of ``weights_bytes``."""
     idle_bytes: int
     """Idle buffers for the next units, at the peak."""
+    bases_bytes: int
+    """Weights that are kept in their wire dtype as bases of deltas."""
     gradients_bytes: int
     """Gradients in ``.grad``: of the unit in its backward and of the units that contain it, or with a pipeline schedule
     of all units."""
@@ -58,7 +60,8 @@ class TrainerPlan:
     @property
     def total_bytes(self) -> int:
         """Total, without unknown activations."""
-        total = self.weights_bytes + self.idle_bytes + self.gradients_bytes + self.push_bytes + self.stage_buffers_bytes
+        total = self.weights_bytes + self.idle_bytes + self.bases_bytes
+        total += self.gradients_bytes + self.push_bytes + self.stage_buffers_bytes
         return total + (self.activation_bytes or 0)
 
 
@@ -199,6 +202,7 @@ def _plan_trainer(trainer: RehearsedTrainer, division: Division, options: PlanOp
         ahead_bytes=trainer.rehearsal.ahead_bytes,
         kept_bytes=trainer.rehearsal.kept_bytes,
         idle_bytes=trainer.rehearsal.idle_bytes,
+        bases_bytes=sum(wire_bytes(unit.layout, options.gather_dtype) for unit in trainer.bases),
         gradients_bytes=sum(sizes) if schedule is not None else _gradients(trainer.units, options, streams=streams),
         push_bytes=min(sum(sizes), max(options.push_bytes, *sizes)) if streams else 0,
         activation_bytes=_activation_bytes(trainer, options),

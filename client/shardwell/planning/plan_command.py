@@ -137,7 +137,7 @@ def _add_memory(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--activations", dest="activation_bytes", type=int, metavar="BYTES", help="size of the activations, if known"
     )
-    for name in ("keep", "prefetch", "push", "host-cache"):
+    for name in ("keep", "prefetch", "push", "host-cache", "delta-cache"):
         group.add_argument(f"--{name}-bytes", type=int, metavar="N")
     group.add_argument("--backward-prefetch", choices=[str(mode) for mode in BackwardPrefetch], help="(default: pre)")
     group.add_argument(

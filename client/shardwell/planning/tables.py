@@ -90,6 +90,8 @@ def assumptions(plan: Plan) -> Iterator[str]:
     if plan.host_cache_bytes:
         ranks = options.ranks_per_host
         yield f"{ranks} data-parallel {'ranks share' if ranks > 1 else 'rank uses'} a host, its link and its cache"
+    if any(trainer.bases_bytes for trainer in plan.trainers):
+        yield "deltas: servers send what has changed, which depends on the values: weights are counted as a whole"
     if options.checkpoint_activations:
         yield "checkpoints: around the outermost units, except those with batch normalisation"
     if options.strategy is ShardingStrategy.NO_SHARD:
@@ -112,6 +114,8 @@ def _trainer_rows(trainer: TrainerPlan, plan: Plan) -> Iterator[tuple[str, str]]
     yield "  prefetched", format_size(trainer.ahead_bytes)
     yield "  kept for their next use in the step", format_size(trainer.kept_bytes)
     yield "idle buffers for the next weights", format_size(trainer.idle_bytes)
+    if any(each.bases_bytes for each in plan.trainers):
+        yield f"weights kept as {plan.options.gather_dtype}, as bases of deltas", format_size(trainer.bases_bytes)
     yield "gradients", format_size(trainer.gradients_bytes)
     yield "gradients being sent, maximum", format_size(trainer.push_bytes)
     yield (

@@ -10,8 +10,9 @@ from shardwell.parallel.schedule_memory import micro_batches_in_flight
 from shardwell.planning.division import Division, PlannedStage
 from shardwell.planning.options import PlanOptions
 from shardwell.planning.rehearsal import PlannedUnit, Rehearsal, rehearse, rehearse_schedule
+from shardwell_wire import value_deltas
 from shardwell_wire.layout import UnitLayout
-from shardwell_wire.wire_dtypes import PUSH_NAMES, stream_size
+from shardwell_wire.wire_dtypes import GATHER_NAMES, PUSH_NAMES, stream_size
 
 
 def num_copies(unit: PlannedUnit, options: PlanOptions) -> int:
@@ -48,6 +49,8 @@ class RehearsedTrainer:
     units: list[PlannedUnit]
     cached: list[PlannedUnit]
     """The units in the cache of the host."""
+    bases: list[PlannedUnit]
+    """The units whose streams the trainer keeps as bases of deltas."""
     rehearsal: Rehearsal
     in_flight: Sequence[Mapping[int, int]]
     """Numbers of micro-batches with activations, by stage, at several moments of a step."""
@@ -60,10 +63,11 @@ class RehearsedTrainer:
         units = [unit for stage in stages.values() for unit in stage.units]
         cached = [] if options.reads_servers else _cached(units, options)
         in_place = {unit.name for unit in (units if options.reads_servers else cached)}
+        bases = _bases([unit for unit in units if unit.name not in in_place], options)
         if schedule is None:
-            return cls(stages, units, cached, rehearse(units, options, in_place), [{0: 1}])
+            return cls(stages, units, cached, bases, rehearse(units, options, in_place), [{0: 1}])
         in_flight = micro_batches_in_flight(schedule, pp_rank)
-        return cls(stages, units, cached, rehearse_schedule(units, in_place), in_flight)
+        return cls(stages, units, cached, bases, rehearse_schedule(units, in_place), in_flight)
 
     def received_bytes(self, options: PlanOptions, trainers: int, hosts: int, *, tp: int = 1) -> int:
         """Returns the bytes of weights that servers send per step.
@@ -74,13 +78,30 @@ class RehearsedTrainer:
             hosts: Hosts of these ranks.
             tp: Tensor-parallel ranks that receive them.
         """
-        cached = {unit.name for unit in self.cached}
+        cached, bases = ({unit.name for unit in units} for units in (self.cached, self.bases))
+
+        def num_transfers(name: str) -> int:
+            gathers = self.rehearsal.gathers[name]
+            return hosts if name in cached else trainers * (min(1, gathers) if name in bases else gathers)
+
         return tp * sum(
-            wire_bytes(unit.layout, options.gather_dtype)
-            * (hosts if unit.name in cached else trainers * self.rehearsal.gathers[unit.name])
+            wire_bytes(unit.layout, options.gather_dtype) * num_transfers(unit.name)
             for unit in self.units
             if not options.reads_servers
         )
+
+
+def _bases(units: Sequence[PlannedUnit], options: PlanOptions) -> list[PlannedUnit]:
+    """Returns the units whose streams are kept: in their order, each unit that fits."""
+    if options.same_host or GATHER_NAMES[options.gather_dtype] not in value_deltas.WIRE_DTYPES:
+        return []
+    kept, free_bytes = [], options.delta_cache_bytes
+    for unit in units:
+        size_bytes = wire_bytes(unit.layout, options.gather_dtype)
+        if size_bytes <= free_bytes:
+            kept.append(unit)
+            free_bytes -= size_bytes
+    return kept
 
 
 def _cached(units: Sequence[PlannedUnit], options: PlanOptions) -> list[PlannedUnit]:

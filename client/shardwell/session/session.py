@@ -259,6 +259,9 @@ class Session:
             ``gather_wait_s`` (the training thread waited for weights), ``push_count``, ``pushed_bytes``,
             ``push_wait_s``, ``push_copy_s`` (started pushes, which copies gradients to shared memory),
             ``received_bytes`` and ``sent_bytes`` (in wire dtypes), ``cache_hit_bytes`` (found in the host cache),
+            ``delta_cache_bytes`` (memory of the kept streams), ``delta_stream_bytes`` and ``delta_received_bytes``
+            (streams that were fetched with deltas: their size, and what was received), ``delta_ratio`` (of these two, 1
+            without deltas), ``delta_reused_bytes`` (found in kept streams),
             ``node_shared_bytes`` (fetched by other trainers of the node group), ``node_summed_bytes`` (gradients of
             other trainers that this one has added), ``finish_wait_s`` (waited for other trainers' work),
             ``norm_wait_s``, ``commit_wait_s``, ``partition_update_s`` (part of ``commit_wait_s``: updated optimizer
