@@ -123,6 +123,64 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
+def rounded(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns a state as it arrives in bfloat16. Buffers are not rounded."""
+    parameters = {name for name, _ in Model().named_parameters(remove_duplicate=False)}
+    return {name: value.bfloat16().float() if name in parameters else value for name, value in state.items()}
+
+
+@pytest.mark.usefixtures("_transports")
+def test_a_model_follows_in_16_bits(cluster: shardwell.LocalCluster, request: pytest.FixtureRequest) -> None:
+    """Each state is that of one version, rounded once, and the same with deltas and without."""
+    training, deltas, whole = Training(cluster.address), Model(), Model()
+    with (
+        training.in_background(),
+        shardwell.attach(cluster.address, training.run, gather_dtype="bfloat16", delta_cache_bytes=1 << 30) as reader,
+        shardwell.attach(cluster.address, training.run, gather_dtype="bfloat16") as plain,
+    ):
+        for _ in range(6):
+            for model, source in ((deltas, reader), (whole, plain)):
+                version = source.follow(model)
+                training.wait_for(version)
+                expected = rounded(training.states[version])
+                assert all(torch.equal(value, expected[name]) for name, value in state_of(model).items())
+            training.wait_for(training.step + 2)
+        stats = reader.stats()
+    if "shm" in request.node.name:
+        return  # most versions are read in the servers' memory
+    assert stats["delta_ratio"] < 0.95
+    assert stats["delta_cache_bytes"] > 0
+    assert stats["received_bytes"] < plain.stats()["received_bytes"]
+
+
+def test_readers_that_follow_at_different_intervals_get_deltas(
+    cluster: shardwell.LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_connections, "TRANSPORT_NAMES", ("socket",))
+    training, models = Training(cluster.address), (Model(), Model())
+    with (
+        training.in_background(),
+        shardwell.attach(cluster.address, training.run, gather_dtype="bfloat16", delta_cache_bytes=1 << 30) as often,
+        shardwell.attach(cluster.address, training.run, gather_dtype="bfloat16", delta_cache_bytes=1 << 30) as rarely,
+    ):
+        for number in range(7):
+            version = training.pause()
+            for model, reader in zip(models, (often, rarely) if number % 3 == 0 else (often,), strict=False):
+                assert reader.follow(model) == version
+                expected = rounded(training.states[version])
+                assert all(torch.equal(value, expected[name]) for name, value in state_of(model).items())
+            training.resume()
+            training.wait_for(version + 1)
+        assert often.stats()["delta_ratio"] < 0.95
+        assert rarely.stats()["delta_stream_bytes"] > 0
+
+
+@pytest.mark.parametrize("options", [{"gather_dtype": "topk-1%"}, {"delta_cache_bytes": -1}])
+def test_invalid_options_of_a_reader_are_refused(options: dict[str, object]) -> None:
+    with pytest.raises(UsageError, match=next(iter(options))):
+        shardwell.attach("nowhere:1", "run", **options)  # type: ignore[arg-type]
+
+
 @pytest.mark.usefixtures("_transports")
 def test_models_follow_a_run_that_trains(cluster: shardwell.LocalCluster) -> None:
     """Two readers follow the run. Every state that they load is the state of exactly one version."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from shardwell.transport.base import ByteCounter
 from shardwell.weights import run_connections
 from shardwell.weights.run_connections import RunConnections
 from shardwell_wire.credentials import NO_CREDENTIALS
@@ -23,7 +24,7 @@ class _Connection:
     opened: list[_Connection]
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self.closed = False
+        self.closed, self.counter = False, ByteCounter()
         self.opened.append(self)
 
     def close(self) -> None:
@@ -33,13 +34,16 @@ class _Connection:
 class _Shard:
     """A shard in mapped memory: reads tell over which connection it was located."""
 
-    is_streamed = True
+    is_mapped = False
 
     def __init__(self, run: object, layout: object, server: _Connection, *_: Any) -> None:
         self._server = server
 
     def locate(self) -> None:
         return None
+
+    def forget(self) -> None:
+        pass
 
     def fetch(self, version: int, target: memoryview) -> None:
         target[0] = _Connection.opened.index(self._server)

@@ -42,6 +42,9 @@ class DeltaCache:
     """
 
     budget_bytes: int
+    reads_again: bool = True
+    """Whether a kept stream is used again for its version without asking the server. Only for callers that forget all
+    streams before versions are made again."""
     held_bytes: int = 0
     """Memory of the kept streams."""
     stream_bytes: int = 0
@@ -180,7 +183,7 @@ class KeptStream:
 
     def shows(self, version: int | None) -> bool:
         """Returns whether the kept stream has a version now."""
-        return version is not None and self._version == version and not self._is_outdated
+        return self._cache.reads_again and version is not None and self._version == version and not self._is_outdated
 
     def forget(self) -> None:
         """Forgets the stream: versions are going to be made again. A transfer in flight does not make it valid."""

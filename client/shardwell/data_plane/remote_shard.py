@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 
 import torch
 
 from shardwell.data_plane.error_feedback import EncodedGradients
+from shardwell.data_plane.fetch_targets import CastTarget, RangeTarget, copy_all, views
 from shardwell.data_plane.gradient_parts import EncodedPart, FlatGradients, VectorPart
 from shardwell.data_plane.host_cache import CachedShard
-from shardwell.data_plane.kept_streams import DecodedStream, DeltaCache, KeptStream, receiving
+from shardwell.data_plane.kept_streams import DecodedStream, DeltaCache, KeptStream
 from shardwell.data_plane.shard_fetch import ShardFetch
 from shardwell.data_plane.shard_owner import ShardOwner
 from shardwell.data_plane.shard_push import ShardPush
 from shardwell.memory.buffer_pool import BufferPool
 from shardwell.transport.base import GradientPart, NearlyDone, PreparedPush, ShardAddress, ignore
 from shardwell.transport.fetch_batch import SmallFetch
-from shardwell.transport.incoming import Incoming
 from shardwell.transport.push_header import PartHeader, PushedRange
 from shardwell.transport.server_connection import ServerConnection
 from shardwell.transport.shared_vector import SegmentLocation, SharedVector
-from shardwell_wire import value_deltas, wire_dtypes
-from shardwell_wire.chunk_streams import memory_at
+from shardwell_wire import value_deltas
 from shardwell_wire.errors import UnavailableError
 from shardwell_wire.layout import Segment, UnitLayout
-from shardwell_wire.quantization_blocks import bytes_tensor
 from shardwell_wire.run_identity import RunIdentity
-from shardwell_wire.stream_plan import InVector, RangePlans, StreamPlan
+from shardwell_wire.stream_plan import RangePlans
 from shardwell_wire.wire_dtypes import AS_STORED, WireDtype
 
 _IDLE_BYTES = 64 << 20
@@ -99,9 +96,9 @@ class RemoteShard:
             self._kept.forget()
 
     def narrowed(self, start_bytes: int, stop_bytes: int) -> RemoteShard:
-        """Returns a range inside this one, streamed as stored."""
-        address = self._address
-        return RemoteShard(address.run, address.layout, self.owner, start_bytes, stop_bytes, self._wire)
+        """Returns a range inside this one that is streamed. A lossy dtype needs the whole range."""
+        address, wire = self._address, replace(self._wire, deltas=None)
+        return RemoteShard(address.run, address.layout, self.owner, start_bytes, stop_bytes, wire)
 
     @property
     def server(self) -> ServerConnection:
@@ -123,6 +120,11 @@ class RemoteShard:
     def address(self) -> ShardAddress:
         """The shard as transports address it."""
         return self._address
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether fetches copy from the server's memory."""
+        return self._address.window is not None
 
     @property
     def is_streamed(self) -> bool:
@@ -196,9 +198,9 @@ class RemoteShard:
             return self._fetch_into(version, self._cast_target(layout, target), nearly_done)
         with self._wire.encoded.acquired(self.stop_bytes - self.start_bytes) as stored:
             fetched = self.fetch(version, stored, nearly_done)
-            _copy(
-                _views(self._plans, self._address.layout, stored, self.start_bytes),
-                _views(self._plans, layout, target, 0),
+            copy_all(
+                views(self._plans, self._address.layout, stored, self.start_bytes),
+                views(self._plans, layout, target, 0),
             )
         return fetched
 
@@ -214,7 +216,7 @@ class RemoteShard:
         return self._prepared_fetch(partial(self.fetch_cast, version, layout, target), version, cast)
 
     def _prepared_fetch(
-        self, alone: Callable[[NearlyDone], int], version: int, target: _RangeTarget | _CastTarget
+        self, alone: Callable[[NearlyDone], int], version: int, target: RangeTarget | CastTarget
     ) -> ShardFetch:
         is_streamed = self._address.window is None and self.cached is None and not target.is_kept(version)
         small = SmallFetch(self._address, version, target) if is_streamed else None
@@ -227,12 +229,14 @@ class RemoteShard:
             lambda server: server.fetch_average(self._address, version, average, wait_limit_s=self._wire.wait_limit_s)
         )
 
-    def _range_target(self, wire_dtype: WireDtype, target: memoryview) -> _RangeTarget:
+    def _range_target(self, wire_dtype: WireDtype, target: memoryview) -> RangeTarget:
         kept = self._kept if wire_dtype == self._wire.gather_dtype else None
-        return _RangeTarget(self._plans, wire_dtype, self.start_bytes, target, self._wire.encoded, kept)
+        return RangeTarget(self._plans, wire_dtype, self.start_bytes, target, self._wire.encoded, kept)
 
-    def _cast_target(self, layout: UnitLayout, target: memoryview) -> _CastTarget:
-        return _CastTarget(self._address, self._plans, self._wire, layout, target, self._kept)
+    def _cast_target(self, layout: UnitLayout, target: memoryview) -> CastTarget:
+        return CastTarget(
+            self._address, self._plans, self._wire.gather_dtype, self._wire.encoded, layout, target, self._kept
+        )
 
     def _fetch_to_cache(self, version: int, target: memoryview, former: int | None) -> int:
         """Fetches a version into the host cache, which has the former version now, or an unknown one."""
@@ -241,7 +245,7 @@ class RemoteShard:
             in_cache.kept = DecodedStream(self._wire.deltas, self._what, former, in_cache.encode)
         return self._fetch_into(version, in_cache, ignore)
 
-    def _fetch_into(self, version: int | None, target: _RangeTarget | _CastTarget, nearly_done: NearlyDone) -> int:
+    def _fetch_into(self, version: int | None, target: RangeTarget | CastTarget, nearly_done: NearlyDone) -> int:
         limit_s = self._wire.wait_limit_s
         if self._address.window is None and target.read_kept(version):
             assert version is not None
@@ -305,152 +309,3 @@ class RemoteShard:
     def _make_cut(self, indices: tuple[int, ...], wire_dtype: WireDtype) -> tuple[PushedRange, int]:
         cut = PushedRange(self._address.layout.unit, self.start_bytes, self.stop_bytes, indices)
         return cut, self._plans.plan(indices, wire_dtype).size_bytes
-
-
-@dataclass(slots=True, eq=False)
-class _RangeTarget:
-    """Memory laid out like the shard, in the stored dtypes. A ``FetchTarget``."""
-
-    plans: RangePlans
-    wire_dtype: WireDtype
-    start_bytes: int
-    memory: memoryview
-    buffers: BufferPool
-    kept: KeptStream | DecodedStream | None = None
-    """The stream that this trainer has already. None: it keeps none."""
-
-    def incoming(self) -> AbstractContextManager[Incoming]:
-        if self.wire_dtype == AS_STORED:
-            return nullcontext(Incoming(self.memory))
-        return receiving(self._plan().size_bytes, self.decode, self.buffers, self.kept)
-
-    def is_kept(self, version: int) -> bool:
-        """Whether the kept stream has a version now."""
-        return isinstance(self.kept, KeptStream) and self.kept.shows(version)
-
-    def read_kept(self, version: int | None) -> bool:
-        """Decodes the kept stream if it has a version; returns whether it does."""
-        return isinstance(self.kept, KeptStream) and self.kept.read(version, self.decode)
-
-    def decode(self, stream: memoryview) -> None:
-        """Decodes a whole stream."""
-        self._plan().decode(stream, InVector(self.memory, self.start_bytes))
-
-    def encode(self, stream: memoryview) -> None:
-        """Encodes the values."""
-        self._plan().encode(InVector(self.memory, self.start_bytes), stream)
-
-    def _plan(self) -> StreamPlan:
-        return self.plans.plan(None, self.wire_dtype)
-
-    def copy_from(self, window: SharedVector) -> None:
-        if self.wire_dtype == AS_STORED:
-            bytes_tensor(self.memory).copy_(window.bytes)
-            return
-        source, target = InVector(_memory_of(window), self.start_bytes), InVector(self.memory, self.start_bytes)
-        self._plan().round_trip(source, target)
-
-
-@dataclass(slots=True, eq=False)
-class _CastTarget:
-    """A unit's flat vector in other dtypes than the stored ones. A ``FetchTarget``."""
-
-    address: ShardAddress
-    plans: RangePlans
-    wire: Wire
-    layout: UnitLayout
-    """The dtypes to deliver."""
-    memory: memoryview
-    """The whole flat vector. [layout.size_bytes]"""
-    kept: KeptStream | None = None
-    """The stream that this trainer has already. None: it keeps none."""
-
-    @property
-    def wire_dtype(self) -> WireDtype:
-        return self.wire.gather_dtype
-
-    def incoming(self) -> AbstractContextManager[Incoming]:
-        is_stored = self.wire_dtype == AS_STORED and not self._travels_as_delivered()
-        size_bytes = (
-            self.address.stop_bytes - self.address.start_bytes
-            if is_stored
-            else self.plans.plan(None, self.wire_dtype).size_bytes
-        )
-        return receiving(size_bytes, self._deliver_stored if is_stored else self.deliver, self.wire.encoded, self.kept)
-
-    def is_kept(self, version: int) -> bool:
-        """Whether the kept stream has a version now."""
-        return self.kept is not None and self.kept.shows(version)
-
-    def read_kept(self, version: int | None) -> bool:
-        """Delivers the kept stream if it has a version; returns whether it does."""
-        return self.kept is not None and self.kept.read(version, self.deliver)
-
-    def deliver(self, stream: memoryview) -> None:
-        """Converts a whole encoded stream."""
-        if not self._travels_as_delivered():
-            with self._stored() as stored:
-                stored.decode(stream)
-            return
-        outs = self._outs()
-        _copy(torch.split(bytes_tensor(stream), [out.nbytes for out in outs]), [out.view(torch.uint8) for out in outs])
-
-    def _deliver_stored(self, memory: memoryview) -> None:
-        _copy(self._views_of(memory), self._outs())
-
-    def copy_from(self, window: SharedVector) -> None:
-        if self.wire_dtype == AS_STORED or self._travels_as_delivered():
-            _copy(self._views_of(_memory_of(window)), self._outs())
-            return
-        with self._stored() as stored:
-            stored.copy_from(window)
-
-    @contextmanager
-    def _stored(self) -> Iterator[_RangeTarget]:
-        """Returns a target in the stored dtypes. Its values are cast when the context ends without an error."""
-        start_bytes, stop_bytes = self.address.start_bytes, self.address.stop_bytes
-        with self.wire.encoded.acquired(stop_bytes - start_bytes) as memory:
-            yield _RangeTarget(self.plans, self.wire_dtype, start_bytes, memory, self.wire.encoded)
-            self._deliver_stored(memory)
-
-    def _travels_as_delivered(self) -> bool:
-        """Whether the values have the delivered dtypes on the wire."""
-        return all(
-            own.dtype == other.dtype
-            if own.dtype != "float32"
-            else wire_dtypes.GATHER_NAMES.get(other.dtype) == self.wire_dtype
-            for own, other in zip(self.address.layout.parameters, self.layout.parameters, strict=True)
-        )
-
-    def _views_of(self, memory: memoryview) -> list[torch.Tensor]:
-        return _views(self.plans, self.address.layout, memory, self.address.start_bytes)
-
-    def _outs(self) -> list[torch.Tensor]:
-        return _views(self.plans, self.layout, self.memory, 0)
-
-
-def _views(plans: RangePlans, layout: UnitLayout, memory: memoryview, start_bytes: int) -> list[torch.Tensor]:
-    """Returns the range's segments of parameters as views of memory.
-
-    Args:
-        plans: The range.
-        layout: The dtypes of the memory.
-        memory: Laid out like a part of the layout's flat vector.
-        start_bytes: Offset of the memory in the flat vector.
-    """
-    whole, views = bytes_tensor(memory), []
-    for segment in plans.segments(None):
-        parameter, start = layout.parameters[segment.parameter_index], layout.starts[segment.parameter_index]
-        first, size = start - start_bytes, parameter.item_size
-        part = whole[first + segment.start_element * size : first + segment.stop_element * size]
-        views.append(part.view(getattr(torch, parameter.dtype)))
-    return views
-
-
-def _copy(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-    for source, target in zip(sources, targets, strict=True):
-        target.copy_(source)
-
-
-def _memory_of(window: SharedVector) -> memoryview:
-    return memory_at(window.bytes.data_ptr(), window.bytes.numel())

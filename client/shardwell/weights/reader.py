@@ -24,6 +24,7 @@ from shardwell_wire.errors import UnavailableError, UsageError, VersionGoneError
 from shardwell_wire.retry import backoff
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.tls import TlsOptions
+from shardwell_wire.wire_dtypes import GATHER_NAMES
 
 _MAX_NAMES = 10
 """Limit of the names of each kind in an error message."""
@@ -43,13 +44,28 @@ class Reader:
         coordinator: Client of the coordinator. Closed with the reader.
         run: Name of the run.
         timeout_s: Deadline of each read in seconds, which includes the time in which a shard server is replaced.
+        gather_dtype: Dtype in which 32-bit weights travel.
+        delta_cache_bytes: Limit of the memory for deltas.
     """
 
-    def __init__(self, coordinator: CoordinatorClient, run: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        coordinator: CoordinatorClient,
+        run: str,
+        timeout_s: float,
+        *,
+        gather_dtype: str = "float32",
+        delta_cache_bytes: int = 0,
+    ) -> None:
         self._coordinator, self._timeout_s = coordinator, timeout_s
         newest = describe_weights(coordinator, run)
         self.run, self.run_id = run, newest.run_id
-        self._connections = RunConnections(RunIdentity(run, newest.run_id), coordinator.credentials)
+        self._connections = RunConnections(
+            RunIdentity(run, newest.run_id),
+            coordinator.credentials,
+            gather_dtype=GATHER_NAMES[gather_dtype],
+            delta_cache_bytes=delta_cache_bytes,
+        )
         self._followed: weakref.WeakKeyDictionary[nn.Module, tuple[int, int]] = weakref.WeakKeyDictionary()
         """The number of rollbacks and the version that each followed model contains."""
 
@@ -57,6 +73,15 @@ class Reader:
     def version(self) -> int:
         """The newest committed version, which is the number of committed steps."""
         return describe_weights(self._coordinator, self.run).version
+
+    def stats(self) -> dict[str, float]:
+        """Returns what this reader has received over sockets and gRPC.
+
+        Returns:
+            ``received_bytes``, and as in ``Session.stats`` ``delta_cache_bytes``, ``delta_stream_bytes``,
+            ``delta_received_bytes``, ``delta_reused_bytes`` and ``delta_ratio``.
+        """
+        return self._connections.stats()
 
     def wait_for(self, version: int, timeout_s: float) -> int:
         """Waits until a version or a later one is committed; returns the newest version.
@@ -177,6 +202,8 @@ def attach(
     token_file: str | None = None,
     tls: TlsOptions | None = None,
     timeout_s: float = 60.0,
+    gather_dtype: str = "float32",
+    delta_cache_bytes: int = 0,
 ) -> Reader:
     """Attaches to a run to read its weights during training, without joining it.
 
@@ -189,6 +216,10 @@ def attach(
         token_file: File with the cluster's key or a token. Default: as in ``join``.
         tls: TLS of the connections to the cluster. Default: as in ``join``.
         timeout_s: Deadline of each read in seconds.
+        gather_dtype: Dtype in which 32-bit weights travel, which rounds them: ``float32``, ``bfloat16``, ``float16``,
+            ``int8`` or ``float8``. Buffers are never rounded.
+        delta_cache_bytes: Bytes of memory in which the reader keeps 16-bit weights, so that the servers send only what
+            has changed since it read them.
 
     Raises:
         NotFoundError: The run does not exist.
@@ -198,10 +229,20 @@ def attach(
     """
     if not timeout_s > 0:
         raise UsageError(f"attach(timeout_s={timeout_s!r}): expected more than 0")
+    if gather_dtype not in GATHER_NAMES:
+        raise UsageError(f"attach(gather_dtype={gather_dtype!r}): expected one of {', '.join(GATHER_NAMES)}")
+    if delta_cache_bytes < 0:
+        raise UsageError(f"attach(delta_cache_bytes={delta_cache_bytes!r}): expected at least 0")
     address = address or os.environ.get("SHARDWELL_ADDRESS") or "localhost:50051"
     coordinator = CoordinatorClient(address, find_credentials(address, token_file, tls))
     try:
-        return Reader(coordinator, run or os.environ.get("SHARDWELL_RUN") or "default", timeout_s)
+        return Reader(
+            coordinator,
+            run or os.environ.get("SHARDWELL_RUN") or "default",
+            timeout_s,
+            gather_dtype=gather_dtype,
+            delta_cache_bytes=delta_cache_bytes,
+        )
     except BaseException:
         coordinator.close()
         raise

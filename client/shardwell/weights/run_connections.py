@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from shardwell.data_plane.kept_streams import DeltaCache
 from shardwell.data_plane.remote_shard import RemoteShard, Wire
 from shardwell.transport.selector import TRANSPORT_NAMES
 from shardwell.transport.server_connection import ServerConnection
@@ -16,6 +17,7 @@ from shardwell_wire.errors import NotFoundError, UnavailableError, VersionGoneEr
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.v1 import common_pb2
+from shardwell_wire.wire_dtypes import AS_STORED, WireDtype
 
 _ServerKey = tuple[str, str]
 """Address and incarnation of a server process. A restarted server may have other values in the same version."""
@@ -29,10 +31,23 @@ class RunConnections:
     Args:
         run: The run.
         credentials: Credentials of the cluster.
+        gather_dtype: Dtype in which float32 parameters travel. Buffers travel as stored.
+        delta_cache_bytes: Limit of the memory for streams that are kept, so that servers send deltas.
     """
 
-    def __init__(self, run: RunIdentity, credentials: Credentials) -> None:
-        self.run, self._credentials = run, credentials
+    def __init__(
+        self,
+        run: RunIdentity,
+        credentials: Credentials,
+        *,
+        gather_dtype: WireDtype = AS_STORED,
+        delta_cache_bytes: int = 0,
+    ) -> None:
+        self.run, self._credentials, self._gather_dtype = run, credentials, gather_dtype
+        # A reader learns of a rollback at any time, and then reads other values of the same version.
+        self._deltas = DeltaCache(delta_cache_bytes, reads_again=False)
+        self._closed_bytes = 0
+        """Bytes that closed connections have received."""
         self._lock = threading.Lock()
         self._servers: dict[_ServerKey, ServerConnection] = {}
         self._shards: dict[_ShardKey, RemoteShard] = {}
@@ -85,7 +100,7 @@ class RunConnections:
             try:
                 remote.fetch(version, target)
             except VersionGoneError:
-                if remote.is_streamed:
+                if not remote.is_mapped:
                     raise
                 # The newest version has replaced the mapped bytes. A pinned version is still streamed.
                 remote.narrowed(shard.start_bytes, shard.stop_bytes).fetch(version, target)
@@ -115,6 +130,12 @@ class RunConnections:
                 server=shard.server_id,
             ) from error
 
+    def stats(self) -> dict[str, float]:
+        """Returns the bytes received in streams, and the counters of ``DeltaCache``."""
+        with self._lock:
+            received = sum(server.counter.received_bytes for server in self._servers.values()) + self._closed_bytes
+        return {"received_bytes": received, **self._deltas.stats()}
+
     def close(self) -> None:
         """Closes all connections. Reads in flight fail."""
         for key in list(self._servers):
@@ -126,7 +147,11 @@ class RunConnections:
         with self._lock:
             remote = self._shards.get(key)
         if remote is None:
-            wire = Wire(wait_limit_s=timeout_s)
+            wire = Wire(
+                AS_STORED if layout.holds_buffers else self._gather_dtype,
+                wait_limit_s=timeout_s,
+                deltas=self._deltas if self._deltas.budget_bytes else None,
+            )
             remote = RemoteShard(self.run, layout, server, shard.start_bytes, shard.stop_bytes, wire)
             if CAN_MAP and (location := remote.locate()) is not None:
                 remote.map(location)
@@ -137,9 +162,14 @@ class RunConnections:
     def _forget(self, process: _ServerKey) -> None:
         with self._lock:
             server = self._servers.pop(process, None)
+            lost = [remote for key, remote in self._shards.items() if key[0] == process]
             self._shards = {key: remote for key, remote in self._shards.items() if key[0] != process}
+        for remote in lost:
+            remote.forget()
         if server is not None:
             server.close()
+            with self._lock:
+                self._closed_bytes += server.counter.received_bytes
 
 
 def _server_key(shard: common_pb2.ShardRange) -> _ServerKey:
