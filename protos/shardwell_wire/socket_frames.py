@@ -160,11 +160,12 @@ def token_of(data: Buffer) -> bytes:
     return bytes(token)
 
 
-def encode(kind: Kind, payload: bytes = b"") -> bytes:
-    """Returns a complete frame."""
-    if len(payload) > _MAX_BYTES[kind]:
-        raise InvalidRequestError(f"a {kind.name} frame has {len(payload)} bytes, expected at most {_MAX_BYTES[kind]}")
-    return _HEAD.pack(len(payload), kind) + payload
+def encode(kind: Kind, *payload: bytes) -> bytes:
+    """Returns a complete frame. Its payload consists of several parts."""
+    size_bytes = sum(map(len, payload))
+    if size_bytes > _MAX_BYTES[kind]:
+        raise InvalidRequestError(f"a {kind.name} frame has {size_bytes} bytes, expected at most {_MAX_BYTES[kind]}")
+    return b"".join((_HEAD.pack(size_bytes, kind), *payload))
 
 
 def parse_head(data: Buffer, *expected: Kind) -> tuple[Kind, int]:
@@ -184,14 +185,14 @@ def parse_head(data: Buffer, *expected: Kind) -> tuple[Kind, int]:
     return kind, size
 
 
-def parse_message(payload: bytes, message_type: type[AnyMessage]) -> AnyMessage:
+def parse_message(payload: Buffer, message_type: type[AnyMessage]) -> AnyMessage:
     """Returns the message in a payload.
 
     Raises:
         InvalidRequestError: The payload does not decode as this type.
     """
     try:
-        return message_type.FromString(payload)
+        return message_type.FromString(payload)  # type: ignore[arg-type]  # takes any buffer
     except DecodeError as error:
         raise InvalidRequestError(f"bytes do not decode as {message_type.DESCRIPTOR.full_name}") from error
 
@@ -199,10 +200,10 @@ def parse_message(payload: bytes, message_type: type[AnyMessage]) -> AnyMessage:
 def encode_request(kind: Kind, message: Message, timeout_s: float) -> bytes:
     """Returns the frame of a request that times out after ``timeout_s`` seconds."""
     timeout_ms = min(max(1, round(timeout_s * 1000)), 0xFFFFFFFF)
-    return encode(kind, _TIMEOUT.pack(timeout_ms) + message.SerializeToString())
+    return encode(kind, _TIMEOUT.pack(timeout_ms), message.SerializeToString())
 
 
-def parse_request(kind: Kind, payload: bytes) -> tuple[float, Message]:
+def parse_request(kind: Kind, payload: Buffer) -> tuple[float, Message]:
     """Returns the timeout in seconds and the message of a request.
 
     Raises:
@@ -211,7 +212,7 @@ def parse_request(kind: Kind, payload: bytes) -> tuple[float, Message]:
     if len(payload) < _TIMEOUT.size:
         raise InvalidRequestError(f"a {kind.name} frame has {len(payload)} bytes, expected at least {_TIMEOUT.size}")
     (timeout_ms,) = _TIMEOUT.unpack_from(payload)
-    return timeout_ms / 1000, parse_message(payload[_TIMEOUT.size :], REQUESTS[kind])
+    return timeout_ms / 1000, parse_message(memoryview(payload)[_TIMEOUT.size :], REQUESTS[kind])
 
 
 def encode_response(message: Message) -> bytes:

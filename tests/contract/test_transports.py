@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from shardwell.data_plane.remote_shard import RemoteShard, Wire
-from shardwell.data_plane.shard_fetch import ShardFetch, fetch_together
+from shardwell.data_plane.shard_fetch import PendingFetch, ShardFetch, fetch_together
 from shardwell.transport.base import (
     NEARLY_DONE_BYTES,
     ByteCounter,
@@ -507,8 +507,12 @@ def test_a_batch_of_pushes_updates_as_single_pushes_do(server: ShardServer, conn
 def versions_of(fetches: Sequence[ShardFetch]) -> dict[int, int]:
     """Fetches a batch; returns the versions that arrived, by position."""
     versions: dict[int, int] = {}
-    fetch_together(fetches, versions.__setitem__)
+    fetch_together(pending(fetches), versions.__setitem__)
     return versions
+
+
+def pending(fetches: Sequence[ShardFetch]) -> list[PendingFetch]:
+    return [PendingFetch(each, each.small, 0, ignore) for each in fetches if each.small is not None]
 
 
 @pytest.mark.parametrize("gather_dtype", [0, common_pb2.WIRE_DTYPE_BFLOAT16, common_pb2.WIRE_DTYPE_INT8])
@@ -564,7 +568,7 @@ def test_a_late_version_does_not_delay_the_others_of_a_batch(server: ShardServer
             arrived[number] = version
             condition.notify()
 
-    fetching = in_background(partial(fetch_together, fetches, note))
+    fetching = in_background(partial(fetch_together, pending(fetches), note))
     with condition:
         assert condition.wait_for(lambda: len(arrived) == 4, 5.0)
     assert arrived == {1: 1, 2: 1, 3: 1, 4: 1}

@@ -408,7 +408,6 @@ def test_small_parts_of_several_units_share_a_message(client: FakeServer, monkey
 def test_small_shards_that_are_requested_together_are_fetched_in_one_message(
     client: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardwell.data_plane.batches._MAX_AGE_S", 1e9)
     sizes: list[int] = []
     fetch_batch = StreamedServer.fetch_batch
 

@@ -7,47 +7,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 
-from shardwell.data_plane.fetches import Gather
 from shardwell.data_plane.remote_shard import RemoteShard
 from shardwell.data_plane.remote_unit import RemoteUnit
-from shardwell.data_plane.traffic_stats import TrafficStats
-from shardwell_wire.errors import ShardwellError, StaleEpochError, VersionGoneError
+from shardwell_wire.errors import StaleEpochError, VersionGoneError
 from shardwell_wire.retry import backoff
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.05
 
 Read = Callable[[RemoteShard, int | None], int]
 """Reads one version of a shard, or the newest; returns the version."""
-
-
-def or_newest(
-    gather: Future[int], is_abandoned: Callable[[], bool], newest: Callable[[], Future[int]], stats: TrafficStats
-) -> Gather:
-    """Returns a gather that is repeated, usually with the newest version, if its version is gone.
-
-    Args:
-        gather: The gather.
-        is_abandoned: Returns whether to repeat it, usually because its work item does not count any more. Called once,
-            if ``gather`` has failed.
-        newest: Starts the other gather.
-        stats: Counts the waiting time.
-    """
-    either = Gather(stats)
-
-    def gathered(gather: Future[int]) -> None:
-        try:
-            if isinstance(gather.exception(), VersionGoneError | StaleEpochError) and is_abandoned():
-                newest().add_done_callback(either.finish_as)
-                return
-        except ShardwellError as error:
-            either.set_exception(error)
-            return
-        either.finish_as(gather)
-
-    gather.add_done_callback(gathered)
-    return either
 
 
 def read_newest(unit: RemoteUnit, read: Read, limit_s: float) -> int:

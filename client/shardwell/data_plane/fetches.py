@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
 
-from shardwell.data_plane.batches import MAX_STREAM_BYTES, Batches
+from shardwell.data_plane.fetch_batches import MAX_STREAM_BYTES, FetchBatches
 from shardwell.data_plane.in_place import wait_in_place
 from shardwell.data_plane.interrupts import uninterrupted
 from shardwell.data_plane.remote_shard import RemoteShard
 from shardwell.data_plane.remote_unit import RemoteUnit
-from shardwell.data_plane.shard_fetch import ShardFetch, fetch_together
+from shardwell.data_plane.shard_fetch import PendingFetch, ShardFetch, fetch_together
 from shardwell.data_plane.traffic_stats import TrafficStats
 from shardwell.data_plane.transfer_queue import DaemonThreads, TransferQueue
-from shardwell.transport.base import NearlyDone, ignore
+from shardwell.transport.base import NearlyDone
 from shardwell.transport.server_connection import ServerConnection
+from shardwell_wire.errors import ShardwellError
 from shardwell_wire.layout import UnitLayout
 
 _THREADS = 16
@@ -28,27 +29,47 @@ _THREADS = 16
 _MAX_BATCHES = 2
 """Messages with small fetches in flight to one server. With one, a slow network would be idle between two messages."""
 
-FetchBatches = Batches[ShardFetch, int]
-"""The small fetches from one server."""
+Alternative = Callable[[BaseException], Future[int] | None]
+"""Called when a gather has failed; returns another one in its place, or None. May raise ShardwellError."""
 
 
 class Gather(Future[int]):
-    """The version that a gather fetched. ``result`` adds its waiting time to the statistics."""
+    """The version that a gather fetched. ``result`` adds its waiting time to the statistics.
 
-    def __init__(self, stats: TrafficStats) -> None:
+    Args:
+        stats: Counts the waiting time.
+        alternative: See ``Alternative``. None: a failure is final.
+    """
+
+    def __init__(self, stats: TrafficStats, alternative: Alternative | None = None) -> None:
         super().__init__()
-        self._stats = stats
+        self._stats, self._alternative = stats, alternative
 
     def result(self, timeout: float | None = None) -> int:
+        if self.done():
+            return super().result()
         with self._stats.waiting_for_gather():
             return super().result(timeout)
 
     def finish_as(self, other: Future[int]) -> None:
         """Takes the outcome of another gather that is done."""
         if (error := other.exception()) is not None:
-            self.set_exception(error)
+            self.fail(error)
         else:
             self.set_result(Future.result(other))  # the training thread does not wait here
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the gather, which has failed: with the outcome of its alternative, if there is one."""
+        alternative, self._alternative = self._alternative, None
+        try:
+            other = None if alternative is None else alternative(error)
+        except ShardwellError as reason:
+            self.set_exception(reason)
+            return
+        if other is None:
+            self.set_exception(error)
+        else:
+            other.add_done_callback(self.finish_as)
 
 
 class _UnitGather(Gather):
@@ -58,23 +79,32 @@ class _UnitGather(Gather):
     Python collects it.
     """
 
-    def __init__(self, shards: Sequence[Future[int]], stats: TrafficStats) -> None:
-        super().__init__(stats)
-        self._missing = len(shards)
-        self._failed: Future[int] | None = None
+    def __init__(self, shard_count: int, stats: TrafficStats, alternative: Alternative | None) -> None:
+        super().__init__(stats, alternative)
+        self._missing = shard_count
+        self._failure: BaseException | None = None
         self._count_lock = threading.Lock()
-        for shard in shards:
-            shard.add_done_callback(self._shard_done)
 
-    def _shard_done(self, shard: Future[int]) -> None:
+    def end_shard(self, version: int, error: BaseException | None = None) -> None:
+        """Called in any thread when a shard has arrived or failed."""
         with self._count_lock:
             self._missing -= 1
-            if self._failed is None and shard.exception() is not None:
-                self._failed = shard
+            if self._failure is None:
+                self._failure = error
             if self._missing:
                 return
-            failed, self._failed = self._failed, None
-        self.finish_as(failed or shard)
+            failure, self._failure = self._failure, None
+        if failure is None:
+            self.set_result(version)
+        else:
+            self.fail(failure)
+
+    def end_shard_as(self, shard: Future[int]) -> None:
+        """Takes the outcome of one shard."""
+        if (error := shard.exception()) is not None:
+            self.end_shard(0, error)
+        else:
+            self.end_shard(Future.result(shard))
 
 
 class Fetches:
@@ -89,20 +119,24 @@ class Fetches:
         self.stats, self._max_batched_bytes = stats, max_batched_bytes
         self._threads = DaemonThreads(_THREADS, "shardwell-fetch")
         self._queues = defaultdict[ServerConnection, TransferQueue[int]](lambda: TransferQueue(self._threads))
-        self._batches: dict[ServerConnection, FetchBatches] = {}
+        self._batches: dict[ServerConnection, FetchBatches[PendingFetch]] = {}
         self._collects = False
         """Whether small fetches are held back until ``together`` ends."""
 
     @contextmanager
     def together(self) -> Iterator[None]:
         """Sends the small fetches that start in the block in one message per server, or in several full ones."""
-        self._collects = True
-        try:
-            yield
-        finally:
-            self._collects = False
-            for batches in list(self._batches.values()):  # another thread may add one
-                batches.flush()
+        with uninterrupted:
+            self._collects = True
+            try:
+                yield
+            finally:
+                self._collects = False
+                self._flush()
+
+    def _flush(self) -> None:
+        for batches in list(self._batches.values()):  # another thread may add one
+            batches.flush()
 
     def gather(
         self,
@@ -112,6 +146,7 @@ class Fetches:
         layout: UnitLayout | None = None,
         *,
         exact: bool = False,
+        alternative: Alternative | None = None,
     ) -> Future[int]:
         """Starts to fetch all shards of a unit.
 
@@ -121,6 +156,7 @@ class Fetches:
             target: Receives the flat vector; must stay in place until the future is done. [layout.size_bytes]
             layout: The same parameters in the dtypes to deliver. None: the stored dtypes.
             exact: Whether to read the values as stored, without rounding.
+            alternative: See ``Alternative``.
         """
         self.stats.gather_count += 1
         if layout is None or layout == unit.layout:
@@ -128,10 +164,11 @@ class Fetches:
             return self._fetch_shards(
                 unit,
                 lambda shard: shard.prepare_fetch(version, target[shard.start_bytes : shard.stop_bytes], exact=exact),
+                alternative,
             )
         assert not exact
         self.stats.gathered_bytes += layout.size_bytes
-        return self._fetch_shards(unit, lambda shard: shard.prepare_fetch_cast(version, layout, target))
+        return self._fetch_shards(unit, lambda shard: shard.prepare_fetch_cast(version, layout, target), alternative)
 
     def run(self, action: Callable[[], int]) -> Future[int]:
         """Runs an action in a fetch thread."""
@@ -184,32 +221,39 @@ class Fetches:
         self._threads.join(limit_s)
 
     def _fetch_shards(
-        self, unit: RemoteUnit, work_of: Callable[[RemoteShard], Callable[[NearlyDone], int]]
+        self,
+        unit: RemoteUnit,
+        work_of: Callable[[RemoteShard], Callable[[NearlyDone], int]],
+        alternative: Alternative | None = None,
     ) -> Future[int]:
-        parts: list[Future[int]] = []
         with uninterrupted:
+            whole, started_count = _UnitGather(len(unit.shards), self.stats, alternative), 0
             try:
                 for shard in unit.shards:
-                    parts.append(self._submit(shard, work_of(shard)))
-            except BaseException:  # without a future, the caller may reuse the target at once
-                wait(parts)
+                    self._start(shard, work_of(shard), whole)
+                    started_count += 1
+            except BaseException as error:
+                self._flush()
+                for _ in unit.shards[started_count:]:
+                    whole.end_shard(0, error)
+                wait([whole])  # without a future, the caller may reuse the target at once
                 raise
-            return _UnitGather(parts, self.stats)
+            if not self._collects:
+                self._flush()
+            return whole
 
-    def _submit(self, shard: RemoteShard, fetch: Callable[[NearlyDone], int]) -> Future[int]:
+    def _start(self, shard: RemoteShard, fetch: Callable[[NearlyDone], int], whole: _UnitGather) -> None:
         size_bytes, limit_bytes = shard.stop_bytes - shard.start_bytes, self._max_batched_bytes
         is_small = limit_bytes is not None and 0 < size_bytes <= limit_bytes
         if not is_small or not isinstance(fetch, ShardFetch) or fetch.small is None:
-            return self._queues[shard.server].submit(size_bytes, fetch)
+            self._queues[shard.server].submit(size_bytes, fetch).add_done_callback(whole.end_shard_as)
+            return
         batches = self._batches.get(fetch.server)
         if batches is None:
             batches = self._batches[fetch.server] = FetchBatches(
-                self._threads, fetch_together, lambda each: each(ignore), max_in_flight=_MAX_BATCHES, holds=True
+                self._threads, fetch_together, max_in_flight=_MAX_BATCHES
             )
-        future = batches.submit(fetch, size_bytes)
-        if not self._collects:
-            batches.flush()
-        return future
+        batches.add(PendingFetch(fetch, fetch.small, size_bytes, whole.end_shard))
 
 
 def _await_version(shard: RemoteShard, version: int, _: NearlyDone) -> int:

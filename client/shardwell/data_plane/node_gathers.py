@@ -12,7 +12,7 @@ from bisect import bisect_right
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
-from shardwell.data_plane.fetches import Fetches, Gather
+from shardwell.data_plane.fetches import Alternative, Fetches, Gather
 from shardwell.data_plane.node_group import EXCHANGE_LIMIT_S, NodeGroup, Round
 from shardwell.data_plane.node_rounds import PATIENCE_S, NodeRounds
 from shardwell.data_plane.remote_unit import RemoteUnit
@@ -56,7 +56,13 @@ class NodeGathers:
         self._thread.start()
 
     def gather(
-        self, unit: RemoteUnit, version: int, target: memoryview, layout: UnitLayout, vector: Completable
+        self,
+        unit: RemoteUnit,
+        version: int,
+        target: memoryview,
+        layout: UnitLayout,
+        vector: Completable,
+        alternative: Alternative | None = None,
     ) -> Future[int]:
         """Starts to fetch a unit: this member's part if the group can share the gather, else the whole unit.
 
@@ -66,12 +72,13 @@ class NodeGathers:
             target: The receive buffer of the vector. [layout.size_bytes]
             layout: The dtypes to deliver.
             vector: The vector that the exchange completes.
+            alternative: See ``Alternative``.
         """
         part = self._group.part(layout.size_bytes)
         if part is None or vector.device_type != self._group.device_type:
-            return self._fetches.gather(unit, version, target, layout)
+            return self._fetches.gather(unit, version, target, layout, alternative=alternative)
         if (this_round := self._rounds.next(version)) is None:
-            return self._fetches.gather(unit, version, target, layout)
+            return self._fetches.gather(unit, version, target, layout, alternative=alternative)
         own = _part_of(unit, layout, *part)
         gather = _SharedGather(
             unit,
@@ -81,7 +88,7 @@ class NodeGathers:
             vector,
             *part,
             part=self._fetches.gather(own, version, target, layout),
-            whole=Gather(self._fetches.stats),
+            whole=Gather(self._fetches.stats, alternative),
         )
         self._jobs.put(gather)
         return gather.whole
@@ -105,7 +112,7 @@ class NodeGathers:
                 version = Future.result(gather.part)  # not counted: the training thread does not wait here
             except BaseException as error:
                 self._rounds.cancel(gather.this_round)  # the other members do not wait for this part
-                gather.whole.set_exception(error)
+                gather.whole.fail(error)
                 continue
             if self._is_exchanged(gather):
                 self.shared_bytes += len(gather.target) - (gather.stop_bytes - gather.start_bytes)
@@ -128,7 +135,7 @@ class NodeGathers:
         try:
             whole = self._fetches.gather(gather.unit, gather.this_round.version, gather.target, gather.layout)
         except BaseException as error:
-            gather.whole.set_exception(error)
+            gather.whole.fail(error)
         else:
             whole.add_done_callback(gather.whole.finish_as)
 

@@ -151,6 +151,7 @@ class ForwardBackward:
             return
         gathers = self._policy.begin_use(unit, phase)
         if gathers:
+            self._await_room(unit)
             with self._together():
                 self.start_gather(unit)
                 self._prefetch(unit, phase)  # before the wait for this unit, so that the gathers overlap
@@ -168,11 +169,14 @@ class ForwardBackward:
         """Starts to gather a unit, unless a gather is running or done; waits while too many gathers are running."""
         if not unit.needs_gather:
             return
-        while not self._has_room():  # a gather that is needed now waits; prefetches are skipped instead
-            wait(self._in_flight, return_when=FIRST_COMPLETED)
+        self._await_room(unit)
         unit.start_gather()
         if self._max_in_flight and unit.in_flight is not None:
             self._in_flight.add(unit.in_flight)
+
+    def _await_room(self, unit: Unit) -> None:
+        while unit.needs_gather and not self._has_room():  # a gather that is needed now waits; prefetches are skipped
+            wait(self._in_flight, return_when=FIRST_COMPLETED)
 
     def _has_room(self) -> bool:
         self._in_flight = {gather for gather in self._in_flight if not gather.done()}

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from shardwell.data_plane.abandoned import or_newest, read_newest
+from shardwell.data_plane.abandoned import read_newest
 from shardwell.data_plane.error_feedback import ErrorFeedback
-from shardwell.data_plane.fetches import Fetches
+from shardwell.data_plane.fetches import Alternative, Fetches
 from shardwell.data_plane.in_place import wait_for_any
 from shardwell.data_plane.kept_streams import DeltaCache
 from shardwell.data_plane.node_gathers import NodeGathers
@@ -272,18 +272,28 @@ class RunStore:
         self._membership.check()
         if self._computes_in_vain():
             return self._gather_newest(unit_index, target, exact=exact, layout=layout)
-        start = partial(self._gather, unit_index, self._state.number, target, exact, layout, vector)
-        gather: Future[int] = start()
-        if self._state.asynchronous:
+        version = self._state.number
+
+        def alternative(error: BaseException) -> Future[int] | None:
+            if isinstance(error, VersionGoneError | StaleEpochError) and self._loses_version():
+                return self._gather_newest(unit_index, target, exact=exact, layout=layout)
+            return None
+
+        def start(alternative: Alternative | None) -> Future[int]:
+            unit = self._units[unit_index]
+            if self._node is not None and vector is not None and not exact and self._is_shared_in_node(unit):
+                return self._node.gather(unit, version, target, layout or unit.layout, vector, alternative)
+            return self._fetches.gather(unit, version, target, layout, exact=exact, alternative=alternative)
+
+        if not self._state.asynchronous:
+            return start(alternative)
+
+        def again(error: BaseException) -> Future[int] | None:
             # The commit of another item can break a read of the newest version while the servers move it to the
             # versions that they hold. They have it there.
-            gather = or_newest(gather, lambda: True, start, self._stats)
-        return or_newest(
-            gather,
-            self._loses_version,
-            lambda: self._gather_newest(unit_index, target, exact=exact, layout=layout),
-            self._stats,
-        )
+            return start(alternative) if isinstance(error, VersionGoneError | StaleEpochError) else None
+
+        return start(again)
 
     def gathering_together(self) -> AbstractContextManager[None]:
         """See ``ParameterStore.gathering_together``."""
@@ -327,20 +337,6 @@ class RunStore:
             return read_newest(self._units[unit_index], read, self._config.waits.wait_limit_s)
 
         return self._fetches.run(gather)
-
-    def _gather(
-        self,
-        unit_index: int,
-        version: int,
-        target: memoryview,
-        exact: bool,
-        layout: UnitLayout | None,
-        vector: Completable | None,
-    ) -> Future[int]:
-        unit = self._units[unit_index]
-        if self._node is not None and vector is not None and not exact and self._is_shared_in_node(unit):
-            return self._node.gather(unit, version, target, layout or unit.layout, vector)
-        return self._fetches.gather(unit, version, target, layout, exact=exact)
 
     def _is_shared_in_node(self, unit: RemoteUnit) -> bool:
         """True if the other trainers of the node are expected to gather the unit now.

@@ -229,14 +229,15 @@ class Connection:
         timeout_s, request = socket_frames.parse_request(kind, await self.exactly(size_bytes))
         return kind.name, timeout_s, request
 
-    async def exactly(self, size_bytes: int) -> bytes:
+    async def exactly(self, size_bytes: int) -> bytearray:
         """Receives this many bytes. A peer that announces many bytes and sends few occupies little memory."""
-        data = bytearray()
+        data = bytearray(min(size_bytes, _ALLOCATED_BYTES))
+        await self._fill(memoryview(data))
         while (known := len(data)) < size_bytes:
-            more = memoryview(bytearray(min(size_bytes - known, max(known, _ALLOCATED_BYTES))))
-            await self._fill(more)
+            more = bytearray(min(size_bytes - known, known))
+            await self._fill(memoryview(more))
             data += more
-        return bytes(data)
+        return data
 
     # ---- streams ----
 

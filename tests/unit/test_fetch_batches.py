@@ -1,4 +1,4 @@
-"""Tests of small transfers that are sent together: when a batch is sent, its order, and parts that are rejected."""
+"""Tests of small fetches that are requested together: when a batch is sent, its order, and rejected fetches."""
 
 from __future__ import annotations
 
@@ -8,15 +8,30 @@ from concurrent.futures import Future
 
 import pytest
 
-from shardwell.data_plane.batches import Batches
+from shardwell.data_plane.fetch_batches import FetchBatches
 from shardwell.data_plane.transfer_queue import DaemonThreads
 from shardwell_wire.errors import ShardwellError, StaleEpochError, UnavailableError
 
-AGE = "shardwell.data_plane.batches._MAX_AGE_S"
+
+class Fetch:
+    """A fetch of a part, which is a number. Its version is the double."""
+
+    def __init__(self, server: Server, part: int, size_bytes: int) -> None:
+        self._server, self.part, self.size_bytes = server, part, size_bytes
+        self.future: Future[int] = Future()
+
+    def fetch_alone(self) -> int:
+        return self._server.run_alone(self.part)
+
+    def end(self, version: int, error: BaseException | None = None) -> None:
+        if error is None:
+            self.future.set_result(version)
+        else:
+            self.future.set_exception(error)
 
 
 class Server:
-    """Records messages, whose parts are numbers. The result of a part is its double.
+    """Records messages.
 
     Rejects the parts in ``rejected``, or raises ``error``. The gate holds messages back. The result of the part
     ``late`` waits for ``unblocked``.
@@ -35,17 +50,17 @@ class Server:
         self.gate.set()
         self.begun = threading.Semaphore(0)
 
-    def send(self, parts: Sequence[int], done: Callable[[int, int], None]) -> None:
+    def send(self, fetches: Sequence[Fetch], arrived: Callable[[int, int], None]) -> None:
         self.begun.release()
         assert self.gate.wait(10)
         if self.error is not None:
             raise self.error
-        self.messages.append(list(parts))
-        for number, part in enumerate(parts):
-            if part == self.late:
+        self.messages.append([fetch.part for fetch in fetches])
+        for number, fetch in enumerate(fetches):
+            if fetch.part == self.late:
                 assert self.unblocked.wait(10)
-            if part not in self.rejected:
-                done(number, 2 * part)
+            if fetch.part not in self.rejected:
+                arrived(number, 2 * fetch.part)
 
     def run_alone(self, part: int) -> int:
         self.alone.append(part)
@@ -69,21 +84,31 @@ def threads() -> Iterator[DaemonThreads]:
     made.shutdown()
 
 
+class Batches(FetchBatches[Fetch]):
+    """The batches of a server."""
+
+    def __init__(self, threads: DaemonThreads, server: Server, max_in_flight: int = 1) -> None:
+        super().__init__(threads, server.send, max_in_flight=max_in_flight)
+        self.server = server
+
+
 @pytest.fixture
-def batches(server: Server, threads: DaemonThreads, monkeypatch: pytest.MonkeyPatch) -> Batches[int, int]:
-    monkeypatch.setattr(AGE, 1e9)
-    return Batches(threads, server.send, server.run_alone, max_in_flight=1, holds=True)
+def batches(server: Server, threads: DaemonThreads) -> Batches:
+    return Batches(threads, server)
 
 
-def submit(batches: Batches[int, int], *parts: int, size: int = 1) -> list[Future[int]]:
-    return [batches.submit(part, size) for part in parts]
+def submit(batches: Batches, *parts: int, size: int = 1) -> list[Future[int]]:
+    fetches = [Fetch(batches.server, part, size) for part in parts]
+    for fetch in fetches:
+        batches.add(fetch)
+    return [fetch.future for fetch in fetches]
 
 
 def assert_done(futures: Sequence[Future[int]], *parts: int) -> None:
     assert [future.result(5) for future in futures] == [2 * part for part in parts]
 
 
-def test_transfers_are_held_back_until_a_flush(server: Server, batches: Batches[int, int]) -> None:
+def test_transfers_are_held_back_until_a_flush(server: Server, batches: Batches) -> None:
     futures = submit(batches, *range(5))
     assert not any(future.done() for future in futures) and not server.messages
     batches.flush()
@@ -91,7 +116,7 @@ def test_transfers_are_held_back_until_a_flush(server: Server, batches: Batches[
     assert server.messages == [[0, 1, 2, 3, 4]] and not server.alone
 
 
-def test_messages_keep_the_order(server: Server, batches: Batches[int, int]) -> None:
+def test_messages_keep_the_order(server: Server, batches: Batches) -> None:
     server.gate.clear()
     first = submit(batches, 1, 2)
     batches.flush()
@@ -103,22 +128,7 @@ def test_messages_keep_the_order(server: Server, batches: Batches[int, int]) -> 
     assert server.messages == [[1, 2], [3, 4]]
 
 
-def test_a_full_batch_is_sent_at_once(server: Server, batches: Batches[int, int]) -> None:
-    first = submit(batches, 1, size=100 << 10)
-    assert_done([*first, *submit(batches, 2, size=200 << 10)], 1, 2)
-    assert server.messages == [[1, 2]]
-
-
-def test_an_old_batch_is_sent_with_the_next_transfer(
-    server: Server, batches: Batches[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = submit(batches, 1)
-    monkeypatch.setattr(AGE, -1.0)
-    assert_done([*first, *submit(batches, 2)], 1, 2)
-    assert server.messages == [[1, 2]]
-
-
-def test_a_message_has_a_limited_number_of_parts(server: Server, batches: Batches[int, int]) -> None:
+def test_a_message_has_a_limited_number_of_parts(server: Server, batches: Batches) -> None:
     server.gate.clear()
     futures = submit(batches, *range(100))
     batches.flush()
@@ -129,24 +139,34 @@ def test_a_message_has_a_limited_number_of_parts(server: Server, batches: Batche
     assert sorted(sent + server.alone) == list(range(100))
 
 
-def test_the_values_of_a_message_have_limited_bytes(server: Server, batches: Batches[int, int]) -> None:
+def test_the_values_of_a_message_have_limited_bytes(server: Server, batches: Batches) -> None:
     server.gate.clear()
-    futures = submit(batches, *range(2), size=200 << 10)
-    assert server.begun.acquire(timeout=10)
-    futures += submit(batches, *range(2, 8), size=200 << 10)
+    futures = submit(batches, *range(8), size=100 << 10)
+    batches.flush()
     server.gate.set()
     assert_done(futures, *range(8))
     assert server.messages == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
-def test_a_single_transfer_needs_no_batch(server: Server, batches: Batches[int, int]) -> None:
+def test_several_messages_are_in_flight(server: Server, threads: DaemonThreads) -> None:
+    batches = Batches(threads, server, max_in_flight=2)
+    server.gate.clear()
+    futures = submit(batches, *range(6), size=100 << 10)
+    batches.flush()
+    assert server.begun.acquire(timeout=5) and server.begun.acquire(timeout=5)
+    assert not server.begun.acquire(blocking=False)
+    server.gate.set()
+    assert_done(futures, *range(6))
+
+
+def test_a_single_transfer_needs_no_batch(server: Server, batches: Batches) -> None:
     futures = submit(batches, 7)
     batches.flush()
     assert_done(futures, 7)
     assert server.alone == [7] and not server.messages
 
 
-def test_a_late_part_does_not_delay_the_others(server: Server, batches: Batches[int, int]) -> None:
+def test_a_late_part_does_not_delay_the_others(server: Server, batches: Batches) -> None:
     server.late = 3
     futures = submit(batches, 1, 2, 3)
     batches.flush()
@@ -157,7 +177,7 @@ def test_a_late_part_does_not_delay_the_others(server: Server, batches: Batches[
     assert server.alone == []
 
 
-def test_a_rejected_part_is_transferred_by_itself(server: Server, batches: Batches[int, int]) -> None:
+def test_a_rejected_part_is_transferred_by_itself(server: Server, batches: Batches) -> None:
     server.rejected, server.error_alone = {1}, StaleEpochError("over")
     good, bad, last = submit(batches, 0, 1, 2)
     batches.flush()
@@ -167,9 +187,7 @@ def test_a_rejected_part_is_transferred_by_itself(server: Server, batches: Batch
 
 
 @pytest.mark.parametrize("error", [UnavailableError("gone"), OSError("broken"), RuntimeError("a defect")])
-def test_parts_of_a_failed_batch_are_transferred_one_by_one(
-    server: Server, batches: Batches[int, int], error: Exception
-) -> None:
+def test_parts_of_a_failed_batch_are_transferred_one_by_one(server: Server, batches: Batches, error: Exception) -> None:
     server.error = error
     futures = submit(batches, 0, 1, 2)
     batches.flush()
@@ -177,7 +195,7 @@ def test_parts_of_a_failed_batch_are_transferred_one_by_one(
     assert server.alone == [0, 1, 2]
 
 
-def test_a_part_that_waits_by_itself_does_not_delay_the_others(server: Server, batches: Batches[int, int]) -> None:
+def test_a_part_that_waits_by_itself_does_not_delay_the_others(server: Server, batches: Batches) -> None:
     server.rejected, server.blocked = {0, 2}, {0}
     waiting, *others = submit(batches, 0, 1, 2)
     batches.flush()
@@ -187,20 +205,7 @@ def test_a_part_that_waits_by_itself_does_not_delay_the_others(server: Server, b
     assert_done([waiting], 0)
 
 
-def test_rejected_parts_with_one_key_are_transferred_in_order(server: Server, batches: Batches[int, int]) -> None:
-    server.rejected, server.blocked = {0, 1, 2}, {0}
-    first, second, other = (batches.submit(part, 1, key) for part, key in ((0, "a"), (1, "a"), (2, "b")))
-    batches.flush()
-    assert_done([other], 2)
-    assert not second.done() and 1 not in server.alone
-    server.unblocked.set()
-    assert_done([first, second], 0, 1)
-    assert server.alone.index(0) < server.alone.index(1)
-
-
-def test_the_next_message_follows_the_rejected_parts_of_the_one_before(
-    server: Server, batches: Batches[int, int]
-) -> None:
+def test_the_next_message_follows_the_rejected_parts_of_the_one_before(server: Server, batches: Batches) -> None:
     server.rejected, server.blocked = {0, 1}, {0, 1}
     first = submit(batches, 0, 1)
     batches.flush()
@@ -215,7 +220,7 @@ def test_the_next_message_follows_the_rejected_parts_of_the_one_before(
 
 def test_rejected_parts_need_no_free_thread(server: Server) -> None:
     threads = DaemonThreads(1, "test")
-    batches = Batches(threads, server.send, server.run_alone, max_in_flight=1, holds=True)
+    batches = Batches(threads, server)
     server.rejected = {0, 1, 2}
     futures = submit(batches, 0, 1, 2)
     batches.flush()
@@ -223,7 +228,7 @@ def test_rejected_parts_need_no_free_thread(server: Server) -> None:
     threads.shutdown()
 
 
-def test_close_fails_the_rest_of_a_failed_batch(server: Server, batches: Batches[int, int]) -> None:
+def test_close_fails_the_rest_of_a_failed_batch(server: Server, batches: Batches) -> None:
     server.gate.clear()
     server.error = UnavailableError("closed")
     futures = submit(batches, 0, 1, 2)
@@ -235,36 +240,9 @@ def test_close_fails_the_rest_of_a_failed_batch(server: Server, batches: Batches
     assert not server.alone
 
 
-def test_close_fails_the_transfers_that_wait(batches: Batches[int, int]) -> None:
+def test_close_fails_the_transfers_that_wait(batches: Batches) -> None:
     futures = submit(batches, 0, 1)
     batches.close()
     assert all(isinstance(future.exception(5), UnavailableError) for future in futures)
     with pytest.raises(ShardwellError, match="closed before this transfer started"):
         submit(batches, 2)
-
-
-def test_transfers_that_are_not_held_back_form_the_next_batch(server: Server, threads: DaemonThreads) -> None:
-    batches = Batches(threads, server.send, server.run_alone, max_in_flight=1, holds=False)
-    server.gate.clear()
-    assert_done(submit(batches, 0), 0)
-    assert server.alone == [0]
-    # While one message is in flight, the others wait and share the next message.
-    first = [*submit(batches, 1), *submit(batches, 2)]
-    rest = submit(batches, *range(3, 9))
-    server.gate.set()
-    assert_done([*first, *rest], *range(1, 9))
-    assert len(server.messages) + len(server.alone) - 1 < 8
-    batches.close()
-
-
-def test_two_messages_may_be_in_flight(server: Server, threads: DaemonThreads) -> None:
-    batches = Batches(threads, server.send, server.run_alone, max_in_flight=2, holds=True)
-    server.gate.clear()
-    futures = []
-    for number in (0, 2):
-        futures += submit(batches, number, number + 1)
-        batches.flush()
-        assert server.begun.acquire(timeout=5)
-    server.gate.set()
-    assert_done(futures, 0, 1, 2, 3)
-    batches.close()
