@@ -114,34 +114,40 @@ def _whole_blocks(values: _Words) -> _Words:
 
 def _encode_group(before: _Words, after: _Words) -> Iterator[bytes]:
     """Yields the sections of a group: table, places, masks, differences, and values."""
-    num_blocks = len(after) // BLOCK_NUMEL
     differences = after - before
-    changed = differences != 0
-    places = np.flatnonzero(changed)
-    if not len(places):
-        yield bytes(num_blocks)
+    changed = (differences != 0).reshape(-1, BLOCK_NUMEL)
+    counts = _counts(changed)
+    if not counts.any():
+        yield bytes(len(counts))
         return
-    table = _table(differences, places, num_blocks)
-    flags = changed.reshape(num_blocks, BLOCK_NUMEL)
-    if (complete := table > _MASK).any():
-        flags[complete] = True
-        places = np.flatnonzero(changed)
-    kinds = table[places >> 8]
-    found = differences[places]
-    is_new = kinds == _NEW
-    escaped = is_new | _is_large(found)
+    large = _is_large(differences)
+    table = _table(counts, _counts(large.reshape(changed.shape)))
     yield table.tobytes()
-    yield (places[kinds < _MASK] & (BLOCK_NUMEL - 1)).astype(np.uint8).tobytes()
-    yield np.packbits(flags[table == _MASK], axis=1, bitorder="little").tobytes()
-    yield np.where(escaped, _ESCAPE, found)[~is_new].astype(np.uint8).tobytes()
-    yield after[places[escaped]].tobytes()
+    # Taking values by their places is several times as fast as by flags.
+    is_listed = table < _MASK
+    places = np.flatnonzero(changed if is_listed.all() else changed[is_listed])
+    yield places.astype(np.uint8).tobytes()
+    if not is_listed.all():
+        yield np.packbits(changed[table == _MASK], axis=1, bitorder="little").tobytes()
+        changed[table == _ALL], changed[table == _NEW] = True, False
+        places = np.flatnonzero(changed)
+    found = differences[places]
+    escaped = np.flatnonzero(_is_large(found))
+    small = found.astype(np.uint8)
+    small[escaped] = _ESCAPE
+    yield small.tobytes()
+    yield after[_places_of_values(places[escaped], table)].tobytes()
 
 
-def _table(differences: _Words, places: _Places, num_blocks: int) -> _Bytes:
-    """Chooses the smallest encoding of each block."""
-    blocks = places >> 8
-    counts = np.bincount(blocks, minlength=num_blocks)
-    large = np.bincount(blocks[_is_large(differences[places])], minlength=num_blocks)
+def _counts(flags: _Flags) -> _Places:
+    """Returns the number of flags that are set in each block. [num_blocks, BLOCK_NUMEL] -> [num_blocks]"""
+    lanes = flags.view(np.uint64).sum(axis=1)  # each byte counts up to 32 flags
+    counts: _Places = lanes.view(np.uint8).reshape(-1, 8).sum(axis=1, dtype=np.int64)
+    return counts
+
+
+def _table(counts: _Places, large: _Places) -> _Bytes:
+    """Chooses the smallest encoding of each block, from its numbers of changed values and of large differences."""
     table = np.where(counts < _MASK, counts, _MASK)
     table[counts >= BLOCK_NUMEL - _MASK_BYTES] = _ALL
     # With places, a block has at most 4 bytes for each of 31 values. The other two may have more bytes than the values.
@@ -153,6 +159,22 @@ def _table(differences: _Words, places: _Places, num_blocks: int) -> _Bytes:
 def _is_large(differences: _Words) -> _Flags:
     """Returns which differences do not fit one byte: those beyond -127 to 127."""
     return (differences + np.uint16(127)) > 254
+
+
+def _places_of_values(escaped: _Places, table: _Bytes) -> _Places:
+    """Returns the places of the values that follow the differences, rising.
+
+    Args:
+        escaped: Places of the differences that do not fit one byte, rising.
+        table: The table of the group. Blocks with new values have them all.
+    """
+    is_new = table == _NEW
+    if not is_new.any():
+        return escaped
+    flags = np.zeros((len(table), BLOCK_NUMEL), dtype=np.bool_)
+    flags.reshape(-1)[escaped] = True
+    flags[is_new] = True
+    return np.flatnonzero(flags)
 
 
 # ---- applying ----
@@ -190,29 +212,26 @@ def _apply_group(data: _Sections, values: _Words) -> None:
         return
     if (largest := int(table.max())) > _NEW:
         raise data.malformed(f"has table entry {largest}, expected at most {_NEW}")
-    places = _changed_places(data, table, num_blocks)
-    is_new = table[places >> 8] == _NEW
-    differences = data.take(len(places) - int(np.count_nonzero(is_new)), "differences").view(np.int8)
-    escaped = is_new
-    escaped[~is_new] = differences.view(np.uint8) == _ESCAPE
-    small = differences[differences.view(np.uint8) != _ESCAPE]
-    values[places[~escaped]] += small.astype(np.int16).view(np.uint16)
-    values[places[escaped]] = data.take(ITEM_BYTES * int(np.count_nonzero(escaped)), "values").view("<u2")
+    places = _changed_places(data, table)
+    small = data.take(len(places), "differences")
+    values[places] += small.view(np.int8).astype(np.int16).view(np.uint16)
+    replaced = _places_of_values(places[np.flatnonzero(small == _ESCAPE)], table)
+    values[replaced] = data.take(ITEM_BYTES * len(replaced), "values").view("<u2")
 
 
-def _changed_places(data: _Sections, table: _Bytes, num_blocks: int) -> _Places:
-    """Returns the places of all values that a group describes, rising."""
-    counts = np.where(table < _MASK, table, 0).astype(np.int64)
-    listed = np.repeat(np.arange(num_blocks) * BLOCK_NUMEL, counts)
+def _changed_places(data: _Sections, table: _Bytes) -> _Places:
+    """Returns the places of all values of a group that have a difference, rising."""
+    counts = np.where(table < _MASK, table, 0)
+    listed = np.repeat(np.arange(len(table)) * BLOCK_NUMEL, counts)
     listed += data.take(len(listed), "places")
     if not (listed[1:] > listed[:-1]).all():
         raise data.malformed("lists places of changed values that do not rise")
     if table.max() < _MASK:
         return listed
-    flags = np.zeros((num_blocks, BLOCK_NUMEL), dtype=np.bool_)
+    flags = np.zeros((len(table), BLOCK_NUMEL), dtype=np.bool_)
     flags.reshape(-1)[listed] = True
     has_mask = table == _MASK
     masks = data.take(_MASK_BYTES * int(np.count_nonzero(has_mask)), "masks").reshape(-1, _MASK_BYTES)
     flags[has_mask] = np.unpackbits(masks, axis=1, bitorder="little")
-    flags[table > _MASK] = True
+    flags[table == _ALL] = True
     return np.flatnonzero(flags)

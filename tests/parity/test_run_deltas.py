@@ -144,3 +144,16 @@ def test_two_trainers_share_the_servers_deltas(
 def test_the_sizes_of_the_units_suit_these_tests() -> None:
     """Verifies that the blocks are larger than one block of a delta."""
     assert all(sum(each.numel() for each in block.parameters()) > 4096 for block in transformer.build().blocks)
+
+
+def test_asynchronous_runs_get_deltas(cluster_of_three: shardwell.LocalCluster) -> None:
+    """Work items read versions that the servers hold beside the newest one."""
+    options = {"transports": "socket", "gather_dtype": "bfloat16", "consistency": shardwell.ASYNCHRONOUS}
+    results = []
+    for budget in (0, PLENTY):
+        with shardwell.join(
+            cluster_of_three.address, run=uuid.uuid4().hex, **join_options(delta_cache_bytes=budget, **options)
+        ) as session:
+            results.append((sha256(train(session, steps=6)[1]), session.stats()["delta_ratio"]))
+    assert results[0][0] == results[1][0]
+    assert results[0][1] == 1.0 and results[1][1] < 0.9
