@@ -19,16 +19,8 @@ class FakeUnit(ResidentUnit):
     """A unit of ``SIZE`` bytes without values."""
 
     def __init__(self, index: int, memory: ResidentBytes) -> None:
-        super().__init__(memory)
+        super().__init__(memory, size_bytes=SIZE, own_bytes=SIZE)
         self.index = index
-
-    @property
-    def size_bytes(self) -> int:
-        return SIZE
-
-    @property
-    def own_bytes(self) -> int:
-        return SIZE
 
     def enter(self, state: UnitState) -> None:
         self._set_state(state)

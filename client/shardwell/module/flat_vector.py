@@ -77,9 +77,9 @@ class FlatVector:
 
     def release(self) -> None:
         """Releases the memory."""
-        self.abandon()
         if self.in_place:
             return
+        self.abandon()
         if self._pooled is not None:
             self.storage._swap_data_ptr_(self._pooled.untyped_storage())  # type: ignore[attr-defined]
             self._memory.pool.release(self._pooled)

@@ -91,7 +91,7 @@ class ForwardBackward:
 
     def _frees_after_forward(self, call: ForwardCall) -> bool:
         unit = call.unit
-        expects_backward = call.has_backward and any(module.training for module in unit.modules)
+        expects_backward = call.has_backward and True in [module.training for module in unit.modules]
         return self._policy.frees_after_forward(unit, is_root=unit in self.roots, expects_backward=expects_backward)
 
     def _before_node(self, call: ForwardCall, node_number: int, gradients: object) -> None:
@@ -220,6 +220,8 @@ class ForwardBackward:
 
     def release(self, unit: Unit) -> None:
         """Keeps a unit if ``keep_bytes`` has room for it, otherwise frees it."""
+        if unit.state is UnitState.KEPT:
+            return
         state = self._policy.state_after_release(unit)
         if state is UnitState.FREED:
             unit.free()

@@ -33,9 +33,8 @@ _MAX_CALLS = 1 << 15
 _MAX_NUMBERS = 1 << 16
 
 
-def backward_task() -> int:
-    """Returns the id of the backward that runs in this thread, or ``NO_TASK``. A nested backward has its own id."""
-    return torch._C._current_graph_task_id()
+backward_task: Callable[[], int] = torch._C._current_graph_task_id
+"""Returns the id of the backward that runs in this thread, or ``NO_TASK``. A nested backward has its own id."""
 
 
 class ForwardCalls:
@@ -149,7 +148,8 @@ class RunningBackward:
     def end_calls_after(self, node_number: int) -> list[ForwardCall]:
         """Ends and returns the calls that began after a node was made. See Note: [Node numbers]."""
         ended = [call for call in self.calls if call.first_node_number > node_number]
-        self._end(ended)
+        if ended:
+            self._end(ended)
         return ended
 
     def end(self) -> None:

@@ -100,29 +100,22 @@ class ResidentBytes:
 
 
 class ResidentUnit:
-    """The part of a unit that the policy reads. Subclasses define its size and move its bytes.
+    """The part of a unit that the policy reads. Subclasses move its bytes.
 
     Args:
         memory: Counts the memory of all units.
+        size_bytes: Size of the flat vector, wherever it is stored.
+        own_bytes: Memory of this process that the flat vector takes while gathered; 0 if it is read in place.
     """
 
     index: int
     """Number of the unit in the run."""
 
-    def __init__(self, memory: ResidentBytes) -> None:
+    def __init__(self, memory: ResidentBytes, size_bytes: int, own_bytes: int) -> None:
         self.state = UnitState.FREED
         self.settings = UnitSettings()
+        self.size_bytes, self.own_bytes = size_bytes, own_bytes
         self._memory = memory
-
-    @property
-    def size_bytes(self) -> int:
-        """Size of the flat vector, wherever it is stored."""
-        raise NotImplementedError
-
-    @property
-    def own_bytes(self) -> int:
-        """Memory of this process that the flat vector takes while gathered; 0 if it is read in place."""
-        raise NotImplementedError
 
     @property
     def is_replica(self) -> bool:
@@ -136,7 +129,8 @@ class ResidentUnit:
 
     def _set_state(self, state: UnitState) -> None:
         before, self.state = self.state, state
-        if (size_bytes := self.own_bytes) and not self.is_replica:
+        size_bytes = self.own_bytes
+        if size_bytes and not self.is_replica:
             self._memory.fetching_bytes += ((state is UnitState.FETCHING) - (before is UnitState.FETCHING)) * size_bytes
             self._memory.kept_bytes += ((state is UnitState.KEPT) - (before is UnitState.KEPT)) * size_bytes
 

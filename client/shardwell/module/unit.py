@@ -100,9 +100,10 @@ class Unit(ResidentUnit):
         values: NewValues,
         policy: MixedPrecisionPolicy = AS_STORED,
     ) -> None:
-        super().__init__(memory)
         self.layout = layout
         self.precision = Precision(policy, layout)
+        size_bytes = self.precision.layout.size_bytes
+        super().__init__(memory, size_bytes=size_bytes, own_bytes=size_bytes)
         self.parameters = tuple(entry.parameter for entry in found)
         self.gradients = LocalGradients(self.parameters, self.precision)
         self.sites = tuple(tuple(entry.sites) for entry in found)
@@ -143,14 +144,6 @@ class Unit(ResidentUnit):
         """The flat vector's memory; while freed it is empty or reads as NaN."""
         return self._flat.storage
 
-    @property
-    def size_bytes(self) -> int:
-        return self.precision.layout.size_bytes
-
-    @property
-    def own_bytes(self) -> int:
-        return 0 if self._flat.in_place else self.precision.layout.size_bytes
-
     def _upload(self, values: NewValues, memory: VectorMemory) -> int:
         """Uploads the initial values in the dtypes of the servers, frees the parameters and returns the unit index."""
         casts = self.precision.casts
@@ -188,6 +181,7 @@ class Unit(ResidentUnit):
         if shared is None or self._shared is not None:
             return
         self._flat.use_shared(shared.bytes)
+        self.own_bytes = 0
         self._shared = shared
         self._parameter_objects.place_all([self._flat.place(index) for index in range(len(self.parameters))])
 
@@ -259,8 +253,8 @@ class Unit(ResidentUnit):
         """
         if self.state is UnitState.UNSHARDED:
             return
-        self._parameter_objects.check_holders()  # first: the forward would silently use a replaced one
         if self.state is not UnitState.KEPT:
+            self._parameter_objects.check_holders()  # before the wait for the values
             self._receive()
         self._parameter_objects.allow()
         self._set_state(UnitState.UNSHARDED)

@@ -111,7 +111,12 @@ class UnitParameters:
         self._counters.forget_graphs()
 
     def allow(self) -> None:
-        """Makes the parameters usable, also by autograd. ``written`` reports writes since they were valid before."""
+        """Makes the parameters usable, also by autograd. ``written`` reports writes from now on, or since ``forbid``.
+
+        Raises:
+            UsageError: See ``check_holders``. The forward would silently use another parameter.
+        """
+        self.check_holders()
         for parameter, original, _ in self._classes:
             parameter.__class__ = original
         if not self._counters.are_valid:

@@ -142,17 +142,9 @@ class _Unit(ResidentUnit):
     """A unit without values. Its methods have the names and effects of ``Unit``'s."""
 
     def __init__(self, planned: PlannedUnit, index: int, own_bytes: int, memory: _Memory) -> None:
-        super().__init__(memory)
+        super().__init__(memory, size_bytes=planned.size_bytes, own_bytes=own_bytes)
         self.planned, self.index, self.num_gathers = planned, index, 0
-        self._own_bytes, self._counts = own_bytes, memory
-
-    @property
-    def size_bytes(self) -> int:
-        return self.planned.size_bytes
-
-    @property
-    def own_bytes(self) -> int:
-        return self._own_bytes
+        self._counts = memory
 
     def start_gather(self) -> None:
         if self.needs_gather:
