@@ -53,6 +53,7 @@ POINTS: Mapping[str, str] = {
     "server.update.between_shards": "a shard is updated, and others of the run are not (step, unit)",
     "server.update.middle": "parameters of a shard have changed in part, and its version is still the old one (piece)",
     "server.update.in_piece": "a piece of an update is applied, and not counted yet (piece)",
+    "server.update.joint": "an update of several shards has begun, changed some, saved one, or is complete (stage)",
     "server.update.after": "all shards are updated, and the coordinator has no answer yet (step)",
     "server.checkpoint.middle": "a part of a tensor is in the file of a checkpoint, and more follow (step)",
     "server.checkpoint.between_shards": "a shard is in the file of a checkpoint (step)",

@@ -34,19 +34,23 @@ class Shards:
         command = [sys.executable, "-m", "tests.support.restarted_shard"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def play(self, folder: Path, algorithm: str, dtype: str, dp: int, fault: Fault | None) -> dict[str, Any]:
+    def play(
+        self, folder: Path, algorithm: str, dtype: str, dp: int, fault: Fault | None, **options: Any
+    ) -> dict[str, Any]:
         """Runs one process until it has made all steps or is killed. Returns what it found and made."""
         assert self._process.stdin is not None and self._process.stdout is not None
         case = {"folder": str(folder), "algorithm": algorithm, "dtype": dtype, "dp": dp, "fault": fault}
-        print(json.dumps(case | {"settings": SETTINGS[algorithm]}), file=self._process.stdin, flush=True)
+        print(json.dumps(case | {"settings": SETTINGS[algorithm]} | options), file=self._process.stdin, flush=True)
         return dict(json.loads(self._process.stdout.readline()))
 
-    def finish(self, folder: Path, algorithm: str, dtype: str, dp: int, *faults: Fault) -> dict[str, Any]:
+    def finish(
+        self, folder: Path, algorithm: str, dtype: str, dp: int, *faults: Fault, **options: Any
+    ) -> dict[str, Any]:
         """Runs processes until one finishes. Each of the first ones is killed by a fault."""
         folder.mkdir()
         for fault in faults:
-            assert self.play(folder, algorithm, dtype, dp, fault) == {"code": -signal.SIGKILL}, fault
-        finished = self.play(folder, algorithm, dtype, dp, None)
+            assert self.play(folder, algorithm, dtype, dp, fault, **options) == {"code": -signal.SIGKILL}, fault
+        finished = self.play(folder, algorithm, dtype, dp, None, **options)
         assert finished.pop("code") == 0
         names = sorted(path.name for path in folder.iterdir())
         assert names == ["committed", "result"], "a clean stop removes the server's folder"
@@ -93,6 +97,24 @@ def test_update_continues_from_every_piece(algorithm: str, tmp_path: Path, shard
             found = shards.play(folder, *case, None)
             assert (found["hash"], found["held"]) == (expected["hash"], 3), (point, nth)
         assert nth > 3
+
+
+@pytest.mark.parametrize("algorithm", ["sgd", "adamw"])
+def test_update_of_several_shards_is_undone_from_every_point(algorithm: str, tmp_path: Path, shards: Shards) -> None:
+    case, point = (algorithm, "float32", 2), "server.update.joint"
+    expected = shards.finish(tmp_path / "alone", *case)
+    assert shards.finish(tmp_path / "together", *case, slice_bytes=1 << 20)["hash"] == expected["hash"]
+    for nth in range(1, 20):
+        folder = tmp_path / f"killed-{nth}"
+        folder.mkdir()
+        if shards.play(folder, *case, (point, nth), slice_bytes=1 << 20)["code"] == 0:
+            break  # the updates have fewer points
+        found = shards.play(folder, *case, None, slice_bytes=1 << 20)
+        assert (found["hash"], found["held"]) == (expected["hash"], 3), nth
+    assert nth == 1 + 2 * 5, "two updates of two shards: begun, changed, saved twice, complete"
+    faults = [(point, 3), (point, 2)]  # the second process undoes the update of step 2, and is killed in step 3
+    found = shards.finish(tmp_path / "again", *case, *faults, slice_bytes=1 << 20)
+    assert (found["hash"], found["held"]) == (expected["hash"], 3)
 
 
 @pytest.mark.parametrize("dp", [1, 2])
@@ -167,7 +189,8 @@ def test_killed_shard_server_loses_no_step(num_shards: int, undisturbed_hash: st
 @pytest.mark.parametrize(
     ("point", "nth"),
     [
-        ("server.update.in_piece", 40),
+        ("server.update.in_piece", 5),
+        *(("server.update.joint", nth) for nth in (5, 6, 9, 13)),
         ("server.update.between_shards", 9),
         ("server.prepare.after", 3),
         ("server.push.accepted", 11),

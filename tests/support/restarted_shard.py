@@ -35,7 +35,7 @@ from shardwell_wire.server_folders import FolderOwner
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
 DP = 2
-STEPS = 3
+STEPS = 4
 OWNER = FolderOwner(server_id="shard-0", coordinator="localhost:1")
 RUN = RunIdentity("run", "0123456789abcdef")
 SHAPES = [(48, 64), (7, 3), (5, 2), (33, 40)]
@@ -181,9 +181,11 @@ def optimizer_step(algorithm: str, settings: dict[str, float]) -> common_pb2.Opt
     return step
 
 
-def play(folder: str, algorithm: str, dtype: str, dp: int, settings: dict[str, float]) -> dict[str, object]:
-    """Runs one process's life; see the module."""
-    update_pieces.SLICE_BYTES = 4096
+def play(
+    folder: str, algorithm: str, dtype: str, dp: int, settings: dict[str, float], slice_bytes: int = 4096
+) -> dict[str, object]:
+    """Runs one process's life; see the module. With small slices, every shard is updated by itself."""
+    update_pieces.SLICE_BYTES = slice_bytes
     return asyncio.run(Program(Path(folder), optimizer_step(algorithm, settings), dtype, dp).run())
 
 

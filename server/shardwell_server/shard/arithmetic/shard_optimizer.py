@@ -11,6 +11,7 @@ import torch
 from shardwell_server.optimizer_checks import algorithm_of, allocation_key
 from shardwell_server.shard.arithmetic.algorithms.engines import ENGINES, Engine, Part, Settings, State, torch_settings
 from shardwell_server.shard.arithmetic.averages import AveragedUpdate, Averages
+from shardwell_server.shard.arithmetic.joint_update import JointPart
 from shardwell_server.shard.arithmetic.optimizer_content import OptimizerContent, PartContent, RestoredPart
 from shardwell_server.shard.arithmetic.state_allocation import (
     Allocate,
@@ -75,11 +76,17 @@ class ShardOptimizer:
         self._tensor_count = -1
         self._allocated = AllocatedState()
         self._prepared_for: tuple[object, ...] | None = None
+        self._members_prepared: Sequence[_Member] = ()
+        """The parts that the prepared update changes."""
         self._update: _Update | None = None
         """An update that failed midway."""
+        self._joint_parts: Sequence[JointPart] | None = None
+        """None: not known yet, or the update cannot be joined."""
         self.averages = Averages(self._values)
         self.state_names: list[str] = []
         """Names of the state tensors after the last step, such as ``exp_avg``."""
+        self._is_averaged = False
+        """Whether the prepared update changes the averages."""
         self._size_bytes = self._piece_bytes = 0
         self.revision = 0
         """Changes whenever ``content`` changes, except for the step counts of ``counted``."""
@@ -188,8 +195,13 @@ class ShardOptimizer:
         missing.allocate(self._allocate)
         self._allocated = allocated
         self.revision += 1
-        self.counted = tuple(member.number for member in self._members(present, optimizer, group_of))
-        for member in self._members(present, optimizer, group_of):
+        self._members_prepared = tuple(self._members(present, optimizer, group_of))
+        self._joint_parts, self._starts_averages = (
+            None,
+            optimizer.HasField("ema_decay") and not self.averages.has_started,
+        )
+        self.counted = tuple(member.number for member in self._members_prepared)
+        for member in self._members_prepared:
             fresh_state = allocated.states[member.number].state if member.number in allocated.states else {}
             state = {**self._own_state(member), **fresh_state}
             size = member.engine.piece_bytes(self._values[member.number], state)
@@ -212,11 +224,7 @@ class ShardOptimizer:
     def _members(
         self, present: Sequence[bool], optimizer: common_pb2.OptimizerStep, group_of: Sequence[int]
     ) -> Iterator[_Member]:
-        names = [algorithm_of(optimizer, group) for group in range(len(optimizer.groups))]
-        settings = [
-            _settings(name, group.SerializeToString(deterministic=True))
-            for name, group in zip(names, optimizer.groups, strict=True)
-        ]
+        names, settings = zip(*settings_of(optimizer), strict=True) if optimizer.groups else ((), ())
         for number, (has_gradient, group) in enumerate(zip(present, group_of, strict=True)):
             if has_gradient and group >= 0:
                 yield _Member(number, group, names[group], ENGINES[names[group]], settings[group])
@@ -300,6 +308,44 @@ class ShardOptimizer:
         self.update_count += 1
         return update
 
+    # ---- together with the updates of other shards ----
+
+    @property
+    def joint_parts(self) -> Sequence[JointPart] | None:
+        """What the prepared update changes, if it can be joined with those of other shards. None: it cannot.
+
+        Such an update changes nothing but tensors that exist already, and step counts.
+        """
+        if self._update is not None or self._allocated.states or self._allocated.averages:
+            return None
+        if self._is_averaged and not self.averages.has_started:
+            return None
+        if self._joint_parts is None:
+            self._joint_parts = self._find_joint_parts()
+        return self._joint_parts
+
+    def _find_joint_parts(self) -> Sequence[JointPart] | None:
+        parts = []
+        for member in self._members_prepared:
+            values, state = self._values[member.number], self._states[member.number]
+            kind = member.engine.joint_kind(Part(member.number, values, values, state), member.settings)
+            if kind is None or self._algorithms[member.number] != member.algorithm:
+                return None
+            parts.append(JointPart(member.number, member.group, kind, member.engine, values.view(-1), state))
+        return parts
+
+    def changed_state(self) -> Iterator[torch.Tensor]:
+        """Yields the state and the averages that a joint update may change."""
+        for part in self.joint_parts or ():
+            yield from part.state.values()
+        yield from (average for number in range(len(self._values)) if (average := self.averages[number]) is not None)
+
+    def count_joint_update(self) -> None:
+        """Counts an update that was applied to ``joint_parts``."""
+        for number in self.counted:
+            self._step_counts[number] += 1
+        self.update_count += 1
+
     def _update_statistics(self) -> None:
         tensor_count = sum(map(len, self._states)) + self.averages.count
         if tensor_count == self._tensor_count:
@@ -347,12 +393,22 @@ class ShardOptimizer:
         averages = {number: part.average for number, part in enumerate(parts) if part.average is not None}
         self.averages.restore(averages, has_started=averages_begun)
         self._allocated, self._prepared_for, self._tensor_count = AllocatedState(), None, -1
+        self._members_prepared, self._joint_parts = (), None
         self.revision, self.counted = self.revision + 1, ()
         self._update_statistics()
 
     def steps_of(self, part: int) -> int:
         """Returns the number of updates that a part has had."""
         return self._step_counts[part]
+
+
+def settings_of(optimizer: common_pb2.OptimizerStep) -> list[tuple[str, Settings]]:
+    """Returns the algorithm and the settings of each parameter group."""
+    names = [algorithm_of(optimizer, group) for group in range(len(optimizer.groups))]
+    return [
+        (name, _settings(name, group.SerializeToString(deterministic=True)))
+        for name, group in zip(names, optimizer.groups, strict=True)
+    ]
 
 
 @lru_cache(64)

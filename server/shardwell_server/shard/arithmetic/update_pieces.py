@@ -113,3 +113,9 @@ class Clipping:
         # torch rejects bounds beyond the range of the dtype. Such bounds clip nothing.
         bound = min(self.value, torch.finfo(gradient.dtype).max)
         return clipped.clamp(-bound, bound) if clipped is gradient else clipped.clamp_(-bound, bound)
+
+    def apply_all(self, gradients: list[Tensor]) -> list[Tensor]:
+        """Returns the clipped gradients, as ``apply`` does for each."""
+        if self.value is not None:
+            return [self.apply(gradient) for gradient in gradients]
+        return gradients if self.coefficient == 1.0 else list(torch._foreach_mul(gradients, self.coefficient))

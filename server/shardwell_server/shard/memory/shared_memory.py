@@ -141,6 +141,15 @@ class ShardFile:
         return self._shared.name
 
     @property
+    def step_word_range(self) -> tuple[int, int, int]:
+        """Address, size and position of the step word in the file."""
+        return self._shared.tensor.data_ptr() + _STEP_AT, len(self.step_word), _STEP_AT
+
+    def offset_of(self, tensor: torch.Tensor) -> int:
+        """Returns the position of values in the file. They must be a view of ``buffer``."""
+        return tensor.data_ptr() - self._shared.tensor.data_ptr()
+
+    @property
     def shown(self) -> int:
         """The readable version, or ``UPDATING``."""
         return read_version(self._head)
@@ -246,6 +255,14 @@ class SharedMemory:
             mapped = mmap.mmap(descriptor, file_size(size_bytes))
         tensor = torch.frombuffer(mapped, dtype=torch.uint8)[:size_bytes]
         return SharedBuffer(str(self._directory / name), tensor)
+
+    def open_whole(self, name: str) -> SharedBuffer:
+        """Maps a file of a former process as far as it goes. Raises OSError if there is none."""
+        return self.open(name, (self._directory / name).stat().st_size)
+
+    def names(self, suffix: str) -> list[str]:
+        """Returns the names of the files that end with a suffix."""
+        return sorted(path.name for path in self._directory.glob(f"*{suffix}"))
 
     def has(self, name: str) -> bool:
         """Returns whether the folder has a file of this name."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Iterable, Set
 from functools import partial
 
@@ -11,6 +12,7 @@ from shardwell_server import optimizer_checks
 from shardwell_server.shard.concurrency import InThread
 from shardwell_server.shard.requests.replication import Replicator
 from shardwell_server.shard.state.buffer_shard import BufferShard
+from shardwell_server.shard.state.joint_updates import StepUpdate
 from shardwell_server.shard.state.reductions import reduce_shards
 from shardwell_server.shard.state.runs import HostedRun, PreparedStep
 from shardwell_server.shard.state.shard_spec import Role
@@ -219,24 +221,40 @@ async def update(run: HostedRun, in_thread: InThread, request: shard_pb2.UpdateR
         run.rank_versions.update(request.rank_versions)
         _release_held(run)
     fault_points.reach("server.update.before", step=step)
-    for shard in (*waiting, *in_order(_able_backups(run, step, request.optimizer))):
-        await run.before_update(shard)
-        async with shard.unchanging:
-            await shard.update(
-                in_thread,
-                step,
-                request.optimizer,
-                groups.get(shard.index),
-                clip,
-                key,
-                hold=_is_read(run, shard, step),
-            )
-        fault_points.reach("server.update.between_shards", step=step, unit=shard.index)
+    asked = StepUpdate(step, request.optimizer, groups, key, clip)
+    left = deque((*waiting, *in_order(_able_backups(run, step, request.optimizer))))
+    run.joint_updates.begin_step()
+    while left:
+        updated = run.joint_updates.update(left, asked, lambda shard: _may_change(run, shard, step))
+        if not updated:
+            updated = [left.popleft()]
+            await _update_alone(run, in_thread, updated[0], asked)
+        for shard in updated:
+            fault_points.reach("server.update.between_shards", step=step, unit=shard.index)
     if run.prepared is None or run.prepared.step <= step:  # a repeated request may arrive after the next PrepareStep
         run.clear_prepared()
     fault_points.reach("server.update.after", step=step)
     stale = [shard for shard in run.backups if shard.out_of_sync]
     return shard_pb2.UpdateResponse(version=step + 1, stale_backups=map(_stale_status, stale))
+
+
+async def _update_alone(run: HostedRun, in_thread: InThread, shard: UnitShard, asked: StepUpdate) -> None:
+    await run.before_update(shard)
+    async with shard.unchanging:
+        await shard.update(
+            in_thread,
+            asked.step,
+            asked.optimizer,
+            asked.groups.get(shard.index),
+            asked.clip_coefficient,
+            asked.key,
+            hold=_is_read(run, shard, asked.step),
+        )
+
+
+def _may_change(run: HostedRun, shard: UnitShard, version: int) -> bool:
+    """True if an update of a shard needs neither wait for a checkpoint nor keep its version."""
+    return not run.is_captured(shard) and not _is_read(run, shard, version)
 
 
 def _is_read(run: HostedRun, shard: UnitShard, version: int) -> bool:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from shardwell_server.shard.state.fences import Fences
+from shardwell_server.shard.state.joint_undo import JointUndo
+from shardwell_server.shard.state.joint_updates import JointUpdates
 from shardwell_server.shard.state.rank_versions import RankVersions
 from shardwell_server.shard.state.shard_files import RunFiles
 from shardwell_server.shard.state.shard_spec import Role
@@ -72,6 +74,8 @@ class HostedRun:
         self.prepared: PreparedStep | None = None
         self.expected_optimizer: common_pb2.OptimizerStep | None = None
         """The optimizer with which the prepared step is expected to be committed. None: not known yet."""
+        self.joint_updates = JointUpdates(JointUndo() if files is None else JointUndo(files.memory, files.shared))
+        """Updates of several small shards at once."""
         self.complete: list[UnitShard] = []
         """Shards whose contributions seem to have arrived, to be reduced in the background."""
         self.duplicate_count = 0
@@ -206,6 +210,10 @@ class HostedRun:
         if self._capture is not None:
             await self._capture.before_update(shard)
 
+    def is_captured(self, shard: UnitShard) -> bool:
+        """True if a checkpoint still needs the current version of a shard, so that ``before_update`` may wait."""
+        return self._capture is not None and self._capture.needs(shard)
+
     def begin_restore(self, restore: int, min_epoch: int) -> None:
         """Records that the run is loaded from a checkpoint. All shards were removed."""
         assert not self.shards
@@ -312,5 +320,6 @@ class HostedRun:
         for shard in self.shards.values():
             shard.drop(deleted)
         self.shards.clear()
+        self.joint_updates.close()
         if self.files is not None:
             self.files.close()

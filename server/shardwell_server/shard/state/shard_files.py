@@ -16,6 +16,7 @@ from shardwell_server.shard.arithmetic.state_allocation import allocate_ordinary
 from shardwell_server.shard.arithmetic.update_pieces import Progress
 from shardwell_server.shard.memory.budget import Memory
 from shardwell_server.shard.memory.shared_memory import ShardFile, SharedBuffer, SharedMemory, new_record_name
+from shardwell_server.shard.state.joint_undo import ChangedRange
 from shardwell_server.shard.state.shard_record import (
     PartRecord,
     PreparedRecord,
@@ -239,6 +240,33 @@ class ShardFiles:
             updates = _update_count(shard) - self._recorded.update_count
             kind = Prepared.NO if step is None else step.kind
             self._write_word(shard.values_file, StepWord(self._recorded.generation, version, updates, kind))
+
+    def can_save_update(self, shard: DescribedShard) -> bool:
+        """True if ``save_update`` can describe the shard after the update of the prepared step."""
+        if not shard.is_described:
+            return not self._exists
+        recorded = self._recorded
+        return (
+            self._prepared
+            and recorded is not None
+            and _update_count(shard) - recorded.update_count < MAX_UPDATES
+            and self._continues_record(shard, self._prepared_record(shard))
+        )
+
+    def save_update(self, shard: DescribedShard, version: int) -> None:
+        """As ``save`` after an update, by a step word alone. ``can_save_update`` was True before the update."""
+        if self._recorded is not None and shard.values_file is not None:
+            self._prepared = False
+            updates = _update_count(shard) - self._recorded.update_count
+            self._write_word(shard.values_file, StepWord(self._recorded.generation, version, updates, Prepared.NO))
+
+    def range_of(self, tensor: torch.Tensor) -> ChangedRange:
+        """Returns where a state tensor is."""
+        try:
+            arena = self._arena_of(tensor)
+        except LookupError:
+            return ChangedRange.of(tensor)
+        return ChangedRange.of(tensor, arena.name, tensor.data_ptr() - arena.tensor.data_ptr())
 
     def remove_record(self) -> None:
         """Removes the record: another process cannot take up the shard."""

@@ -11,6 +11,7 @@ from shardwell_server.shard.memory.budget import Grant, Memory
 from shardwell_server.shard.memory.shared_memory import ShardFile, SharedMemory
 from shardwell_server.shard.state import shard_record
 from shardwell_server.shard.state.buffer_shard import BufferShard
+from shardwell_server.shard.state.joint_undo import restore_interrupted
 from shardwell_server.shard.state.runs import HostedRun
 from shardwell_server.shard.state.shard_files import RunFiles, ShardFiles
 from shardwell_server.shard.state.shard_record import PartRecord, ShardDescription
@@ -68,7 +69,8 @@ class ShardsOfFormer:
         self._shared, self._memory, self._hosted = shared, memory, runs
         self._runs: dict[str, RunFiles] = {}
         self._shards: dict[ShardKey, TakenShard] = {}
-        for name, data in shared.records().items():
+        # First: step words may belong to an interrupted update.
+        for name, data in (shared.records() if restore_interrupted(shared) else {}).items():
             try:
                 self._take(name, data)
             # A record that was written by other software may contain anything.

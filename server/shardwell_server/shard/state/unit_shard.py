@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import TypeVar
 
@@ -13,13 +13,14 @@ from shardwell_server import optimizer_checks
 from shardwell_server.shard.arithmetic.optimizer_content import OptimizerContent
 from shardwell_server.shard.arithmetic.reduction import Reduced
 from shardwell_server.shard.arithmetic.shard_optimizer import ShardOptimizer
-from shardwell_server.shard.arithmetic.small_reductions import SmallReduction
+from shardwell_server.shard.arithmetic.small_reductions import MAX_BYTES, SmallReduction
 from shardwell_server.shard.concurrency import InThread, OpenStreams, uninterrupted
 from shardwell_server.shard.memory.budget import BufferQuota, Grant, IncomingBuffer, Memory
 from shardwell_server.shard.memory.shared_memory import ShardFile, SharedMemory
 from shardwell_server.shard.state.applied_optimizer import AppliedOptimizer
 from shardwell_server.shard.state.contributions import Contribution, ContributionMemory, Contributions
 from shardwell_server.shard.state.encoded_versions import EncodedVersions
+from shardwell_server.shard.state.joint_undo import ChangedRange
 from shardwell_server.shard.state.kept_gradients import KeptGradients
 from shardwell_server.shard.state.mean_gradient import MeanGradient
 from shardwell_server.shard.state.partitions import Partitions
@@ -43,9 +44,6 @@ from shardwell_wire.sum_order import SumOrder
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
 Result = TypeVar("Result")
-
-_INLINE_BYTES = 64 << 10
-"""Work on a shard up to this size runs on the event loop: it takes less time than waking a thread."""
 
 
 class UnitShard:
@@ -356,7 +354,7 @@ class UnitShard:
         return kept | self.contributions.by_lowest_rank
 
     async def _compute(self, in_thread: InThread, work: Callable[[], Result]) -> Result:
-        return work() if self.size_bytes <= _INLINE_BYTES else await in_thread(work)
+        return work() if self.size_bytes <= MAX_BYTES else await in_thread(work)
 
     def compute_non_finite_error(self, number: int) -> NonFiniteError:
         """Returns an error that names the ranks whose gradient of a segment is not finite."""
@@ -477,11 +475,62 @@ class UnitShard:
             await self._compute(in_thread, lambda: self.compute_update(optimizer, groups, clip_coefficient, key))
         if runs_on_trainers(optimizer.algorithm):
             self.partitions.settle()
+        self._end_step()
+        self.updated_by_trainers = runs_on_trainers(optimizer.algorithm)
+        self.applied.note_size()
+
+    def _end_step(self) -> None:
         self.discard_reduced()
         self.contributions.end_step(self.counted)
         self.replica = None
-        self.updated_by_trainers = runs_on_trainers(optimizer.algorithm)
-        self.applied.note_size()
+
+    # ---- updating together with other shards ----
+
+    def joinable(self, groups: Sequence[int] | None, key: bytes) -> ShardOptimizer | None:
+        """Returns the optimizer if ``JointUpdates`` can make the next version: it changes nothing but small tensors.
+
+        Args:
+            groups: The group of each parameter of the unit. None: no parameter is optimised.
+            key: ``optimizer_checks.allocation_key`` of the optimizer.
+        """
+        optimizer = self.optimizer
+        if optimizer is None or self.reduced is None or self.size_bytes > MAX_BYTES or not self.values.is_unread:
+            return None
+        if self.unchanging.locked() or self.kept.ranks or self.kept_numbers(groups):
+            return None
+        present = [gradient is not None for gradient in self.reduced.gradients]
+        if not optimizer.is_prepared(present, self._chosen_groups(groups), key) or optimizer.joint_parts is None:
+            return None
+        return optimizer if self._files is None or self._files.can_save_update(self) else None
+
+    def changed_ranges(self) -> Iterator[ChangedRange]:
+        """Yields what a joint update changes."""
+        assert self.optimizer is not None and self.optimizer.joint_parts is not None
+        file, files = self.values_file, self._files
+        for part in self.optimizer.joint_parts:
+            yield ChangedRange.of(part.values, *(() if file is None else (file.name, file.offset_of(part.values))))
+        for tensor in self.optimizer.changed_state():
+            yield ChangedRange.of(tensor) if files is None else files.range_of(tensor)
+        if file is not None:
+            address, size_bytes, offset = file.step_word_range
+            yield ChangedRange(address, size_bytes, file.name, offset)
+
+    def begin_joint_update(self, version: int) -> None:
+        """Begins to change the values in place: neither this nor the next version can be read."""
+        self.encoded.supersede()
+        self.reader_copies.supersede()
+        self.values.begin_unread(version)
+
+    def save_joint_update(self, version: int) -> None:
+        """Describes the updated state, for the next process."""
+        if self._files is not None:
+            self._files.save_update(self, version)
+
+    def end_joint_update(self, version: int, *, changes: bool) -> None:
+        """Publishes the next version."""
+        self.values.end_in_place(version, changes=changes)
+        self._end_step()
+        self.updated_by_trainers = False
 
     def changes_values(self, optimizer: common_pb2.OptimizerStep, groups: Sequence[int] | None) -> bool:
         """True if the update of the reduced step may change a value of the shard."""

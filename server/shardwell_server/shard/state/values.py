@@ -265,6 +265,29 @@ class Values:
         self.current = VersionBytes(live.buffer, version + 1 if self._updating else version)
         self._notify()
 
+    @property
+    def is_unread(self) -> bool:
+        """True if ``begin_unread`` can be called: there is a version, and it has no readers."""
+        return self.current is not None and not self._updating and not self.current.readers
+
+    def begin_unread(self, version: int) -> None:
+        """Begins to change the values in place, as ``becoming`` does, if the version before has no readers."""
+        assert self.live is not None and self.is_unread
+        self._updating = True
+        self._replace_current()
+        self._becoming = version
+        self.live.show(UPDATING)
+
+    def end_in_place(self, version: int, *, changes: bool) -> None:
+        """Publishes the version that the values have become."""
+        assert self.live is not None
+        self.version = version
+        if changes:
+            self.changed_version = version
+        self.live.show(version)
+        self._updating = False
+        self._notify()
+
     @asynccontextmanager
     async def becoming(
         self, version: int, in_thread: InThread, *, changes: bool = True, hold: bool = False
@@ -290,12 +313,7 @@ class Values:
             # Before the first byte changes. See Note: [Memory ordering] in ``shared_segment.py``.
             self.live.show(UPDATING)
         yield
-        self.version = version
-        if changes:
-            self.changed_version = version
-        self.live.show(version)
-        self._updating = False
-        self._notify()
+        self.end_in_place(version, changes=changes)
 
     async def _move_readers(self, in_thread: InThread, *, hold: bool) -> None:
         """Moves the readers of the current version to a held version or a snapshot, or revokes it without memory."""
@@ -304,8 +322,7 @@ class Values:
         if hold:
             memory = self.held.allocate(self.live.size_bytes)
             await in_thread(lambda: memory.copy_(live))
-            before.newest, self.current = False, VersionBytes(live, self.version + 1)
-            self.held.add(before)
+            self.held.add(self._replace_current())
             return
         if before.readers:
             self._snapshots.evict(pinned_too=False)
@@ -317,12 +334,19 @@ class Values:
             except BaseException:
                 self._memory.release_buffer(copy)
                 raise
-        before.newest, self.current = False, VersionBytes(live, self.version + 1)
+        self._replace_current()
         if copy is not None:
             before.buffer = copy
             self._snapshots.add(before)
         elif before.readers:
             before.revoked = self._overwritten(self.version, self.version + 1)
+
+    def _replace_current(self) -> VersionBytes:
+        """Makes the memory of the current version that of the next one. Returns the current version."""
+        assert self.live is not None and self.current is not None and self.version is not None
+        before = self.current
+        before.newest, self.current = False, VersionBytes(self.live.buffer, self.version + 1)
+        return before
 
     def drop(self, why: ShardwellError) -> None:
         """Drops all values. Waiting callers and readers get the error."""

@@ -152,6 +152,11 @@ class VersionCapture:
         self._in_thread = in_thread
         self._waited_s = 0.0
 
+    def needs(self, shard: UnitShard) -> bool:
+        """True if a captured shard is not written yet."""
+        captured = self._by_shard.get(id(shard))
+        return captured is not None and not captured.written.is_set()
+
     async def before_update(self, shard: UnitShard) -> None:
         """Makes sure that an update of a shard changes nothing that is not written. Runs before the update."""
         captured = self._by_shard.get(id(shard))

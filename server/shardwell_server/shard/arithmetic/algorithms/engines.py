@@ -67,6 +67,10 @@ class Part:
             yield here, values[here], gradient[here]
 
 
+JointCall = Callable[[list[Tensor], Settings], None]
+"""Updates several parts at once: takes their clipped gradients, each [numel], and the settings of the step."""
+
+
 class Engine:
     """Runs one optimizer. The state is stored with the parts, not in the engine.
 
@@ -146,6 +150,25 @@ class Engine:
                 (values, *state.values()),
             )
 
+    def joint_kind(self, part: Part, settings: Settings) -> Hashable | None:
+        """Returns a key that is equal for parts of which ``joint_call`` takes several. None: it takes none of them.
+
+        Args:
+            part: A part that has all state. Its gradient is not used.
+            settings: The settings, of which only those matter that enable state.
+        """
+        return None
+
+    def joint_call(self, values: list[Tensor], states: Sequence[State], settings: Settings) -> JointCall:
+        """Returns a function that updates several parts with equal ``joint_kind`` at once, with the bits of ``pieces``.
+
+        Args:
+            values: By part. Each [numel]
+            states: By part.
+            settings: As in ``joint_kind``.
+        """
+        raise NotImplementedError
+
     def _clip_and_call(
         self, part: Part, values: Tensor, gradient: Tensor, state: State, settings: Settings, clipping: Clipping
     ) -> None:
@@ -176,6 +199,9 @@ class _FusedEngine(Engine):
                     yield from self.pieces(together[0], settings, clipping)
                 else:
                     yield from self._joint_pieces(together, settings, clipping)
+
+    def joint_kind(self, part: Part, settings: Settings) -> Hashable | None:
+        return self._kind(settings, part)
 
     def _kind(self, settings: Settings, part: Part) -> Hashable | None:
         """Returns a key that is equal for parts that one call can update. None: no call can update others with it."""
@@ -223,6 +249,20 @@ class _AdamKernel(_FusedEngine):
         yield Piece(run, [*values, *(tensor for tensors in moments for tensor in tensors)], atomic=True)
         yield Piece(lambda: torch._foreach_add_(counts, 1), counts, atomic=True)
 
+    def joint_call(self, values: list[Tensor], states: Sequence[State], settings: Settings) -> JointCall:
+        counts = [state["step"] for state in states]
+        moments = [
+            [state[name].view(-1) for state in states] if _is_enabled(tensor, settings) else []
+            for name, tensor in self._state.items()
+            if name != "step"
+        ]
+
+        def call(gradients: list[Tensor], settings: Settings) -> None:
+            torch._foreach_add_(counts, 1)
+            self._function(values, gradients, *moments, counts, **settings)
+
+        return call
+
 
 class _Sgd(_FusedEngine):
     """torch's fused SGD.
@@ -246,6 +286,14 @@ class _Sgd(_FusedEngine):
             torch._fused_sgd_(values, gradients, buffers, is_first_step=is_first_step, **settings)
 
         yield Piece(run, [*values, *buffers], atomic=True)
+
+    def joint_call(self, values: list[Tensor], states: Sequence[State], settings: Settings) -> JointCall:
+        buffers = [state["momentum_buffer"].view(-1) for state in states] if settings["momentum"] else []
+
+        def call(gradients: list[Tensor], settings: Settings) -> None:
+            torch._fused_sgd_(values, gradients, buffers, is_first_step=False, **settings)
+
+        return call
 
     def pieces(self, part: Part, settings: Settings, clipping: Clipping) -> Iterator[Piece]:
         if part.values.element_size() <= 2:

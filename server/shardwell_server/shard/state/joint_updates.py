@@ -1,0 +1,159 @@
+"""Updates small shards of a run together: one call per parameter group in place of one per shard.
+
+Most shards of a model of many small units are updated this way in all steps but the first, in which optimizer state is
+created. ``UnitShard.update`` is the general case.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardwell_server.shard.arithmetic.algorithms.engines import Settings
+from shardwell_server.shard.arithmetic.joint_update import JointPart, JointUpdate
+from shardwell_server.shard.arithmetic.shard_optimizer import ShardOptimizer, settings_of
+from shardwell_server.shard.arithmetic.update_pieces import SLICE_BYTES, Clipping
+from shardwell_server.shard.state.joint_undo import CopyPlan, JointUndo
+from shardwell_server.shard.state.unit_shard import UnitShard
+from shardwell_wire import fault_points
+from shardwell_wire.partitions import runs_on_trainers
+from shardwell_wire.v1 import common_pb2
+
+MAX_SHARDS = 64
+"""Most shards that are updated together. Readers wait for all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepUpdate:
+    """What an Update request asks for."""
+
+    step: int
+    optimizer: common_pb2.OptimizerStep
+    groups: Mapping[int, Sequence[int]]
+    """The group of each parameter, by unit index."""
+    key: bytes
+    """``optimizer_checks.allocation_key`` of the optimizer."""
+    clip_coefficient: float
+    """Factor for every gradient."""
+
+    def settings(self) -> list[Settings]:
+        """Returns the settings of each parameter group."""
+        return [settings for _, settings in settings_of(self.optimizer)]
+
+    @property
+    def clipping(self) -> Clipping:
+        """How gradients are scaled and clamped."""
+        value = self.optimizer.clip_value if self.optimizer.HasField("clip_value") else None
+        return Clipping(self.clip_coefficient, value)
+
+    @property
+    def decay(self) -> float | None:
+        """Weight of the previous averages. None: they do not change."""
+        return self.optimizer.ema_decay if self.optimizer.HasField("ema_decay") else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The joint update of some shards, for all steps in which their optimizers keep their state."""
+
+    parts: Sequence[Sequence[JointPart]]
+    update: JointUpdate
+    copies: CopyPlan
+
+
+class JointUpdates:
+    """The joint updates of one run. Used on the event loop, within ``HostedRun.exclusively``.
+
+    Args:
+        undo: Copies of what the update changes that runs.
+    """
+
+    def __init__(self, undo: JointUndo) -> None:
+        self._undo = undo
+        self._plans: dict[tuple[int, ...], _Plan] = {}
+        """By the identity of the shards. Only those of the last step are kept."""
+        self._used: dict[tuple[int, ...], _Plan] = {}
+
+    def begin_step(self) -> None:
+        """Call before the updates of a step."""
+        self._plans, self._used = self._used, {}
+
+    def update(
+        self, waiting: deque[UnitShard], step: StepUpdate, may_change: Callable[[UnitShard], bool]
+    ) -> list[UnitShard]:
+        """Makes the next version of several shards at once, and takes them from the front of ``waiting``.
+
+        After an error, nothing has changed, and neither version of these shards can be read. The same update of each of
+        them, together or by itself, then makes the next version.
+
+        Args:
+            waiting: Shards to update, in order.
+            step: The update.
+            may_change: Whether nobody needs the current version of a shard.
+
+        Returns:
+            The shards. Empty: the first one must be updated by itself.
+        """
+        if runs_on_trainers(step.optimizer.algorithm):
+            return []
+        found: list[UnitShard] = []
+        optimizers: list[ShardOptimizer] = []
+        size_bytes = 0
+        for shard in waiting:
+            optimizer = shard.joinable(step.groups.get(shard.index), step.key) if may_change(shard) else None
+            if optimizer is None or len(found) == MAX_SHARDS:
+                break
+            size_bytes += shard.size_bytes + optimizer.size_bytes
+            if found and size_bytes > SLICE_BYTES:
+                break
+            found.append(shard)
+            optimizers.append(optimizer)
+        if len(found) < 2:
+            return []
+        plan = self._plan(found, optimizers, step)
+        if not self._undo.reserve(plan.copies):
+            return []
+        self._run(found, optimizers, plan, step)
+        for _ in found:
+            waiting.popleft()
+        return found
+
+    def _plan(self, shards: Sequence[UnitShard], optimizers: Sequence[ShardOptimizer], step: StepUpdate) -> _Plan:
+        key = tuple(map(id, shards))
+        parts = [own for optimizer in optimizers if (own := optimizer.joint_parts) is not None]
+        plan = self._plans.get(key)
+        if plan is None or any(own is not former for own, former in zip(parts, plan.parts, strict=True)):
+            update = JointUpdate(parts, [optimizer.averages for optimizer in optimizers], step.settings())
+            copies = CopyPlan(each for shard in shards for each in shard.changed_ranges())
+            plan = _Plan(parts, update, copies)
+        self._used[key] = plan
+        return plan
+
+    def _run(
+        self, shards: Sequence[UnitShard], optimizers: Sequence[ShardOptimizer], plan: _Plan, step: StepUpdate
+    ) -> None:
+        version = step.step + 1
+        for shard in shards:
+            shard.begin_joint_update(version)
+        self._undo.begin(plan.copies)
+        try:
+            gradients = [shard.reduced.gradients for shard in shards if shard.reduced is not None]
+            fault_points.reach("server.update.joint", stage="begun")
+            plan.update.run(gradients, step.settings(), step.clipping, step.decay)
+        except BaseException:
+            self._undo.restore()
+            raise
+        for shard, optimizer in zip(shards, optimizers, strict=True):
+            optimizer.count_joint_update()
+            shard.save_joint_update(version)
+            fault_points.reach("server.update.joint", stage="saved")
+        self._undo.end()
+        fault_points.reach("server.update.joint", stage="complete")
+        for shard, own in zip(shards, plan.parts, strict=True):
+            shard.end_joint_update(version, changes=bool(own))
+
+    def close(self) -> None:
+        """Releases all memory."""
+        self._plans, self._used = {}, {}
+        self._undo.close()
