@@ -108,6 +108,7 @@ SHARD_RPCS: Mapping[str, Rule] = {
             "InitializeUnit",
             "ReduceScatter",
             "OpenGradientBuffer",
+            "CloseSharedBuffers",
             "ReduceGradientBuffer",
             "ReduceBatch",
             "ReadPartition",

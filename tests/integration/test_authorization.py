@@ -42,6 +42,7 @@ MEMBER, TRAINER, READER = "member", "trainer", "reader"
 MEMBER_RPCS = """
     Heartbeat KeepMembership Leave DeclareUnit PublishInitialUnit DeclareParallelPlan ResetWork FinishWork
     PrepareGradients CommitStep ExchangeAddress AddResiduals InitializeUnit ReduceScatter OpenGradientBuffer
+    CloseSharedBuffers
     ReduceGradientBuffer ReduceBatch ReadPartition StagePartition OpenStagingBuffer StageStagingBuffer
 """
 STORE_RPCS = "StoreSet StoreGet StoreAdd StoreCheck StoreDelete"

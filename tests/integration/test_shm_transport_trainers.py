@@ -162,13 +162,14 @@ def test_trainers_with_one_and_two_ranks_share_a_server(server: ShardServer) -> 
     assert_only_parameters(one)
 
 
-def test_free_memory_releases_the_buffers_of_lost_ranks() -> None:
+def test_free_memory_closes_the_buffers_of_lost_ranks_only() -> None:
     """Otherwise the trainer that plays the ranks next finds no memory on a full server."""
     budget = PLAIN.size_bytes * 2 * 6 + PLAIN.size_bytes  # two units and one more buffer
     second = layout_of("v", a=((40_000,), "float32"), b=((20_000,), "float32"))
     with closing(SharedMemory()) as shared, ShardServer(budget, shared) as server:
         units = [unit(server, PLAIN, dp=2), unit(server, second, dp=2, index=1)]
         with closing(connect(units[0], "shm")) as both, closing(connect(units[0], "shm")) as late:
+            session = both.transport
             for step, owners in enumerate([(both, both), (both, late)]):
                 for one, (rank, owner) in product(units, enumerate(owners)):
                     own = part_header(header(one, step=step, rank=rank))
@@ -184,7 +185,13 @@ def test_free_memory_releases_the_buffers_of_lost_ranks() -> None:
                 server.call("PrepareStep", prepare)
                 units[0].update(step)
                 both.release()
-                both.free_memory()
-            assert late.copies_gradients
+                both.free_memory(1, 2 - step)
+                assert both.transport is session, "no session is reopened"
+                assert server.evaluate(lambda: len(server.shm._open)) == 2
+            assert late.copies_gradients and both.copies_gradients
+            assert sorted(server.evaluate(lambda: [len(at._gradient_buffers) for at in server.shm._open.values()])) == [
+                2,
+                2,
+            ]
         assert [one.gather()[0] for one in units] == [2, 2]
         assert_all(units[0].gather()[1], -2.0)

@@ -226,9 +226,10 @@ class RunStore:
         """
         self.pushes.start_step(finished, kept_units)
         self.residuals.start_step()
-        if len(self._state.items) < len(finished.global_ranks):
+        kept, before = len(self._state.items), len(finished.global_ranks)
+        if kept < before:
             self._partition_updates.drop_cache()
-            self._servers.free_gradient_buffers()
+            self._servers.free_gradient_buffers(kept, before)
 
     def declare(self, layout: UnitLayout, initial_values: InitialValues) -> int:
         """See ``ParameterStore.declare``. Returns once the run has initial values for the unit."""

@@ -155,10 +155,15 @@ class ShardServers:
         for server in self._present:
             server.release(dp_rank)
 
-    def free_gradient_buffers(self) -> None:
-        """Frees the memory of the shared gradient buffers, which the next owner of the ranks needs."""
+    def free_gradient_buffers(self, kept: int, of: int) -> None:
+        """Frees the memory of shared buffers, which the next owner of the ranks needs.
+
+        Args:
+            kept: Number of ranks whose buffers this trainer keeps.
+            of: Number of ranks that it has buffers for.
+        """
         for server in self._present:
-            server.free_memory()
+            server.free_memory(kept, of)
 
     def disconnect(self) -> None:
         """Closes the connections: transfers in flight fail with the error that ended the membership. Thread-safe."""

@@ -447,10 +447,14 @@ class SharedTransport(Transport):
     def release(self, dp_rank: int | None = None) -> None:
         """Releases the memory of a rank's contributions, which the server no longer reads. None: of all ranks."""
 
-    @property
     @abstractmethod
-    def keeps_memory(self) -> bool:
-        """Whether the server keeps memory for pushes or partitions of this trainer."""
+    def free_memory(self, kept: int, of: int) -> None:
+        """Has the server free memory of contributions and partitions that are released. Nothing may be in flight.
+
+        Args:
+            kept: This trainer keeps the share ``kept / of`` of the memory for contributions to each shard.
+            of: See ``kept``.
+        """
 
     @abstractmethod
     def broke_within(self, timeout_s: float) -> bool:

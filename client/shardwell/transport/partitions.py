@@ -186,6 +186,8 @@ class StagingBuffer:
     def __init__(self, location: PartitionLocation) -> None:
         self._location = location
         self._mapped: dict[str, torch.Tensor] = {}
+        self.buffer_id = 0
+        """Identifies the buffer to the server. 0: there is none yet."""
 
     def lay_out(self, answer: shard_pb2.OpenStagingBufferResponse, values: torch.Tensor) -> SharedPartitionSegment:
         """Returns a partition whose values and state are in the buffer.
@@ -198,6 +200,7 @@ class StagingBuffer:
             OSError: The buffer cannot be mapped.
         """
         header, location = answer.header, self._location
+        self.buffer_id = answer.staging_buffer_id
         values_at = values_offset(location.start_bytes, location.stop_bytes)
         state_ranges, state_bytes = state_places(header.state)
         sizes = {answer.path: values_at + location.stop_bytes - location.start_bytes}

@@ -127,14 +127,6 @@ class TransportSelector:
         """The transport through shared memory, if there is one."""
         return self._shared
 
-    def reopen_shared(self) -> None:
-        """Opens the transport through shared memory anew, and closes the former one. Keeps it if that fails."""
-        assert self._shared is not None
-        replacement = self._try_open(SHARED_TRANSPORTS, self._shared.name)
-        if replacement is not None:
-            former, self._shared = self._shared, replacement
-            former.close()
-
     # ---- operations on a transport, repeated when it breaks ----
 
     def over_rpcs(self, action: Callable[[ShardClient], Result]) -> Result:

@@ -262,10 +262,13 @@ class ServerConnection:
         if (shared := self.transports.shared) is not None:
             shared.release(dp_rank)
 
-    def free_memory(self) -> None:
-        """Has the server free the memory that it keeps for this trainer. Nothing may be in flight."""
-        if (shared := self.transports.shared) is not None and shared.keeps_memory:
-            self.transports.reopen_shared()  # the server frees the memory when the former session closes
+    def free_memory(self, kept: int, of: int) -> None:
+        """Has the server free memory that it keeps for this trainer; see ``SharedTransport.free_memory``."""
+        if (shared := self.transports.shared) is not None:
+            try:
+                shared.free_memory(kept, of)
+            except ShardwellError as error:  # the memory is freed when the session ends
+                logger.info("shard server at %s: buffers were not closed: %s", self.address, error)
 
     def _stop_sharing_gradients(self, reason: ShardwellError | OSError) -> None:
         if self.copies_gradients:

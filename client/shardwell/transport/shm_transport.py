@@ -126,6 +126,16 @@ class GradientBuffers:
                 if dp_rank is None or rank == dp_rank:
                     self._release(buffer)
 
+    def take_excess(self, kept: int, of: int) -> list[int]:
+        """Forgets some free buffers; returns their ids. Keeps the share ``kept / of`` of each shard's buffers."""
+        with self._lock:
+            taken = list[GradientBuffer]()
+            for buffers in self._free.values():
+                count = -(-len(buffers) * kept // of)
+                taken += buffers[count:]
+                del buffers[count:]
+        return [buffer.buffer_id for buffer in taken]
+
     def close(self) -> None:
         """Forgets all buffers. One that a push still refers to stays mapped until the push ends."""
         with self._lock:
@@ -327,10 +337,15 @@ class ShmTransport(SharedTransport):
         """See ``SharedTransport``."""
         self._gradient_buffers.release_rank(dp_rank)
 
-    @property
-    def keeps_memory(self) -> bool:
+    def free_memory(self, kept: int, of: int) -> None:
         """See ``SharedTransport``."""
-        return bool(self._sizes or self._staging_buffers)
+        staging, self._staging_buffers = self._staging_buffers, {}
+        ids = [*self._gradient_buffers.take_excess(kept, of), *(each.buffer_id for each in staging.values())]
+        if ids:
+            request = shard_pb2.CloseSharedBuffersRequest(
+                run=self._run.name, run_id=self._run.run_id, transport_id=self._session, buffer_ids=ids
+            )
+            self._client.call("CloseSharedBuffers", request)
 
     # ---- optimizer partitions ----
 

@@ -1201,6 +1201,46 @@ class OpenGradientBufferResponse(google.protobuf.message.Message):
 global___OpenGradientBufferResponse = OpenGradientBufferResponse
 
 @typing.final
+class CloseSharedBuffersRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: builtins.int
+    RUN_ID_FIELD_NUMBER: builtins.int
+    TRANSPORT_ID_FIELD_NUMBER: builtins.int
+    BUFFER_IDS_FIELD_NUMBER: builtins.int
+    run: builtins.str
+    """Name of the run."""
+    run_id: builtins.str
+    """Id of the run. Required."""
+    transport_id: builtins.str
+    """The transport of the buffers. See ReduceGradientBufferRequest."""
+    @property
+    def buffer_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Ids of gradient buffers and staging buffers."""
+
+    def __init__(
+        self,
+        *,
+        run: builtins.str = ...,
+        run_id: builtins.str = ...,
+        transport_id: builtins.str = ...,
+        buffer_ids: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["buffer_ids", b"buffer_ids", "run", b"run", "run_id", b"run_id", "transport_id", b"transport_id"]) -> None: ...
+
+global___CloseSharedBuffersRequest = CloseSharedBuffersRequest
+
+@typing.final
+class CloseSharedBuffersResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___CloseSharedBuffersResponse = CloseSharedBuffersResponse
+
+@typing.final
 class ReduceGradientBufferRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -104,6 +104,11 @@ class ShardServiceStub(object):
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenGradientBufferRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenGradientBufferResponse.FromString,
                 _registered_method=True)
+        self.CloseSharedBuffers = channel.unary_unary(
+                '/shardwell_wire.v1.ShardService/CloseSharedBuffers',
+                request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.CloseSharedBuffersRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.CloseSharedBuffersResponse.FromString,
+                _registered_method=True)
         self.ReduceGradientBuffer = channel.unary_unary(
                 '/shardwell_wire.v1.ShardService/ReduceGradientBuffer',
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ReduceGradientBufferRequest.SerializeToString,
@@ -377,10 +382,20 @@ class ShardServiceServicer(object):
 
     def OpenGradientBuffer(self, request, context):
         """Trainer with a shm transport: opens a shared gradient buffer for a shard, which lasts until the transport is
-        closed.
+        closed, or until CloseSharedBuffers.
 
         FAILED_PRECONDITION: the transport is closed. RESOURCE_EXHAUSTED: memory budget exceeded, or shared memory is
         full.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CloseSharedBuffers(self, request, context):
+        """Trainer with a shm transport: closes shared gradient buffers and shared staging buffers that it no longer needs. The
+        memory of a buffer whose content still counts is freed afterwards. Buffers that are not open are ignored.
+
+        FAILED_PRECONDITION: the transport is closed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -717,6 +732,11 @@ def add_ShardServiceServicer_to_server(servicer, server):
                     servicer.OpenGradientBuffer,
                     request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenGradientBufferRequest.FromString,
                     response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenGradientBufferResponse.SerializeToString,
+            ),
+            'CloseSharedBuffers': grpc.unary_unary_rpc_method_handler(
+                    servicer.CloseSharedBuffers,
+                    request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.CloseSharedBuffersRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.CloseSharedBuffersResponse.SerializeToString,
             ),
             'ReduceGradientBuffer': grpc.unary_unary_rpc_method_handler(
                     servicer.ReduceGradientBuffer,
@@ -1176,6 +1196,33 @@ class ShardService(object):
             '/shardwell_wire.v1.ShardService/OpenGradientBuffer',
             shardwell__wire_dot_v1_dot_shard__pb2.OpenGradientBufferRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_shard__pb2.OpenGradientBufferResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CloseSharedBuffers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardwell_wire.v1.ShardService/CloseSharedBuffers',
+            shardwell__wire_dot_v1_dot_shard__pb2.CloseSharedBuffersRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_shard__pb2.CloseSharedBuffersResponse.FromString,
             options,
             channel_credentials,
             insecure,

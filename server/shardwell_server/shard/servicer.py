@@ -351,6 +351,11 @@ class ShardServicer:
     ) -> shard_pb2.OpenGradientBufferResponse:
         return shm_requests.open_gradient_buffer(self._store, self._transports.find(ShmTransport), request)
 
+    async def CloseSharedBuffers(
+        self, request: shard_pb2.CloseSharedBuffersRequest, call: Call
+    ) -> shard_pb2.CloseSharedBuffersResponse:
+        return shm_requests.close_shared_buffers(self._store, self._transports.find(ShmTransport), request)
+
     async def ReduceGradientBuffer(
         self, request: shard_pb2.ReduceGradientBufferRequest, call: Call
     ) -> shard_pb2.ReduceGradientBufferResponse:

@@ -57,6 +57,15 @@ def open_gradient_buffer(
     return shard_pb2.OpenGradientBufferResponse(gradient_buffer_id=number, path=gradient_buffer.path)
 
 
+def close_shared_buffers(
+    store: ShardStore, shm: ShmTransport, request: shard_pb2.CloseSharedBuffersRequest
+) -> shard_pb2.CloseSharedBuffersResponse:
+    """Closes buffers of a session. Raises ConflictError if the session is not open."""
+    run = store.exact_run(request)
+    shm.session(request.transport_id, run.identity).close_buffers(request.buffer_ids)
+    return shard_pb2.CloseSharedBuffersResponse()
+
+
 async def reduce_gradient_buffer(
     store: ShardStore, shm: ShmTransport, request: shard_pb2.ReduceGradientBufferRequest, wait_s: float
 ) -> shard_pb2.ReduceGradientBufferResponse:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import ClassVar
 
@@ -101,6 +101,15 @@ class ShmSession:
                 "OpenStagingBuffer"
             )
         return staging_buffer
+
+    def close_buffers(self, numbers: Iterable[int]) -> None:
+        """Closes some buffers. Numbers of other buffers are ignored."""
+        for number in numbers:
+            if (gradient_buffer := self._gradient_buffers.pop(number, None)) is not None:
+                gradient_buffer.close()
+            elif number in self._staging_buffers:
+                shard, _, staging_buffer = self._staging_buffers.pop(number)
+                shard.partitions.close_staging_buffer(staging_buffer)
 
     def close(self) -> None:
         """Closes all buffers."""
