@@ -120,19 +120,20 @@ def _encode_group(before: _Words, after: _Words) -> Iterator[bytes]:
     if not counts.any():
         yield bytes(len(counts))
         return
-    large = _is_large(differences)
-    table = _table(counts, _counts(large.reshape(changed.shape)))
-    yield table.tobytes()
     # Taking values by their places is several times as fast as by flags.
-    is_listed = table < _MASK
-    places = np.flatnonzero(changed if is_listed.all() else changed[is_listed])
-    yield places.astype(np.uint8).tobytes()
-    if not is_listed.all():
-        yield np.packbits(changed[table == _MASK], axis=1, bitorder="little").tobytes()
-        changed[table == _ALL], changed[table == _NEW] = True, False
-        places = np.flatnonzero(changed)
+    places = np.flatnonzero(changed)
     found = differences[places]
     escaped = np.flatnonzero(_is_large(found))
+    table = _table(counts, np.bincount(places[escaped] >> 8, minlength=len(counts)))
+    yield table.tobytes()
+    is_listed = table < _MASK
+    yield (places if is_listed.all() else np.flatnonzero(changed[is_listed])).astype(np.uint8).tobytes()
+    yield np.packbits(changed[table == _MASK], axis=1, bitorder="little").tobytes()
+    if table.max() > _MASK:
+        changed[table == _ALL], changed[table == _NEW] = True, False
+        places = np.flatnonzero(changed)
+        found = differences[places]
+        escaped = np.flatnonzero(_is_large(found))
     small = found.astype(np.uint8)
     small[escaped] = _ESCAPE
     yield small.tobytes()
