@@ -265,6 +265,72 @@ def test_join_waits_for_transfers_in_flight(client: FakeServer) -> None:
     assert client.pushes
 
 
+def ends(pushes: Pushes) -> bool:
+    """Returns whether all pushes end."""
+    waiter = threading.Thread(target=pushes._in_flight.wait, daemon=True)
+    waiter.start()
+    waiter.join(5)
+    return not waiter.is_alive()
+
+
+@pytest.mark.parametrize("max_batched_bytes", [None, 1 << 20])
+def test_an_error_while_an_error_is_judged_ends_the_push(client: FakeServer, max_batched_bytes: int | None) -> None:
+    """Otherwise ``drain`` waits for ever."""
+    pushes = Pushes(TrafficStats(), push_bytes=1 << 20, max_batched_bytes=max_batched_bytes)
+    client.error = CapacityError("no room")
+    client.gate.clear()
+
+    def excuse(_: BaseException) -> bool:
+        raise RuntimeError("a defect")
+
+    for part in range(3):
+        pushes.push(unit_on(client), part_header(part=part), gradients(), excuse)
+    client.gate.set()
+    assert ends(pushes)
+    with pytest.raises(CapacityError, match="no room"):
+        pushes.drain()
+    pushes.close()
+
+
+@pytest.mark.parametrize("max_batched_bytes", [None, 1 << 20])
+def test_an_error_at_the_end_of_a_push_does_not_stop_other_pushes(
+    client: FakeServer, max_batched_bytes: int | None
+) -> None:
+    pushes = Pushes(TrafficStats(), push_bytes=1 << 20, max_batched_bytes=max_batched_bytes)
+    unit, ended = unit_on(client), threading.Event()
+    client.gate.clear()
+
+    def release() -> None:
+        raise RuntimeError("a defect")
+
+    pushes.push_encoded(unit, part_header(part=0), encoded(release))
+    pushes.push_encoded(unit, part_header(part=1), encoded(ended.set))
+    client.gate.set()
+    assert ends(pushes)
+    assert ended.is_set()
+    with pytest.raises(RuntimeError, match="a defect"):
+        pushes.drain()
+    pushes.push(unit, part_header(part=2), gradients())
+    pushes.drain()
+    pushes.close()
+
+
+@pytest.mark.parametrize("max_batched_bytes", [None, 1 << 20])
+def test_an_error_of_an_alternative_ends_the_gather(client: FakeServer, max_batched_bytes: int | None) -> None:
+    fetches = Fetches(TrafficStats(), max_batched_bytes=max_batched_bytes)
+    client.error = CapacityError("no")
+
+    def alternative(_: BaseException) -> Future[int] | None:
+        raise RuntimeError("a defect")
+
+    target = memoryview(bytearray(LAYOUT.size_bytes))
+    for _ in range(3):
+        gather = fetches.gather(unit_on(client), 0, target, alternative=alternative)
+        with pytest.raises(RuntimeError, match="a defect"):
+            gather.result(5)
+    fetches.close()
+
+
 WAITING = """
 import atexit, threading
 from tests.unit.test_transfers import LAYOUT, FakeServer, gradients, part_header, unit_on

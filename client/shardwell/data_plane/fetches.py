@@ -19,7 +19,6 @@ from shardwell.data_plane.traffic_stats import TrafficStats
 from shardwell.data_plane.transfer_queue import DaemonThreads, TransferQueue
 from shardwell.transport.base import NearlyDone
 from shardwell.transport.server_connection import ServerConnection
-from shardwell_wire.errors import ShardwellError
 from shardwell_wire.layout import UnitLayout
 
 _THREADS = 16
@@ -30,7 +29,7 @@ _MAX_BATCHES = 2
 """Messages with small fetches in flight to one server. With one, a slow network would be idle between two messages."""
 
 Alternative = Callable[[BaseException], Future[int] | None]
-"""Called when a gather has failed; returns another one in its place, or None. May raise ShardwellError."""
+"""Called when a gather has failed; returns another one in its place, or None. May raise."""
 
 
 class Gather(Future[int]):
@@ -63,7 +62,7 @@ class Gather(Future[int]):
         alternative, self._alternative = self._alternative, None
         try:
             other = None if alternative is None else alternative(error)
-        except ShardwellError as reason:
+        except Exception as reason:  # the training thread waits for the gather
             self.set_exception(reason)
             return
         if other is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -10,6 +11,8 @@ from shardwell.data_plane.interrupts import uninterrupted
 from shardwell.data_plane.push_batches import PushBatches
 from shardwell.data_plane.traffic_stats import TrafficStats
 from shardwell.transport.base import NearlyDone, ignore
+
+logger = logging.getLogger(__name__)
 
 Send = Callable[[NearlyDone], None]
 """Pushes one shard's part."""
@@ -177,9 +180,8 @@ class PushesInFlight:
     # ---- the end of pushes ----
 
     def end(self, parts: Sequence[QueuedPush]) -> None:
-        """Called in any thread with parts that have ended."""
-        failed = [part for part in parts if part.error is not None]
-        errors = [part.error for part in failed if part.error is not None and not part.of.excuse(part.error)]
+        """Called in any thread with parts that have ended. Raises nothing: a push that is not counted never ends."""
+        errors = [part.error for part in parts if part.error is not None and not _is_excused(part.of, part.error)]
         with self._changed:
             if errors and self._error is None:
                 self._error = errors[0]
@@ -203,7 +205,10 @@ class PushesInFlight:
         for push in ended:
             if (when_pushed := push.when_pushed) is not None:
                 push.when_pushed = None
-                when_pushed()
+                try:
+                    when_pushed()
+                except Exception as error:
+                    self.fail(error)
         if held := [push.held for push in ended if push.held is not None]:
             self.release(held)
 
@@ -227,3 +232,12 @@ class PushesInFlight:
             self._ordered_count -= 1
         if part.error is not None:
             raise part.error
+
+
+def _is_excused(push: UnitPush, error: BaseException) -> bool:
+    """Returns whether the error of a push does not matter. It matters if that cannot be decided."""
+    try:
+        return push.excuse(error)
+    except Exception:
+        logger.exception("whether the error of a push matters cannot be decided: %s", error)
+        return False
