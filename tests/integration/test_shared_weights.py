@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -267,3 +269,64 @@ def test_write_before_the_commit_is_detected_and_the_step_stays_committed(shared
     shared.optimizer.zero_grad()
     shared.step()
     assert shared.hash() == plain_hash(3)
+
+
+# Leases.
+
+
+@contextmanager
+def silent_heartbeats(session: shardwell.Session) -> Iterator[None]:
+    """A trainer whose heartbeats do not arrive, as if it was cut off from the coordinator."""
+    heartbeats = session._membership._heartbeats
+
+    def send(timeout_s: float) -> None:
+        raise shardwell.UnavailableError("cut off")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(heartbeats, "send", send)
+        yield
+
+
+@pytest.mark.parametrize("place", ["forward", "between", "backward"])
+def test_work_with_weights_that_are_overwritten_after_the_lease_ended_does_not_count(run_name: str, place: str) -> None:
+    """Versions are checked at the end of a forward and of a backward. Another trainer commits the step before that."""
+    with (
+        shardwell.LocalCluster(num_shards=2, min_shard_bytes=256, lease_s=1.0) as cluster,
+        joined(cluster.address, run_name) as late,
+        joined(cluster.address, run_name) as other,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        computed = list[tuple[str, int]]()
+
+        def lose_the_lease() -> None:
+            if late.session.step != 1 or ("other", 1) in computed:
+                return
+            with silent_heartbeats(late.session):
+                deadline = time.monotonic() + 30
+                while ("other", 2) not in computed:  # the versions of step 1 are overwritten
+                    assert time.monotonic() < deadline
+                    time.sleep(0.05)
+
+        def train(trained: Trained, name: str) -> str:
+            for step in trained.session.steps(4):
+                for data in step.batches(lambda number, _: batch(number)):
+                    computed.append((name, step.number))
+                    result = trained.model(data).square().sum()
+                    if trained is late and place == "between":
+                        lose_the_lease()
+                    result.backward()
+                trained.optimizer.step()
+                trained.optimizer.zero_grad()
+            return trained.hash()
+
+        def before_the_last_layer(_: nn.Module, arguments: tuple[torch.Tensor]) -> None:
+            if place == "forward":
+                lose_the_lease()
+            elif place == "backward" and arguments[0].requires_grad:
+                arguments[0].register_hook(lambda _: lose_the_lease())
+
+        late.model[2].register_forward_pre_hook(before_the_last_layer)
+        others = threads.submit(train, other, "other")
+        hashes = [train(late, "late"), others.result(60)]
+        assert {("late", 1), ("other", 1)} <= set(computed)
+        assert hashes == [plain_hash(4)] * 2
