@@ -148,6 +148,16 @@ def test_large_changes_are_sent_as_a_whole(server: ShardServer) -> None:
     assert client.gather() < len(client.stream), "the whole stream is the base of the next delta"
 
 
+def test_an_empty_stream_is_sent_as_a_whole(server: ShardServer) -> None:
+    """No delta is smaller than nothing."""
+    one = started(server, layout_of(a=((0,), "float32")))
+    client = Client(one)
+    client.gather()
+    step(one, 0)
+    assert client.gather() == 0
+    assert not client.deltas.sizes_bytes
+
+
 def test_evicted_chain_starts_again(server: ShardServer) -> None:
     one = started(server)
     client = Client(one)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
@@ -168,3 +169,32 @@ def test_gradient_buffer_evicts_an_encoding_without_readers() -> None:
                 )
                 server.call("OpenGradientBuffer", request)
             assert server.unreserved_bytes() == one.size
+
+
+@pytest.mark.parametrize("base", [None, shard_pb2.StreamBase()], ids=["plain", "with-deltas"])
+def test_encoding_that_ends_while_others_wait_for_memory_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch, base: shard_pb2.StreamBase | None
+) -> None:
+    """Otherwise a push that waits for this memory would wait until the next update, which needs the push."""
+    started, go_on, real = threading.Event(), threading.Event(), EncodedVersions.compute_encode
+
+    def slow(*arguments: object) -> None:
+        started.set()
+        assert go_on.wait(20.0)
+        real(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(EncodedVersions, "compute_encode", slow)
+    with ShardServer(5 * PLAIN.size_bytes) as server:
+        one = unit(server)
+        request, unreserved = one.gather_request(wire_dtype=BFLOAT16, base=base), server.store.memory.unreserved
+        gathered = in_background(lambda: list(server.client.byte_response_stub("Gather")(request, timeout=20.0)))
+        assert started.wait(20.0)
+        waited = in_background(
+            lambda: server.evaluate_async(lambda: unreserved.acquire(unreserved._limit_bytes, 10.0, "a push"))
+        )
+        server.until(lambda: unreserved.has_waiters, "the push waits")
+        go_on.set()
+        assert next(gathered)
+        next(waited)
+        server.evaluate(lambda: unreserved.release(unreserved._limit_bytes))
+        assert server.unreserved_bytes() == 0

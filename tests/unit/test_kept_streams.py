@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import xxhash
 
 from shardwell.data_plane.kept_streams import DecodedStream, DeltaCache, DeltaIncoming, KeptStream, receiving
 from shardwell.memory.buffer_pool import BufferPool
+from shardwell.session.run_store import RunStore
 from shardwell.transport.incoming import Incoming
 from shardwell_wire import value_deltas
 from shardwell_wire.errors import CorruptDataError
-from shardwell_wire.v1 import shard_pb2
+from shardwell_wire.v1 import coordinator_pb2, shard_pb2
 
 NUMEL = 5000
 SIZE = 2 * NUMEL
@@ -116,6 +120,7 @@ def test_a_stream_that_is_forgotten_during_its_transfer_is_not_used_afterwards(c
         incoming.place(1, deltas)[:] = sent
         client.kept.forget()
         incoming.finish()
+    assert client.cache.stats()["delta_cache_bytes"] == 0, "also if no transfer follows"
     assert not client.kept.read(1, client.use)
     assert client.fetch(2) == SIZE
 
@@ -221,3 +226,18 @@ def test_decoded_values_are_a_base(client: Client) -> None:
 def test_without_a_kept_stream_nothing_is_requested(client: Client) -> None:
     with receiving(SIZE, client.use, client.buffers) as incoming:
         assert type(incoming) is Incoming and incoming.base is None
+
+
+def test_a_stream_that_a_former_owner_sends_during_a_rollback_is_forgotten(client: Client) -> None:
+    """The former owner may be cut off from the coordinator, and still have the versions that do not count."""
+    store: Any = RunStore.__new__(RunStore)
+    shard = SimpleNamespace(forget=client.kept.forget)
+    store._units, store._rollback_count, store._node = {0: SimpleNamespace(shards=[shard])}, 0, None
+    store._mappings = SimpleNamespace(start_over=lambda _: None)
+    store._relocations = SimpleNamespace(refresh=lambda: None, settle=lambda: client.fetch(1))
+    store.pushes = SimpleNamespace(rejoin=lambda **_: None)
+    store._partition_updates = SimpleNamespace(drop_cache=lambda: None)
+    store.rejoin(coordinator_pb2.JoinResponse(rollback_count=1), moved=False)
+    assert not client.kept.shows(1)
+    store.rejoin(coordinator_pb2.JoinResponse(rollback_count=1), moved=False)
+    assert client.kept.shows(1), "without a rollback, nothing is forgotten"

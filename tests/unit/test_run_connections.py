@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -89,3 +90,27 @@ def test_connection_is_opened_again_after_an_error(connections: RunConnections) 
     with pytest.raises(UnavailableError, match="s at host:1 was restarted"), connections.reaching(shard("1")):
         raise NotFoundError("this server does not hold the run")
     assert used_connection(connections, shard("1")) == 2
+
+
+def test_concurrent_first_reads_of_a_shard_keep_one_stream(
+    connections: RunConnections, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory of another one would never be released."""
+    both, used = threading.Barrier(2, timeout=20.0), set[_Shard]()
+
+    def locate(_: _Shard) -> None:
+        both.wait()
+
+    def fetch(fetched: _Shard, version: int, target: memoryview) -> None:
+        used.add(fetched)
+
+    monkeypatch.setattr(_Shard, "locate", locate)
+    monkeypatch.setattr(_Shard, "fetch", fetch)
+    monkeypatch.setattr(run_connections, "CAN_MAP", True)
+    connections.server(shard("1"))
+    reads = [threading.Thread(target=used_connection, args=(connections, shard("1"))) for _ in range(2)]
+    for read in reads:
+        read.start()
+    for read in reads:
+        read.join(20.0)
+    assert len(used) == 1

@@ -188,8 +188,7 @@ class KeptStream:
     def forget(self) -> None:
         """Forgets the stream: versions are going to be made again. A transfer in flight does not make it valid."""
         self._is_outdated = True
-        with self._using():
-            pass
+        self._drop_outdated()
 
     def read(self, version: int | None, use: Use) -> bool:
         """Uses the kept stream if it has a version; returns whether it does."""
@@ -230,17 +229,22 @@ class KeptStream:
             yield False
             return
         try:
-            if self._is_outdated:
-                self._drop()
             yield True
         finally:
             self._in_use.release()
+            self._drop_outdated()
 
-    def _drop(self) -> None:
-        if self._memory is not None:
-            self._cache.release(self._memory.numel())
-        self._base, self._version, self._memory = shard_pb2.StreamBase(), -1, None
-        self._is_outdated = False
+    def _drop_outdated(self) -> None:
+        """Releases the memory of a forgotten stream. If a transfer uses it, the end of the transfer releases it."""
+        if not self._is_outdated or not self._in_use.acquire(blocking=False):
+            return
+        try:
+            if self._memory is not None:
+                self._cache.release(self._memory.numel())
+            self._base, self._version, self._memory = shard_pb2.StreamBase(), -1, None
+            self._is_outdated = False
+        finally:
+            self._in_use.release()
 
     def _view(self) -> memoryview:
         assert self._memory is not None

@@ -455,12 +455,17 @@ class RunStore:
             joined: The coordinator's answer.
             moved: Whether the run is at another step, or was rolled back.
         """
-        if joined.rollback_count != self._rollback_count:
+        rolled_back = joined.rollback_count != self._rollback_count
+        if rolled_back:
             self._rollback_count = joined.rollback_count
             self._mappings.start_over(joined.rollback_count)
-            self._forget_streams()
             self._relocations.refresh()
-        self._relocations.settle()
+        try:
+            self._relocations.settle()
+        finally:
+            if rolled_back:
+                # Not before: until now, a former owner that is cut off may have sent versions that do not count.
+                self._forget_streams()
         self.pushes.rejoin(moved=moved)
         if moved:
             self._restore_residuals()

@@ -71,6 +71,8 @@ class UnitMoves:
             # Only a rollback cuts a unit anew.
             shards = tuple(self._servers.shard(wire, unit.layout, owner) for owner in owners)
             self._replaced += [shard.server for shard in unit.shards]
+            for shard in unit.shards:
+                shard.forget()
             if unit.vector is not None:
                 unit.vector.cut(ranges)
             self._unmapped[unit.index] = set(range(len(shards)))

@@ -156,7 +156,7 @@ class RunConnections:
             if CAN_MAP and (location := remote.locate()) is not None:
                 remote.map(location)
             with self._lock:
-                self._shards[key] = remote
+                remote = self._shards.setdefault(key, remote)
         return remote
 
     def _forget(self, process: _ServerKey) -> None:

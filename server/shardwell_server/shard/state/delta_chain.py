@@ -171,7 +171,7 @@ class DeltaChain:
         def compute() -> tuple[int, list[bytes] | None]:
             after = memory_at(stream.data_ptr(), stream_bytes)
             checksum = xxhash.xxh3_64_intdigest(after)
-            if base is None or stream_bytes % value_deltas.ITEM_BYTES:
+            if base is None or not stream_bytes or stream_bytes % value_deltas.ITEM_BYTES:
                 return checksum, None
             before = memory_at(base.data_ptr(), stream_bytes)
             return checksum, value_deltas.encode(before, after, largest_useful(stream_bytes))
@@ -187,9 +187,10 @@ class DeltaChain:
                 self._reader_copies.add(delta)  # which frees it
             else:
                 self._links.append(_Link(former[0], tip, delta, sum(map(len, pieces or []))))
-        if buffer is None or is_dropped or encoded.revoked is not None:
+        is_lasting = encoded.revoked is None and not self._memory.unreserved.has_waiters
+        if buffer is None or is_dropped or not is_lasting:
             self.drop()
-        if encoded.revoked is None:
+        if is_lasting:
             self._replace_tip((tip, encoded))
             while sum(link.delta.buffer.numel() for link in self._links) > largest_useful(stream_bytes):
                 self._drop_oldest()

@@ -91,12 +91,13 @@ class EncodedVersions:
         encoded = self._kept.get(wire_dtype)
         if encoded is None or not source.newest:
             encoded = await self._encode(wire_dtype, source, in_thread, wait_s, what)
-            if source.newest:
+            encoded.newest = source.newest
+            # The encoding lasts only as long as its readers if the version was replaced meanwhile, or if others began
+            # to wait for memory: they evicted what was kept then.
+            if source.newest and not self._memory.unreserved.has_waiters:
                 self._kept[wire_dtype] = encoded
         encoded.readers += 1
-        # The version was replaced meanwhile, so the encoding lasts only as long as its readers.
-        if not source.newest:
-            encoded.newest = False
+        if self._kept.get(wire_dtype) is not encoded:
             self._reader_copies.add(encoded)
         return encoded
 
