@@ -195,3 +195,28 @@ def test_free_memory_closes_the_buffers_of_lost_ranks_only() -> None:
             ]
         assert [one.gather()[0] for one in units] == [2, 2]
         assert_all(units[0].gather()[1], -2.0)
+
+
+def test_buffers_that_could_not_be_closed_are_closed_the_next_time(
+    server: ShardServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer has forgotten them, so nobody else would close them before the session ends."""
+    one = unit(server, dp=2)
+    with closing(connect(one, "shm")) as trainer:
+        shard = remote(one, trainer)
+        for rank in (0, 1):
+            shard.prepare_push(part_header(header(one, step=0, rank=rank)), flats(one, 1.0))
+        trainer.release()
+
+        def open_count() -> int:
+            return sum(server.evaluate(lambda: [len(at._gradient_buffers) for at in server.shm._open.values()]))
+
+        def fail(rpc_name: str, *_: Any, **__: Any) -> None:
+            raise UnavailableError(f"{rpc_name} was lost")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(trainer.client, "call", fail)
+            trainer.free_memory(1, 2)
+        assert open_count() == 2
+        trainer.free_memory(1, 1)
+        assert open_count() == 1

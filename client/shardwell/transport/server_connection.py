@@ -267,7 +267,7 @@ class ServerConnection:
         if (shared := self.transports.shared) is not None:
             try:
                 shared.free_memory(kept, of)
-            except ShardwellError as error:  # the memory is freed when the session ends
+            except ShardwellError as error:  # the buffers are closed the next time, or with the session
                 logger.info("shard server at %s: buffers were not closed: %s", self.address, error)
 
     def _stop_sharing_gradients(self, reason: ShardwellError | OSError) -> None:

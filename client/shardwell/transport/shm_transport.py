@@ -46,6 +46,9 @@ from shardwell_wire.wire_dtypes import AS_STORED
 
 _MAX_PROOF_FILE_BYTES = 16 << 20
 
+_CLOSE_RETRY_S = 2.0
+"""How long to retry to close buffers. They are closed the next time if that fails."""
+
 
 class ControlPath(Protocol):
     """Sends control messages to the server, over the fastest stream transport."""
@@ -215,6 +218,8 @@ class ShmTransport(SharedTransport):
         self._gradient_buffers = GradientBuffers(self._open_gradient_buffer)
         self._staging_buffers: dict[tuple[str, int, int], StagingBuffer] = {}
         """Keyed by unit, dp rank and first byte."""
+        self._ids_to_close: list[int] = []
+        """Buffers that this trainer has forgotten and the server may still have."""
 
     def _verify(self, offer: shard_pb2.SharedMemoryOffer) -> mmap.mmap:
         """Maps the file that the server offers; raises UnavailableError unless the file contains the server's proof.
@@ -340,12 +345,14 @@ class ShmTransport(SharedTransport):
     def free_memory(self, kept: int, of: int) -> None:
         """See ``SharedTransport``."""
         staging, self._staging_buffers = self._staging_buffers, {}
-        ids = [*self._gradient_buffers.take_excess(kept, of), *(each.buffer_id for each in staging.values())]
-        if ids:
+        self._ids_to_close += self._gradient_buffers.take_excess(kept, of)
+        self._ids_to_close += [each.buffer_id for each in staging.values()]
+        if self._ids_to_close:
             request = shard_pb2.CloseSharedBuffersRequest(
-                run=self._run.name, run_id=self._run.run_id, transport_id=self._session, buffer_ids=ids
+                run=self._run.name, run_id=self._run.run_id, transport_id=self._session, buffer_ids=self._ids_to_close
             )
-            self._client.call("CloseSharedBuffers", request)
+            self._client.call("CloseSharedBuffers", request, retry_for_s=_CLOSE_RETRY_S)
+            self._ids_to_close.clear()
 
     # ---- optimizer partitions ----
 

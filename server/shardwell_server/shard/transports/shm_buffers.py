@@ -12,9 +12,9 @@ from shardwell_wire.errors import ConflictError, InvalidRequestError, StepStateE
 from shardwell_wire.partitions import values_offset
 
 # Note: [Buffers belong to one trainer]
-# A shared gradient buffer or shared staging buffer belongs to one trainer until its shm session ends. The server never
-# reuses it for another trainer. A trainer whose lease has ended may still run, and can then write into its own buffers
-# only; its requests about them are rejected.
+# A shared gradient buffer or shared staging buffer belongs to one trainer until it is closed, by a request of the
+# trainer or with its shm session. The server never reuses the buffer for another trainer. A trainer whose lease has
+# ended may still run, and can then write into its own buffers only; its requests about them are rejected.
 
 
 class SharedGradientBuffer:
@@ -52,8 +52,8 @@ class SharedGradientBuffer:
         """Raises unless the buffer can become a contribution to the shard now."""
         if self._closed:
             raise ConflictError(
-                f"the gradient buffer for {self._shard.what} is closed because its shm session ended: open a new "
-                "session"
+                f"the gradient buffer for {self._shard.what} is closed, by its trainer or with its shm session: use "
+                "another one"
             )
         if shard is not self._shard:
             raise InvalidRequestError(f"the gradient buffer belongs to {self._shard.what}, not to {shard.what}")
@@ -69,7 +69,7 @@ class SharedGradientBuffer:
         return self.buffer
 
     def release(self) -> None:
-        """Ends the contribution: the trainer may write again. Frees the memory if the session has ended."""
+        """Ends the contribution: the trainer may write again. Frees the memory if the buffer is closed."""
         self._claimed = False
         if self._closed:
             self._free()
@@ -121,7 +121,7 @@ class SharedStagingBuffer:
 
     @property
     def closed(self) -> bool:
-        """True once the session has ended or the buffer was evicted."""
+        """True once the trainer or the end of the session has closed the buffer, or the buffer was evicted."""
         return self._closed
 
     @property
