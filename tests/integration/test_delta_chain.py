@@ -9,7 +9,10 @@ import torch
 import xxhash
 
 from shardwell_server.shard.state import delta_chain
+from shardwell_server.shard.state.delta_chain import EncodedStream
+from shardwell_server.shard.state.snapshots import VersionBytes
 from shardwell_wire import value_deltas, wire_dtypes
+from shardwell_wire.errors import VersionGoneError
 from shardwell_wire.v1 import common_pb2, shard_pb2
 from tests.support.shard_server import MIXED, OneUnit, ShardServer, layout_of, train
 
@@ -156,6 +159,36 @@ def test_an_empty_stream_is_sent_as_a_whole(server: ShardServer) -> None:
     step(one, 0)
     assert client.gather() == 0
     assert not client.deltas.sizes_bytes
+
+
+@pytest.mark.parametrize("missed", [1, 2])
+def test_slow_reader_of_the_newest_version_finishes_evicted_deltas(server: ShardServer, missed: int) -> None:
+    """Otherwise a trainer would learn that the version of its step is gone, as if the step had been committed."""
+    one = started(server)
+    trainer, slow = Client(one), Client(one)
+    trainer.gather()
+    slow.gather()
+    for number in range(missed):
+        step(one, number)
+        trainer.gather()
+
+    async def read() -> tuple[VersionBytes, EncodedStream]:
+        _, source = await one.shard.values.read(missed, 1.0)
+        in_thread = server.store.in_thread
+        return source, await one.shard.encoded.read(BFLOAT16, source, in_thread, wait_s=1.0, what="", base=slow.base)
+
+    source, read_stream = server.evaluate_async(read)
+    assert read_stream.deltas is not None and len(read_stream.deltas.sizes_bytes) == missed
+    server.evaluate(server.store.memory.unreserved.evict)
+    read_stream.source.check()
+    assert server.unreserved_bytes() == read_stream.source.buffer.numel(), "nothing else is kept"
+    train(one, missed)
+    read_stream.source.check()
+    server.evaluate(server.store.memory.unreserved.evict)
+    with pytest.raises(VersionGoneError):
+        read_stream.source.check()
+    server.evaluate(lambda: (one.shard.encoded.release(read_stream.source), one.shard.values.release(source)))
+    assert server.unreserved_bytes() == 0
 
 
 def test_evicted_chain_starts_again(server: ShardServer) -> None:

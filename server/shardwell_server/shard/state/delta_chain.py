@@ -58,6 +58,7 @@ class _Link:
     base: _Node
     result: _Node
     delta: VersionBytes
+    """Its readers keep it while its result is the newest version, as those of an encoding."""
     size_bytes: int
 
 
@@ -97,6 +98,8 @@ class DeltaChain:
     def supersede(self) -> None:
         """Called when an update of the shard begins. Drops the chain if no client has used it for long."""
         self._idle_updates += 1
+        for link in self._links:
+            link.delta.newest = False
         if self._idle_updates > _IDLE_UPDATES:
             self.drop()
 
@@ -145,7 +148,7 @@ class DeltaChain:
                 self._reader_copies.release(link.delta)
         if buffer is None:
             return None
-        joined = VersionBytes(buffer, version, newest=False)
+        joined = VersionBytes(buffer, version, newest=path[-1].delta.newest)
         joined.readers = 0 if revoked else 1
         self._reader_copies.add(joined)
         return None if revoked else EncodedStream(joined, sum(sizes), deltas)
@@ -182,7 +185,7 @@ class DeltaChain:
         tip = _Node(encoded.version, checksum)
         is_dropped = former is None or self._tip is not former or former[1].revoked is not None
         if buffer is not None:
-            delta = VersionBytes(buffer, encoded.version, newest=False)
+            delta = VersionBytes(buffer, encoded.version, newest=encoded.newest)
             if former is None or is_dropped:
                 self._reader_copies.add(delta)  # which frees it
             else:

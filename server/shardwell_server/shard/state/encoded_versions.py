@@ -115,9 +115,9 @@ class EncodedVersions:
 
     def discard(self) -> None:
         """Discards all encodings and deltas. Those with readers become reader copies."""
-        self.supersede()
         for chain in self._chains.values():
-            chain.drop()
+            chain.drop()  # first, because ``supersede`` would let the deltas in use be evicted
+        self.supersede()
 
     async def _encode(
         self, wire_dtype: WireDtype, source: VersionBytes, in_thread: InThread, wait_s: float, what: str
