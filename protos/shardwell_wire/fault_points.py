@@ -38,7 +38,7 @@ POINTS: Mapping[str, str] = {
     "client.commit.after": "the coordinator answered the step proposal (step)",
     "server.stream.middle": "a chunk of a gradient or of initial values arrived, and more follow",
     "server.push.accepted": "a part of a contribution is stored, and the trainer has no answer yet (dp_rank, part)",
-    "server.gather.middle": "a chunk of a shard was sent, and more follow",
+    "server.gather.middle": "a chunk of a shard, or of a batch of ranges, was sent, and more may follow (response)",
     "server.fence.after": "older leases and attempts are fenced (step)",
     "server.prepare.after": "the step is prepared, and the coordinator has no answer yet (step)",
     "server.copy_shard.before": "the committed state of a shard is about to be sent to a backup (unit)",
@@ -163,9 +163,9 @@ def reach(name: str, **details: Any) -> None:
             point.reached(details)
 
 
-def are_armed() -> bool:
-    """Returns whether a test armed any point in this process."""
-    return bool(_armed)
+def are_armed(name: str | None = None) -> bool:
+    """Returns whether a test armed a point in this process. None: any point."""
+    return bool(_armed) if name is None else name in _armed
 
 
 def describe_process(**details: Any) -> None:

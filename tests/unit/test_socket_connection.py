@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 
 import pytest
@@ -27,14 +27,34 @@ def gone() -> None:
     raise VersionGoneError("version 3 is being overwritten")
 
 
-def send(parts: list[memoryview], check: Callable[[], None]) -> tuple[bytes, memoryview]:
-    """Sends a group over a TCP connection; returns the received response and stream."""
+def connected() -> tuple[socket.socket, socket.socket]:
+    """Returns both ends of a TCP connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        peer = socket.create_connection(listener.getsockname())
+        return listener.accept()[0], peer
+
+
+def send(
+    parts: list[memoryview],
+    check: Callable[[], None],
+    meanwhile: Callable[[], None] = nothing,
+    *,
+    as_stream: bool = False,
+    target: memoryview | None = None,
+) -> tuple[bytes, memoryview]:
+    """Sends a group over a TCP connection; returns the received response and stream.
+
+    Args:
+        parts: The stream.
+        check: See ``Connection.send_whole``.
+        meanwhile: Called when the kernel has taken what it takes at once.
+        as_stream: Whether to send it with ``send_stream``.
+        target: Memory for the received stream.
+    """
 
     async def run() -> tuple[bytes, memoryview]:
         loop = asyncio.get_running_loop()
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            peer = socket.create_connection(listener.getsockname())
-            accepted, _ = listener.accept()
+        accepted, peer = connected()
         accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 << 10)
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
 
@@ -42,21 +62,33 @@ def send(parts: list[memoryview], check: Callable[[], None]) -> tuple[bytes, mem
             with accepted:
                 connection = Connection(accepted)
                 try:
-                    await connection.send_whole(parts, RESPONSE, check)
+                    if as_stream:
+                        await connection.send_stream(checked(parts, check), RESPONSE, check)
+                    else:
+                        await connection.send_whole(parts, RESPONSE, check)
                 except ShardwellError as error:
                     await connection.send_error(error)
 
         serving = asyncio.ensure_future(serve())
         await asyncio.sleep(0)  # the server sends what the kernel takes
+        meanwhile()
+        memory = memoryview(bytearray(sum(map(len, parts)))) if target is None else target
         with closing(peer):
-            received = await loop.run_in_executor(None, receive, peer, sum(map(len, parts)))
+            received = await loop.run_in_executor(None, receive, peer, memory)
         await serving
         return received
 
     return asyncio.run(run())
 
 
-def receive(peer: socket.socket, size_bytes: int) -> tuple[bytes, memoryview]:
+def checked(parts: list[memoryview], check: Callable[[], None]) -> Iterator[memoryview]:
+    """Yields the pieces of a stream, as ``Reading.pieces`` does."""
+    for part in parts:
+        yield part
+        check()
+
+
+def receive(peer: socket.socket, target: memoryview) -> tuple[bytes, memoryview]:
     """Receives a response and its stream. If an error replaces the end of the stream, raises it."""
     peer.settimeout(10)
 
@@ -69,8 +101,8 @@ def receive(peer: socket.socket, size_bytes: int) -> tuple[bytes, memoryview]:
         return data
 
     _, count = socket_frames.parse_head(exactly(socket_frames.HEAD_BYTES), Kind.BATCH_GATHERED)
-    response, target = exactly(count), memoryview(bytearray(size_bytes))
-    receiver = StreamReceiver([target], size_bytes, "a group", may_be_refused=True)
+    response = exactly(count)
+    receiver = StreamReceiver([target], len(target), "a group", may_be_refused=True)
     while not receiver.over:
         count, *_ = peer.recvmsg_into(receiver.places())
         assert count
@@ -98,3 +130,38 @@ def test_memory_that_changes_while_the_peer_reads_gives_an_error_in_place_of_the
     parts = [memoryview(bytes(1 << 20)) for _ in range(4)]
     with pytest.raises(VersionGoneError, match="being overwritten"):
         send(parts, gone)
+
+
+@pytest.mark.parametrize("as_stream", [False, True])
+def test_memory_that_was_released_while_the_peer_reads_is_not_sent(as_stream: bool) -> None:
+    memory, released = bytearray(b"o" * (4 << 20)), False
+
+    def check() -> None:
+        if released:
+            gone()
+
+    def reuse() -> None:
+        nonlocal released
+        released, memory[:] = True, b"x" * len(memory)  # the weights of another run
+
+    with pytest.raises(VersionGoneError, match="being overwritten"):
+        send([memoryview(memory)], check, reuse, as_stream=as_stream, target=(target := memoryview(bytearray(4 << 20))))
+    sent_bytes = bytes(target).rstrip(b"\0").count(b"o")
+    assert 0 < sent_bytes < len(target) and bytes(target) == b"o" * sent_bytes + bytes(len(target) - sent_bytes)
+
+
+def test_a_large_frame_may_arrive_in_parts() -> None:
+    sent = bytes(range(256)) * 1024
+
+    async def run() -> bytearray:
+        loop = asyncio.get_running_loop()
+        own, peer = connected()
+        with own, peer:
+            peer.setblocking(False)
+            receiving = asyncio.ensure_future(Connection(own).exactly(len(sent)))
+            for start in range(0, len(sent), 48 << 10):
+                await asyncio.sleep(0)  # the server has received all bytes, and waits for more
+                await loop.sock_sendall(peer, sent[start : start + (48 << 10)])
+            return await asyncio.wait_for(receiving, 10)
+
+    assert asyncio.run(run()) == sent

@@ -335,6 +335,7 @@ class ShardServicer:
             async for group in groups:
                 async with self._message(call, group.response.ByteSize() + group.size_bytes):
                     yield chunk_streams.StreamEncoder(group.response, group.size_bytes).encode(group.memory())
+                    fault_points.reach("server.gather.middle", response=group.response.DESCRIPTOR.name)
 
     async def MeasureTransport(self, request: shard_pb2.MeasureTransportRequest, call: Call) -> AsyncIterator[bytes]:
         encoder = chunk_streams.StreamEncoder(shard_pb2.MeasureTransportResponse(), request.size_bytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -20,7 +20,7 @@ from shardwell_wire.v1 import shard_pb2
 from shardwell_wire.wire_dtypes import check_gather_dtype
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Reading:
     """A range of one version of a shard that a client reads."""
 
@@ -33,8 +33,12 @@ class Reading:
     size_bytes: int
     """Size of the range."""
 
+    _returned: torch.Tensor | None = field(default=None, init=False, repr=False)
+    """The buffer whose memory ``memory`` has returned. It stays alive while it is sent."""
+
     def memory(self) -> memoryview:
         """Returns the range at its current address. Call ``source.check()`` first. See Note: [Moving versions]."""
+        self._returned = self.source.buffer
         return self.source.memory(self.first_byte, self.first_byte + self.size_bytes)
 
     def pieces(self, piece_bytes: int) -> Iterator[memoryview]:
@@ -44,15 +48,14 @@ class Reading:
             ShardwellError: The bytes were revoked, so the last piece may mix two versions.
         """
         for start in range(0, self.size_bytes, piece_bytes):
-            buffer = self.source.buffer
             yield self.memory()[start : start + piece_bytes]
             fault_points.reach("server.gather.middle")
-            self.check_unchanged(buffer)
+            self.check_unchanged()
 
-    def check_unchanged(self, buffer: torch.Tensor) -> None:
-        """Raises ShardwellError if the bytes in ``buffer``, the former ``source.buffer``, may have changed since."""
+    def check_unchanged(self) -> None:
+        """Raises ShardwellError if the bytes that ``memory`` has returned may have changed since."""
         self.source.check()
-        if self.source.buffer is not buffer:
+        if self.source.buffer is not self._returned:
             raise VersionGoneError(
                 f"version {self.header.version} of {self.shard.what} is being overwritten",
                 unit=self.shard.unit,

@@ -12,8 +12,6 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext, suppress
 
-import torch
-
 from shardwell_server.rpc import reported_error
 from shardwell_server.shard.requests import reading
 from shardwell_server.shard.requests.reading import Reading
@@ -38,7 +36,6 @@ class Group:
     def __init__(self) -> None:
         self.response = shard_pb2.GatherBatchResponse()
         self._readings: list[Reading] = []
-        self._buffers: list[torch.Tensor] = []
 
     def add(self, number: int, found: Reading) -> None:
         """Adds a range that was read."""
@@ -60,13 +57,13 @@ class Group:
         """
         for found in self._readings:
             found.source.check()
-        self._buffers = [found.source.buffer for found in self._readings]
         return [found.memory() for found in self._readings if found.size_bytes]
 
     def check(self) -> None:
         """Raises ShardwellError if bytes that ``memory`` returned may have changed since."""
-        for found, buffer in zip(self._readings, self._buffers, strict=True):
-            found.check_unchanged(buffer)
+        for found in self._readings:
+            if found.size_bytes:
+                found.check_unchanged()
 
 
 async def groups(

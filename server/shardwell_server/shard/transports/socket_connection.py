@@ -7,18 +7,27 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from google.protobuf.message import Message
 
 from shardwell_server.rpc import reported_error
 from shardwell_server.shard.requests import streams
+from shardwell_server.shard.transports.socket_transfers import (
+    FirstByteTransfer,
+    HandshakeTransfer,
+    PeerClosedError,
+    ReceiveStreamTransfer,
+    ReceiveTransfer,
+    SendTransfer,
+    Transfer,
+)
 from shardwell_wire import fault_points, socket_frames
-from shardwell_wire.byte_streams import ByteStream, EncryptedStream, PlainStream
+from shardwell_wire.byte_streams import EncryptedStream, PlainStream
 from shardwell_wire.chunk_streams import Buffer
 from shardwell_wire.errors import ShardwellError, to_status_details
 from shardwell_wire.low_water_mark import LowWaterMark
-from shardwell_wire.socket_frames import Kind, StreamReceiver
+from shardwell_wire.socket_frames import Kind
 from shardwell_wire.tcp_options import set_options
 
 _SCRATCH_BYTES = 256 << 10
@@ -39,136 +48,6 @@ _YIELD_AFTER_BYTES = 8 << 20
 _CALL_BYTES = 64 << 10
 """Each system call counts as this many bytes towards ``_YIELD_AFTER_BYTES``: copying them takes about as long as the
 call."""
-
-
-class PeerClosedError(ConnectionResetError):
-    """Raised when the peer closes the connection before a transfer is complete."""
-
-    def __init__(self) -> None:
-        super().__init__("the peer closed the connection during a transfer")
-
-
-class Transfer(Protocol):
-    """Bytes that are being sent or received on a non-blocking socket."""
-
-    receives: ClassVar[bool]
-    """True if the bytes are received."""
-
-    @property
-    def missing_bytes(self) -> int:
-        """Minimum number of bytes that are still to be moved. 0: the transfer is complete."""
-        ...
-
-    def move(self) -> int:
-        """Moves bytes with one system call; returns how many.
-
-        Raises:
-            BlockingIOError: The socket is not ready.
-            PeerClosedError: The peer has closed the connection.
-            OSError: The connection broke.
-        """
-        ...
-
-
-class SendTransfer:
-    """Sends buffers one after the other."""
-
-    receives: ClassVar[bool] = False
-
-    def __init__(self, stream: ByteStream, buffers: Sequence[Buffer]) -> None:
-        self._stream, self._left = stream, socket_frames.unsent(buffers, 0)
-
-    @property
-    def missing_bytes(self) -> int:
-        return sum(map(len, self._left))
-
-    def move(self) -> int:
-        sent_bytes = self._stream.send(self._left)
-        self._left = socket_frames.unsent(self._left, sent_bytes)
-        return sent_bytes
-
-
-class ReceiveTransfer:
-    """Receives bytes into one buffer.
-
-    Args:
-        stream: The bytes of the connection.
-        target: The buffer.
-        enough: The transfer is complete after this many bytes.
-    """
-
-    receives: ClassVar[bool] = True
-
-    def __init__(self, stream: ByteStream, target: memoryview, enough: int) -> None:
-        self._stream, self._target, self._enough = stream, target, enough
-        self.count = 0
-        """Bytes received."""
-
-    @property
-    def missing_bytes(self) -> int:
-        return max(0, self._enough - self.count)
-
-    def move(self) -> int:
-        received = self._stream.receive([self._target[self.count :]])
-        if not received:
-            raise PeerClosedError
-        self.count += received
-        return received
-
-
-class ReceiveStreamTransfer:
-    """Receives a stream. Raises the receiver's errors."""
-
-    receives: ClassVar[bool] = True
-
-    def __init__(self, stream: ByteStream, receiver: StreamReceiver) -> None:
-        self._stream, self._receiver = stream, receiver
-
-    @property
-    def missing_bytes(self) -> int:
-        return 0 if self._receiver.over else self._receiver.wanted_bytes
-
-    def move(self) -> int:
-        received = self._stream.receive(self._receiver.places())
-        if not received:
-            raise PeerClosedError
-        self._receiver.took(received)
-        if not self._receiver.over:
-            fault_points.reach("server.stream.middle")
-        return received
-
-
-class FirstByteTransfer:
-    """Waits for the first byte of a connection, which stays unread."""
-
-    receives: ClassVar[bool] = True
-
-    def __init__(self, connected: socket.socket) -> None:
-        self._socket, self.byte = connected, b""
-
-    @property
-    def missing_bytes(self) -> int:
-        return 1 - len(self.byte)
-
-    def move(self) -> int:
-        self.byte = self._socket.recv(1, socket.MSG_PEEK)
-        if not self.byte:
-            raise PeerClosedError
-        return 1
-
-
-class HandshakeTransfer:
-    """The handshake of TLS."""
-
-    receives: ClassVar[bool] = True
-
-    def __init__(self, stream: EncryptedStream) -> None:
-        self._stream, self.missing_bytes = stream, 1
-
-    def move(self) -> int:
-        self._stream.handshake()
-        self.missing_bytes = 0
-        return 1
 
 
 class Connection:
@@ -208,10 +87,10 @@ class Connection:
 
     # ---- frames ----
 
-    async def send(self, *buffers: Buffer) -> None:
-        """Sends whole frames."""
+    async def send(self, *buffers: Buffer, memory_bytes: int = 0, check: Callable[[], None] | None = None) -> None:
+        """Sends whole frames, or the rest of them; for the options see ``SendTransfer``."""
         self._torn = True
-        await self._drive(SendTransfer(self._stream, buffers), streams.IDLE_LIMIT_S)
+        await self._drive(SendTransfer(self._stream, buffers, memory_bytes, check), streams.IDLE_LIMIT_S)
         self._torn = False
 
     async def send_response(self, response: Message) -> None:
@@ -232,7 +111,8 @@ class Connection:
     async def exactly(self, size_bytes: int) -> bytearray:
         """Receives this many bytes. A peer that announces many bytes and sends few occupies little memory."""
         data = bytearray(min(size_bytes, _ALLOCATED_BYTES))
-        await self._fill(memoryview(data))
+        with memoryview(data) as place:  # no view may be left when the array grows
+            await self._fill(place)
         while (known := len(data)) < size_bytes:
             more = bytearray(min(size_bytes - known, known))
             await self._fill(memoryview(more))
@@ -241,19 +121,17 @@ class Connection:
 
     # ---- streams ----
 
-    async def send_stream(self, pieces: Iterable[memoryview], header: Message | None = None) -> None:
-        """Sends the header, DATA frames and END.
+    async def send_stream(
+        self, pieces: Iterable[memoryview], header: Message | None = None, check: Callable[[], None] | None = None
+    ) -> None:
+        """Sends the header, DATA frames and END; see ``StreamConnection``.
 
         If ``pieces`` raises an error, the connection is between two frames, and an ERROR frame can follow.
-
-        Args:
-            pieces: Pieces of the stream.
-            header: Message to send first. None: the stream has no header.
         """
         before = b"" if header is None else socket_frames.encode_response(header)
         sender = socket_frames.StreamSender()
         for piece in pieces:
-            await self.send(before, *sender.data([piece]))
+            await self.send(before, *sender.data([piece]), memory_bytes=len(piece), check=check)
             before = b""
         await self.send(before, sender.end())
 
@@ -262,8 +140,8 @@ class Connection:
         sender = socket_frames.StreamSender()
         head = socket_frames.encode_response(header)
         frames: list[Buffer] = [head, *sender.data(parts)] if parts else [head]
-        end = sender.end()
-        if isinstance(self._stream, PlainStream):
+        end, memory_bytes = sender.end(), sum(map(len, parts))
+        if isinstance(self._stream, PlainStream) and not fault_points.are_armed("server.gather.middle"):
             # The memory does not change before the next await. Mostly the kernel takes all bytes at once.
             try:
                 left = socket_frames.unsent([*frames, end], self._stream.send([*frames, end]))
@@ -271,13 +149,14 @@ class Connection:
                 left = [*frames, end]
             self._torn = True
             if len(left) > 1:
-                await self.send(*left[:-1])
+                await self.send(*left[:-1], memory_bytes=memory_bytes, check=check)
                 check()
             if left:
                 await self.send(left[-1])
             self._torn = False
             return
-        await self.send(*frames)
+        await self.send(*frames, memory_bytes=memory_bytes, check=check)
+        fault_points.reach("server.gather.middle", response=header.DESCRIPTOR.name)
         check()
         await self.send(end)
 
@@ -389,7 +268,9 @@ class Connection:
             else:
                 done.set_result(None)
 
-        def check_rate(limit_s: float) -> None:
+        def check_rate(again: Callable[..., None], limit_s: float) -> None:
+            # Gets itself as an argument: if it named itself, the cycle would keep the transfer's memory until Python
+            # collects it.
             nonlocal moved_bytes, timer
             # On a slow network, fewer bytes than the low-water mark may have arrived. They do not wake the task.
             move()
@@ -398,7 +279,7 @@ class Connection:
             if moved_bytes < streams.MIN_STREAM_BYTES:
                 done.set_exception(streams.too_slow(moved_bytes))
             else:
-                moved_bytes, timer = 0, self._loop.call_later(limit_s, check_rate, limit_s)
+                moved_bytes, timer = 0, self._loop.call_later(limit_s, again, again, limit_s)
 
         watch, unwatch = (
             (self._loop.add_reader, self._loop.remove_reader)
@@ -407,7 +288,7 @@ class Connection:
         )
         self._set_mark(transfer)
         if idle_limit_s is not None:
-            timer = self._loop.call_later(idle_limit_s, check_rate, idle_limit_s)
+            timer = self._loop.call_later(idle_limit_s, check_rate, check_rate, idle_limit_s)
         watch(self._number, move)
         try:
             await done

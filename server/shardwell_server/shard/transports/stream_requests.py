@@ -64,17 +64,22 @@ class StreamConnection(IncomingStream, Protocol):
         """Sends a response without a stream."""
         ...
 
-    async def send_stream(self, pieces: Iterable[memoryview], header: Message | None = None) -> None:
+    async def send_stream(
+        self, pieces: Iterable[memoryview], header: Message | None = None, check: Callable[[], None] | None = None
+    ) -> None:
         """Sends a header and a stream. After an error that ``pieces`` raises, ``send_error`` can be called.
 
         Args:
-            pieces: Pieces of the stream.
+            pieces: Pieces of the stream. Raises if the memory of a piece has changed when the next one is requested.
             header: Message to send first. None: the stream has no header.
+            check: Raises if the memory of the last piece has changed: its rest is not sent. None: it does not change.
         """
         ...
 
     async def send_whole(self, parts: Sequence[memoryview], header: Message, check: Callable[[], None]) -> None:
         """Sends a header and a stream whose memory may change while this method waits for the peer.
+
+        Memory that has changed is not sent: it may belong to another run.
 
         Args:
             parts: The stream. At most ``piece_bytes``.
@@ -158,7 +163,9 @@ class StreamRequests:
             readable = reading.is_readable(shard, request)
             async with nullcontext() if readable else self._connection.while_silent():
                 found = await stack.enter_async_context(reading.reading(self._store, run, shard, request, wait_s))
-            await self._connection.send_stream(found.pieces(self._connection.piece_bytes), found.header)
+            await self._connection.send_stream(
+                found.pieces(self._connection.piece_bytes), found.header, found.check_unchanged
+            )
 
     async def _push(self, header: shard_pb2.ReduceScatterHeader, wait_s: float) -> None:
         self._check_run(header.context)
