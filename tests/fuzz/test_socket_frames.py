@@ -68,8 +68,14 @@ def test_stream_receiver_takes_what_fits_only(frames: list[tuple[int, int, bytes
 def frames_of(rng: random.Random, connected: ConnectedUnit) -> bytes:
     """Returns a few frames, which resemble those of a trainer."""
     gradients = b"".join(each.numpy().tobytes() for each in connected.one.filled(1.0))
+    named = {"run": connected.one.run, "run_id": connected.one.context().run_id}
+    gathers = [connected.one.gather_request(0), connected.one.gather_request(1)]
     known = {
-        Kind.GATHER: connected.one.gather_request(0),
+        Kind.GATHER: gathers[0],
+        Kind.GATHER_BATCH: socket_frames.REQUESTS[Kind.GATHER_BATCH](ranges=gathers, **named),
+        Kind.REDUCE_BATCH: socket_frames.REQUESTS[Kind.REDUCE_BATCH](
+            parts=[{"header": connected.header(), "stream": gradients}], **named
+        ),
         Kind.REDUCE_SCATTER: connected.header(),
         Kind.MEASURE: socket_frames.REQUESTS[Kind.MEASURE](size_bytes=100),
         Kind.REDUCE_GRADIENT_BUFFER: socket_frames.REQUESTS[Kind.REDUCE_GRADIENT_BUFFER](header=connected.header()),
