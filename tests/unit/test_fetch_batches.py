@@ -9,6 +9,7 @@ from concurrent.futures import Future
 import pytest
 
 from shardwell.data_plane.fetch_batches import FetchBatches
+from shardwell.data_plane.fetches import _MAX_BATCHES, _THREADS
 from shardwell.data_plane.transfer_queue import DaemonThreads
 from shardwell_wire.errors import ShardwellError, StaleEpochError, UnavailableError
 
@@ -246,3 +247,20 @@ def test_close_fails_the_transfers_that_wait(batches: Batches) -> None:
     assert all(isinstance(future.exception(5), UnavailableError) for future in futures)
     with pytest.raises(ShardwellError, match="closed before this transfer started"):
         submit(batches, 2)
+
+
+def test_rejected_fetches_of_a_server_leave_threads_to_other_servers(server: Server) -> None:
+    threads = DaemonThreads(_THREADS, "test")
+    batches = Batches(threads, server, max_in_flight=_MAX_BATCHES)
+    server.rejected = server.blocked = set(range(64))
+    futures = submit(batches, *range(64))
+    batches.flush()
+    try:
+        for _ in range(8):
+            assert server.begun_alone.acquire(timeout=5)
+        assert not server.begun_alone.acquire(timeout=0.2), "more fetches run at the same time"
+        assert threads.submit(lambda: 1).result(5) == 1
+    finally:
+        server.unblocked.set()
+        assert_done(futures, *range(64))
+        threads.shutdown()

@@ -31,7 +31,7 @@ _MAX_FETCHES, _MAX_BYTES = 32, 256 << 10
 """Most fetches of a message, and most bytes of their values. The first unit of a larger message would be late."""
 
 _MAX_ALONE = 8
-"""Rejected fetches of a batch that run at the same time. A server must not occupy all threads."""
+"""Rejected fetches of all messages in flight that run at the same time. A server must not occupy all threads."""
 
 
 class BatchedFetch(Protocol):
@@ -150,8 +150,9 @@ class FetchBatches(Generic[Fetch]):
                     self._fetch_alone(fetches.popleft())
 
         helpers: list[Future[None]] = []
+        threads = min(len(fetches), max(1, _MAX_ALONE // self._max_in_flight))
         with suppress(RuntimeError):  # the threads were shut down
-            for _ in range(min(len(fetches), _MAX_ALONE) - 1):
+            for _ in range(threads - 1):
                 helpers.append(self._threads.submit(work))
         work()
         for helper in helpers:
