@@ -1,8 +1,8 @@
 """Measures what a step of many small units costs one shard server: ``python -m benchmarks.server_steps``.
 
-One process plays the server and the coordinator's requests. Gradients are contributions already, so the times are those
-of the reductions, ``PrepareStep`` and ``Update``, without requests of trainers. The shards can be taken up by another
-process of the server, as in a cluster.
+One process plays the server, its trainers and the coordinator's requests. The times are those of the server's work for
+``ReduceBatch`` over the ``shm`` transport, for the reductions, ``PrepareStep`` and ``Update``. They do not contain the
+transfer of messages. The shards can be taken up by another process of the server, as in a cluster.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import gc
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -24,26 +25,32 @@ from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.requests import steps
 from shardwell_server.shard.requests.peers import NoPeers
 from shardwell_server.shard.requests.replication import Replicator
-from shardwell_server.shard.state.contributions import Contribution
-from shardwell_server.shard.state.reductions import reduce_shards
 from shardwell_server.shard.state.runs import HostedRun
 from shardwell_server.shard.state.shard_spec import ShardSpec
 from shardwell_server.shard.state.store import ShardStore
+from shardwell_server.shard.transports import batch_requests
+from shardwell_server.shard.transports.base import ServerTransports
+from shardwell_server.shard.transports.shm_transport import ShmSession, ShmTransport
 from shardwell_wire.layout import Parameter, UnitLayout
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.server_folders import DEFAULT_DIRECTORY, FolderOwner
+from shardwell_wire.shared_proof import session_name
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
 RUN = RunIdentity("benchmark", "0123456789abcdef")
 OWNER = FolderOwner(server_id="benchmark", coordinator="none")
 SIZE = 64
 """Units are ``Linear(64, 64)``."""
+BATCH = 32
+"""Parts of a ``ReduceBatch``."""
 
 
 @dataclass
 class Times:
     """CPU milliseconds per step, by activity."""
 
+    push: list[float] = field(default_factory=list)
+    """All ranks together."""
     reduce: list[float] = field(default_factory=list)
     prepare: list[float] = field(default_factory=list)
     update: list[float] = field(default_factory=list)
@@ -61,6 +68,7 @@ class Server:
 
     def __init__(self, store: ShardStore, unit_count: int, dp: int, algorithm: str) -> None:
         self._store, self._dp = store, dp
+        self._offered = ServerTransports("benchmark")
         self._replicator = Replicator(store, NoPeers())
         self._optimizer = to_step(algorithm)
         parameters = (Parameter("weight", (SIZE, SIZE), "float32"), Parameter("bias", (SIZE,), "float32"))
@@ -73,8 +81,13 @@ class Server:
     def _run(self) -> HostedRun:
         return self._store.runs[RUN.run_id]
 
-    async def begin(self) -> None:
-        """Publishes the initial values."""
+    async def begin(self, shared: SharedMemory, stack: AsyncExitStack) -> None:
+        """Publishes the initial values, and opens a session and gradient buffers for each rank.
+
+        Args:
+            shared: The server's shared memory.
+            stack: Closes the sessions.
+        """
         for index, layout in enumerate(self._layouts):
             size_bytes = layout.size_bytes
             spec = ShardSpec(run=RUN, layout=layout, index=index, start_bytes=0, stop_bytes=size_bytes, dp=self._dp)
@@ -84,23 +97,53 @@ class Server:
                 received.buffer.view(torch.float32).normal_()
                 shard.values.accept_initial(0, received)
             self._run.publish(layout.unit, 0)
-        self._gradients = [torch.randn(size_bytes // 4).view(torch.uint8) for _ in range(self._dp)]
+        self._offered.add(shm := ShmTransport(shared, self._store.memory))
+        self._batches = []
+        for rank in range(self._dp):
+            opened = await stack.enter_async_context(shm.open(RUN, None))
+            name = session_name(opened.transport_id, Path(opened.shm.path).read_bytes())
+            self._batches += self._make_batches(rank, name, shm.session(name, RUN))
+
+    def _make_batches(self, rank: int, name: str, session: ShmSession) -> list[shard_pb2.ReduceBatchRequest]:
+        common = shard_pb2.ReduceScatterHeader(
+            context=common_pb2.RequestContext(run=RUN.name, run_id=RUN.run_id), dp_rank=rank
+        )
+        batches = []
+        for number, shard in enumerate(self._run.published):
+            if number % BATCH == 0:
+                batches.append(
+                    shard_pb2.ReduceBatchRequest(run=RUN.name, run_id=RUN.run_id, transport_id=name, common=common)
+                )
+            buffer_id, buffer = session.open_gradient_buffer(shard)
+            buffer.buffer.view(torch.float32).normal_()
+            header = shard_pb2.ReduceScatterHeader(
+                unit=shard.unit, parameter_indices=[0, 1], start_bytes=shard.start_bytes, stop_bytes=shard.stop_bytes
+            )
+            batches[-1].parts.add(header=header, gradient_buffer_id=buffer_id)
+        return batches
+
+    async def _push(self, batches: Sequence[shard_pb2.ReduceBatchRequest]) -> None:
+        for batch in batches:
+            response = await batch_requests.reduce_batch(self._store, self._offered, batch, 10.0, "benchmark")
+            assert all(result.adopted for result in response.results), response
 
     async def step(self, step: int, times: Times) -> None:
         """Runs one step."""
-        for shard in self._run.published:
-            for rank, buffer in enumerate(self._gradients):
-                views = shard.views(buffer)
-                shard.contributions.add(rank, Contribution(0, 0, buffer, views, lambda: None, {0, 1}, [None]))
 
+        # The mean is measured by itself: a push would start it in the background.
         async def reduce() -> None:
-            await reduce_shards(self._run.published, self._store.in_thread)
+            while self._run.complete:
+                await asyncio.sleep(0)
 
+        batches = [shard_pb2.ReduceBatchRequest.FromString(batch.SerializeToString()) for batch in self._batches]
+        for batch in batches:
+            batch.common.context.step = step
         context = common_pb2.RequestContext(step=step)
         parts = [common_pb2.UnitParts(unit_index=index, part_count=1) for index in range(len(self._layouts))]
         ranks = [shard_pb2.RankManifest(dp_rank=rank, units=parts) for rank in range(self._dp)]
         prepare = shard_pb2.PrepareStepRequest(context=context, ranks=ranks, dp=self._dp, optimizer=self._optimizer)
         update = shard_pb2.UpdateRequest(context=context, optimizer=self._optimizer, clip_coefficient=1.0)
+        times.push.append(await _cpu_ms(lambda: self._push(batches)))
         times.reduce.append(await _cpu_ms(reduce))
         in_thread = self._store.in_thread
         times.prepare.append(await _cpu_ms(lambda: steps.prepare(self._run, in_thread, prepare, self._replicator)))
@@ -113,15 +156,18 @@ async def _cpu_ms(work: Callable[[], Awaitable[object]]) -> float:
     return (time.process_time() - started) * 1e3
 
 
-async def measure(store: ShardStore, unit_count: int, dp: int, algorithm: str, step_count: int) -> Times:
+async def measure(
+    store: ShardStore, shared: SharedMemory, unit_count: int, dp: int, algorithm: str, step_count: int
+) -> Times:
     """Returns the times of steps after a few that allocate memory."""
     server, times = Server(store, unit_count, dp, algorithm), Times()
-    await server.begin()
-    for step in range(5):
-        await server.step(step, Times())
-    gc.collect()
-    for step in range(5, 5 + step_count):
-        await server.step(step, times)
+    async with AsyncExitStack() as stack:
+        await server.begin(shared, stack)
+        for step in range(5):
+            await server.step(step, Times())
+        gc.collect()
+        for step in range(5, 5 + step_count):
+            await server.step(step, times)
     return times
 
 
@@ -140,11 +186,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             for algorithm in options.optimizers:
                 with ThreadPoolExecutor(1) as threads, closing(SharedMemory(DEFAULT_DIRECTORY, OWNER)) as shared:
                     store = ShardStore(1 << 30, threads, shared)
-                    times = asyncio.run(measure(store, unit_count, dp, algorithm, options.steps))
-                medians = [summarize(found).median for found in (times.reduce, times.prepare, times.update)]
+                    times = asyncio.run(measure(store, shared, unit_count, dp, algorithm, options.steps))
+                medians = [summarize(found).median for found in (times.push, times.reduce, times.prepare, times.update)]
                 per_unit = sum(medians) / unit_count * 1e3
                 rows.append([unit_count, dp, algorithm, *(f"{each:.2f}" for each in medians), f"{per_unit:.0f}"])
-    head = ["units", "ranks", "optimizer", "reduce, ms", "prepare, ms", "update, ms", "us per unit"]
+    head = ["units", "ranks", "optimizer", "push, ms", "reduce, ms", "prepare, ms", "update, ms", "us per unit"]
     print(to_table(head, [list(map(str, row)) for row in rows]))
 
 

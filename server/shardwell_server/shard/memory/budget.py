@@ -138,6 +138,11 @@ class IncomingBuffer:
     grant: Grant
     claimed: bool = False
 
+    @property
+    def views(self) -> None:
+        """See ``ContributionMemory``."""
+        return None
+
     def claim(self) -> torch.Tensor:
         """Keeps the buffer beyond the block, until ``release``."""
         self.claimed = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import Protocol
 
 from shardwell_server.shard.memory.budget import IncomingBuffer
@@ -50,8 +50,12 @@ class Push:
         self._epochs = {each.dp_rank: each.epoch for each in header.summed} or {self._dp_rank: self._epoch}
         """Epochs of the ranks whose gradients the push contains, by rank."""
         self._contributor = self._contributor_of(self._dp_rank)
-        who = shard.spec.name_of(self._contributor)
-        self._what = f"gradient of {shard.what}, {who}, attempt {self._attempt}, part {self._part}"
+
+    @cached_property
+    def _what(self) -> str:
+        """Names the push in errors."""
+        shard, who = self._shard, self._shard.spec.name_of(self._contributor)
+        return f"gradient of {shard.what}, {who}, attempt {self._attempt}, part {self._part}"
 
     async def receive(self, incoming: IncomingStream, wait_s: float) -> bool:
         """Receives the gradient from a stream; returns True if the part had been accepted before.
@@ -70,7 +74,7 @@ class Push:
             CapacityError: No memory became free in time; for a copy of a work item, no memory is free.
         """
         self._check_header()
-        await self._await_due_update(wait_s)
+        await self.await_due_update(wait_s)
         self._check_current()
         if self._is_duplicate():
             return await self._acknowledge(incoming)
@@ -100,17 +104,27 @@ class Push:
             StepStateError: The memory already holds a contribution.
             ConflictError: The transport session that the memory belongs to is closed.
         """
+        self.check_adoption()
+        await self.await_due_update(wait_s)
+        self._check_current()
+        return await self._run.exclusively(lambda: self.adopt_now(source))
+
+    def check_adoption(self) -> None:
+        """Raises InvalidRequestError if the push of a trainer's memory does not fit the shard."""
         self._check_header()
         if self._header.wire_dtype:
             raise InvalidRequestError(
                 f"{self._what}: wire_dtype is {self._header.wire_dtype}, but a shared gradient buffer holds gradients "
                 "in the dtype of their parameters: leave wire_dtype unset"
             )
-        await self._await_due_update(wait_s)
-        self._check_current()
-        return await self._accept_exclusively(source, None, partial(source.check_adoptable, self._shard))
 
-    async def _await_due_update(self, wait_s: float) -> None:
+    async def adopt_now(self, source: AdoptableMemory) -> bool:
+        """As ``adopt``, after ``check_adoption`` and ``await_due_update``. Runs in ``HostedRun.exclusively``."""
+        duplicate = await self._accept(source, None, partial(source.check_adoptable, self._shard))
+        self._reduce_soon()
+        return duplicate
+
+    async def await_due_update(self, wait_s: float) -> None:
         """Waits for the update to the version that the push refers to, if this server has prepared that update.
 
         The servers apply a committed update at different times. A trainer that has read the new version elsewhere may
@@ -134,13 +148,14 @@ class Push:
             raise InvalidRequestError(f"{self._what}: {error}") from error
         return checksum
 
-    async def _accept_exclusively(
-        self, source: ContributionMemory, checksum: int | None, check: Callable[[], None] | None = None
-    ) -> bool:
-        duplicate = await self._run.exclusively(lambda: self._accept(source, checksum, check))
+    async def _accept_exclusively(self, received: IncomingBuffer, checksum: int) -> bool:
+        duplicate = await self._run.exclusively(lambda: self._accept(received, checksum))
+        self._reduce_soon()
+        return duplicate
+
+    def _reduce_soon(self) -> None:
         if self._shard.seems_complete:
             reduce_soon(self._store, self._run, self._shard)
-        return duplicate
 
     # ---- checks ----
 
@@ -149,17 +164,10 @@ class Push:
         check_wire_dtype(self._header.wire_dtype)
         shard.check_rank(self._dp_rank)
         shard.check_range(self._header.start_bytes, self._header.stop_bytes)
-        self._check_indices("parameter_indices", list(self._header.parameter_indices))
-        self._check_indices("dropped_indices", list(self._header.dropped_indices))
+        shard.numbers_of(tuple(self._header.parameter_indices))
+        shard.numbers_of(tuple(self._header.dropped_indices))
         if self._header.summed:
             shard.check_sum(self._header)
-
-    def _check_indices(self, name: str, indices: list[int]) -> None:
-        count = len(self._shard.layout.parameters)
-        if sorted(set(indices)) != indices or (indices and indices[-1] >= count):
-            raise InvalidRequestError(
-                f"{self._shard.what}: {name} is {indices[:10]}, expected strictly rising numbers below {count}"
-            )
 
     def _check_current(self) -> None:
         shard, step = self._shard, self._step
@@ -232,7 +240,9 @@ class Push:
         self._count_duplicate(await incoming.checksum(self._plan().size_bytes, self._what))
         return True
 
-    async def _accept(self, source: ContributionMemory, checksum: int | None, check: Callable[[], None] | None) -> bool:
+    async def _accept(
+        self, source: ContributionMemory, checksum: int | None, check: Callable[[], None] | None = None
+    ) -> bool:
         """Accepts a complete part unless it is stale; returns True if the part had been accepted before."""
         self._check_current()
         if self._is_duplicate():

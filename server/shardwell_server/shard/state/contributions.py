@@ -17,6 +17,11 @@ class ContributionMemory(Protocol):
         """uint8. [stop_bytes - start_bytes]"""
         ...
 
+    @property
+    def views(self) -> Sequence[torch.Tensor] | None:
+        """Segments of ``buffer``, by segment number. None: the owner does not keep them."""
+        ...
+
     def claim(self) -> torch.Tensor:
         """Makes the buffer a contribution: its bytes stay unchanged until ``release``."""
         ...

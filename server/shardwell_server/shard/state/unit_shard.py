@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import cache, lru_cache, partial
+from itertools import pairwise
 from typing import TypeVar
 
 import torch
@@ -45,6 +46,9 @@ from shardwell_wire.v1 import common_pb2, shard_pb2
 
 Result = TypeVar("Result")
 
+_INDICES_KEPT = 8
+"""Most sets of parameters of a shard whose segments are kept: pushes name the same ones in every step."""
+
 
 class UnitShard:
     """One shard of a unit of parameters. Used on the event loop; methods named ``compute_*`` run in a thread.
@@ -84,6 +88,9 @@ class UnitShard:
         self.plans = RangePlans(spec.layout, spec.start_bytes, spec.stop_bytes)
         self.segments = self.plans.segments(None)
         self.segment_of = {segment.parameter_index: number for number, segment in enumerate(self.segments)}
+        self.numbers_of = lru_cache(_INDICES_KEPT)(self._find_numbers)
+        """Returns the numbers of the segments of parameters, given by layout index. Raises InvalidRequestError unless
+        the indices exist and rise."""
         self.values = Values(self.what, self.unit, memory, shared, spec.held_versions)
         self.counted = _all_contributors(spec.max_contributions)
         """Contributors of the next step. In an asynchronous run those of one data rank, named by PrepareStep."""
@@ -139,6 +146,15 @@ class UnitShard:
                 f"{self.what}: this server owns [{self.start_bytes}, {self.stop_bytes}), "
                 f"got [{start_bytes}, {stop_bytes})"
             )
+
+    def _find_numbers(self, indices: tuple[int, ...]) -> frozenset[int]:
+        count = len(self.layout.parameters)
+        if any(one >= other for one, other in pairwise(indices)) or (indices and indices[-1] >= count):
+            raise InvalidRequestError(
+                f"{self.what}: parameters are named by the indices {list(indices[:10])}, expected strictly rising "
+                f"numbers below {count}"
+            )
+        return frozenset(self.segment_of[index] for index in indices if index in self.segment_of)
 
     def check_rank(self, dp_rank: int) -> None:
         """Raises InvalidRequestError unless a data rank may push to this shard."""
@@ -236,10 +252,9 @@ class UnitShard:
             checksum: Checksum of the part's stream. None: the part came through shared memory.
             in_thread: Runs tensor work in a thread.
         """
-        views = self.views(memory.buffer)
-        pushed = self.plans.segments(tuple(header.parameter_indices))
-        numbers = [self.segment_of[segment.parameter_index] for segment in pushed]
-        dropped = {self.segment_of[index] for index in header.dropped_indices if index in self.segment_of}
+        views = self.views(memory.buffer) if memory.views is None else memory.views
+        numbers = self.numbers_of(tuple(header.parameter_indices))
+        dropped = self.numbers_of(tuple(header.dropped_indices))
         contributor = self.layout.contributor(header.dp_rank, header.pp_rank)
         contributions = self.contributions_of(contributor, header.attempt, copy=header.copy)
         if contributions is self.contributions and contributor in self.counted:
@@ -261,7 +276,7 @@ class UnitShard:
             contribution.drop(dropped)
 
             async def add() -> None:
-                await in_thread(lambda: contribution.compute_add(views, numbers))
+                await in_thread(lambda: contribution.compute_add(views, sorted(numbers)))
                 contribution.count_part(checksum)
 
             await uninterrupted(add())

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import cached_property
 
 import xxhash
 
 from shardwell_server.rpc import reported_error
 from shardwell_server.shard.requests import pushes
+from shardwell_server.shard.requests.pushes import Push
+from shardwell_server.shard.state.runs import HostedRun
 from shardwell_server.shard.state.store import NamesRun, ShardStore
-from shardwell_server.shard.transports import shm_requests
 from shardwell_server.shard.transports.base import ServerTransports
-from shardwell_server.shard.transports.shm_transport import ShmTransport
-from shardwell_wire.errors import ChunkError, CorruptDataError, InvalidRequestError, to_status_details
+from shardwell_server.shard.transports.shm_buffers import SharedGradientBuffer
+from shardwell_server.shard.transports.shm_transport import ShmSession, ShmTransport
+from shardwell_wire.errors import ChunkError, CorruptDataError, InvalidRequestError, RunDeletedError, to_status_details
 from shardwell_wire.v1 import shard_pb2
 
 MAX_PARTS = 256
@@ -73,16 +76,108 @@ async def reduce_batch(
     _complete_headers(request)
     for number, part in enumerate(request.parts):
         _check_run(request, part.header.context, f"part {number}")
-    loop, response = asyncio.get_running_loop(), shard_pb2.ReduceBatchResponse()
-    deadline = loop.time() + wait_s
-    for part in request.parts:
+    return await _Batch(store, offered, request, wait_s, peer).handle()
+
+
+class _Batch:
+    """The parts of one request. Consecutive parts in shared gradient buffers become contributions together.
+
+    Arguments as in ``reduce_batch``.
+    """
+
+    def __init__(
+        self,
+        store: ShardStore,
+        offered: ServerTransports,
+        request: shard_pb2.ReduceBatchRequest,
+        wait_s: float,
+        peer: str,
+    ) -> None:
+        self._store, self._offered, self._request, self._peer = store, offered, request, peer
+        self._loop = asyncio.get_running_loop()
+        self._deadline = self._loop.time() + wait_s
+        self._results = [shard_pb2.BatchedPartResult() for _ in request.parts]
+        self._adoptions: list[tuple[int, Push, SharedGradientBuffer]] = []
+        """Number, push and buffer of the parts that become contributions next."""
+        self._leases: set[tuple[int, int, bytes]] = set()
+        """The rank, epoch and proof of the leases that are checked."""
+
+    @cached_property
+    def _run(self) -> HostedRun:
+        return self._store.exact_run(self._request)
+
+    @cached_property
+    def _session(self) -> ShmSession:
+        self._store.lease.check()
+        return self._offered.find(ShmTransport).session(self._request.transport_id, self._run.identity)
+
+    @property
+    def _left_s(self) -> float:
+        return max(0.0, self._deadline - self._loop.time())
+
+    async def handle(self) -> shard_pb2.ReduceBatchResponse:
+        """Handles the parts in their order; a rejected part does not affect the others."""
+        for number, part in enumerate(self._request.parts):
+            try:
+                if part.HasField("stream"):
+                    await self._adopt()
+                    received = ReceivedStream(part.stream, part.checksum)
+                    pushed = await pushes.push(self._store, part.header, received, self._left_s)
+                    self._results[number].duplicate = pushed.duplicate
+                else:
+                    self._adoptions.append((number, *self._adoption(part)))
+            except Exception as error:
+                self._reject(number, error)
+        await self._adopt()
+        return shard_pb2.ReduceBatchResponse(results=self._results)
+
+    def _reject(self, number: int, error: Exception) -> None:
+        rejected = reported_error("ReduceBatch", error, self._peer)
+        self._results[number].CopyFrom(shard_pb2.BatchedPartResult(status=to_status_details(rejected)))
+
+    def _adoption(self, part: shard_pb2.BatchedPart) -> tuple[Push, SharedGradientBuffer]:
+        """Checks a part as ``shm_requests.reduce_gradient_buffer`` does."""
+        if not part.HasField("gradient_buffer_id"):
+            raise InvalidRequestError("a part of the batch has neither a stream nor a gradient buffer")
+        header = part.header
+        lease = (header.dp_rank, header.context.epoch, header.context.lease_proof)
+        if header.summed or lease not in self._leases:
+            pushes.check_leases(self._store, header)
+            self._leases.add(lease)
+        self._store.requests.check_content("ReduceScatter", header.context, header)
+        gradient_buffer = self._session.gradient_buffer(part.gradient_buffer_id)
+        push = Push(
+            self._store, self._run, self._run.primary(header.unit, header.start_bytes, header.stop_bytes), header
+        )
+        push.check_adoption()
+        return push, gradient_buffer
+
+    async def _adopt(self) -> None:
+        """Makes the buffers contributions, within one turn of the run's exclusive work."""
+        waiting, self._adoptions = self._adoptions, []
+        ready = []
+        for number, push, gradient_buffer in waiting:
+            try:
+                await push.await_due_update(self._left_s)
+                ready.append((number, push, gradient_buffer))
+            except Exception as error:
+                self._reject(number, error)
+        if not ready:
+            return
+
+        async def adopt() -> None:
+            for number, push, gradient_buffer in ready:
+                try:
+                    self._results[number].duplicate = await push.adopt_now(gradient_buffer)
+                    self._results[number].adopted = gradient_buffer.claimed
+                except Exception as error:
+                    self._reject(number, error)
+
         try:
-            result = await _reduce(store, offered, request, part, max(0.0, deadline - loop.time()))
-        except Exception as error:
-            rejected = reported_error("ReduceBatch", error, peer)
-            result = shard_pb2.BatchedPartResult(status=to_status_details(rejected))
-        response.results.append(result)
-    return response
+            await self._run.exclusively(adopt)
+        except RunDeletedError as error:
+            for number, _, _ in ready:
+                self._reject(number, error)
 
 
 def _complete_headers(request: shard_pb2.ReduceBatchRequest) -> None:
@@ -92,26 +187,6 @@ def _complete_headers(request: shard_pb2.ReduceBatchRequest) -> None:
             own = part.header.SerializeToString()
             part.header.CopyFrom(request.common)
             part.header.MergeFromString(own)
-
-
-async def _reduce(
-    store: ShardStore,
-    offered: ServerTransports,
-    request: shard_pb2.ReduceBatchRequest,
-    part: shard_pb2.BatchedPart,
-    wait_s: float,
-) -> shard_pb2.BatchedPartResult:
-    if part.HasField("stream"):
-        pushed = await pushes.push(store, part.header, ReceivedStream(part.stream, part.checksum), wait_s)
-        return shard_pb2.BatchedPartResult(duplicate=pushed.duplicate)
-    if not part.HasField("gradient_buffer_id"):
-        raise InvalidRequestError("a part of the batch has neither a stream nor a gradient buffer")
-    buffered = shard_pb2.ReduceGradientBufferRequest(
-        header=part.header, transport_id=request.transport_id, gradient_buffer_id=part.gradient_buffer_id
-    )
-    shm = offered.find(ShmTransport)
-    reduced = await shm_requests.reduce_gradient_buffer(store, shm, buffered, wait_s)
-    return shard_pb2.BatchedPartResult(duplicate=reduced.duplicate, adopted=reduced.adopted)
 
 
 def _check_count(count: int, what: str) -> None:

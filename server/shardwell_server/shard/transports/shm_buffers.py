@@ -31,6 +31,8 @@ class SharedGradientBuffer:
 
     def __init__(self, shard: UnitShard, shared: SharedBuffer, grant: Grant) -> None:
         self._shard, self._shared, self._grant = shard, shared, grant
+        self.views = shard.views(shared.tensor)
+        """Segments of ``buffer``, by segment number. Each [numel]"""
         self._claimed = self._closed = False
         grant.memory.note_shared(grant.size_bytes)
 
