@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import shardwell
 from shardwell import ShardingStrategy
@@ -112,6 +113,30 @@ def test_backward_of_another_unit_with_replaced_weights_raises(store: InPlaceSto
     store.overwrite(0)
     with pytest.raises(VersionGoneError):
         loss.backward()
+
+
+@pytest.mark.parametrize("overwritten", range(3))
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_one_of_several_units_is_overwritten_in_the_backward(
+    store: InPlaceStore, overwritten: int, recomputes: bool
+) -> None:
+    """The backward checks the versions once, at its end: of units that it is about to read, reads, or has read."""
+    units = Units(store)
+    layers = [shardwell.fully_shard(Overwritten(), SimpleNamespace(units=units)) for _ in range(3)]
+
+    def middle(x: torch.Tensor) -> torch.Tensor:
+        if not recomputes:
+            return layers[1](x)
+        return checkpoint(layers[1], x, use_reentrant=False)
+
+    hidden = middle(layers[0](torch.ones(8)))
+    hidden.register_hook(lambda _: store.overwrite(overwritten))
+    loss = layers[2](hidden).sum()
+    with pytest.raises(VersionGoneError):
+        loss.backward()
+    units.zero_grad()
+    with torch.no_grad():
+        assert layers[overwritten](torch.ones(8)).tolist() == [2.0] * 8
 
 
 def test_next_version_is_read_after_the_error(store: InPlaceStore) -> None:

@@ -86,7 +86,11 @@ class ForwardBackward:
         """Ends a forward of a unit, which returned or raised: may free the unit."""
         unit = call.unit
         self.graphs.calls.end(call)
-        if backward_task() != NO_TASK or not self._frees_after_forward(call) or not self.free_unused(unit):
+        if backward_task() != NO_TASK:
+            # `_end_backward` checks the version. Torch ignores an error raised here if checkpointing stops a recomputed
+            # forward early, which it does by an exception.
+            return
+        if not self._frees_after_forward(call) or not self.free_unused(unit):
             unit.check_version()
 
     def _frees_after_forward(self, call: ForwardCall) -> bool:
