@@ -18,7 +18,7 @@ from torch import nn
 
 import shardwell
 from shardwell.command import cli, inspect_tables
-from shardwell.data_plane.fetches import Fetches
+from shardwell.data_plane.fetches import Fetches, Gather
 from shardwell.data_plane.remote_unit import RemoteUnit
 from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell_wire.checkpoints.folder import RunFolder
@@ -201,8 +201,8 @@ def test_a_read_that_a_commit_has_broken_is_repeated(trainers: list[Trainer], mo
         if (key := (unit.index, version)) in broken:
             return gather(self, unit, version, *arguments, **options)
         broken.add(key)
-        failed = Future[int]()
-        failed.set_exception(VersionGoneError("being overwritten"))
+        failed = Gather(self.stats, options.get("alternative"))
+        failed.fail(VersionGoneError("being overwritten"))
         return failed
 
     monkeypatch.setattr(Fetches, "gather", break_once)

@@ -164,8 +164,8 @@ class Push:
         check_wire_dtype(self._header.wire_dtype)
         shard.check_rank(self._dp_rank)
         shard.check_range(self._header.start_bytes, self._header.stop_bytes)
-        shard.numbers_of(tuple(self._header.parameter_indices))
-        shard.numbers_of(tuple(self._header.dropped_indices))
+        shard.numbers_of("parameter_indices", tuple(self._header.parameter_indices))
+        shard.numbers_of("dropped_indices", tuple(self._header.dropped_indices))
         if self._header.summed:
             shard.check_sum(self._header)
 

@@ -55,8 +55,8 @@ class ShardGradients:
         self.segments = self.plans.segments(None)
         self.segment_of = {segment.parameter_index: number for number, segment in enumerate(self.segments)}
         self.numbers_of = lru_cache(_INDICES_KEPT)(self._find_numbers)
-        """Returns the numbers of the segments of parameters, given by layout index. Raises InvalidRequestError unless
-        the indices exist and rise."""
+        """Returns the numbers of the segments of the parameters that a field of a request lists by layout index. Takes
+        the field's name and the indices. Raises InvalidRequestError unless the indices exist and rise."""
         self.counted = _all_contributors(spec.max_contributions)
         """Contributors of the next step. In an asynchronous run those of one data rank, named by PrepareStep."""
         self.contributions = Contributions()
@@ -95,12 +95,11 @@ class ShardGradients:
                 f"got [{start_bytes}, {stop_bytes})"
             )
 
-    def _find_numbers(self, indices: tuple[int, ...]) -> frozenset[int]:
+    def _find_numbers(self, name: str, indices: tuple[int, ...]) -> frozenset[int]:
         count = len(self.layout.parameters)
         if any(one >= other for one, other in pairwise(indices)) or (indices and indices[-1] >= count):
             raise InvalidRequestError(
-                f"{self.what}: parameters are named by the indices {list(indices[:10])}, expected strictly rising "
-                f"numbers below {count}"
+                f"{self.what}: {name} is {list(indices[:10])}, expected strictly rising numbers below {count}"
             )
         return frozenset(self.segment_of[index] for index in indices if index in self.segment_of)
 
@@ -182,8 +181,8 @@ class ShardGradients:
             in_thread: Runs tensor work in a thread.
         """
         views = self.views(memory.buffer) if memory.views is None else memory.views
-        numbers = self.numbers_of(tuple(header.parameter_indices))
-        dropped = self.numbers_of(tuple(header.dropped_indices))
+        numbers = self.numbers_of("parameter_indices", tuple(header.parameter_indices))
+        dropped = self.numbers_of("dropped_indices", tuple(header.dropped_indices))
         contributor = self.layout.contributor(header.dp_rank, header.pp_rank)
         contributions = self.contributions_of(contributor, header.attempt, copy=header.copy)
         if contributions is self.contributions and contributor in self.counted:
