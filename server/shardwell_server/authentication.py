@@ -23,7 +23,7 @@ from shardwell_server.authorization import CALLER, check_role
 from shardwell_server.rpc import abort
 from shardwell_wire.credentials import NO_CREDENTIALS, TOKEN_FILE_VARIABLE, Credentials, read_key_file, token_in
 from shardwell_wire.errors import AccessError, ShardwellError, UnauthenticatedError
-from shardwell_wire.tokens import ClusterKey
+from shardwell_wire.tokens import ClusterKey, Identity
 
 WITHOUT_TOKEN_VARIABLE = "SHARDWELL_WITHOUT_TOKEN"
 
@@ -81,10 +81,7 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             UnauthenticatedError: The rpc carries no valid token.
             AccessError: The caller's role may not call the rpc.
         """
-        caller = self._key.verify(token_in(metadata))
-        CALLER.set(caller)
-        if _service_of(path) not in _STANDARD_SERVICES:
-            check_role(caller, path)
+        check_caller(self._key, path, token_in(metadata))
 
     def _refusal(self, path: str, reason: ShardwellError) -> grpc.RpcMethodHandler:
         async def refuse(_: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
@@ -93,6 +90,20 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
         # A stream handler works for every kind of rpc, and does not read a message before it runs.
         return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+def check_caller(key: ClusterKey, path: str, token: str) -> Identity:
+    """Returns the caller that a token proves, and notes it for the current task.
+
+    Raises:
+        UnauthenticatedError: The token is not valid.
+        AccessError: The caller's role may not call the rpc.
+    """
+    caller = key.verify(token)
+    CALLER.set(caller)
+    if _service_of(path) not in _STANDARD_SERVICES:
+        check_role(caller, path)
+    return caller
 
 
 def _service_of(path: str) -> str:

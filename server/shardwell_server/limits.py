@@ -298,9 +298,13 @@ class Unproven:
         )
 
 
-def refusals() -> Unproven:
-    """Returns the limit of refused requests."""
-    return Unproven(Rate(REFUSALS_PER_S, REFUSAL_BURST))
+def refusals(close: Callable[[Iterable[str]], int] = close_connections) -> Unproven:
+    """Returns the limit of refused requests.
+
+    Args:
+        close: See ``Unproven``.
+    """
+    return Unproven(Rate(REFUSALS_PER_S, REFUSAL_BURST), close)
 
 
 def open_calls() -> Unproven:

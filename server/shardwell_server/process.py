@@ -15,6 +15,7 @@ import threading
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,8 +26,10 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from shardwell_server import connections
-from shardwell_server.authentication import ALL_STANDARD, interceptors
-from shardwell_server.rpc import add_service
+from shardwell_server.authentication import ALL_STANDARD, check_caller, interceptors
+from shardwell_server.call_server import CallServer
+from shardwell_server.limits import RequestLimits
+from shardwell_server.rpc import add_service, unary_rpcs
 from shardwell_wire import temporary_folder
 from shardwell_wire.channel import SERVER_OPTIONS
 from shardwell_wire.credentials import NO_CREDENTIALS, Credentials
@@ -94,6 +97,7 @@ async def serve(
     background: Background,
     *,
     credentials: Credentials = NO_CREDENTIALS,
+    calls: CallServer | None = None,
     end_standing: Callable[[], None] = lambda: None,
     leave: Callable[[], Awaitable[object]] | None = None,
 ) -> None:
@@ -108,6 +112,7 @@ async def serve(
         endpoint: Where to listen.
         background: Runs while the server serves. An error that it raises ends the server at once.
         credentials: The key that verifies the tokens of callers, and the TLS of the server.
+        calls: Takes unary rpcs beside gRPC. It does not listen if the server has TLS. None: nothing does.
         end_standing: Called when the server is asked to stop. Ends streams that would otherwise stay open for
             ``STOP_GRACE_S``.
         leave: Called after the first SIGTERM, while the server still serves. The server stops when it returns, or at
@@ -115,7 +120,8 @@ async def serve(
     """
     admission = interceptors(credentials.key, endpoint.without_token)
     server = grpc.aio.server(interceptors=admission, options=SERVER_OPTIONS)
-    add_service(server, service, servicer)
+    limits = RequestLimits()
+    add_service(server, service, servicer, limits)
     health = HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     names = (service.full_name, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
@@ -127,6 +133,10 @@ async def serve(
     leaving = asyncio.Event()
     stop = endpoint.stop or stop_event(endpoint, first_sigterm=leaving if leave is not None else None)
     await server.start()
+    if calls is not None and credentials.tls is None:
+        key = credentials.key
+        admit = (lambda path, token: None) if key is None else partial(check_caller, key)
+        await calls.start(unary_rpcs(service, servicer, limits), admit, grpc_port=port)
     address = endpoint.address(port)
     try:
         async with AsyncExitStack() as stack:
@@ -148,9 +158,11 @@ async def serve(
             logger.info("stopping")
             await health.enter_graceful_shutdown()
             end_standing()
-            await server.stop(STOP_GRACE_S)
+            await asyncio.gather(server.stop(STOP_GRACE_S), *([] if calls is None else [calls.stop(STOP_GRACE_S)]))
     finally:
         await server.stop(0)
+        if calls is not None:
+            await calls.stop(0)
 
 
 def _listen(server: grpc.aio.Server, endpoint: Endpoint, tls: Tls | None) -> int:

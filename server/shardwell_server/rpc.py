@@ -11,7 +11,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import grpc
 import grpc.aio
@@ -49,12 +49,24 @@ def _no_id(name: str) -> str:
     return ""
 
 
+class RpcContext(Protocol):
+    """What handlers need to know about the connection that an rpc came by. ``grpc.aio.ServicerContext`` has it."""
+
+    def peer(self) -> str:
+        """Returns the address of the caller in grpc's format."""
+        ...
+
+    def time_remaining(self) -> float | None:
+        """Returns the seconds until the caller's deadline. None: it has none."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """The rpc that a servicer method handles."""
 
     method: str
-    context: grpc.aio.ServicerContext
+    context: RpcContext
     caller: Identity | None = field(default_factory=CALLER.get)
     """Who called. None: the cluster admits every caller."""
     run_id_of: Callable[[str], str] = _no_id
@@ -86,7 +98,10 @@ class Call:
         return min(limits)
 
 
-_MakeCall = Callable[[str, grpc.aio.ServicerContext], Call]
+_MakeCall = Callable[[str, RpcContext], Call]
+
+UnaryRpc = Callable[[bytes, RpcContext], Awaitable[bytes]]
+"""Handles a unary rpc: takes and returns an encoded message. Raises the errors of the servicer."""
 
 _logged = Rate(MAX_LOGGED_PER_S, MAX_LOGGED_PER_S)
 """Limits the lines about rejected requests in the log of this process."""
@@ -108,6 +123,7 @@ def add_service(
     """
     handlers, limits = {}, limits or RequestLimits()
     make_call = partial(Call, run_id_of=getattr(servicer, "run_id_of", _no_id))
+    unary = unary_rpcs(descriptor, servicer, limits)
     for method in descriptor.methods:
         implementation = getattr(servicer, method.name)
         path = f"/{descriptor.full_name}/{method.name}"
@@ -120,12 +136,21 @@ def add_service(
                 _unary_stream(path, method, implementation, make_call, limits)
             )
         elif not method.client_streaming:
-            handlers[method.name] = grpc.unary_unary_rpc_method_handler(
-                _unary_unary(path, method, implementation, make_call, limits)
-            )
+            handlers[method.name] = grpc.unary_unary_rpc_method_handler(_unary_unary(path, unary[path]))
         else:
             raise NotImplementedError(f"{path}: bidirectional streams are not supported")
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(descriptor.full_name, handlers),))
+
+
+def unary_rpcs(descriptor: ServiceDescriptor, servicer: Any, limits: RequestLimits) -> dict[str, UnaryRpc]:
+    """Returns the handlers of a service's unary rpcs by path. Arguments as those of ``add_service``."""
+    make_call = partial(Call, run_id_of=getattr(servicer, "run_id_of", _no_id))
+    paths = {f"/{descriptor.full_name}/{method.name}": method for method in descriptor.methods}
+    return {
+        path: _unary_rpc(path, method, getattr(servicer, method.name), make_call, limits)
+        for path, method in paths.items()
+        if not (method.client_streaming or method.server_streaming)
+    }
 
 
 def _decode(method: MethodDescriptor, data: bytes) -> Message:
@@ -137,20 +162,27 @@ def _decode(method: MethodDescriptor, data: bytes) -> Message:
     return message
 
 
-def _unary_unary(
+def _unary_rpc(
     path: str,
     method: MethodDescriptor,
     implementation: Callable[[Any, Call], Awaitable[Message]],
     make_call: _MakeCall,
     limits: RequestLimits,
-) -> Callable[[bytes, grpc.aio.ServicerContext], Awaitable[bytes]]:
+) -> UnaryRpc:
+    async def respond(data: bytes, context: RpcContext) -> bytes:
+        call = make_call(path, context)
+        async with limits.request(call.caller, call.peer, len(data)):
+            request = _decode(method, data)
+            call.check(request)
+            return (await implementation(request, call)).SerializeToString()
+
+    return respond
+
+
+def _unary_unary(path: str, respond: UnaryRpc) -> Callable[[bytes, grpc.aio.ServicerContext], Awaitable[bytes]]:
     async def handle(data: bytes, context: grpc.aio.ServicerContext) -> bytes:
         try:
-            call = make_call(path, context)
-            async with limits.request(call.caller, call.peer, len(data)):
-                request = _decode(method, data)
-                call.check(request)
-                return (await implementation(request, call)).SerializeToString()
+            return await respond(data, context)
         except Exception as error:
             await abort(context, path, error)
 

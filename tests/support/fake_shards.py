@@ -30,7 +30,7 @@ from shardwell_wire.errors import (
     StepStateError,
     UnavailableError,
 )
-from shardwell_wire.v1 import shard_pb2
+from shardwell_wire.v1 import common_pb2, shard_pb2
 
 COST = 3
 """Reserved bytes per byte of parameters, which includes optimizer state and contributions."""
@@ -420,6 +420,9 @@ class DirectCalls:
                 if asyncio.get_running_loop().time() > give_up:
                     raise
             await asyncio.sleep(0.005)
+
+    async def use_calls(self, address: str, calls: common_pb2.CallPort) -> None:
+        raise AssertionError("fake servers offer no call connections")
 
     async def is_running(self, server: Server) -> bool:
         await asyncio.sleep(0)

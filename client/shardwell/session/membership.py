@@ -508,6 +508,8 @@ class Membership:
             self._token.renew(news.token)
         else:
             self.replica_epoch.announce(news.replica_epoch)
+            if news.HasField("calls"):
+                self._coordinator.use_calls(news.calls)
         if news.HasField("residuals"):
             self._when_residuals_wanted(news.residuals)
 

@@ -14,6 +14,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
 from shardwell.credentials import find_credentials
+from shardwell.transport.call_connection import CallConnections
 from shardwell_wire.byte_streams import EncryptedStream, PlainStream
 from shardwell_wire.channel import open_channel
 from shardwell_wire.credentials import Credentials
@@ -27,6 +28,7 @@ from shardwell_wire.errors import (
 from shardwell_wire.retry import retry
 from shardwell_wire.tls import must_encrypt
 from shardwell_wire.tls_problems import connection_error
+from shardwell_wire.v1 import common_pb2
 
 Result = TypeVar("Result")
 
@@ -144,6 +146,7 @@ class ServiceClient:
         self._service = service
         self._channel = self.endpoint.open_channel()
         self._unary: dict[str, Any] = {}
+        self._calls = CallConnections(address, self.peer)
         self._closed = threading.Event()
 
     def call(self, rpc_name: str, request: Any, *, timeout_s: float = 10.0, retry_for_s: float = 0.0) -> Any:
@@ -161,8 +164,23 @@ class ServiceClient:
         Raises:
             ShardwellError: The error that the server returned, UnavailableError or DeadlineError.
         """
+        return self.attempt(lambda: self._call(rpc_name, request, timeout_s), retry_for_s=retry_for_s)
+
+    def use_calls(self, calls: common_pb2.CallPort) -> None:
+        """Sends unary rpcs to a port that the server has announced, as long as it can be reached.
+
+        Args:
+            calls: The port.
+        """
+        if self.credentials.tls is None:  # call connections are not encrypted
+            self._calls.start(calls)
+
+    def _call(self, rpc_name: str, request: Any, timeout_s: float) -> Any:
+        token = self.credentials.token
+        if (answer := self._calls.call(self._path(rpc_name), token, request.SerializeToString, timeout_s)) is not None:
+            return GetMessageClass(self._service.methods_by_name[rpc_name].output_type).FromString(answer)
         stub = self._unary.get(rpc_name) or self._unary_stub(rpc_name)
-        return self.attempt(lambda: stub(request, timeout=timeout_s), retry_for_s=retry_for_s)
+        return stub(request, timeout=timeout_s)
 
     def stream(self, rpc_name: str, request: Any, *, timeout_s: float | None) -> Iterator[Any]:
         """Calls an rpc that returns a stream of messages; raises as ``call`` does."""
@@ -268,6 +286,7 @@ class ServiceClient:
     def close(self) -> None:
         """Closes the connection. Rpcs in flight are cancelled."""
         self._closed.set()
+        self._calls.close()
         self._channel.close()
 
     def _path(self, rpc_name: str) -> str:

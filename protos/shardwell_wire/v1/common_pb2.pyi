@@ -672,3 +672,33 @@ class UnitParts(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["part_count", b"part_count", "pp_rank", b"pp_rank", "unit_index", b"unit_index"]) -> None: ...
 
 global___UnitParts = UnitParts
+
+@typing.final
+class CallPort(google.protobuf.message.Message):
+    """A port on which a server takes unary rpcs in short frames, which cost a fraction of gRPC's CPU time. See
+    docs/wire-format.md, "Call connections".
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PORT_FIELD_NUMBER: builtins.int
+    GRPC_PORT_FIELD_NUMBER: builtins.int
+    SECRET_FIELD_NUMBER: builtins.int
+    port: builtins.int
+    """TCP port. 0: the server takes rpcs over gRPC only."""
+    grpc_port: builtins.int
+    """Port of the server's gRPC service. A peer that reaches gRPC at another port is behind a proxy or a port mapping, and
+    must not use `port`.
+    """
+    secret: builtins.bytes
+    """Random. The server proves with it that it is the one that sent this message."""
+    def __init__(
+        self,
+        *,
+        port: builtins.int = ...,
+        grpc_port: builtins.int = ...,
+        secret: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["grpc_port", b"grpc_port", "port", b"port", "secret", b"secret"]) -> None: ...
+
+global___CallPort = CallPort

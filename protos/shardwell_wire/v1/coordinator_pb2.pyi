@@ -490,17 +490,24 @@ class KeepServerMembershipRequest(google.protobuf.message.Message):
 
     SERVER_ID_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
+    CALLS_FIELD_NUMBER: builtins.int
     server_id: builtins.str
     """Id of the server."""
     epoch: builtins.int
     """RegisterServerResponse.epoch."""
+    @property
+    def calls(self) -> shardwell_wire.v1.common_pb2.CallPort:
+        """Where the server takes calls beside gRPC. Unset: nowhere."""
+
     def __init__(
         self,
         *,
         server_id: builtins.str = ...,
         epoch: builtins.int = ...,
+        calls: shardwell_wire.v1.common_pb2.CallPort | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "server_id", b"server_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["calls", b"calls"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["calls", b"calls", "epoch", b"epoch", "server_id", b"server_id"]) -> None: ...
 
 global___KeepServerMembershipRequest = KeepServerMembershipRequest
 
@@ -1255,6 +1262,7 @@ class KeepMembershipResponse(google.protobuf.message.Message):
     PLACEMENT_FIELD_NUMBER: builtins.int
     RESIDUALS_FIELD_NUMBER: builtins.int
     REPLICA_EPOCH_FIELD_NUMBER: builtins.int
+    CALLS_FIELD_NUMBER: builtins.int
     committed_step: builtins.int
     """Number of committed steps."""
     placement: builtins.int
@@ -1265,6 +1273,10 @@ class KeepMembershipResponse(google.protobuf.message.Message):
     def residuals(self) -> global___WantedResiduals:
         """The trainer's residuals are wanted for a checkpoint. Unset: they are not."""
 
+    @property
+    def calls(self) -> shardwell_wire.v1.common_pb2.CallPort:
+        """Where the coordinator takes calls beside gRPC. Set in the first message of a stream. Unset: nowhere."""
+
     def __init__(
         self,
         *,
@@ -1272,9 +1284,10 @@ class KeepMembershipResponse(google.protobuf.message.Message):
         placement: builtins.int = ...,
         residuals: global___WantedResiduals | None = ...,
         replica_epoch: builtins.int = ...,
+        calls: shardwell_wire.v1.common_pb2.CallPort | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["residuals", b"residuals"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["committed_step", b"committed_step", "placement", b"placement", "replica_epoch", b"replica_epoch", "residuals", b"residuals"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["calls", b"calls", "residuals", b"residuals"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["calls", b"calls", "committed_step", b"committed_step", "placement", b"placement", "replica_epoch", b"replica_epoch", "residuals", b"residuals"]) -> None: ...
 
 global___KeepMembershipResponse = KeepMembershipResponse
 

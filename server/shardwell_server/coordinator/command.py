@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 
 from shardwell_server import audit, authentication, encryption, process
+from shardwell_server.call_server import CallServer
 from shardwell_server.coordinator.coordinator import Coordinator
 from shardwell_server.coordinator.servers.shard_client import GrpcShardCalls
 from shardwell_server.coordinator.servicer import CoordinatorServicer
@@ -157,13 +158,17 @@ async def coordinate(
             async with coordinator.running():
                 yield asyncio.ensure_future(until_lost(storage))
 
-        service = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"]
+        service, call_server = (
+            coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"],
+            CallServer(endpoint.host),
+        )
         await process.serve(
             service,
-            CoordinatorServicer(coordinator, credentials.key),
+            CoordinatorServicer(coordinator, credentials.key, call_server),
             endpoint,
             background,
             credentials=credentials,
+            calls=call_server,
             end_standing=coordinator.state.stop,
         )
     finally:

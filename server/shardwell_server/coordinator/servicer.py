@@ -10,6 +10,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
+from shardwell_server.call_server import CallServer
 from shardwell_server.coordinator.checkpoints.residuals import add_report
 from shardwell_server.coordinator.coordinator import Coordinator
 from shardwell_server.coordinator.inspection import describe
@@ -51,11 +52,14 @@ class CoordinatorServicer:
     Args:
         coordinator: The core that executes them.
         key: Key of the cluster, with which tokens for trainers and proofs are made. None: every caller is admitted.
+        calls: Takes calls beside gRPC. None: nothing does.
     """
 
-    def __init__(self, coordinator: Coordinator, key: ClusterKey | None = None) -> None:
+    def __init__(
+        self, coordinator: Coordinator, key: ClusterKey | None = None, calls: CallServer | None = None
+    ) -> None:
         self._issuer = Issuer(key)
-        self._coordinator, self._state = coordinator, coordinator.state
+        self._coordinator, self._state, self._calls = coordinator, coordinator.state, calls
         self._requests = RequestLog()
         self._torchrun_stores = TorchrunStores(is_protected=key is not None, clock=coordinator.state.clock)
 
@@ -108,7 +112,8 @@ class CoordinatorServicer:
         self, request: coordinator_pb2.KeepServerMembershipRequest, call: Call
     ) -> AsyncIterator[coordinator_pb2.KeepServerMembershipResponse]:
         leases = self._coordinator.server_leases
-        async with aclosing(leases.keep_membership(request.server_id, request.epoch)) as stream:
+        calls = request.calls if request.HasField("calls") else None
+        async with aclosing(leases.keep_membership(request.server_id, request.epoch, calls)) as stream:
             async for response in stream:
                 yield response
 
@@ -206,8 +211,12 @@ class CoordinatorServicer:
         run, trainers = self._exact_run(request), self._coordinator.trainers
         member = trainers.require_member(run, request.trainer, request.epoch)
         member.note_residuals(request.has_residuals)
+        offer = None if self._calls is None else self._calls.offer
         async with aclosing(trainers.keep_membership(run, member)) as stream:
             async for response in stream:
+                if offer is not None:
+                    response.calls.CopyFrom(offer)
+                    offer = None
                 yield response
 
     async def Leave(self, request: coordinator_pb2.LeaveRequest, call: Call) -> coordinator_pb2.LeaveResponse:

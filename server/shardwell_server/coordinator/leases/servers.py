@@ -27,7 +27,7 @@ from shardwell_server.coordinator.servers.shard_client import REFUSED, ShardCall
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_wire.errors import ConflictError, DuplicateError, ShardwellError, StaleEpochError, UnavailableError
 from shardwell_wire.process_identity import has_ended
-from shardwell_wire.v1 import coordinator_pb2
+from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -101,11 +101,16 @@ class ServerLeases:
         self._note_alive(request.server_id, self._state.cluster.heartbeat(request))
 
     async def keep_membership(
-        self, server_id: str, epoch: int
+        self, server_id: str, epoch: int, calls: common_pb2.CallPort | None = None
     ) -> AsyncGenerator[coordinator_pb2.KeepServerMembershipResponse]:
         """Keeps a server's membership stream open: yields one message, then waits until the membership ends.
 
         The caller must close the iterator, or cancel its task, when the stream breaks.
+
+        Args:
+            server_id: Id of the server.
+            epoch: Its epoch.
+            calls: Where the server takes calls beside gRPC. None: nowhere.
 
         Raises:
             StaleEpochError: The server is not registered, has left, or another process has its id.
@@ -113,6 +118,8 @@ class ServerLeases:
         cluster = self._state.cluster
         server = cluster.require_epoch(server_id, epoch)
         self._note_alive(server_id, cluster.renew_lease(server))
+        if calls is not None:
+            self._state.tasks.start(self._calls.use_calls(server.address, calls))
         with self._connected(server):
             yield coordinator_pb2.KeepServerMembershipResponse()
             while not self._state.stopping:

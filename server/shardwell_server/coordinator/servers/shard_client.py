@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from typing import Any, Protocol
 
@@ -11,14 +12,18 @@ import grpc.aio
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
+from shardwell_server.coordinator.servers.call_line import CallLine
 from shardwell_server.coordinator.servers.cluster import Server
+from shardwell_wire.call_frames import CallConnectionError
 from shardwell_wire.channel import open_aio_channel
 from shardwell_wire.credentials import NO_CREDENTIALS, Credentials
 from shardwell_wire.errors import ShardwellError, UnavailableError
 from shardwell_wire.process_identity import has_ended
 from shardwell_wire.retry import retry_async
 from shardwell_wire.tls_problems import server_call_error
-from shardwell_wire.v1 import shard_pb2
+from shardwell_wire.v1 import common_pb2, shard_pb2
+
+logger = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 120.0
 """Deadline of one attempt in seconds. Preparing and updating take longer for larger tensors."""
@@ -62,9 +67,20 @@ class ShardCalls(Protocol):
         """
         ...
 
+    async def use_calls(self, address: str, calls: common_pb2.CallPort) -> None:
+        """Sends rpcs to a port beside gRPC that a server has announced, as long as it can be reached.
+
+        Args:
+            address: host:port of the server.
+            calls: The port.
+        """
+        ...
+
 
 class GrpcShardCalls:
-    """``ShardCalls`` over gRPC, with one channel per address. For one event loop.
+    """``ShardCalls`` over call connections where servers offer them, otherwise over gRPC. For one event loop.
+
+    There is one channel and at most one call connection per address.
 
     Args:
         credentials: What this process proves itself with.
@@ -75,12 +91,20 @@ class GrpcShardCalls:
         self._service = shard_pb2.DESCRIPTOR.services_by_name["ShardService"]
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._stubs: dict[tuple[str, str], Any] = {}
+        self._lines: dict[str, CallLine] = {}
 
     async def call(self, address: str, rpc_name: str, request: Message, *, retry_for_s: float) -> Any:
         """See ``ShardCalls.call``."""
         stub = self._stubs.get((address, rpc_name)) or self._new_stub(address, rpc_name)
 
         async def attempt() -> Any:
+            if (line := self._lines.get(address)) is not None:
+                try:
+                    return await self._call_line(line, rpc_name, request)
+                except CallConnectionError as error:
+                    logger.info("%s goes over gRPC: %s", rpc_name, error)
+                    if self._lines.get(address) is line:
+                        del self._lines[address]
             try:
                 return await stub(request, timeout=CALL_TIMEOUT_S, metadata=self._credentials.metadata)
             except grpc.aio.AioRpcError as error:
@@ -89,6 +113,25 @@ class GrpcShardCalls:
                 ) from error
 
         return await retry_async(attempt, limit_s=retry_for_s)
+
+    async def _call_line(self, line: CallLine, rpc_name: str, request: Message) -> Any:
+        method, token = self._service.methods_by_name[rpc_name], self._credentials.token
+        path, body = f"/{self._service.full_name}/{rpc_name}", request.SerializeToString()
+        return GetMessageClass(method.output_type).FromString(await line.call(path, token, body, CALL_TIMEOUT_S))
+
+    async def use_calls(self, address: str, calls: common_pb2.CallPort) -> None:
+        """See ``ShardCalls.use_calls``."""
+        host, _, port = address.rpartition(":")
+        if not calls.port or calls.grpc_port != int(port) or self._credentials.tls is not None:
+            return
+        try:
+            line = await CallLine.connect(host.strip("[]"), calls, f"shard server at {address}")
+        except OSError as error:
+            logger.info("shard server at %s cannot be reached at its port for calls: %s", address, error)
+            return
+        if (former := self._lines.pop(address, None)) is not None:
+            former.close()
+        self._lines[address] = line
 
     async def is_running(self, server: Server) -> bool:
         """See ``ShardCalls.is_running``."""
@@ -111,6 +154,8 @@ class GrpcShardCalls:
 
     async def close(self) -> None:
         """Closes all connections."""
+        for line in self._lines.values():
+            line.close()
         await asyncio.gather(*(channel.close() for channel in self._channels.values()))
 
     def _new_stub(self, address: str, rpc_name: str) -> Any:

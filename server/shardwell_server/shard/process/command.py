@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from shardwell_server import audit, authentication, encryption, process
+from shardwell_server.call_server import CallServer
 from shardwell_server.shard.memory.budget import default_budget_bytes
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.process.peers import GrpcPeers
@@ -210,7 +211,8 @@ async def serve(arguments: argparse.Namespace, endpoint: process.Endpoint) -> No
         shared = stack.enter_context(_shared_memory(arguments.shm_dir, _folder_owner(arguments)))
         budget_bytes = arguments.memory_budget or default_budget_bytes(arguments.servers_on_host)
         store = ShardStore(budget_bytes, threads, shared, credentials.key)
-        registration = Registration(arguments.coordinator, server_id, store, credentials, insecure)
+        calls = CallServer(endpoint.host)
+        registration = Registration(arguments.coordinator, server_id, store, credentials, insecure, calls)
         service = shard_pb2.DESCRIPTOR.services_by_name["ShardService"]
         resources = TransportResources(store=store, host=endpoint.host, shared=shared, tls=credentials.tls)
         transports = build_transports(server_id, resources)
@@ -223,6 +225,7 @@ async def serve(arguments: argparse.Namespace, endpoint: process.Endpoint) -> No
                 endpoint,
                 registration.running,
                 credentials=credentials,
+                calls=calls,
                 end_standing=servicer.end_standing_streams,
                 leave=(lambda: registration.drain(arguments.drain_s)) if arguments.drain_s else None,
             )

@@ -17,6 +17,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message_factory import GetMessageClass
 
+from shardwell_server.call_server import CallServer
 from shardwell_server.shard.process.draining import drain
 from shardwell_server.shard.state.fences import CoordinatorTerm
 from shardwell_server.shard.state.store import ShardStore
@@ -66,6 +67,7 @@ class Registration:
         credentials: The key with which this server proves itself and checks that answers come from the cluster's
             coordinator, and its TLS.
         insecure: What the server lacks although it listens on a network. Empty: nothing.
+        calls: Takes calls of the coordinator beside gRPC. None: nothing does.
 
     Attributes:
         incarnation: Random id that distinguishes this process from others with the same server id.
@@ -79,9 +81,10 @@ class Registration:
         store: ShardStore,
         credentials: Credentials = NO_CREDENTIALS,
         insecure: str = "",
+        calls: CallServer | None = None,
     ) -> None:
         self._coordinator, self._server_id, self._store = coordinator, server_id, store
-        self._insecure = insecure
+        self._insecure, self._calls = insecure, calls
         self._credentials = credentials.of_role(Role.SERVER)
         store.lease.suspend()
         self.incarnation = uuid.uuid4().hex
@@ -210,7 +213,11 @@ class Registration:
         """Keeps a membership stream open, by which the coordinator notices the end of this process at once."""
         pauses: Iterator[float] = backoff(_FIRST_STREAM_PAUSE_S, _LONGEST_STREAM_PAUSE_S)
         while True:
-            request = coordinator_pb2.KeepServerMembershipRequest(server_id=self._server_id, epoch=self._epoch)
+            request = coordinator_pb2.KeepServerMembershipRequest(
+                server_id=self._server_id,
+                epoch=self._epoch,
+                calls=None if self._calls is None else self._calls.offer,
+            )
             try:
                 async for _ in self._open_stream(request):
                     pauses = backoff(_FIRST_STREAM_PAUSE_S, _LONGEST_STREAM_PAUSE_S)
