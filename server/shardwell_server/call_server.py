@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from shardwell_server.authorization import CALLER
-from shardwell_server.limits import Unproven, refusals
+from shardwell_server.limits import MAX_LOGGED_PER_S, Rate, Unproven, refusals
 from shardwell_server.listening import listen
 from shardwell_server.rpc import UnaryRpc, reported_error
 from shardwell_wire import call_frames
@@ -35,6 +35,9 @@ HANDSHAKE_LIMIT_S = 5.0
 
 MAX_REQUESTS_AT_ONCE = 64
 """Unfinished requests of one connection. Further ones are not read."""
+
+_logged = Rate(MAX_LOGGED_PER_S, MAX_LOGGED_PER_S)
+"""Limits the lines about closed connections in the log of this process."""
 
 Admit = Callable[[str, str], Identity | None]
 """Takes the path of an rpc and a token; returns the caller. Raises AccessError if the caller may not call the rpc."""
@@ -67,7 +70,7 @@ class CallServer:
         return common_pb2.CallPort(port=self._port, grpc_port=self._grpc_port, secret=self._secret)
 
     async def start(self, rpcs: Mapping[str, UnaryRpc], admit: Admit, *, grpc_port: int) -> None:
-        """Starts to listen on a free port.
+        """Starts to listen on a free port. Without success, there are no call connections.
 
         Args:
             rpcs: The handlers by path.
@@ -75,7 +78,11 @@ class CallServer:
             grpc_port: Port on which the same process serves gRPC.
         """
         self.rpcs, self.admit, self._grpc_port = rpcs, admit, grpc_port
-        listener = listen(self._host)
+        try:
+            listener = listen(self._host)
+        except SystemExit as error:  # such as on a host without IPv6, where gRPC listens on IPv4 instead
+            logger.warning("all rpcs go over gRPC: %s", error)
+            return
         self._port = listener.getsockname()[1]
         self._server = await asyncio.get_running_loop().create_server(lambda: _Connection(self), sock=listener)
 
@@ -109,7 +116,9 @@ class CallServer:
         self._connections.add(connection)
         self.unproven[connection] = None
         if len(self.unproven) > MAX_UNPROVEN or len(self._connections) > MAX_CONNECTIONS:
-            next(iter(self.unproven)).close()
+            oldest = next(iter(self.unproven))
+            self.remove(oldest)  # not when it has closed: the event loop makes many connections before that
+            oldest.close()
 
     def remove(self, connection: _Connection) -> None:
         """Stops counting a connection."""
@@ -195,7 +204,8 @@ class _Connection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._blocked = False
-        self._read_or_pause()
+        if not self._transport.is_closing():
+            self._parse()
 
     # ---- requests ----
 
@@ -203,10 +213,11 @@ class _Connection(asyncio.Protocol):
         try:
             if not self._is_proven and not self._shake_hands():
                 return
-            while not self._stopping and len(self._handlers) < MAX_REQUESTS_AT_ONCE and self._take_request():
+            while self._may_read and self._take_request():
                 pass
         except CallConnectionError as error:
-            logger.info("a call connection from %s is closed: %s", self.peer, error)
+            if _logged.admit(""):
+                logger.info("a call connection from %s is closed: %s", self.peer, error)
             self.close()
             return
         self._read_or_pause()
@@ -265,6 +276,8 @@ class _Connection(asyncio.Protocol):
     def _admit(self, header: RequestHeader) -> bool:
         """Checks the token of a request. A refusal is answered and ends the connection."""
         path = bytes(self._received[: header.path_bytes]).decode("ascii", errors="replace")
+        if not path.isprintable():  # it is going to be logged
+            raise CallConnectionError("the path of a request has characters that cannot be printed")
         token_end = header.path_bytes + header.token_bytes
         token = bytes(self._received[header.path_bytes : token_end]).decode("ascii", errors="replace")
         del self._received[:token_end]
@@ -338,10 +351,14 @@ class _Connection(asyncio.Protocol):
         """Reads from the peer unless it has too many requests, or does not read its responses."""
         if self._transport.is_closing():
             return
-        if self._blocked or self._stopping or len(self._handlers) >= MAX_REQUESTS_AT_ONCE:
-            self._transport.pause_reading()
-        else:
+        if self._may_read:
             self._transport.resume_reading()
+        else:
+            self._transport.pause_reading()
+
+    @property
+    def _may_read(self) -> bool:
+        return not (self._blocked or self._stopping) and len(self._handlers) < MAX_REQUESTS_AT_ONCE
 
     def stop_reading(self) -> set[asyncio.Task[None]]:
         """Takes no more requests; returns the handlers in progress."""

@@ -23,6 +23,7 @@ from shardwell_server.authentication import check_caller
 from shardwell_server.authorization import CALLER
 from shardwell_server.call_server import CallServer
 from shardwell_server.coordinator.servers.call_line import CallLine
+from shardwell_server.coordinator.servers.shard_client import GrpcShardCalls
 from shardwell_server.rpc import RpcContext
 from shardwell_wire import call_frames
 from shardwell_wire.call_frames import CallConnectionError
@@ -57,7 +58,11 @@ class Served:
         self.go = asyncio.Event()
         self.server = CallServer("127.0.0.1")
         admit = (lambda path, token: None) if key is None else partial(check_caller, key)
-        rpcs = dict.fromkeys((LIST_RUNS, ADMIN), self._echo) | {"/slow": self._slow, "/fail": self._fail}
+        rpcs = dict.fromkeys((LIST_RUNS, ADMIN), self._echo) | {
+            "/slow": self._slow,
+            "/fail": self._fail,
+            "/large": self._large,
+        }
         self.run(self.server.start(rpcs, admit, grpc_port=GRPC_PORT))
         offer = self.server.offer
         assert offer is not None
@@ -83,6 +88,10 @@ class Served:
         if data:
             raise NotFoundError("no such run", run=data.decode())
         raise ValueError("a defect")
+
+    async def _large(self, data: bytes, context: RpcContext) -> bytes:
+        self.calls.append((context.peer(), data, None))
+        return bytes(1 << 20)
 
     def release(self) -> None:
         self.loop.call_soon_threadsafe(self.go.set)
@@ -243,6 +252,22 @@ def test_no_token_is_sent_to_a_process_that_does_not_know_the_secret(caplog: pyt
     assert "another process than the server listens at port" in caplog.text
 
 
+def test_connection_that_another_thread_has_closed_goes_over_grpc(served: Served) -> None:
+    connection = connect(served)
+    connection.close()
+    with pytest.raises(CallConnectionError):
+        connection._exactly(1, time.monotonic() + 20.0)
+
+
+def test_port_that_does_not_exist_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    offer = common_pb2.CallPort(port=70_000, grpc_port=GRPC_PORT, secret=b"s" * 32)
+    found = CallConnections(ADDRESS, "the server")
+    found.connect(offer)
+    assert call(found, LIST_RUNS, b"x") is None
+    calls = GrpcShardCalls()
+    asyncio.run(calls.use_calls(ADDRESS, offer))
+
+
 def test_silent_server_is_given_up(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_frames, "SILENCE_S", 0.2)
     monkeypatch.setattr(call_frames, "PING_LIMIT_S", 0.2)
@@ -310,6 +335,79 @@ def test_unfinished_handshakes_are_limited(served: Served, monkeypatch: pytest.M
     for each in silent:
         each.close()
     found.close()
+
+
+def test_unfinished_handshakes_that_come_at_once_are_limited(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_server, "MAX_UNPROVEN", 8)
+    monkeypatch.setattr(call_server, "HANDSHAKE_LIMIT_S", 60.0)
+    found = connections(served)
+    served.loop.call_soon_threadsafe(lambda: time.sleep(0.5))
+    silent = [socket.create_connection(("127.0.0.1", served.offer.port)) for _ in range(60)]
+    until(lambda: sum(map(has_ended, silent)) == 52)
+    assert len(served.server.unproven) == 8
+    assert call(found, LIST_RUNS, b"x") == b"x"
+    for each in silent:
+        each.close()
+    found.close()
+
+
+def has_ended(peer: socket.socket) -> bool:
+    peer.setblocking(False)
+    try:
+        return not peer.recv(1)
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
+
+
+def test_peer_that_reads_no_responses_starts_no_more_requests(served: Served) -> None:
+    connection, count = connect(served), 2000
+    connection._socket.sendall(
+        b"".join(call_frames.encode_request(n + 1, "/large", "", b"", 20.0) for n in range(count))
+    )
+    until(lambda: bool(served.calls))
+    time.sleep(0.5)
+    assert len(served.calls) <= 2 * call_server.MAX_REQUESTS_AT_ONCE
+    read = threading.Thread(
+        target=lambda: [connection._exactly((1 << 20) + 9, time.monotonic() + 60) for _ in range(count)]
+    )
+    read.start()
+    read.join(60.0)
+    assert len(served.calls) == count, "the requests go on when the responses are read"
+    connection.close()
+
+
+def test_path_cannot_forge_lines_of_the_log(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    connection = connect(served)
+    with caplog.at_level("INFO"):
+        connection._socket.sendall(call_frames.encode_request(1, "/x\n2026-01-01 ERROR forged", "", b"", 5.0))
+        assert is_closed(connection._socket)
+    assert "forged" not in caplog.text
+    connection.close()
+
+
+def test_closed_handshakes_do_not_fill_the_log(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        for _ in range(300):
+            with socket.create_connection(("127.0.0.1", served.offer.port)) as peer:
+                peer.sendall(b"GET / HTTP/1.1\r\n")
+                assert is_closed(peer)
+    assert caplog.text.count("is closed") < 250
+
+
+def test_server_that_cannot_listen_has_no_call_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(host: str) -> socket.socket:
+        raise SystemExit("cannot listen on [::]: no IPv6")
+
+    async def start() -> common_pb2.CallPort | None:
+        server = CallServer("[::]")
+        await server.start({}, lambda path, token: None, grpc_port=GRPC_PORT)
+        await server.stop(0.0)
+        return server.offer
+
+    monkeypatch.setattr(call_server, "listen", fail)
+    assert asyncio.run(start()) is None
 
 
 @pytest.mark.parametrize("lengths", [(1 << 30, 0, 0), (0, 1 << 15, 0), (0, 0, 1 << 15)], ids=["body", "path", "token"])

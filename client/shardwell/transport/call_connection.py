@@ -118,7 +118,10 @@ class CallConnection:
 
     def _is_readable(self, timeout_s: float) -> bool:
         poller = select.poll()  # select.select cannot watch descriptors above 1023
-        poller.register(self._socket, select.POLLIN)
+        try:
+            poller.register(self._socket, select.POLLIN)
+        except ValueError:
+            raise CallConnectionError("another thread has closed the connection") from None
         return bool(poller.poll(timeout_s * 1000))
 
     def close(self) -> None:
@@ -163,7 +166,7 @@ class CallConnections:
             return
         try:
             connection = CallConnection(self._host, calls, self._peer)
-        except (OSError, DeadlineError) as error:
+        except (OSError, OverflowError) as error:  # OverflowError: there is no such port
             logger.info("%s cannot be reached at its port for calls, so all rpcs go over gRPC: %s", self._peer, error)
             return
         with self._lock:

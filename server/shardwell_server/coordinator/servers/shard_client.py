@@ -126,7 +126,7 @@ class GrpcShardCalls:
             return
         try:
             line = await CallLine.connect(host.strip("[]"), calls, f"shard server at {address}")
-        except OSError as error:
+        except (OSError, OverflowError) as error:  # OverflowError: there is no such port
             logger.info("shard server at %s cannot be reached at its port for calls: %s", address, error)
             return
         if (former := self._lines.pop(address, None)) is not None:
