@@ -22,6 +22,7 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from shardwell_server import process, rpc
 from shardwell_server.authentication import Authentication
 from shardwell_server.authorization import CALLER
+from shardwell_server.call_server import CallServer
 from shardwell_server.limits import Rate, RequestLimits
 from shardwell_wire.errors import AccessError
 from shardwell_wire.tokens import ClusterKey
@@ -175,6 +176,10 @@ async def _stream(messages: Sequence[bytes]) -> AsyncIterator[bytes]:
         yield message
 
 
+async def _do_not_listen(*_: Any, **__: Any) -> None:
+    """Stands for ``CallServer.start``."""
+
+
 class Handlers:
     """The handlers of all servers that start while ``captured`` is open, with the values of the recorded calls."""
 
@@ -185,20 +190,24 @@ class Handlers:
 
     @contextmanager
     def captured(self) -> Iterator[None]:
-        """Captures the handlers of the servers that start in this process while the block runs."""
+        """Captures the handlers of the servers that start in this process while the block runs.
+
+        The servers have no call connections, so all rpcs go over gRPC and are recorded.
+        """
         add_service = process.add_service
 
-        def capture(server: Any, service: ServiceDescriptor, servicer: object) -> None:
+        def capture(server: Any, service: ServiceDescriptor, servicer: object, limits: RequestLimits) -> None:
             unlimited = RequestLimits(Rate(1e9, 10**9), Rate(1e9, 10**9))
             table = _Table()
             rpc.add_service(table, service, servicer, unlimited)  # type: ignore[arg-type]
             own = [Handler(method, table.find(service, method), self._key) for method in service.methods]
             self.all.extend(own)
             self._last_count = len(own)
-            add_service(_Recording(server, own), service, servicer)  # type: ignore[arg-type]
+            add_service(_Recording(server, own), service, servicer, limits)  # type: ignore[arg-type]
 
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(process, "add_service", capture)
+            patched.setattr(CallServer, "start", _do_not_listen)
             rpc.logger.addHandler(FAILURES)
             yield
             rpc.logger.removeHandler(FAILURES)

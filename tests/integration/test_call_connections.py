@@ -36,9 +36,10 @@ from shardwell_wire.errors import (
     InvalidRequestError,
     NotFoundError,
     UnauthenticatedError,
+    UnavailableError,
 )
 from shardwell_wire.tokens import ClusterKey, Role
-from shardwell_wire.v1 import common_pb2
+from shardwell_wire.v1 import common_pb2, shard_pb2
 
 Result = TypeVar("Result")
 GRPC_PORT = 50051
@@ -505,6 +506,23 @@ def test_coordinator_does_not_trust_another_process(served: Served) -> None:
     wrong = common_pb2.CallPort(port=served.offer.port, grpc_port=GRPC_PORT, secret=b"w" * 32)
     with pytest.raises(OSError):
         served.run(CallLine.connect("127.0.0.1", wrong, "the server"))
+
+
+def test_request_that_is_too_large_goes_over_grpc(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_frames, "MAX_BODY_BYTES", 1000)
+    small, large = shard_pb2.DescribeServerRequest(), shard_pb2.PinVersionRequest(run="r" * 1000)
+
+    async def ask() -> None:
+        calls = GrpcShardCalls()
+        await calls.use_calls(ADDRESS, served.offer)
+        for _ in range(2):
+            with pytest.raises(InvalidRequestError, match="this server has no such unary rpc"):
+                await calls.call(ADDRESS, "DescribeServer", small, retry_for_s=0.0)
+            with pytest.raises(UnavailableError):  # nothing serves gRPC
+                await calls.call(ADDRESS, "PinVersion", large, retry_for_s=0.0)
+        await calls.close()
+
+    served.run(ask())
 
 
 # Trainers.

@@ -63,6 +63,14 @@ class SimulatedSharedMemory(SharedMemory):
             raise FileNotFoundError(name)
         return _Buffer(str(_FOLDER / name), tensor, self._host)
 
+    def open_whole(self, name: str) -> SharedBuffer:
+        if name not in self._host.files:
+            raise FileNotFoundError(name)
+        return self.open(name, self._host.files[name].numel())
+
+    def names(self, suffix: str) -> list[str]:
+        return sorted(name for name in self._host.files if name.endswith(suffix))
+
     def has(self, name: str) -> bool:
         return name in self._host.files
 

@@ -14,6 +14,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from shardwell_server.coordinator.servers.call_line import CallLine
 from shardwell_server.coordinator.servers.cluster import Server
+from shardwell_wire import call_frames
 from shardwell_wire.call_frames import CallConnectionError
 from shardwell_wire.channel import open_aio_channel
 from shardwell_wire.credentials import NO_CREDENTIALS, Credentials
@@ -98,7 +99,8 @@ class GrpcShardCalls:
         stub = self._stubs.get((address, rpc_name)) or self._new_stub(address, rpc_name)
 
         async def attempt() -> Any:
-            if (line := self._lines.get(address)) is not None:
+            line = self._lines.get(address)
+            if line is not None and request.ByteSize() <= call_frames.MAX_BODY_BYTES:
                 try:
                     return await self._call_line(line, rpc_name, request)
                 except CallConnectionError as error:
