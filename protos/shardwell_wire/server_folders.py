@@ -140,10 +140,15 @@ def write_whole(path: Path, data: bytes) -> None:
 
 def _remove_if(path: Path, condition: Callable[[Mapping[str, Any]], bool]) -> None:
     try:
-        with opened(open_folder(path)) as folder, opened(_lock(folder)):
+        with opened(open_folder(path)) as folder:
+            # Folders that are kept are not locked: a new process of their server would take the lock for that of
+            # another process, and would start without its shards.
             if not condition(_read_owner(folder)):
                 return
-            shutil.rmtree(path)
+            with opened(_lock(folder)):
+                if not condition(_read_owner(folder)):
+                    return
+                shutil.rmtree(path)
     except OSError:
         return  # its server runs, or another user owns it, or another process is making or removing it
     logger.info("removed %s, the folder of a killed server", path)
