@@ -15,10 +15,11 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor
 from contextlib import suppress
 from typing import Generic, Protocol, TypeVar
 
+from shardwell.data_plane.batches import run_all, take_batch
 from shardwell.data_plane.transfer_queue import closed_error
 from shardwell_wire.errors import ShardwellError
 
@@ -107,18 +108,13 @@ class FetchBatches(Generic[Fetch]):
         while batch := self._next_batch():
             left = self._send(batch) if len(batch) > 1 else batch
             if left:
-                self._run_alone(deque(left))
+                alone = max(1, _MAX_ALONE // self._max_in_flight)
+                run_all(deque(left), self._fetch_alone, self._threads, alone)
 
     def _next_batch(self) -> list[Fetch]:
         with self._lock:
-            batch: list[Fetch] = []
-            left_bytes = _MAX_BYTES
-            while self._ready_count and len(batch) < _MAX_FETCHES:
-                left_bytes -= self._waiting[0].size_bytes
-                if batch and left_bytes < 0:
-                    break
-                batch.append(self._waiting.popleft())
-                self._ready_count -= 1
+            batch = take_batch(self._waiting, self._ready_count, max_count=_MAX_FETCHES, max_bytes=_MAX_BYTES)
+            self._ready_count -= len(batch)
             if not batch:
                 self._in_flight -= 1
             elif self._ready_count and self._in_flight < self._max_in_flight:
@@ -141,25 +137,8 @@ class FetchBatches(Generic[Fetch]):
             logger.info("%d of %d fetches are made one by one: %s", len(left), len(batch), error, exc_info=defect)
         return list(left.values())
 
-    def _run_alone(self, fetches: deque[Fetch]) -> None:
-        """Runs each fetch by itself, several at the same time. See Note: [Rejected fetches]."""
-
-        def work() -> None:
-            with suppress(IndexError):  # no fetch is left
-                while True:
-                    self._fetch_alone(fetches.popleft())
-
-        helpers: list[Future[None]] = []
-        threads = min(len(fetches), max(1, _MAX_ALONE // self._max_in_flight))
-        with suppress(RuntimeError):  # the threads were shut down
-            for _ in range(threads - 1):
-                helpers.append(self._threads.submit(work))
-        work()
-        for helper in helpers:
-            if not helper.cancel():  # do not wait for a thread: all may be waiting like this one
-                helper.result()
-
     def _fetch_alone(self, fetch: Fetch) -> None:
+        """See Note: [Rejected fetches]."""
         try:
             if self._closed:
                 raise closed_error()

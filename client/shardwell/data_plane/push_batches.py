@@ -18,10 +18,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future
-from contextlib import suppress
+from concurrent.futures import Executor
 from typing import Generic, Protocol, TypeVar
 
+from shardwell.data_plane.batches import run_all, take_batch
 from shardwell.data_plane.transfer_queue import closed_error
 from shardwell_wire.errors import ShardwellError
 
@@ -131,14 +131,8 @@ class PushBatches(Generic[Push]):
 
     def _next_batch(self) -> list[Push]:
         with self._lock:
-            batch: list[Push] = []
-            left_bytes = _MAX_BYTES
-            while self._ready_count and len(batch) < _MAX_PARTS:
-                left_bytes -= self._waiting[0].size_bytes
-                if batch and left_bytes < 0:
-                    break
-                batch.append(self._waiting.popleft())
-                self._ready_count -= 1
+            batch = take_batch(self._waiting, self._ready_count, max_count=_MAX_PARTS, max_bytes=_MAX_BYTES)
+            self._ready_count -= len(batch)
             self._is_sending = bool(batch)
             return batch
 
@@ -161,25 +155,11 @@ class PushBatches(Generic[Push]):
                 rejected.setdefault(push.key, []).append(push)
         self._ended(ended)
         if rejected:
-            self._run_alone(deque(rejected.values()))
+            run_all(deque(rejected.values()), self._push_in_order, self._threads, _MAX_ALONE)
 
-    def _run_alone(self, groups: deque[list[Push]]) -> None:
-        """Pushes each part by itself: those of one group in order, several groups at the same time."""
-
-        def work() -> None:
-            with suppress(IndexError):  # no group is left
-                while True:
-                    for push in groups.popleft():
-                        self._push_alone(push)
-
-        helpers: list[Future[None]] = []
-        with suppress(RuntimeError):  # the threads were shut down
-            for _ in range(min(len(groups), _MAX_ALONE) - 1):
-                helpers.append(self._threads.submit(work))
-        work()
-        for helper in helpers:
-            if not helper.cancel():  # do not wait for a thread: all may be waiting like this one
-                helper.result()
+    def _push_in_order(self, pushes: Sequence[Push]) -> None:
+        for push in pushes:
+            self._push_alone(push)
 
     def _push_alone(self, push: Push) -> None:
         try:
