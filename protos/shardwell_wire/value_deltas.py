@@ -120,7 +120,7 @@ def _encode_group(before: _Words, after: _Words) -> Iterator[bytes]:
     if not counts.any():
         yield bytes(len(counts))
         return
-    # Taking values by their places is several times as fast as by flags.
+    # numpy selects values by places several times as fast as by flags.
     places = np.flatnonzero(changed)
     found = differences[places]
     escaped = np.flatnonzero(_is_large(found))

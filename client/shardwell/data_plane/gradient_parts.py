@@ -78,7 +78,7 @@ class EncodedPart:
 
 @dataclass(slots=True, eq=False)
 class VectorPart:
-    """Gradients in memory laid out like the shard. A ``GradientPart``."""
+    """A ``GradientPart`` whose gradients lie in one buffer, at the positions that they have in the shard."""
 
     plans: RangePlans
     indices: tuple[int, ...]

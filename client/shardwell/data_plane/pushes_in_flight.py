@@ -115,7 +115,7 @@ class PushesInFlight:
     # ---- room and errors ----
 
     def hold(self, size_bytes: int) -> Held:
-        """Counts gradients as in flight, once there is room for them."""
+        """Waits until the limit of bytes in flight admits the gradients, and adds their bytes."""
         with uninterrupted:
             while True:
                 with self._changed:

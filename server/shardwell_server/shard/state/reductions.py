@@ -13,7 +13,7 @@ _Begun: TypeAlias = tuple[UnitShard, SmallReduction]
 
 
 async def reduce_shards(shards: Iterable[UnitShard], in_thread: InThread) -> None:
-    """Computes the means of shards of one run that have none. Runs in ``HostedRun.exclusively``.
+    """Computes the mean gradients that are missing. The shards belong to one run. Call in ``HostedRun.exclusively``.
 
     Small shards are reduced on the event loop: this takes less time than waking a thread for each of them.
     """
