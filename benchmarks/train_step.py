@@ -25,6 +25,7 @@ MODES = (
     "ddp",
     "fsdp2",
     "fsdp2_prefetch",
+    "shardwell",
     "shardwell_shm",
     "shardwell_socket",
     "shardwell_socket_keep",
@@ -44,7 +45,7 @@ _FSDP2_MODES = ("fsdp2", "fsdp2_prefetch")
 
 
 def _transfer_options(transport: str = "", *options: str) -> dict[str, Any]:
-    """Returns the options of a mode: its transport, and ``keep_bytes`` if weights stay from forward to backward."""
+    """Returns a mode's options: its only transport, and ``keep_bytes`` if weights stay from forward to backward."""
     return ({"transports": transport} if transport else {}) | ({"keep_bytes": _ALL_BYTES} if "keep" in options else {})
 
 
