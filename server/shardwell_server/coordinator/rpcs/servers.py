@@ -1,0 +1,68 @@
+"""Rpcs of shard servers: registration, heartbeats, and the stream that shows that a server lives."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+from shardwell_server.coordinator.rpcs.base import CoordinatorRpcs
+from shardwell_server.rpc import Call
+from shardwell_wire.protocol_versions import negotiate
+from shardwell_wire.v1 import coordinator_pb2
+
+
+class ServerRpcs(CoordinatorRpcs):
+    """Rpcs of shard servers."""
+
+    async def RegisterServer(
+        self, request: coordinator_pb2.RegisterServerRequest, call: Call
+    ) -> coordinator_pb2.RegisterServerResponse:
+        version = negotiate(request.protocol, f"shard server {request.server_id!r}")
+        epoch = await self._coordinator.server_leases.register(
+            request.server_id,
+            request.address,
+            request.incarnation,
+            request.budget_bytes,
+            request.process,
+            restartable=request.restartable,
+            holds_shards=bool(request.held),
+        )
+        self._state.cluster.require(request.server_id).insecure = request.insecure
+        adopted = await self._coordinator.adoption.adopt(request.server_id, request.incarnation, request.held)
+        response = coordinator_pb2.RegisterServerResponse(
+            epoch=epoch,
+            lease_s=self._state.settings.lease_s,
+            coordinator_epoch=self._state.term,
+            adopted=adopted,
+            protocol_version=version,
+            retired_shards=await self._coordinator.relocator.retired_shards(request.server_id, request.incarnation),
+        )
+        return self._issuer.prove(response, request.nonce)
+
+    async def HeartbeatServer(
+        self, request: coordinator_pb2.HeartbeatServerRequest, call: Call
+    ) -> coordinator_pb2.HeartbeatServerResponse:
+        self._coordinator.server_leases.heartbeat(request)
+        server = self._state.cluster.require(request.server_id)
+        incarnation, server.insecure = server.incarnation, request.insecure
+        response = coordinator_pb2.HeartbeatServerResponse(
+            retired_shards=await self._coordinator.relocator.retired_shards(request.server_id, incarnation),
+            coordinator_epoch=self._state.term,
+            deleted_run_ids=self._coordinator.deleted_run_ids(request.run_ids),
+        )
+        return self._issuer.prove(response, request.nonce)
+
+    async def KeepServerMembership(
+        self, request: coordinator_pb2.KeepServerMembershipRequest, call: Call
+    ) -> AsyncIterator[coordinator_pb2.KeepServerMembershipResponse]:
+        leases = self._coordinator.server_leases
+        calls = request.calls if request.HasField("calls") else None
+        async with aclosing(leases.keep_membership(request.server_id, request.epoch, calls)) as stream:
+            async for response in stream:
+                yield response
+
+    async def DeregisterServer(
+        self, request: coordinator_pb2.DeregisterServerRequest, call: Call
+    ) -> coordinator_pb2.DeregisterServerResponse:
+        await self._coordinator.server_leases.deregister(request.server_id, request.epoch)
+        return coordinator_pb2.DeregisterServerResponse()

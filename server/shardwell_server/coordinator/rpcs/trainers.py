@@ -1,0 +1,146 @@
+"""Rpcs of a trainer's membership: joining, heartbeats, leaving, and the stream of news."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+from shardwell_server.coordinator.inspection import describe
+from shardwell_server.coordinator.inspection.stall import explain_stall
+from shardwell_server.coordinator.rpcs.base import CoordinatorRpcs, check_seconds, wait_limit
+from shardwell_server.coordinator.runs.members import ItemInProgress, Member, TransportReport
+from shardwell_server.coordinator.runs.rank_assignment import Applicant
+from shardwell_server.coordinator.runs.run import Run
+from shardwell_server.coordinator.servers.shard_servers import check_recoverable
+from shardwell_server.coordinator.settings import RunSettings
+from shardwell_server.rpc import Call
+from shardwell_wire.names import check_name
+from shardwell_wire.protocol_versions import negotiate
+from shardwell_wire.topology import World
+from shardwell_wire.v1 import coordinator_pb2
+
+
+class TrainerRpcs(CoordinatorRpcs):
+    """Rpcs of a trainer's membership in a run."""
+
+    async def Join(self, request: coordinator_pb2.JoinRequest, call: Call) -> coordinator_pb2.JoinResponse:
+        wait_s = wait_limit(call, request.wait_s)
+        version = negotiate(request.protocol, f"trainer {request.trainer!r}")
+        settings = RunSettings.from_proto(request.config, world_size=request.world_size)
+        applicant = _applicant(request, settings.world)
+        if request.run_id:
+            self._state.require_run(request.run, request.run_id)
+        token_run_id = call.caller.run_id if call.caller is not None else ""
+        run = await self._coordinator.restorer.find_or_create_run(request, settings, token_run_id)
+        self._coordinator.checkpoints.check_directory(run)
+        if request.config.HasField("backups"):
+            self._coordinator.backups.set_count(run, request.config.backups)
+        # Joining and waiting for the start share one limit.
+        deadline = self._state.clock() + wait_s
+        member = await self._coordinator.trainers.join(
+            run, applicant, request.incarnation, wait_s, replaced_epoch=request.replaced_epoch
+        )
+        if member is None:
+            line = f"another process of trainer {applicant.name!r} may be alive: waiting until its lease expires"
+            return coordinator_pb2.JoinResponse(waiting_for=[line])
+        with member.serving_rpc(self._state.clock):
+            remaining = max(0.0, deadline - self._state.clock())
+            started = await self._coordinator.trainers.wait_for_start(run, member, remaining)
+            response = self._describe_membership(run, member, started=started)
+            response.protocol_version = version
+            # The response may contain new epochs. A restarted coordinator must not issue them again.
+            await self._state.save(run)
+            response.placement = run.relocations.announced
+            return response
+
+    def _describe_membership(self, run: Run, member: Member, *, started: bool) -> coordinator_pb2.JoinResponse:
+        response = coordinator_pb2.JoinResponse(
+            started=started,
+            trainer=member.name,
+            epoch=member.epoch,
+            lease_s=self._state.settings.lease_s,
+            config=run.settings.to_proto(),
+            committed_step=run.committed_step,
+            run_id=run.identity.run_id,
+            rollback_count=run.checkpoints.rollback_count,
+            token=self._issuer.token(run, member),
+        )
+        if not started:
+            if run.started and run.is_waiting_spare(member.name):
+                response.waiting_for.append(f"all ranks have trainers: {member} is a spare until a rank is free")
+            elif run.started and (missing := run.missing_peers(member.name)):
+                names = ", ".join(f"trainer {name!r}" for name in missing)
+                response.waiting_for.append(
+                    f"{member} cannot start before its replica is complete: it waits for {names}"
+                )
+            response.waiting_for.extend(explain_stall(run, self._state.cluster, self._state.clock()).lines)
+            return response
+        describer = describe.RankDescriber(run.settings.world)
+        response.rank_assignments.extend(map(describer.describe, run.ranks_of(member.name)))
+        response.replica_epoch = run.replica_epoch_of(member.name)
+        response.work.CopyFrom(run.work.assigned_to(member.name))
+        self._issuer.prove_leases(run, response.work.items)
+        if run.commits.state is not None:
+            response.state.CopyFrom(run.commits.state)
+        if (checkpoint := run.checkpoints.saved_at(run.committed_step)) is not None:
+            response.checkpoint_url = checkpoint.url
+        return response
+
+    async def Heartbeat(
+        self, request: coordinator_pb2.HeartbeatRequest, call: Call
+    ) -> coordinator_pb2.HeartbeatResponse:
+        run, transports = self._exact_run(request), TransportReport.from_proto(request.transports)
+        member = self._coordinator.trainers.require_member(run, request.trainer, request.epoch)
+        with member.serving_rpc(self._state.clock):
+            member.note_connections(transports, request.unreachable, self._state.clock())
+            if member.note_in_progress(_in_progress(request, self._state.clock())) and run.members.waiting_for_work:
+                run.changed.notify()
+            check_recoverable(run, self._state.cluster)
+            return coordinator_pb2.HeartbeatResponse(
+                committed_step=run.committed_step,
+                placement=run.relocations.announced,
+                residuals=run.wanted_residuals(member),
+                token=self._issuer.renewed_token(run, member, call.caller),
+            )
+
+    async def KeepMembership(
+        self, request: coordinator_pb2.KeepMembershipRequest, call: Call
+    ) -> AsyncIterator[coordinator_pb2.KeepMembershipResponse]:
+        run, trainers = self._exact_run(request), self._coordinator.trainers
+        member = trainers.require_member(run, request.trainer, request.epoch)
+        member.note_residuals(request.has_residuals)
+        offer = None if self._calls is None else self._calls.offer
+        async with aclosing(trainers.keep_membership(run, member)) as stream:
+            async for response in stream:
+                if offer is not None:
+                    response.calls.CopyFrom(offer)
+                    offer = None
+                yield response
+
+    async def Leave(self, request: coordinator_pb2.LeaveRequest, call: Call) -> coordinator_pb2.LeaveResponse:
+        run = self._exact_run(request)
+        member = run.members.by_name.get(request.trainer)
+        if member is not None and (member.live or member.expired or member.epoch != request.epoch):
+            trainers = self._coordinator.trainers
+            trainers.leave(run, trainers.require_member(run, request.trainer, request.epoch))
+            await self._state.save(run)
+        return coordinator_pb2.LeaveResponse()
+
+
+def _applicant(request: coordinator_pb2.JoinRequest, world: World) -> Applicant:
+    check_name("run", request.run)
+    check_name("incarnation", request.incarnation)
+    rank = request.global_rank if request.HasField("global_rank") else None
+    if rank is not None:
+        world.coordinates(rank)
+    if request.process:
+        check_name("process", request.process)
+    return Applicant(request.trainer, request.host, rank, request.process)
+
+
+def _in_progress(request: coordinator_pb2.HeartbeatRequest, now: float) -> ItemInProgress | None:
+    if not request.HasField("item_in_progress"):
+        return None
+    item = request.item_in_progress
+    check_seconds("item_in_progress.for_s", item.for_s)
+    return ItemInProgress(item.step, item.global_rank, now - item.for_s)
