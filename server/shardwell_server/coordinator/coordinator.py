@@ -12,10 +12,11 @@ from shardwell_server.coordinator.checkpoints.files import CheckpointFiles
 from shardwell_server.coordinator.checkpoints.filling import UnitFiller
 from shardwell_server.coordinator.checkpoints.restoring import RunRestorer
 from shardwell_server.coordinator.checkpoints.saving import CheckpointSaver
+from shardwell_server.coordinator.commit.commit_requests import CommitRequests
 from shardwell_server.coordinator.commit.committer import Committer
 from shardwell_server.coordinator.commit.preparation import StepPreparer
-from shardwell_server.coordinator.commit.step_requests import StepRequests
 from shardwell_server.coordinator.commit.updates import UpdateSender
+from shardwell_server.coordinator.commit.work_requests import WorkRequests
 from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.leases.servers import ServerLeases
 from shardwell_server.coordinator.leases.trainers import TrainerLeases
@@ -62,7 +63,8 @@ class Coordinator:
         self.preparer = StepPreparer(state, self.servers)
         self.updates = UpdateSender(state, self.servers, self.checkpoints)
         self.committer = Committer(state, self.servers, self.trainers, self.promoter, self.preparer, self.updates)
-        self.step_requests = StepRequests(
+        self.work_requests = WorkRequests(state, self.servers, self.trainers, self.preparer)
+        self.commit_requests = CommitRequests(
             state, self.servers, self.trainers, self.preparer, self.committer, self.filler
         )
         self.relocator = Relocator(state, self.servers, self.promoter, self.trainers, self.restorer)

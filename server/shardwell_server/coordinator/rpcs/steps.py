@@ -18,7 +18,7 @@ class StepRpcs(CoordinatorRpcs):
     ) -> coordinator_pb2.ResetWorkResponse:
         run, member = self._member(request, membership_epoch=False)
         with member.serving_rpc(self._state.clock):
-            response = await self._coordinator.step_requests.reset_work(
+            response = await self._coordinator.work_requests.reset_work(
                 run, member, request, wait_limit(call, request.wait_s)
             )
         if response.HasField("item"):
@@ -32,7 +32,7 @@ class StepRpcs(CoordinatorRpcs):
         if request.HasField("item_limit"):
             member.note_item_limit(request.item_limit)
         with member.serving_rpc(self._state.clock):
-            response = await self._coordinator.step_requests.finish_work(
+            response = await self._coordinator.work_requests.finish_work(
                 run,
                 member,
                 request.context.step,
@@ -49,7 +49,7 @@ class StepRpcs(CoordinatorRpcs):
     ) -> coordinator_pb2.PrepareGradientsResponse:
         run, member = self._member(request)
         with member.serving_rpc(self._state.clock):
-            return await self._coordinator.step_requests.prepare_gradients(
+            return await self._coordinator.commit_requests.prepare_gradients(
                 run,
                 member,
                 request.context.step,
@@ -76,7 +76,7 @@ class StepRpcs(CoordinatorRpcs):
         if request.HasField("item_limit"):
             member.note_item_limit(request.item_limit)
         with member.serving_rpc(self._state.clock):
-            response = await self._coordinator.step_requests.commit_step(
+            response = await self._coordinator.commit_requests.commit_step(
                 run,
                 member,
                 request.context.step,
