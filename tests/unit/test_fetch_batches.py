@@ -146,7 +146,14 @@ def test_the_values_of_a_message_have_limited_bytes(server: Server, batches: Bat
     batches.flush()
     server.gate.set()
     assert_done(futures, *range(8))
-    assert server.messages == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert server.messages == [[0, 1], [2, 3, 4], [5, 6, 7]]  # evenly
+
+
+def test_a_small_rest_needs_no_message_of_its_own(server: Server, batches: Batches) -> None:
+    futures = submit(batches, *range(17), size=16 << 10)
+    batches.flush()
+    assert_done(futures, *range(17))
+    assert server.messages == [list(range(17))]
 
 
 def test_several_messages_are_in_flight(server: Server, threads: DaemonThreads) -> None:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from contextlib import suppress
+from itertools import islice
 from typing import Protocol, TypeVar
 
 
@@ -19,20 +20,22 @@ Transfer = TypeVar("Transfer", bound=Sized)
 Task = TypeVar("Task")
 
 
-def take_batch(waiting: deque[Transfer], ready_count: int, *, max_count: int, max_bytes: int) -> list[Transfer]:
+def take_batch(waiting: deque[Transfer], ready_count: int, *, max_count: int, usual_bytes: int) -> list[Transfer]:
     """Removes the transfers of the next message from a queue.
 
     Args:
         waiting: The queue.
         ready_count: Number of transfers at its front that may be sent.
         max_count: Most transfers of a message.
-        max_bytes: Most bytes of a message with more than one transfer.
+        usual_bytes: Size of a message. The transfers that may be sent are divided evenly over as many messages as this
+            takes, so that no small message is left: a message with several transfers has at most 1.5 times this size.
 
     Returns:
         The transfers in order. Empty if ``ready_count`` is 0.
     """
     batch: list[Transfer] = []
-    left_bytes = max_bytes
+    ready_bytes = sum(transfer.size_bytes for transfer in islice(waiting, ready_count))
+    left_bytes = ready_bytes // max(1, (ready_bytes + usual_bytes // 2) // usual_bytes)
     while len(batch) < min(ready_count, max_count):
         left_bytes -= waiting[0].size_bytes
         if batch and left_bytes < 0:

@@ -28,8 +28,9 @@ logger = logging.getLogger(__name__)
 MAX_STREAM_BYTES = 64 << 10
 """Largest shard that is fetched in a batch."""
 
-_MAX_FETCHES, _MAX_BYTES = 32, 256 << 10
-"""Most fetches of a message, and most bytes of their values. The first unit of a larger message would be late."""
+_MAX_FETCHES, _USUAL_BYTES = 32, 256 << 10
+"""Most fetches of a message, and usual size of their values; see ``take_batch``. The first unit of a larger message
+would be late."""
 
 _MAX_ALONE = 8
 """Rejected fetches of all messages in flight that run at the same time. A server must not occupy all threads."""
@@ -113,7 +114,7 @@ class FetchBatches(Generic[Fetch]):
 
     def _next_batch(self) -> list[Fetch]:
         with self._lock:
-            batch = take_batch(self._waiting, self._ready_count, max_count=_MAX_FETCHES, max_bytes=_MAX_BYTES)
+            batch = take_batch(self._waiting, self._ready_count, max_count=_MAX_FETCHES, usual_bytes=_USUAL_BYTES)
             self._ready_count -= len(batch)
             if not batch:
                 self._in_flight -= 1

@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 MAX_STREAM_BYTES = 64 << 10
 """Largest part that a batch streams. The message is built from copies, which cost little at this size."""
 
-_MAX_PARTS, _MAX_BYTES = 32, 512 << 10
-"""Most parts of a message, and most bytes of their values."""
+_MAX_PARTS, _USUAL_BYTES = 32, 512 << 10
+"""Most parts of a message, and usual size of their values; see ``take_batch``."""
 
 _FULL_BYTES = 256 << 10
 """A batch is sent when its values have this size. Limits how long a server's reduction is delayed."""
@@ -131,7 +131,7 @@ class PushBatches(Generic[Push]):
 
     def _next_batch(self) -> list[Push]:
         with self._lock:
-            batch = take_batch(self._waiting, self._ready_count, max_count=_MAX_PARTS, max_bytes=_MAX_BYTES)
+            batch = take_batch(self._waiting, self._ready_count, max_count=_MAX_PARTS, usual_bytes=_USUAL_BYTES)
             self._ready_count -= len(batch)
             self._is_sending = bool(batch)
             return batch
