@@ -11,11 +11,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from shardwell.session.admission import Admission
 from shardwell.session.config import JoinConfig
 from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell.session.heartbeats import Heartbeats, ItemInWork, TrainerReports
+from shardwell.session.membership_state import MembershipState
 from shardwell.session.membership_stream import MembershipStream
-from shardwell.session.polling import poll
+from shardwell.session.polling import poll, retry_and_warn
 from shardwell.session.replica_epoch import ReplicaEpoch
 from shardwell_wire.credentials import Credentials, MemberCredentials
 from shardwell_wire.errors import (
@@ -25,11 +27,8 @@ from shardwell_wire.errors import (
     ShardwellError,
     StaleEpochError,
     UnauthenticatedError,
-    UnavailableError,
     UsageError,
 )
-from shardwell_wire.process_identity import own_identity
-from shardwell_wire.protocol_versions import check_chosen, own_versions
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.topology import World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
@@ -41,9 +40,6 @@ _LEAVE_TIMEOUT_S = 2.0
 
 Lease = coordinator_pb2.WorkItem | coordinator_pb2.PartitionWork | coordinator_pb2.DeclareUnitResponse
 """A lease that the coordinator gave to this trainer: its epoch, and the proof that shard servers need."""
-
-_MAX_REJOINS = 5
-"""Memberships in a row that may lapse without a commit in between. More often, the cause is not going to disappear."""
 
 
 class Membership:
@@ -68,14 +64,17 @@ class Membership:
         self._config, self._coordinator = config, coordinator
         self._token = MemberCredentials.of(coordinator.credentials)
         coordinator.credentials = self._token
-        self._ended: ShardwellError | None = None
-        self._lapse: StaleEpochError | None = None
-        self._rejoins_in_a_row = 0
+        self._state = MembershipState(config.run)
+        self._admission = Admission(
+            config,
+            coordinator,
+            self._token,
+            check=self._state.check,
+            note_placement=lambda placement: self._note_news(0, placement),
+        )
         self.token_expired = False
         """Whether the membership has lapsed because its token was not renewed in time. No server answers then."""
-        self._incarnation = ""
         self._reports = TrainerReports()
-        self._when_ended: Callable[[], None] = lambda: None
         self._when_news: Callable[[], None] = lambda: None
         self._when_residuals_wanted: Callable[[coordinator_pb2.WantedResiduals], None] = lambda wanted: None
         self._news_lock = threading.Lock()
@@ -84,10 +83,9 @@ class Membership:
         """Number of committed steps, as far as the coordinator has told outside of the training thread's rpcs."""
         self.placement = 0
         """The newest placement of the run's shards that the coordinator has told."""
-        self._when_lapsed: Callable[[], None] = lambda: None
         # Random ids of their own would cost more than the rest of a push's context.
         self._request_prefix, self._request_numbers = uuid.uuid4().hex, itertools.count()
-        joined = self._join()
+        joined = self._admission.join()
         self.identity = RunIdentity(config.run, joined.run_id)
         self.run = config.run
         self.world = World.from_proto(joined.config.world)
@@ -99,8 +97,7 @@ class Membership:
         self.trainer: str = joined.trainer
         self.epoch: int = joined.epoch
         self._lease_s: float = joined.lease_s
-        self._stop = threading.Event()
-        self._lapse = None
+        self._state.begin(joined.trainer, joined.epoch)
         self.committed_step = joined.committed_step
         self._note_joined(joined)
         self._start_keeping()
@@ -130,7 +127,7 @@ class Membership:
             lease_s=self._lease_s,
             note_news=self._note_message,
             end=end,
-            stop=self._stop,
+            stop=self._state.over,
         )
         self._stream = MembershipStream(
             self._coordinator,
@@ -177,8 +174,8 @@ class Membership:
             when_lapsed: Called in any thread, once per membership that lapses.
         """
         self._reports.transports, self._reports.unreachable = transports, unreachable
-        self._when_ended, self._when_news, self._when_lapsed = when_ended, when_news, when_lapsed
-        self._when_residuals_wanted = when_residuals_wanted
+        self._state.when_ended, self._state.when_lapsed = when_ended, when_lapsed
+        self._when_news, self._when_residuals_wanted = when_news, when_residuals_wanted
 
     # ---- calls ----
 
@@ -222,27 +219,33 @@ class Membership:
             StaleEpochError: The membership has lapsed.
             ReplicaLostError: The replica's process group is void.
         """
-        return self._poll(
-            rpc_name,
+        return poll(
+            partial(self._call_and_note, rpc_name),
             request,
             done,
             what=what,
-            check=self.require_valid,
+            waits=self._config.waits,
             replica=self.replica_epoch if with_replica else None,
         )
 
-    def _poll(
-        self, rpc_name: str, request: Any, done: Callable[[Any], bool], *, check: Callable[[], None], **options: Any
-    ) -> Any:
-        """See ``polling.poll``. ``check`` is called before each rpc."""
+    def _call_and_note(self, rpc_name: str, request: Any, timeout_s: float) -> Any:
+        """Calls the coordinator, and notes the placement that it tells."""
+        self.require_valid()
+        response = self._call(rpc_name, request, timeout_s=timeout_s)
+        self._note_news(0, getattr(response, "placement", 0))
+        return response
 
-        def call(request: Any, timeout_s: float) -> Any:
-            check()
-            response = self._call(rpc_name, request, timeout_s=timeout_s)
-            self._note_news(0, getattr(response, "placement", 0))
-            return response
-
-        return poll(call, request, done, waits=self._config.waits, **options)
+    def _call(self, rpc_name: str, request: Any, *, timeout_s: float) -> Any:
+        call = partial(self._coordinator.call, rpc_name, request, timeout_s=timeout_s)
+        try:
+            return retry_and_warn(call, self._config.waits)
+        except StaleEpochError:
+            self.ask()  # the request may concern one work item only
+            raise
+        except (RunDeletedError, UnauthenticatedError) as error:
+            self._end(error)
+            self.require_valid()
+            raise
 
     def list_units(self) -> coordinator_pb2.ListUnitsResponse:
         """Returns the run's units and the present owners of their shards. Works without a valid membership, too.
@@ -289,19 +292,16 @@ class Membership:
 
     def check(self) -> None:
         """Raises the error that ended the membership, if it has ended for good."""
-        if self._ended is not None:
-            raise type(self._ended)(str(self._ended), **self._ended.data) from self._ended
+        self._state.check()
 
     @property
     def lapsed(self) -> bool:
         """True if the membership is over and ``rejoin`` may start another one."""
-        return self._lapse is not None and self._ended is None
+        return self._state.lapsed
 
     def require_valid(self) -> None:
         """Raises the error that ended the membership, also if it has only lapsed."""
-        self.check()
-        if (lapse := self._lapse) is not None:
-            raise StaleEpochError(str(lapse), **lapse.data) from lapse
+        self._state.require_valid()
 
     def ask(self) -> None:
         """Sends a heartbeat at once, to learn whether the membership is still valid and where the shards are.
@@ -319,7 +319,7 @@ class Membership:
 
         Its id is empty if the checkpoint is about to begin.
         """
-        if self._ended is not None:
+        if self._state.ended:
             return None
         try:
             news = self._ask()
@@ -330,7 +330,7 @@ class Membership:
     def _ask(self) -> coordinator_pb2.HeartbeatResponse | None:
         """See ``ask``. Returns the answer, if there is one."""
         self.check()
-        if self._lapse is not None:
+        if not self._state.valid:
             return None
         heartbeats = self._heartbeats  # another thread may start the next membership meanwhile
         try:
@@ -346,15 +346,13 @@ class Membership:
 
     def note_commit(self) -> None:
         """Records that the run has committed a step with this trainer as a member."""
-        self._rejoins_in_a_row = 0
+        self._state.note_commit()
         if self._token.tls is not None:
             self._token.tls.is_in_use = True
 
     def give_up(self, reason: str) -> None:
         """Makes the membership lapse, because this trainer is going to join again. No effect if it is over already."""
-        if self._ended is None and self._lapse is None:
-            self._lapse = StaleEpochError(reason)
-            self._stop.set()
+        self._state.give_up(reason)
 
     def refresh(self) -> coordinator_pb2.JoinResponse:
         """Asks the coordinator for the present state of this membership, which also replaces ``joined``.
@@ -364,11 +362,11 @@ class Membership:
             DeadlineError: A trainer of the replica is gone, and was not replaced in ``wait_limit_s``.
         """
         self.require_valid()
-        joined = self._join(former=True, incarnation=self._incarnation)
+        joined = self._admission.join(self.joined, same=True)
         if joined.epoch == self.epoch:
             self._note_joined(joined)
         else:  # the coordinator had revoked the former membership, and this trainer did not know it yet
-            self._stop.set()
+            self._state.over.set()
             self._stream.close()
             self._start(joined)
         return joined
@@ -381,38 +379,26 @@ class Membership:
             RunDeletedError: The run was deleted.
             DeadlineError: The run did not admit the trainer in ``wait_limit_s``.
         """
-        self.check()
-        lapse = self._lapse
-        assert lapse is not None
-        self._rejoins_in_a_row += 1
-        if self._rejoins_in_a_row > _MAX_REJOINS:
-            self._end_for_good(
-                StaleEpochError(
-                    f"trainer {self.trainer!r} lost its membership in run {self.run!r} {_MAX_REJOINS + 1} times in a "
-                    f"row without a commit in between, so it stops. The last time: {lapse}",
-                    **lapse.data,
-                )
-            )
-            self.check()
+        lapse = self._state.note_rejoin()
         logger.warning("trainer %r joins run %r again: %s", self.trainer, self.run, lapse)
-        self._stop.set()
+        self._state.over.set()
         self._stream.close()
         try:
-            joined = self._join(former=True)
+            joined = self._admission.join(self.joined)
         except DuplicateError as error:  # another process has this trainer's name and place
-            self._end_for_good(StaleEpochError(f"{lapse}; {error}", **lapse.data))
+            self._state.end(StaleEpochError(f"{lapse}; {error}", **lapse.data))
             self.check()
         except RunDeletedError as error:
-            self._end_for_good(error)
+            self._state.end(error)
             raise
         self._start(joined)
         return joined
 
     def leave(self) -> None:
         """Leaves the run, so that the coordinator reassigns the ranks at once. No effect after the membership ended."""
-        self._stop.set()
+        self._state.over.set()
         self._heartbeats.join(self._config.waits.rpc_timeout_s)
-        if self._ended is None and self._lapse is None:
+        if self._state.valid:
             request = coordinator_pb2.LeaveRequest(
                 run=self.run, run_id=self.identity.run_id, trainer=self.trainer, epoch=self.epoch
             )
@@ -421,86 +407,16 @@ class Membership:
             except ShardwellError as error:
                 logger.info("the coordinator did not confirm that trainer %r left: %s", self.trainer, error)
         self._stream.close()
-        self._ended = StaleEpochError("the session is closed")
+        self._state.close(StaleEpochError("the session is closed"))
 
     def disown(self) -> None:
         """Ends the membership in a forked process. The process that joined keeps it."""
-        self._ended = UsageError(
-            "this process was forked from a trainer and is not a member of its run: compute in the process that "
-            "called shardwell.join, or join in this process under another name"
+        self._state.close(
+            UsageError(
+                "this process was forked from a trainer and is not a member of its run: compute in the process that "
+                "called shardwell.join, or join in this process under another name"
+            )
         )
-
-    def _join(self, *, former: bool = False, incarnation: str = "") -> coordinator_pb2.JoinResponse:
-        """Joins the run.
-
-        Args:
-            former: Whether to join as the trainer that this process has been, with any rank that is free.
-            incarnation: Identifies the membership. Empty: a new one, which replaces the former one.
-        """
-        config = self._config
-        self._incarnation = incarnation or uuid.uuid4().hex
-        request = coordinator_pb2.JoinRequest(
-            run=config.run,
-            config=config.run_config(),
-            resume="" if former else config.resume,
-            rewrap=config.rewrap,
-            trainer=self.trainer if former else config.trainer,
-            host=config.host,
-            global_rank=None if former else config.global_rank,
-            world_size=config.world_size,
-            incarnation=self._incarnation,
-            process=own_identity(),
-            protocol=own_versions(),
-            run_id=self.identity.run_id if former else "",
-            replaced_epoch=self.epoch if former else 0,
-        )
-        try:
-            response = self._send_join(request)
-        except UnauthenticatedError:
-            if not self._token.is_member:
-                raise
-            # The token has expired. Without it, the coordinator waits until the lease of the former membership ends.
-            self._token.forget()
-            request.replaced_epoch = 0
-            response = self._send_join(request)
-        check_chosen(response.protocol_version, self._coordinator.address)
-        return response
-
-    def _send_join(self, request: coordinator_pb2.JoinRequest) -> coordinator_pb2.JoinResponse:
-        response: coordinator_pb2.JoinResponse = self._poll(
-            "Join",
-            request,
-            lambda answer: answer.started,
-            what=f"run {self._config.run!r} to start",
-            log_level=logging.WARNING,  # the user may have started too few trainers
-            check=self.check,
-        )
-        return response
-
-    def _call(self, rpc_name: str, request: Any, *, timeout_s: float) -> Any:
-        call = partial(self._coordinator.call, rpc_name, request, timeout_s=timeout_s)
-        try:
-            return self._call_and_warn(call)
-        except StaleEpochError:
-            if rpc_name != "Join":
-                self.ask()  # the request may concern one work item only
-            raise
-        except (RunDeletedError, UnauthenticatedError) as error:
-            if rpc_name != "Join":
-                self._end(error)
-                self.require_valid()
-            raise
-
-    def _call_and_warn(self, call: Callable[..., Any]) -> Any:
-        """Retries a call for ``wait_limit_s``. Logs a warning after ``warn_after_s``: the address may be wrong."""
-        waits = self._config.waits
-        try:
-            return call(retry_for_s=min(waits.warn_after_s, waits.wait_limit_s))
-        except UnavailableError as error:
-            if waits.wait_limit_s <= waits.warn_after_s:
-                raise
-            logger.warning("%s; retrying for %.0f s", error, waits.wait_limit_s)
-        return call(retry_for_s=waits.wait_limit_s)
 
     def _note_message(self, news: coordinator_pb2.HeartbeatResponse | coordinator_pb2.KeepMembershipResponse) -> None:
         self._note_news(news.committed_step, news.placement)
@@ -531,17 +447,7 @@ class Membership:
         if isinstance(error, UnauthenticatedError) and self._token.is_member:
             self.token_expired = True
             error = StaleEpochError(f"the token of trainer {self.trainer!r} was not renewed in time: {error}")
-        if not isinstance(error, StaleEpochError):
-            self._end_for_good(error)
-        elif self._ended is None and self._lapse is None and not self._stop.is_set() and epoch in (None, self.epoch):
-            logger.warning("trainer %r is no longer a member of run %r: %s", self.trainer, self.run, error)
-            self._lapse = error
-            self._stop.set()
-            self._when_lapsed()
-
-    def _end_for_good(self, error: ShardwellError) -> None:
-        if self._ended is None and (not self._stop.is_set() or self._lapse is not None):
-            logger.error("trainer %r is no longer a member of run %r: %s", self.trainer, self.run, error)
-            self._ended = error
-            self._stop.set()
-            self._when_ended()
+        if isinstance(error, StaleEpochError):
+            self._state.lapse(error, epoch)
+        else:
+            self._state.end(error)

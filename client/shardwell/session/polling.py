@@ -1,4 +1,4 @@
-"""Rpcs of the coordinator that wait for something: repeated until a response is final."""
+"""Rpcs of the coordinator that are repeated: until a response is final, or while the coordinator is unavailable."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from shardwell.session.config import WaitOptions
 from shardwell.session.replica_epoch import ReplicaEpoch
-from shardwell_wire.errors import DeadlineError
+from shardwell_wire.errors import DeadlineError, UnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -61,3 +61,19 @@ def poll(
         if now - last_report > _POLL_S / 2:
             logger.log(log_level, "waiting for %s (%.0f s): %s", what, now - started, reasons)
             last_report = now
+
+
+def retry_and_warn(call: Callable[..., Any], waits: WaitOptions) -> Any:
+    """Retries a call for ``wait_limit_s``. Logs a warning after ``warn_after_s``: the address may be wrong.
+
+    Args:
+        call: Takes ``retry_for_s``, how long to retry while the coordinator is unavailable.
+        waits: Limits.
+    """
+    try:
+        return call(retry_for_s=min(waits.warn_after_s, waits.wait_limit_s))
+    except UnavailableError as error:
+        if waits.wait_limit_s <= waits.warn_after_s:
+            raise
+        logger.warning("%s; retrying for %.0f s", error, waits.wait_limit_s)
+    return call(retry_for_s=waits.wait_limit_s)
