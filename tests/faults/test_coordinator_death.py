@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import uuid
 from pathlib import Path
 
+import pytest
 import torch
 
 import shardwell
@@ -49,3 +51,27 @@ def test_spare_trainer_takes_over_a_lost_rank() -> None:
                 result = spare.finish()
     assert result.get("sha256") == expected_hash(1), result
     assert result["losses"][-1][0] == STEPS - 1
+
+
+@pytest.mark.parametrize("plain_loop", [False, True])
+def test_death_after_the_work_is_finished_repeats_no_work(tmp_path: Path, plain_loop: bool) -> None:
+    """The trainer reports its finished work again before it asks for the norm, and before it proposes the step."""
+    batch, computed = torch.ones(2, 3), []
+    with (
+        shardwell.LocalCluster(num_shards=1, state_dir=tmp_path) as cluster,
+        shardwell.join(cluster.address, run=uuid.uuid4().hex, world=shardwell.World(dp=1)) as session,
+    ):
+        model = shardwell.fully_shard(torch.nn.Linear(3, 3), session)
+        optimizer = shardwell.optim.SGD(model.parameters(), lr=0.1)
+        for step in session.steps(4):
+            for _ in [batch] if plain_loop else step.batches(lambda *_: batch):
+                computed.append(step.number)
+                model(batch).sum().backward()
+            if not plain_loop and step.number == 1:
+                cluster.restart_coordinator()
+            assert math.isfinite(optimizer.clip_grad_norm_(1.0))
+            if step.number == 2:
+                cluster.restart_coordinator()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert computed == [0, 1, 2, 3]

@@ -99,7 +99,6 @@ def test_expired_trainer_with_finished_work_gets_its_next_work(tmp_path: Path) -
             assert not (await b.commit(0)).committed
             await cluster.pass_time(11, a)
             assert (await a.finish(0, accept_work=False, wait_s=5)).all_finished
-            await cluster.restart()
             assert (await a.commit(0, wait_s=5)).committed
             assert kinds(cluster).count("trainer_returned") == 0
             assert (await b.commit(0)).committed

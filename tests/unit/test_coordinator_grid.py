@@ -582,7 +582,7 @@ def test_restarted_coordinator_knows_leases_replica_epochs_and_vacant_items(tmp_
             assert run.rank_owners.replica_epochs == epochs
             assert states(cluster) == ["VACANT", "LEASED"]
             assert step_of(cluster).items[1].epoch == leased
-            assert step_of(cluster).items[0].attempt == 1
+            assert step_of(cluster).items[0].attempt == 2
             await all_accept([c, d], 0)
             await cluster.settle()
             again = await cluster.join("b", config=config(WORLD), wait_s=5)
@@ -598,7 +598,7 @@ def test_restarted_coordinator_knows_leases_replica_epochs_and_vacant_items(tmp_
     run_async(scenario())
 
 
-def test_restarted_coordinator_commits_a_finished_step(tmp_path: Path) -> None:
+def test_restarted_coordinator_commits_a_step_whose_work_is_reported_again(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             trainers = await grid(cluster, World(dp=2, pp=2))
@@ -606,6 +606,8 @@ def test_restarted_coordinator_commits_a_finished_step(tmp_path: Path) -> None:
                 await trainer.finish(0, parts={place: 1 + place})
             assert (await trainers[0].finish(0, parts={0: 1}, wait_s=5)).all_finished
             await cluster.restart()
+            reports = zip((0, 1, 0, 1), trainers, strict=True)
+            await asyncio.gather(*(each.finish(0, parts={place: 1 + place}, wait_s=5) for place, each in reports))
             assert all(
                 answer.committed for answer in await asyncio.gather(*(each.commit(0, wait_s=5) for each in trainers))
             )

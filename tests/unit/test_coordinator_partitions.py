@@ -131,6 +131,7 @@ def test_restarted_coordinator_learns_staged_partitions_from_requests(tmp_path: 
             await cluster.restart()
             for name in cluster.shards:
                 await cluster.register(name)
+            await asyncio.gather(a.finish(0, wait_s=5), b.finish(0, wait_s=5))
             assert ranks(await commit(a, wait_s=5)) == [0]
             responses = await asyncio.gather(
                 commit(a, first.partitions, wait_s=5), commit(b, second.partitions, wait_s=5)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwell_wire.channel import RECONNECT_S
-from shardwell_wire.errors import StaleEpochError, StepStateError, UnavailableError
+from shardwell_wire.errors import StaleEpochError, StepRestartedError, StepStateError, UnavailableError
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support.coordinator import Harness, Trainer, harness, run_async, unit
 from tests.support.fake_shards import fail_times
@@ -47,10 +47,8 @@ def test_restart_in_any_phase_of_a_step_loses_nothing(tmp_path: Path, phase: str
             await cluster.restart()
             assert cluster.state.term == 2
             await asyncio.gather(a.heartbeat(), b.heartbeat())
-            if phase in ("joined", "one finished"):
-                # Trainers repeat their reports.
-                await asyncio.gather(a.finish(0), b.finish(0, wait_s=5))
             if phase != "committed":
+                await asyncio.gather(a.finish(0), b.finish(0, wait_s=5))  # trainers repeat their reports
                 await a.commit(0, wait_s=5)
             assert (await b.commit(0, wait_s=5)).committed
             await a.commit(0)
@@ -154,15 +152,42 @@ def test_attempts_survive_a_restart(tmp_path: Path) -> None:
     run_async(scenario())
 
 
-def test_work_finished_after_a_reset_is_recorded_again(tmp_path: Path) -> None:
+def test_a_proposal_without_a_report_is_refused_after_a_restart(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await started(cluster)
             await asyncio.gather(a.finish(0), b.finish(0, wait_s=1))
-            await b.reset(0, 1)
-            assert (await b.finish(0, wait_s=1, parts={0: 3})).all_finished
             await cluster.restart()
+            for call in (a.commit(0, wait_s=5), a.prepare(0)):
+                with pytest.raises(StepRestartedError, match="has not finished the work of rank 0") as caught:
+                    await call
+                assert "ranks" in caught.value.data, "trainers repeat their reports"
+
+    run_async(scenario())
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_work_of_a_lost_trainer_is_computed_again_after_a_restart(tmp_path: Path, returns: bool) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await started(cluster)
+            await asyncio.gather(a.finish(0), b.finish(0, wait_s=1))
+            await b.leave()
+            await cluster.settle()
+            if returns:
+                await cluster.join("b")
+            await cluster.restart()
+            for name in cluster.shards:
+                await cluster.register(name)
+            await cluster.settle()
+            answer = await a.finish(0, wait_s=5)
+            assert [(item.global_rank, item.attempt) for item in answer.work.items] == [(1, 1)]
+            assert (await a.finish(0, wait_s=5)).all_finished
             assert (await a.commit(0, wait_s=5)).committed
+            assert [(rank.dp_rank, rank.attempt) for rank in cluster.shards["s0"].manifests[-1].ranks] == [
+                (0, 0),
+                (1, 1),
+            ]
 
     run_async(scenario())
 

@@ -78,6 +78,7 @@ def test_step_is_not_committed_while_a_server_lacks_memory_for_the_update(tmp_pa
                 before = cluster.shards["s1"].calls["PrepareUpdate"]
                 for trainer in trainers:
                     await trainer.finish(step)
+                await cluster.settle()
                 other = optimizer()
                 other.groups[0].hyperparameters.update(changed)
                 await asyncio.gather(*(trainer.commit(step, wait_s=5, optimizer=other) for trainer in (a, b)))

@@ -14,7 +14,6 @@ from shardwell_server.coordinator.command import until_lost
 from shardwell_server.coordinator.storage.records import (
     KEPT_COMMITS,
     CommitRecord,
-    FinishedRecord,
     InitializerRecord,
     MemberRecord,
     RankRecord,
@@ -52,7 +51,6 @@ def commit_record(step: int) -> CommitRecord:
 
 def test_stored_state_is_loaded_unchanged(tmp_path: Path) -> None:
     server = ServerRecord("s", "h:1", "i", 3, 1 << 40)
-    finished = [FinishedRecord(0, 2, b"parts"), FinishedRecord(1, 0, b"")]
 
     async def write(storage: Storage) -> None:
         await storage.save_server(replace(server, epoch=1))
@@ -61,9 +59,8 @@ def test_stored_state_is_loaded_unchanged(tmp_path: Path) -> None:
         await storage.save_run(RUN)
         await storage.save_units("r", [replace(UNIT, published=False), replace(UNIT, unit_index=1)])
         await storage.save_units("r", [UNIT])
-        await storage.save_commit("r", [0], commit_record(0), b"state")
-        await storage.save_commit("r", [0], commit_record(1), None)
-        await storage.save_finished("r", 2, finished)
+        await storage.save_commit("r", commit_record(0), b"state")
+        await storage.save_commit("r", commit_record(1), None)
         await storage.save_run(replace(RUN, run="gone"))
         await storage.delete_run("gone", "1d", 17)
 
@@ -82,18 +79,15 @@ def test_stored_state_is_loaded_unchanged(tmp_path: Path) -> None:
     assert run.units == (UNIT, replace(UNIT, unit_index=1))
     assert run.commits == (commit_record(0), commit_record(1))
     assert run.state == b"state"
-    assert run.finished == tuple((2, record) for record in finished)
 
 
-def test_old_commits_and_finished_items_of_committed_steps_are_deleted(tmp_path: Path) -> None:
+def test_old_commits_are_deleted(tmp_path: Path) -> None:
     async def write() -> None:
         await storage.save_run(RUN)
-        await storage.save_finished("r", 0, [FinishedRecord(0, 0, b"")])
         for step in range(2 * KEPT_COMMITS):
-            await storage.save_commit("r", [0], commit_record(step), None)
+            await storage.save_commit("r", commit_record(step), None)
         (run,) = (await storage.load()).runs
         assert [record.step for record in run.commits] == list(range(KEPT_COMMITS, 2 * KEPT_COMMITS))
-        assert run.finished == ()
 
     storage = Storage(tmp_path)
     asyncio.run(write())
@@ -211,6 +205,7 @@ def test_record_reported_as_failed_is_absent_after_a_restart(tmp_path: Path) -> 
                 await a.commit(0, wait_s=5, optimizer=optimizer(lr=0.5))
             await cluster.restart()
             assert cluster.state.runs["r"].committed_step == 0
+            await asyncio.gather(a.finish(0), b.finish(0, wait_s=1))
             assert (await a.commit(0, wait_s=5, optimizer=optimizer(lr=0.25))).committed
             assert (await b.commit(0, wait_s=5, optimizer=optimizer(lr=0.25))).committed
 
@@ -236,7 +231,7 @@ def test_coordinator_stops_when_the_outcome_of_a_commit_is_unknown(tmp_path: Pat
             assert all(not shard.calls["Update"] for shard in cluster.shards.values())
             await cluster.restart()
             assert cluster.state.runs["r"].committed_step == int(logged)
-            await asyncio.gather(a.heartbeat(), b.heartbeat())
+            await asyncio.gather(a.finish(0), b.finish(0, wait_s=1))
             assert (await a.commit(0, wait_s=5)).committed
             assert (await b.commit(0, wait_s=5)).committed
 

@@ -133,15 +133,17 @@ def test_finished_item_of_a_lost_trainer_becomes_vacant_with_its_sums(tmp_path: 
     run_async(scenario())
 
 
-def test_restarted_coordinator_knows_the_sums(tmp_path: Path) -> None:
+def test_restarted_coordinator_learns_the_sums_from_reports(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await team_with_unit(cluster, "a", "b")
             await finish_summed(a, [0, 1])
             assert (await finish_summed(b, [0, 1], wait_s=5)).all_finished
             await cluster.restart()
-            assert states(cluster) == [WorkState.FINISHED] * 2
+            assert states(cluster) == [WorkState.LEASED] * 2
             await a.reset(0, 0)
+            assert attempts(cluster) == [1, 0]
+            assert not (await finish_summed(b, [0, 1])).all_finished
             assert attempts(cluster) == [1, 1]
 
     run_async(scenario())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 
 from shardwell.module.units import Units
 from shardwell.monitor.step_times import StepMonitor
@@ -200,7 +201,8 @@ class StepInFlight:
                 if step == self.state.position:
                     self._finish_plain_loop()
                     step = self.state.number
-                return self._committer.grad_norm(step, norm_type, counted, kept, item=self.state.item_name)
+                norm = partial(self._committer.grad_norm, step, norm_type, counted, kept, item=self.state.item_name)
+                return self.items.after_reports(norm)
         except VersionGoneError:
             if not self.state.in_batches:
                 raise
@@ -265,7 +267,8 @@ class StepInFlight:
             self.commit(self.state.position, update)
 
     def _send_proposal(self, step: int, update: StepUpdate) -> coordinator_pb2.CommitStepResponse:
-        return self._committer.commit(
+        propose = partial(
+            self._committer.commit,
             step,
             update,
             unit_order=self._units.forward_order(),
@@ -273,6 +276,7 @@ class StepInFlight:
             item=self.state.item_name,
             item_limit=self.state.item_limit,
         )
+        return self.items.after_reports(propose)
 
     def _mark_late_drops(self, optimizer: common_pb2.OptimizerStep) -> None:
         """Marks gradients as unused that ``zero_grad`` dropped after the work was finished."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from shardwell.module.units import Units
 from shardwell.monitor.step_times import StepMonitor
@@ -15,10 +16,12 @@ from shardwell.session.run_buffers import RunBuffers
 from shardwell.session.run_store import RunStore
 from shardwell.session.step_commit import StepCommitter
 from shardwell.session.step_state import StepState, WorkItemState
-from shardwell_wire.errors import StaleEpochError, UsageError, VersionGoneError
+from shardwell_wire.errors import StaleEpochError, StepRestartedError, UsageError, VersionGoneError
 from shardwell_wire.v1 import coordinator_pb2
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 
 class WorkItems:
@@ -175,19 +178,7 @@ class WorkItems:
                 self._membership.end_item()  # not before: an item is late too if its pushes take long
                 if self._restart_spoiled():
                     continue
-                # The pushes of an abandoned item were dropped. A plain loop reports it to learn the next attempt.
-                reported = [
-                    item.to_proto()
-                    for item in self._state.items.values()
-                    if item.finished and not (item.abandoned and self._state.in_batches)
-                ]
-                response = self._committer.finish_work(
-                    self._state.number,
-                    reported,
-                    accept_work=accept_work,
-                    accept_copies=self._accepts_copies,
-                    item_limit=self._state.item_limit,
-                )
+                response = self._report(accept_work=accept_work, accept_copies=self._accepts_copies)
             except StaleEpochError:
                 if not self._membership.lapsed:
                     raise
@@ -203,6 +194,37 @@ class WorkItems:
             elif work := self._take(response.work.items):
                 return work
         return []
+
+    def _report(self, *, accept_work: bool, accept_copies: bool) -> coordinator_pb2.FinishWorkResponse:
+        # The pushes of an abandoned item were dropped. A plain loop reports it to learn the next attempt.
+        finished = [
+            item.to_proto()
+            for item in self._state.items.values()
+            if item.finished and not (item.abandoned and self._state.in_batches)
+        ]
+        return self._committer.finish_work(
+            self._state.number,
+            finished,
+            accept_work=accept_work,
+            accept_copies=accept_copies,
+            item_limit=self._state.item_limit,
+        )
+
+    def after_reports(self, call: Callable[[], Result]) -> Result:
+        """Calls an rpc about finished work. A coordinator that has restarted since needs the reports of the work again.
+
+        Raises:
+            StepRestartedError: Work of the step was restarted.
+        """
+        try:
+            return call()
+        except StepRestartedError as error:
+            if "ranks" not in error.data or self._membership.lapsed:
+                raise  # the coordinator knows the reports
+            # Work that the answer grants instead stays leased to this trainer, and ``finish_work`` gets it again.
+            if not self._report(accept_work=self._state.in_batches, accept_copies=False).all_finished:
+                raise
+        return call()
 
     def _start(self, work: coordinator_pb2.StepWork) -> list[WorkItemState]:
         """Starts the item of an asynchronous run that this trainer has waited for, or has to compute again.

@@ -19,7 +19,6 @@ from shardwell_server.coordinator.settings import MAX_RUNS, RunSettings, Setting
 from shardwell_server.coordinator.storage.records import (
     CheckpointRecord,
     CommitRecord,
-    FinishedRecord,
     InitializerRecord,
     MemberRecord,
     RankRecord,
@@ -205,11 +204,6 @@ class CoordinatorState:
         run.check_not_deleted()
         await self.storage.save_units(run.name, [replace(_unit_record(unit), published=published)])
 
-    async def save_finished(self, run: Run, step: Step) -> None:
-        """Stores the items of a step whose items are all finished."""
-        run.check_not_deleted()
-        await self.storage.save_finished(run.name, step.number, _finished_records(step))
-
     async def save_commit(
         self, run: Run, step: Step, record: CommitRecord, state: coordinator_pb2.RunState | None
     ) -> None:
@@ -220,15 +214,14 @@ class CoordinatorState:
         """
         run.check_not_deleted()
         serialized = None if state is None or state is run.commits.state else state.SerializeToString()
-        ranks = [rank for item in step.items.values() for rank in item.members]
         if not run.units.unsaved and not run.asynchronous:
-            await self.storage.save_commit(run.name, ranks, record, serialized)
+            await self.storage.save_commit(run.name, record, serialized)
             return
         made, placement = run.unsaved.made, run.relocations.count
         units = self._take_unsaved_units(run)
         changed = (_run_record(run, committed=step), [_unit_record(unit) for unit in units])
         try:
-            await self.storage.save_commit(run.name, ranks, record, serialized, changed)
+            await self.storage.save_commit(run.name, record, serialized, changed)
         except ShardwellError:
             run.units.unsaved.update(unit.index for unit in units)
             raise
@@ -309,7 +302,7 @@ def _rank_records(run: Run, committed: Step | None) -> tuple[RankRecord, ...]:
             version,
             item.attempt,
             item.last_attempt,
-            item.state is WorkState.VACANT,
+            item.state is WorkState.VACANT or item.trainer_lost,
             run.rank_owners.replica_epochs.get(item.dp_rank, 0),
             item.number,
         )
@@ -322,15 +315,6 @@ def _unit_record(unit: Unit) -> UnitRecord:
     """Returns the record of a unit."""
     spec = unit.layout.to_proto().SerializeToString()
     return UnitRecord(unit.index, spec, unit.published, unit.shards, unit.backups)
-
-
-def _finished_records(step: Step) -> list[FinishedRecord]:
-    """Returns the records of the items of a step whose items are all finished."""
-    return [
-        FinishedRecord(rank, item.attempt, item.to_finished_proto(rank).SerializeToString())
-        for item in step.items.values()
-        for rank in item.members
-    ]
 
 
 def _restore_run(stored: StoredRun, clock: Callable[[], float]) -> Run:
@@ -383,18 +367,14 @@ def _restore_step(run: Run, stored: StoredRun) -> None:
         _restore_items(world, ranks, present, now),
         {world.coordinates(rank.global_rank).dp_rank: rank.step for rank in ranks},
     )
-    for step in run.work.steps:
-        finished = {at.global_rank: at for number, at in stored.finished if number == step.number}
-        attempts = {rank: item.attempt for item in step.items.values() for rank in item.members}
-        if step.is_vacant and run.asynchronous:
-            continue
-        if all(rank in finished and finished[rank].attempt == attempt for rank, attempt in attempts.items()):
-            reports = (coordinator_pb2.FinishedItem.FromString(finished[rank].parts) for rank in attempts)
-            step.restore_finished(reports, present, now)
 
 
 def _restore_items(world: World, records: Collection[RankRecord], present: Set[str], now: float) -> dict[int, WorkItem]:
-    """Returns the work items by dp rank. An item is leased again if all its trainers are present."""
+    """Returns the work items by dp rank. An item is leased again if all its trainers are present.
+
+    Nothing is stored of finished items: their trainers report them again. Items whose trainers are gone start another
+    attempt, because the servers may have gradients of the former one.
+    """
     by_rank, items = {record.global_rank: record for record in records}, {}
     for dp_rank, ranks in enumerate(ranks_of_items(world)):
         record, trainers = by_rank[ranks[0]], [by_rank[rank].trainer for rank in ranks]
@@ -410,4 +390,6 @@ def _restore_items(world: World, records: Collection[RankRecord], present: Set[s
             fenced=leased,
             last_attempt=record.last_attempt,
         )
+        if not leased:
+            items[dp_rank].attempt = items[dp_rank].next_attempt()
     return items

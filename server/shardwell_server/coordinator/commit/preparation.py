@@ -129,7 +129,7 @@ class StepPreparer:
             # The servers drop the contributions of trainers that lost to a copy. A restarted coordinator must not wait
             # for these trainers.
             await self._state.save(run)
-        if generation != step.generation or not run.work.is_in_flight(step):
+        if generation != step.generation or not run.work.is_in_flight(step) or not step.all_finished:
             # An item was reset and is unfinished. The servers would accept an incomplete manifest.
             return
         if (lost := self._state.storage.why_lost) is not None:

@@ -120,10 +120,6 @@ class WorkRequests:
             return coordinator_pb2.FinishWorkResponse(all_finished=True)
         self._servers.require_available(run)
         if step.all_finished:
-            while step.all_finished and not step.recorded:
-                await run.calls.recording(lambda: self._record_finished(run, step))
-            if not step.recorded:
-                return None
             return coordinator_pb2.FinishWorkResponse(all_finished=True, last_finished=step.last_finished())
         # Items that are leased to the caller and not reported as finished are its work, even if the response that
         # granted them was lost.
@@ -163,12 +159,6 @@ class WorkRequests:
         response = response or coordinator_pb2.FinishWorkResponse(waiting_for=self._explain(run))
         response.placement = run.relocations.announced
         return response
-
-    async def _record_finished(self, run: Run, step: Step) -> None:
-        """Stores the finished items. Trainers that learn that all items are finished do not report them again."""
-        generation = step.generation
-        await self._state.save_finished(run, step)
-        step.mark_recorded(generation)
 
     async def reset_work(
         self, run: Run, member: Member, request: coordinator_pb2.ResetWorkRequest, wait_s: float

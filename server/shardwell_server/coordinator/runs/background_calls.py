@@ -29,8 +29,6 @@ class UnsavedChanges:
 class StepCalls:
     """Background work on the step in flight. At most one call of each kind is in flight per run."""
 
-    recording: SharedCall[None] = field(default_factory=SharedCall)
-    """Stores the finished items."""
     preparing: SharedCall[None] = field(default_factory=SharedCall)
     """Asks the servers to reduce the gradients."""
     committing: SharedCall[None] = field(default_factory=SharedCall)

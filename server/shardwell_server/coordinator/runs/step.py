@@ -7,7 +7,7 @@ its items are methods of ``Step``. They run on the event loop, without locks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardwell_server.coordinator.runs.gradient_norms import PreparedGradients
@@ -42,8 +42,6 @@ class Step:
     """Rises when an item is reset. Everything prepared in an earlier generation is invalid."""
     finished_s: float | None = None
     """Clock time at which the last item was finished. None: an item is unfinished."""
-    recorded: bool = False
-    """True if the finished items are durable. Only then may trainers learn that all are finished."""
     proposals: Proposals = field(default_factory=Proposals)
     prepared: PreparedGradients | None = None
     failure: ShardwellError | None = None
@@ -237,27 +235,6 @@ class Step:
         self.finished_s = now
         return True
 
-    def restore_finished(self, reports: Iterable[coordinator_pb2.FinishedItem], present: Set[str], now: float) -> None:
-        """Restores the finished items after a coordinator restart.
-
-        Args:
-            reports: What the trainers of all global ranks reported.
-            present: Trainers that are not gone.
-            now: Clock time.
-        """
-        for report in reports:
-            item = self.item_of(report.global_rank)
-            parts = {unit.unit_index: unit.part_count for unit in report.units}
-            member = item.members[report.global_rank]
-            self.finish([FinishedWork(item, member, parts, frozenset(report.summed_dp_ranks))], now)
-        for item in self.items.values():
-            item.trainer_lost = not present >= set(item.trainers)
-        self.recorded = True
-
-    def mark_recorded(self, generation: int) -> None:
-        """Records that the finished items of a generation are durable."""
-        self.recorded = generation == self.generation
-
     def lease(self, item: WorkItem, trainers: Sequence[str], epoch: int, now: float) -> None:
         """Leases a vacant item to the trainers of a replica, given in the order of the item's members."""
         item.assign(trainers)
@@ -315,7 +292,7 @@ class Step:
         for member in item.members.values():
             member.restart()
         self.generation += 1
-        self.finished_s, self.recorded = None, False
+        self.finished_s = None
         self.prepared = self.failure = None
         self.skipped = False
         self.proposals.clear()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from shardwell_wire.topology import World
-from shardwell_wire.v1 import common_pb2, coordinator_pb2
+from shardwell_wire.v1 import coordinator_pb2
 
 
 class WorkState(Enum):
@@ -189,18 +189,6 @@ class WorkItem:
         """Returns a new attempt number."""
         self.last_attempt = max(self.last_attempt, self.attempt) + 1
         return self.last_attempt
-
-    def to_finished_proto(self, global_rank: int) -> coordinator_pb2.FinishedItem:
-        """Returns the item as the trainer of one member reported it finished."""
-        parts = self.members[global_rank].parts
-        units = [common_pb2.UnitParts(unit_index=unit, part_count=count) for unit, count in sorted(parts.items())]
-        return coordinator_pb2.FinishedItem(
-            global_rank=global_rank,
-            epoch=self.epoch,
-            attempt=self.attempt,
-            units=units,
-            summed_dp_ranks=sorted(self.members[global_rank].summed),
-        )
 
     def __str__(self) -> str:
         if len(self.members) == 1:

@@ -53,12 +53,11 @@ class Database:
         except sqlite3.Error as error:
             raise self._unchanged_error(error) from error
 
-    def write(self, writes: Sequence[Write], *, full: bool = True) -> None:
+    def write(self, writes: Sequence[Write]) -> None:
         """Executes several statements in one transaction. Returns when the transaction is durable.
 
         Args:
             writes: The statements and their rows.
-            full: If False, the transaction survives a crash of this process but not of the machine.
 
         Raises:
             UnavailableError: Nothing was changed; or, if ``lost`` is set, the outcome is unknown.
@@ -66,7 +65,7 @@ class Database:
         if self.lost is not None:
             raise self.lost
         try:
-            number = self._begin(writes, full=full)
+            number = self._begin(writes)
         except sqlite3.Error as error:
             raise self._unchanged_error(error) from error
         try:
@@ -75,10 +74,9 @@ class Database:
             if not self._settle(number):
                 raise self._unchanged_error(error) from error
 
-    def _begin(self, writes: Sequence[Write], *, full: bool) -> int:
+    def _begin(self, writes: Sequence[Write]) -> int:
         """Executes everything except COMMIT. Returns the number of this transaction."""
         database = self._connection
-        database.execute(f"PRAGMA synchronous = {'FULL' if full else 'NORMAL'}")
         database.execute("BEGIN IMMEDIATE")
         try:
             for statement, rows in writes:

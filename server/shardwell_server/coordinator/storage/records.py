@@ -89,7 +89,7 @@ class RankRecord(Row):
     last_attempt: int = 0
     """Highest attempt of the work item and its copies."""
     vacant: bool = False
-    """True if the work item is vacant, although its former trainers may be present."""
+    """True if the work item is vacant, or was finished by trainers that were lost. These may be present again."""
     replica_epoch: int = 0
     """Epoch of the replica that owns the dp rank."""
     number: int = 0
@@ -197,15 +197,6 @@ class UnitRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class FinishedRecord(Row):
-    """A stored finished work item."""
-
-    global_rank: int
-    attempt: int
-    parts: bytes
-
-
-@dataclass(frozen=True, slots=True)
 class CommitRecord(Row):
     """The durable record that makes a step final."""
 
@@ -279,8 +270,6 @@ class StoredRun:
     commits: tuple[CommitRecord, ...]
     """The most recent commit records, oldest first."""
     state: bytes | None
-    finished: tuple[tuple[int, FinishedRecord], ...]
-    """Finished items, each with its step."""
     checkpoints: tuple[CheckpointRecord, ...]
     """In the order in which they began."""
 

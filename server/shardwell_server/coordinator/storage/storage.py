@@ -1,7 +1,7 @@
 """The coordinator's state that survives a restart.
 
-A change is stored before any trainer or server can observe it. State that is not stored (rpcs in progress, step
-proposals) is sent again by the trainers when they poll the restarted coordinator.
+A change is stored before any trainer or server can observe it. State that is not stored (rpcs in progress, finished
+work items, step proposals) is sent again by the trainers when they poll the restarted coordinator.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from shardwell_server.coordinator.storage.records import (
     BackupRecord,
     CheckpointRecord,
     CommitRecord,
-    FinishedRecord,
     InitializerRecord,
     MemberRecord,
     RankRecord,
@@ -33,7 +32,7 @@ from shardwell_server.coordinator.storage.records import (
 )
 from shardwell_wire.errors import UnavailableError
 
-SCHEMA_VERSION = 14
+SCHEMA_VERSION = 15
 
 FILE_NAME = "coordinator.sqlite"
 
@@ -80,10 +79,6 @@ CREATE TABLE backups (
     server_id TEXT NOT NULL, incarnation TEXT NOT NULL, state TEXT NOT NULL, placement INTEGER NOT NULL,
     PRIMARY KEY (run, unit_index, start_bytes, server_id, incarnation)
 ) WITHOUT ROWID;
-CREATE TABLE finished (
-    run TEXT NOT NULL, step INTEGER NOT NULL, global_rank INTEGER NOT NULL, attempt INTEGER NOT NULL,
-    parts BLOB NOT NULL, PRIMARY KEY (run, global_rank)
-) WITHOUT ROWID;
 CREATE TABLE commits (
     run TEXT NOT NULL, step INTEGER NOT NULL, time REAL NOT NULL, leader TEXT NOT NULL, optimizer BLOB NOT NULL,
     clip_coefficient REAL NOT NULL, unit_order TEXT NOT NULL, grad_norm REAL NOT NULL, norm_type REAL,
@@ -100,7 +95,7 @@ CREATE TABLE checkpoints (
 
 _DIFFED_TABLES = {"members": "trainer", "ranks": "global_rank", "addresses": "name", "initializers": "global_rank"}
 """Tables of which ``save_run`` writes only the changed rows, with the column that identifies a row within a run."""
-_RUN_TABLES = (*_DIFFED_TABLES, "runs", "units", "shards", "backups", "finished", "commits", "states", "checkpoints")
+_RUN_TABLES = (*_DIFFED_TABLES, "runs", "units", "shards", "backups", "commits", "states", "checkpoints")
 
 Result = TypeVar("Result")
 
@@ -199,7 +194,7 @@ class Storage:
         """Stores a run that was loaded from a checkpoint. Replaces its units, commits and state, all at once."""
         run = record.run
         writes = [
-            *(_clear(table, run) for table in ("units", "shards", "backups", "finished", "commits", "states")),
+            *(_clear(table, run) for table in ("units", "shards", "backups", "commits", "states")),
             *_unit_writes(run, units),
             (_upsert("commits", 15), [(run, *commit.to_row()) for commit in commits]),
         ]
@@ -216,19 +211,9 @@ class Storage:
         rows = [(run, checkpoint_id) for checkpoint_id in checkpoint_ids]
         await self._call(self._database.write, [("DELETE FROM checkpoints WHERE run = ? AND checkpoint_id = ?", rows)])
 
-    async def save_finished(self, run: str, step: int, records: Sequence[FinishedRecord]) -> None:
-        """Stores the finished items of a step.
-
-        Not synced to disk: the rows survive a crash of this process, but a crash of the machine only after the next
-        commit.
-        """
-        rows = [(run, step, *record.to_row()) for record in records]
-        await self._call(self._database.write, [(_upsert("finished", 5), rows)], full=False)
-
     async def save_commit(
         self,
         run: str,
-        ranks: Iterable[int],
         record: CommitRecord,
         state: bytes | None,
         changed: tuple[RunRecord, Sequence[UnitRecord]] | None = None,
@@ -237,17 +222,15 @@ class Storage:
 
         Args:
             run: Name of the run.
-            ranks: Global ranks of the items that are committed.
             record: The commit record.
             state: The run's state, if it changed.
             changed: The run and its changed units, if they change with this commit.
         """
-        await self._call(self._write_commit, run, ranks, record, state, changed)
+        await self._call(self._write_commit, run, record, state, changed)
 
     def _write_commit(
         self,
         run: str,
-        ranks: Iterable[int],
         record: CommitRecord,
         state: bytes | None,
         changed: tuple[RunRecord, Sequence[UnitRecord]] | None,
@@ -255,7 +238,6 @@ class Storage:
         writes: list[Write] = [
             (_upsert("commits", 15), [(run, *record.to_row())]),
             ("DELETE FROM commits WHERE run = ? AND step <= ?", [(run, record.step - KEPT_COMMITS)]),
-            ("DELETE FROM finished WHERE run = ? AND global_rank = ?", [(run, rank) for rank in ranks]),
         ]
         if state is not None:
             writes.append((_upsert("states", 3), [(run, record.step, state)]))
@@ -278,11 +260,9 @@ class Storage:
         self._database.write([*(_clear(table, run) for table in _RUN_TABLES), *keep])
         self._stored.pop(run, None)
 
-    async def _call(self, method: Callable[..., Result], *arguments: object, **options: object) -> Result:
+    async def _call(self, method: Callable[..., Result], *arguments: object) -> Result:
         try:
-            return await asyncio.get_running_loop().run_in_executor(
-                self._thread, partial(method, *arguments, **options)
-            )
+            return await asyncio.get_running_loop().run_in_executor(self._thread, partial(method, *arguments))
         finally:
             if self._database.lost is not None:
                 self.lost.set()
@@ -333,7 +313,6 @@ class Storage:
             units=tuple(self._load_units(run)),
             commits=tuple(commits),
             state=states[0][2] if states else None,
-            finished=tuple((step, FinishedRecord.from_row(row)) for _, step, *row in self._rows("finished", run)),
             checkpoints=tuple(
                 sorted(
                     (CheckpointRecord.from_row(row) for _, *row in self._rows("checkpoints", run)),
