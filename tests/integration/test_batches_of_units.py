@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from shardwell_wire.errors import (
     DeadlineError,
     InvalidRequestError,
     ShardwellError,
+    StepStateError,
     from_status_details,
 )
 from shardwell_wire.v1 import shard_pb2
@@ -107,6 +109,33 @@ def test_a_bad_part_leaves_no_trace_and_the_others_count(
     assert isinstance(errors[0], error) and words in str(errors[0])
     assert errors[1] is None
     assert contributors(server, bad) == [] and contributors(server, good) == [0]
+
+
+def test_parts_that_do_not_count_release_their_memory(server: ShardServer) -> None:
+    one, other = unit(server, 0, dp=2), unit(server, 1, dp=2)
+    before = server.taken_bytes()
+    repeated, early = part_of(one, 1.0), part_of(other, 1.0)
+    early.header.context.step = 1
+    errors = send(server, repeated, repeated, early)
+    assert errors[:2] == [None, None] and isinstance(errors[2], StepStateError)
+    assert server.taken_bytes() == before + one.size
+
+
+def test_a_part_waits_for_memory(server: ShardServer) -> None:
+    one, other = unit(server, 0), unit(server, 1)
+    send(server, part_of(one, 1.0))
+    # The next attempt needs a second buffer of the shard, and the memory outside reservations is in use.
+    taken = server.evaluate(lambda: server.store.memory.try_acquire(one.size))
+    assert taken is not None
+    again = part_of(one, 2.0)
+    again.header.attempt = 1
+    with ThreadPoolExecutor(1) as thread:
+        sent = thread.submit(send, server, part_of(other, 1.0), again)
+        server.until(lambda: contributors(server, other) == [0], "the part before it counts")
+        assert not sent.done()
+        server.evaluate(lambda: server.store.memory.release_buffer(taken))
+        assert sent.result(20.0) == [None, None]
+    assert server.evaluate(lambda: one.shard.contributions.attempt(0)) == 1
 
 
 def test_a_batch_for_another_run_is_rejected_as_a_whole(server: ShardServer) -> None:

@@ -388,6 +388,17 @@ class Memory:
             if not incoming.claimed:
                 incoming.release()
 
+    def incoming_at_once(self, size_bytes: int, quota: BufferQuota) -> IncomingBuffer | None:
+        """As ``incoming``, without waiting. The caller releases the buffer unless it is claimed. None: none is free."""
+        reserved = quota.try_acquire()
+        if not reserved and not self.unreserved.try_acquire(size_bytes):
+            return None
+        grant = Grant(self, quota, size_bytes, reserved)
+        try:
+            return IncomingBuffer(grant.acquire_buffer(size_bytes), grant)
+        except CapacityError:
+            return None
+
     def grant(self, size_bytes: int, quota: BufferQuota, what: str) -> Grant:
         """Grants memory for one buffer without waiting. The caller allocates the buffer.
 

@@ -7,7 +7,7 @@ from functools import cached_property, partial
 from typing import Protocol
 
 from shardwell_server.shard.memory.budget import IncomingBuffer
-from shardwell_server.shard.requests.streams import IncomingStream
+from shardwell_server.shard.requests.streams import IncomingStream, ReceivedStream
 from shardwell_server.shard.state.contributions import ContributionMemory, Contributions
 from shardwell_server.shard.state.reductions import reduce_shards
 from shardwell_server.shard.state.runs import HostedRun
@@ -124,15 +124,50 @@ class Push:
         self._reduce_soon()
         return duplicate
 
+    def copy_at_once(self, stream: ReceivedStream) -> IncomingBuffer | None:
+        """Copies a stream that has arrived as a whole, for ``accept_now``. Release the buffer unless it is claimed.
+
+        Returns:
+            The copy. None: ``receive`` must receive the stream, because that has to wait, to decode, to add, or to end
+            another stream.
+
+        Raises:
+            InvalidRequestError: The push does not fit the shard, or the stream is broken.
+        """
+        self._check_header()
+        header, shard = self._header, self._shard
+        if header.part or header.copy or header.wire_dtype or shard.streams or self._is_update_due:
+            return None
+        received = self._store.memory.incoming_at_once(shard.size_bytes, shard.contribution_quota)
+        if received is not None:
+            try:
+                memory = chunk_streams.memory_at(received.buffer.data_ptr(), shard.size_bytes)
+                stream.copy_into(self._targets(memory), self._what)
+            except BaseException:
+                received.release()
+                raise
+        return received
+
+    async def accept_now(self, received: IncomingBuffer, checksum: int) -> bool:
+        """Accepts the copy that ``copy_at_once`` has made; returns as ``receive`` does. Runs in
+        ``HostedRun.exclusively``."""
+        duplicate = await self._accept(received, checksum)
+        self._reduce_soon()
+        return duplicate
+
     async def await_due_update(self, wait_s: float) -> None:
         """Waits for the update to the version that the push refers to, if this server has prepared that update.
 
         The servers apply a committed update at different times. A trainer that has read the new version elsewhere may
         push to a unit that it has not gathered, such as a unit of buffers, before this server has updated it.
         """
-        version = self._shard.version
-        if version is not None and self._step == version + 1 and self._run.is_prepared(version):
+        if self._is_update_due:
             await self._shard.values.wait_for(self._step, wait_s)
+
+    @property
+    def _is_update_due(self) -> bool:
+        version = self._shard.version
+        return version is not None and self._step == version + 1 and self._run.is_prepared(version)
 
     async def _receive(self, incoming: IncomingStream, received: IncomingBuffer) -> int:
         shard, memory = self._shard, chunk_streams.memory_at(received.buffer.data_ptr(), self._shard.size_bytes)
@@ -149,9 +184,7 @@ class Push:
         return checksum
 
     async def _accept_exclusively(self, received: IncomingBuffer, checksum: int) -> bool:
-        duplicate = await self._run.exclusively(lambda: self._accept(received, checksum))
-        self._reduce_soon()
-        return duplicate
+        return await self._run.exclusively(lambda: self.accept_now(received, checksum))
 
     def _reduce_soon(self) -> None:
         if self._shard.seems_complete:

@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 
 from shardwell_wire import fault_points
 from shardwell_wire.chunk_streams import AnyMessage, ChunkView, StreamReceiver, decode_message
-from shardwell_wire.errors import CapacityError, ChunkError, DeadlineError, InvalidRequestError
+from shardwell_wire.errors import CapacityError, ChunkError, CorruptDataError, DeadlineError, InvalidRequestError
 from shardwell_wire.names import check_names
 
 IDLE_LIMIT_S = 30.0
@@ -138,6 +138,42 @@ class IncomingMessages:
             if self._arrived_bytes < MIN_STREAM_BYTES:
                 raise too_slow(self._arrived_bytes)
             self._waited_s, self._arrived_bytes = 0.0, 0
+
+
+class ReceivedStream:
+    """A stream that has arrived as a whole, within a message. An ``IncomingStream``.
+
+    Args:
+        data: The stream.
+        announced: Its checksum, as the sender computed it.
+    """
+
+    def __init__(self, data: bytes | memoryview, announced: int) -> None:
+        self._data, self._announced = data, announced
+
+    async def into(self, targets: Sequence[memoryview], what: str) -> int:
+        return self.copy_into(targets, what)
+
+    async def checksum(self, total_bytes: int, what: str) -> int:
+        return self._check(total_bytes, what)
+
+    def copy_into(self, targets: Sequence[memoryview], what: str) -> int:
+        """As ``into``, at once."""
+        checksum, position, left = self._check(sum(map(len, targets)), what), 0, memoryview(self._data)
+        for target in targets:
+            target[:] = left[position : position + len(target)]
+            position += len(target)
+        return checksum
+
+    def _check(self, total_bytes: int, what: str) -> int:
+        if len(self._data) != total_bytes:
+            raise ChunkError(f"{what}: the stream has {len(self._data)} bytes, expected {total_bytes}")
+        checksum = xxhash.xxh3_64_intdigest(self._data)
+        if checksum != self._announced:
+            raise CorruptDataError(
+                f"{what}: the bytes have checksum {checksum:#018x}, expected {self._announced:#018x}"
+            )
+        return checksum
 
 
 def too_slow(moved_bytes: int) -> DeadlineError:

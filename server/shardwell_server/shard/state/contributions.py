@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import cached_property
+from typing import Protocol, overload
 
 import torch
 
@@ -29,6 +30,32 @@ class ContributionMemory(Protocol):
     def release(self) -> None:
         """Called when the contribution has been used or dropped."""
         ...
+
+
+class LazyViews(Sequence[torch.Tensor]):
+    """Segments of a buffer, which is split when one of them is first read: small shards are reduced as a whole.
+
+    Args:
+        buffer: The buffer.
+        split: Returns its segments, by segment number.
+    """
+
+    def __init__(self, buffer: torch.Tensor, split: Callable[[torch.Tensor], Sequence[torch.Tensor]]) -> None:
+        self._buffer, self._split = buffer, split
+
+    @cached_property
+    def _views(self) -> Sequence[torch.Tensor]:
+        return self._split(self._buffer)
+
+    @overload
+    def __getitem__(self, number: int) -> torch.Tensor: ...
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[torch.Tensor]: ...
+    def __getitem__(self, number: int | slice) -> torch.Tensor | Sequence[torch.Tensor]:
+        return self._views[number]
+
+    def __len__(self) -> int:
+        return len(self._views)
 
 
 @dataclass

@@ -13,7 +13,7 @@ from shardwell_server.shard.arithmetic.reduction import Reduced
 from shardwell_server.shard.arithmetic.small_reductions import MAX_BYTES, SmallReduction
 from shardwell_server.shard.concurrency import InThread, uninterrupted
 from shardwell_server.shard.memory.budget import BufferQuota, Memory
-from shardwell_server.shard.state.contributions import Contribution, ContributionMemory, Contributions
+from shardwell_server.shard.state.contributions import Contribution, ContributionMemory, Contributions, LazyViews
 from shardwell_server.shard.state.kept_gradients import KeptGradients
 from shardwell_server.shard.state.mean_gradient import MeanGradient
 from shardwell_server.shard.state.partitions import Partitions
@@ -180,7 +180,7 @@ class ShardGradients:
             checksum: Checksum of the part's stream. None: the part came through shared memory.
             in_thread: Runs tensor work in a thread.
         """
-        views = self.views(memory.buffer) if memory.views is None else memory.views
+        views = LazyViews(memory.buffer, self.views) if memory.views is None else memory.views
         numbers = self.numbers_of("parameter_indices", tuple(header.parameter_indices))
         dropped = self.numbers_of("dropped_indices", tuple(header.dropped_indices))
         contributor = self.layout.contributor(header.dp_rank, header.pp_rank)

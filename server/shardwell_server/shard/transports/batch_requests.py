@@ -3,58 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from functools import cached_property
-
-import xxhash
+from collections.abc import Iterable
+from functools import cached_property, partial
 
 from shardwell_server.rpc import reported_error
+from shardwell_server.shard.memory.budget import IncomingBuffer
 from shardwell_server.shard.requests import pushes
 from shardwell_server.shard.requests.pushes import Push
+from shardwell_server.shard.requests.streams import ReceivedStream
 from shardwell_server.shard.state.runs import HostedRun
 from shardwell_server.shard.state.store import NamesRun, ShardStore
 from shardwell_server.shard.transports.base import ServerTransports
 from shardwell_server.shard.transports.shm_buffers import SharedGradientBuffer
 from shardwell_server.shard.transports.shm_transport import ShmSession, ShmTransport
-from shardwell_wire.errors import ChunkError, CorruptDataError, InvalidRequestError, RunDeletedError, to_status_details
+from shardwell_wire.errors import InvalidRequestError, RunDeletedError, to_status_details
 from shardwell_wire.v1 import shard_pb2
 
 MAX_PARTS = 256
 """Maximum number of parts in one request."""
-
-
-class ReceivedStream:
-    """A stream that a message contains as a whole. An ``IncomingStream``.
-
-    Args:
-        data: The stream.
-        announced: Its checksum, as the sender computed it.
-    """
-
-    def __init__(self, data: bytes, announced: int) -> None:
-        self._data, self._announced = data, announced
-
-    async def into(self, targets: Sequence[memoryview], what: str) -> int:
-        """See ``IncomingStream``."""
-        checksum, position, left = self._check(sum(map(len, targets)), what), 0, memoryview(self._data)
-        for target in targets:
-            target[:] = left[position : position + len(target)]
-            position += len(target)
-        return checksum
-
-    async def checksum(self, total_bytes: int, what: str) -> int:
-        """See ``IncomingStream``."""
-        return self._check(total_bytes, what)
-
-    def _check(self, total_bytes: int, what: str) -> int:
-        if len(self._data) != total_bytes:
-            raise ChunkError(f"{what}: the stream has {len(self._data)} bytes, expected {total_bytes}")
-        checksum = xxhash.xxh3_64_intdigest(self._data)
-        if checksum != self._announced:
-            raise CorruptDataError(
-                f"{what}: the bytes have checksum {checksum:#018x}, expected {self._announced:#018x}"
-            )
-        return checksum
 
 
 async def reduce_batch(
@@ -80,7 +46,7 @@ async def reduce_batch(
 
 
 class _Batch:
-    """The parts of one request. Consecutive parts in shared gradient buffers become contributions together.
+    """The parts of one request. Consecutive parts become contributions together, within one turn of exclusive work.
 
     Arguments as in ``reduce_batch``.
     """
@@ -97,8 +63,8 @@ class _Batch:
         self._loop = asyncio.get_running_loop()
         self._deadline = self._loop.time() + wait_s
         self._results = [shard_pb2.BatchedPartResult() for _ in request.parts]
-        self._adoptions: list[tuple[int, Push, SharedGradientBuffer]] = []
-        """Number, push and buffer of the parts that become contributions next."""
+        self._ready: list[tuple[int, Push, IncomingBuffer | SharedGradientBuffer]] = []
+        """Number, push and gradients of the parts that become contributions next."""
         self._leases: set[tuple[int, int, bytes]] = set()
         """The rank, epoch and proof of the leases that are checked."""
 
@@ -117,67 +83,89 @@ class _Batch:
 
     async def handle(self) -> shard_pb2.ReduceBatchResponse:
         """Handles the parts in their order; a rejected part does not affect the others."""
-        for number, part in enumerate(self._request.parts):
-            try:
-                if part.HasField("stream"):
-                    await self._adopt()
-                    received = ReceivedStream(part.stream, part.checksum)
-                    pushed = await pushes.push(self._store, part.header, received, self._left_s)
-                    self._results[number].duplicate = pushed.duplicate
-                else:
-                    self._adoptions.append((number, *self._adoption(part)))
-            except Exception as error:
-                self._reject(number, error)
-        await self._adopt()
+        try:
+            for number, part in enumerate(self._request.parts):
+                try:
+                    push = self._push(part.header)
+                    if part.HasField("stream"):
+                        await self._add_stream(number, push, ReceivedStream(part.stream, part.checksum))
+                    else:
+                        self._ready.append((number, push, self._adoptable(part, push)))
+                except Exception as error:
+                    self._reject(number, error)
+            await self._accept()
+        finally:
+            _release_unclaimed(self._ready)
         return shard_pb2.ReduceBatchResponse(results=self._results)
 
     def _reject(self, number: int, error: Exception) -> None:
         rejected = reported_error("ReduceBatch", error, self._peer)
         self._results[number].CopyFrom(shard_pb2.BatchedPartResult(status=to_status_details(rejected)))
 
-    def _adoption(self, part: shard_pb2.BatchedPart) -> tuple[Push, SharedGradientBuffer]:
-        """Checks a part as ``shm_requests.reduce_gradient_buffer`` does."""
-        if not part.HasField("gradient_buffer_id"):
-            raise InvalidRequestError("a part of the batch has neither a stream nor a gradient buffer")
-        header = part.header
+    def _push(self, header: shard_pb2.ReduceScatterHeader) -> Push:
+        """Checks the sender of a part as ``pushes.push`` does, but each lease once."""
         lease = (header.dp_rank, header.context.epoch, header.context.lease_proof)
         if header.summed or lease not in self._leases:
             pushes.check_leases(self._store, header)
             self._leases.add(lease)
         self._store.requests.check_content("ReduceScatter", header.context, header)
-        gradient_buffer = self._session.gradient_buffer(part.gradient_buffer_id)
-        push = Push(
-            self._store, self._run, self._run.primary(header.unit, header.start_bytes, header.stop_bytes), header
-        )
-        push.check_adoption()
-        return push, gradient_buffer
+        shard = self._run.primary(header.unit, header.start_bytes, header.stop_bytes)
+        return Push(self._store, self._run, shard, header)
 
-    async def _adopt(self) -> None:
-        """Makes the buffers contributions, within one turn of the run's exclusive work."""
-        waiting, self._adoptions = self._adoptions, []
-        ready = []
-        for number, push, gradient_buffer in waiting:
-            try:
-                await push.await_due_update(self._left_s)
-                ready.append((number, push, gradient_buffer))
-            except Exception as error:
-                self._reject(number, error)
-        if not ready:
+    async def _add_stream(self, number: int, push: Push, stream: ReceivedStream) -> None:
+        if (copy := push.copy_at_once(stream)) is not None:
+            self._ready.append((number, push, copy))
             return
+        await self._accept()  # this part may follow another part of the same contribution
+        self._results[number].duplicate = await push.receive(stream, self._left_s)
 
-        async def adopt() -> None:
-            for number, push, gradient_buffer in ready:
-                try:
-                    self._results[number].duplicate = await push.adopt_now(gradient_buffer)
-                    self._results[number].adopted = gradient_buffer.claimed
-                except Exception as error:
-                    self._reject(number, error)
+    def _adoptable(self, part: shard_pb2.BatchedPart, push: Push) -> SharedGradientBuffer:
+        """Checks a part as ``shm_requests.reduce_gradient_buffer`` does."""
+        if not part.HasField("gradient_buffer_id"):
+            raise InvalidRequestError("a part of the batch has neither a stream nor a gradient buffer")
+        gradient_buffer = self._session.gradient_buffer(part.gradient_buffer_id)
+        push.check_adoption()
+        return gradient_buffer
 
+    async def _accept(self) -> None:
+        """Makes the parts that are ready contributions."""
+        waiting, self._ready = self._ready, []
         try:
-            await self._run.exclusively(adopt)
+            ready = [each for each in waiting if await self._may_begin(*each)]
+            if ready:
+                await self._run.exclusively(partial(self._accept_all, ready))
         except RunDeletedError as error:
             for number, _, _ in ready:
                 self._reject(number, error)
+        finally:
+            _release_unclaimed(waiting)
+
+    async def _may_begin(self, number: int, push: Push, _: object) -> bool:
+        try:
+            await push.await_due_update(self._left_s)
+        except Exception as error:
+            self._reject(number, error)
+            return False
+        return True
+
+    async def _accept_all(self, ready: Iterable[tuple[int, Push, IncomingBuffer | SharedGradientBuffer]]) -> None:
+        for number, push, gradients in ready:
+            result = self._results[number]
+            try:
+                if isinstance(gradients, IncomingBuffer):
+                    result.duplicate = await push.accept_now(gradients, self._request.parts[number].checksum)
+                else:
+                    result.duplicate = await push.adopt_now(gradients)
+                    result.adopted = gradients.claimed
+            except Exception as error:
+                self._reject(number, error)
+
+
+def _release_unclaimed(parts: Iterable[tuple[int, Push, IncomingBuffer | SharedGradientBuffer]]) -> None:
+    """Releases the memory of streams that have not become contributions."""
+    for _, _, gradients in parts:
+        if isinstance(gradients, IncomingBuffer) and not gradients.claimed:
+            gradients.release()
 
 
 def _complete_headers(request: shard_pb2.ReduceBatchRequest) -> None:
