@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 from shardwell.data_plane.node_group import BACKENDS
 from shardwell.module.strategy import BackwardPrefetch
+from shardwell.session.environment import read_environment
+from shardwell.session.torchrun_place import TorchrunPlace
 from shardwell.transport.route_stats import DIRECT, ROUTES
 from shardwell.transport.selector import TRANSPORT_NAMES, parse_transports
 from shardwell_wire import chunk_streams
@@ -23,7 +25,6 @@ from shardwell_wire.topology import World, checked_groups
 from shardwell_wire.v1 import coordinator_pb2
 from shardwell_wire.wire_dtypes import FEEDBACK_NAMES, GATHER_NAMES, PUSH_NAMES
 
-ENVIRONMENT_PREFIX = "SHARDWELL_"
 ADAPTIVE = "adaptive"
 """Value of ``TransferOptions.gradient_reduction`` that chooses a route for each unit."""
 LATEST = "latest"
@@ -178,71 +179,6 @@ class WaitOptions(_Options):
     def __post_init__(self) -> None:
         for option in fields(self):
             _require_positive(self, option.name)
-
-
-@dataclass(frozen=True, slots=True)
-class TorchrunPlace:
-    """The position of this process among those that ``torchrun`` or a similar launcher started."""
-
-    rank: int
-    """RANK: index of this process, from 0, over all hosts."""
-    world_size: int
-    """WORLD_SIZE: number of processes on all hosts; at least 2."""
-    local_world_size: int
-    """LOCAL_WORLD_SIZE: number of processes on this host. Equals ``world_size`` if the launcher does not set it."""
-    dp_rank: int | None = None
-    """SHARDWELL_DP_RANK: the launcher started the trainers of the replica with this dp rank. None: of all replicas."""
-
-    @classmethod
-    def from_env(cls, environment: Mapping[str, str]) -> Self | None:
-        """Reads RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and SHARDWELL_DP_RANK.
-
-        Returns:
-            None without a launcher or with a single process.
-
-        Raises:
-            UsageError: A variable is not a valid number.
-        """
-        if not environment.get("RANK") or not environment.get("WORLD_SIZE"):
-            return None
-        rank, world_size = (_launcher_number(environment, name) for name in ("RANK", "WORLD_SIZE"))
-        if world_size < 2:
-            return None
-        if rank >= world_size:
-            raise UsageError(f"RANK={rank}, WORLD_SIZE={world_size}: expected RANK below WORLD_SIZE")
-        local = _launcher_number(environment, "LOCAL_WORLD_SIZE") if environment.get("LOCAL_WORLD_SIZE") else world_size
-        dp_rank = read_environment(cls, environment).get("dp_rank")
-        return cls(rank, world_size, local, dp_rank)
-
-    def defaults(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the fields of ``JoinConfig`` that follow from the launcher and are not in ``given``.
-
-        The world is ``dp=WORLD_SIZE``. If the world has WORLD_SIZE ranks, each process plays the logical rank RANK
-        under a name that survives a restart by the launcher. With SHARDWELL_DP_RANK, each process plays the rank with
-        number RANK in this replica.
-
-        Args:
-            given: Fields that arguments or SHARDWELL_* variables set.
-
-        Raises:
-            UsageError: The number of processes is not that of a replica.
-            WorldError: The world has no such dp rank.
-        """
-        found: dict[str, Any] = {}
-        if "world" not in given:
-            found["world"] = World(dp=self.world_size)
-        world: World = given.get("world") or found["world"]
-        if self.dp_rank is not None and self.world_size != world.replica_size:
-            raise UsageError(
-                f"SHARDWELL_DP_RANK={self.dp_rank}, WORLD_SIZE={self.world_size}: the launcher must start all trainers "
-                f"of one replica, which are tp * pp = {world.replica_size} in {world}"
-            )
-        ranks = range(world.size) if self.dp_rank is None else world.replica_ranks(self.dp_rank)
-        if len(ranks) == self.world_size and not given.keys() & {"trainer", "global_rank"}:
-            found["global_rank"], found["trainer"] = ranks[self.rank], f"rank-{ranks[self.rank]}"
-        if not given.get("address") and not given.keys() & {"world_size", "min_trainers"}:
-            found["world_size"] = self.world_size  # no other process can join a private cluster
-        return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -430,81 +366,7 @@ class JoinConfig:
         return cls(**values)
 
 
-def read_environment(options: type[Any], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the fields of a dataclass that ``SHARDWELL_<FIELD>`` variables set.
-
-    Fields of other types than text, numbers, booleans and tuples of text or integers have no variable. An empty
-    variable counts as not set.
-    """
-    values: dict[str, Any] = {}
-    for option in fields(options):
-        parse = _PARSERS.get(str(option.type).removesuffix(" | None"))
-        variable = f"{ENVIRONMENT_PREFIX}{option.name.upper()}"
-        text = environment.get(variable)
-        if parse is not None and text and option.metadata.get("environment", True):
-            values[option.name] = parse(variable, text)
-    return values
-
-
-def _text(variable: str, text: str) -> str:
-    return text
-
-
-def _texts(variable: str, text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
-
-
-def _integers(variable: str, text: str) -> tuple[int, ...]:
-    return tuple(_integer(variable, part) for part in text.split(","))
-
-
-def _integer(variable: str, text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise UsageError(f"{variable}={text!r}: expected an integer") from None
-
-
-def _consistency(variable: str, text: str) -> Consistency:
-    try:
-        return Consistency.parse(text)
-    except InvalidRequestError as error:
-        raise UsageError(f"{variable}: {error}") from None
-
-
-def _number(variable: str, text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise UsageError(f"{variable}={text!r}: expected a number") from None
-
-
-def _boolean(variable: str, text: str) -> bool:
-    if text not in ("0", "1"):
-        raise UsageError(f"{variable}={text!r}: expected 0 or 1")
-    return text == "1"
-
-
-_PARSERS: dict[str, Callable[[str, str], Any]] = {
-    "str": _text,
-    "int": _integer,
-    "float": _number,
-    "bool": _boolean,
-    "Consistency": _consistency,
-    "tuple[str, ...]": _texts,
-    "tuple[int, ...]": _integers,
-}
-"""Functions of a variable's name and text, by the type of the field."""
-
-
 def _require_positive(options: Any, name: str) -> None:
     value = getattr(options, name)
     if not 0 < value < math.inf:
         raise UsageError(f"{name}={value!r}: expected a positive number")
-
-
-def _launcher_number(environment: Mapping[str, str], name: str) -> int:
-    text = environment[name]
-    if not text.isdecimal():
-        raise UsageError(f"{name}={text!r}: expected an integer of at least 0, as torchrun sets it")
-    return int(text)
