@@ -12,6 +12,7 @@ import pytest
 import torch
 import xxhash
 
+from shardwell_server.shard.memory.budget import Memory
 from shardwell_server.shard.transports.batch_requests import MAX_PARTS
 from shardwell_server.shard.transports.gather_batches import MAX_GATHERED_BYTES, MAX_RANGES
 from shardwell_wire.errors import (
@@ -121,19 +122,23 @@ def test_parts_that_do_not_count_release_their_memory(server: ShardServer) -> No
     assert server.taken_bytes() == before + one.size
 
 
+def take_all(memory: Memory) -> int:
+    """Acquires all memory outside reservations; returns its size."""
+    return sum(size for size in (1 << bit for bit in reversed(range(40))) if memory.unreserved.try_acquire(size))
+
+
 def test_a_part_waits_for_memory(server: ShardServer) -> None:
     one, other = unit(server, 0), unit(server, 1)
     send(server, part_of(one, 1.0))
     # The next attempt needs a second buffer of the shard, and the memory outside reservations is in use.
-    taken = server.evaluate(lambda: server.store.memory.try_acquire(one.size))
-    assert taken is not None
+    taken = server.evaluate(lambda: take_all(server.store.memory))
     again = part_of(one, 2.0)
     again.header.attempt = 1
     with ThreadPoolExecutor(1) as thread:
         sent = thread.submit(send, server, part_of(other, 1.0), again)
         server.until(lambda: bool(other.shard.contributions.by_rank), "the part before it counts")
         assert not sent.done()
-        server.evaluate(lambda: server.store.memory.release_buffer(taken))
+        server.evaluate(lambda: server.store.memory.unreserved.release(taken))
         assert sent.result(20.0) == [None, None]
     assert server.evaluate(lambda: one.shard.contributions.attempt(0)) == 1
 
