@@ -48,7 +48,7 @@ def restart_step(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]
         (run,) = of.state.runs.values()
         run.work.restart()
         await of.state.save(run)
-        of.trainers.start_fencing(run)
+        of.trainers.items.start_fencing(run)
 
     with shardwell.testing.in_process_cluster(num_shards=2, dp=DP):
         yield lambda: asyncio.run_coroutine_threadsafe(restart(), in_process._shared_loop()).result(20.0)

@@ -290,7 +290,7 @@ def test_lost_server_restarts_the_item_for_all_members(tmp_path: Path) -> None:
             await asyncio.gather(*(trainer.finish(0) for trainer in (a, b, c)))
             run = cluster.state.runs["r"]
             run.work.restart()
-            cluster.coordinator.trainers.start_fencing(run)
+            cluster.coordinator.trainers.items.start_fencing(run)
             for trainer in (a, b, c):
                 ((_, _, attempt),) = work(await trainer.finish(0, wait_s=5)).values()
                 assert attempt == 1

@@ -63,7 +63,7 @@ def test_report_of_a_former_attempt_has_no_effect_and_is_answered_with_the_resta
             run.work.restart()
             unfenced = await a.finish(0, reports)
             assert not unfenced.HasField("work"), "servers have not fenced the former attempts"
-            cluster.coordinator.trainers.start_fencing(run)
+            cluster.coordinator.trainers.items.start_fencing(run)
             for trainer in (a, b):
                 answer = await trainer.finish(0, accept_work=False, wait_s=5)
                 assert [(item.epoch, item.attempt) for item in answer.work.items] == [

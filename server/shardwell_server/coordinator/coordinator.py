@@ -98,7 +98,7 @@ class Coordinator:
             self.restorer.start(run)
             self.placer.resume(run)
             self.updates.start_all(run)
-            self.trainers.start_fencing(run)
+            self.trainers.items.start_fencing(run)
         self.server_leases.start()
         self.relocator.start()
         self.backups.start()

@@ -314,7 +314,7 @@ class RunRestorer:
             logger.warning("run %r: %s", run.name, differences)
             self._state.events.add(EventKind.DATA_RANKS_CHANGED, differences, run=run.name)
         run.changed.notify()
-        self._trainers.start_fencing(run)
+        self._trainers.items.start_fencing(run)
         self._state.tasks.start(self._trainers.wait_for_return(run))
 
     async def _add_loaded_checkpoint(self, run: Run, restore: Restore, manifest: Manifest) -> None:

@@ -153,13 +153,13 @@ class Committer:
             self._state.events.add(EventKind.SHARDS_MOVED, f"{len(moves)} shards moved to {targets}", run=run.name)
         self._promoter.start(run)
         self._updates.start_all(run)
-        self._trainers.start_fencing(run)
+        self._trainers.items.start_fencing(run)
 
     async def _store_moves(self, run: Run) -> None:
         """Stores planned moves whose commit record could not be written, and tells their servers."""
         await self._state.save_or_retry(run)
         self._promoter.start(run)
-        self._trainers.start_fencing(run)
+        self._trainers.items.start_fencing(run)
 
     async def _confirm_update(self, run: Run, step: Step, proposal: StepProposal) -> bool:
         """Asks every server to confirm that it can apply the update. See Note: [Commit order].

@@ -76,7 +76,7 @@ class WorkRequests:
             run.changed.notify()
             if not run.asynchronous:  # otherwise steps wait for their turn, and may not need the norm
                 self._preparer.start(run, step)
-        self._trainers.start_fencing(run)
+        self._trainers.items.start_fencing(run)
         if member.note_accepts_reassigned_work(accept_work):
             run.touch()
         accept_copies = accept_copies and not run.asynchronous
@@ -126,9 +126,9 @@ class WorkRequests:
         if accept_work and not step.leased_to(member.name):
             run.members.wait_for_work(member.name)
             self._trainers.revoke_unfinished(run)
-            self._trainers.lease_vacant_items(run)
+            self._trainers.items.lease_vacant_items(run)
             if accept_copies and not step.leased_to(member.name):
-                self._trainers.copy_late_item(run, member)
+                self._trainers.items.copy_late_item(run, member)
         # A server that has not fenced the former attempt of a restarted item would mix its parts with those of the new
         # attempt.
         leased = step.leased_to(member.name)
@@ -203,8 +203,8 @@ class WorkRequests:
             self._state.events.add(EventKind.WORK_RESET, message, run=run.name)
         # Store the attempt before any server sees it: a restarted coordinator must not reuse its number.
         await self._state.save(run)
-        await self._trainers.fence(run, [item])
-        self._trainers.start_fencing(run)
+        await self._trainers.items.fence(run, [item])
+        self._trainers.items.start_fencing(run)
         return item
 
     def _explain(self, run: Run) -> list[str]:

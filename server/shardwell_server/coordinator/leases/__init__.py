@@ -1,1 +1,1 @@
-"""Leases: joining, expiry, revocation and fencing of trainers; registration and probing of shard servers."""
+"""Leases: joining, expiry and revocation of trainers; work items; registration and probing of shard servers."""

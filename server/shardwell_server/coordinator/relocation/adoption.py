@@ -105,7 +105,7 @@ class Adoption:
         self._promoter.start(run)
         if (pending := run.commits.pending_updates.get(server_id)) is not None and pending.incarnation == process[1]:
             self._updates.start(run, server_id, pending)
-        self._trainers.start_fencing(run)
+        self._trainers.items.start_fencing(run)
 
 
 def _can_continue(held: coordinator_pb2.HeldShard, committed_step: int, *, is_committing: bool) -> bool:

@@ -408,7 +408,7 @@ class BackupKeeper:
         while run.relocations.unconfirmed and not run.deleted:
             await run.changed.wait(_PAUSE_S)
         await self._release_unwanted(run)  # before a trainer gets a new attempt, which it could push there
-        self._trainers.start_fencing(run)
+        self._trainers.items.start_fencing(run)
 
     # Reports
 

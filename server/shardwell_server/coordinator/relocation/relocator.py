@@ -171,7 +171,7 @@ class Relocator:
             fault_points.reach("coordinator.relocation.after_record", run=run.name)
             self._add_events(run, losses)
             self._promoter.start(run)
-            self._trainers.start_fencing(run)
+            self._trainers.items.start_fencing(run)
 
     def _apply(self, run: Run, losses: _Losses) -> None:
         """Changes the run in memory, without ``await``."""
