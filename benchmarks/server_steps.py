@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,7 +39,7 @@ from shardwell_wire.shared_proof import session_name
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
 RUN = RunIdentity("benchmark", "0123456789abcdef")
-OWNER = FolderOwner(server_id="benchmark", coordinator="none")
+OWNER = FolderOwner(server_id=f"benchmark-{os.getpid()}", coordinator="none")
 SIZE = 64
 """Units are ``Linear(64, 64)``."""
 BATCH = 32

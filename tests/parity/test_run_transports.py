@@ -238,18 +238,18 @@ def test_broken_transport_is_reopened(single: str, transports: str, when: str) -
         shardwell.fully_shard(model, session)
         optimizer = shardwell.optim.AdamW(model.parameters(), **ADAMW)
         (server,) = session.store._servers._connections.values()
-        seen = set()
+        broken: list[Any] = []
         for step in session.steps(STEPS):
             for tokens in step.batches(transformer.batch):
                 if when == "after the backward":
                     model(tokens).backward()
-                transport: Any = server.transport
-                seen.add(transport)
-                transport._rpc._call.cancel()  # simulates a lost connection
+                broken.append(server.transport)
+                broken[-1]._rpc._call.cancel()  # simulates a lost connection
                 if when == "before the forward":
                     model(tokens).backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert len(seen) == STEPS
+            # All pushes of this step may have ended before its transport broke. Those of the next step need another.
+            assert server.transport not in broken[:-1]
         assert server.transport.name == transports.partition(",")[0]
         assert sha256(shardwell.full_state_dict(model)) == plain_hash(1)
