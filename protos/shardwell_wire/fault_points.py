@@ -37,6 +37,7 @@ POINTS: Mapping[str, str] = {
     "client.commit.before": "the step proposal is about to be sent (step)",
     "client.commit.after": "the coordinator answered the step proposal (step)",
     "server.stream.middle": "a chunk of a gradient or of initial values arrived, and more follow",
+    "server.call.executed": "an rpc on a call connection was executed, its response is not sent (rpc, connection)",
     "server.push.accepted": "a part of a contribution is stored, and the trainer has no answer yet (dp_rank, part)",
     "server.gather.middle": "a chunk of a shard, or of a batch of ranges, was sent, and more may follow (response)",
     "server.fence.after": "older leases and attempts are fenced (step)",

@@ -17,7 +17,7 @@ from shardwell_server.authorization import CALLER
 from shardwell_server.limits import MAX_LOGGED_PER_S, Rate, Unproven, refusals
 from shardwell_server.listening import listen
 from shardwell_server.rpc import UnaryRpc, reported_error
-from shardwell_wire import call_frames
+from shardwell_wire import call_frames, fault_points
 from shardwell_wire.call_frames import CallConnectionError, End, RequestHeader
 from shardwell_wire.errors import DeadlineError, InvalidRequestError, to_status_details
 from shardwell_wire.tcp_options import set_options
@@ -326,6 +326,7 @@ class _Connection(asyncio.Protocol):
                 raise InvalidRequestError(f"{path}: this server has no such unary rpc")
             async with asyncio.timeout(header.timeout_s) as limit:
                 answer = await rpc(body, _Context(self.peer, self._loop.time, header.timeout_s))
+            fault_points.reach("server.call.executed", rpc=path.rpartition("/")[2], connection=self)
         except TimeoutError as error:
             if isinstance(error, DeadlineError) or not limit.expired():
                 self._respond_error(header.number, path, error)

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import closing
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from torch import nn
 
 import shardwell
 import shardwell.testing
+from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell.transport import call_connection
 from shardwell.transport.call_connection import CallConnection, CallConnections
 from shardwell_server import call_server
@@ -23,14 +25,16 @@ from shardwell_server.authentication import check_caller
 from shardwell_server.authorization import CALLER
 from shardwell_server.call_server import CallServer
 from shardwell_server.coordinator.servers.call_line import CallLine
-from shardwell_server.coordinator.servers.shard_client import GrpcShardCalls
+from shardwell_server.coordinator.servers.shard_client import CALL_TIMEOUT_S, GrpcShardCalls
 from shardwell_server.limits import Rate
 from shardwell_server.rpc import RpcContext
+from shardwell_server.shard.state.fences import CoordinatorTerm
 from shardwell_wire import call_frames
 from shardwell_wire.call_frames import CallConnectionError
-from shardwell_wire.credentials import new_key
+from shardwell_wire.credentials import NO_CREDENTIALS, new_key
 from shardwell_wire.errors import (
     AccessError,
+    ConflictError,
     DeadlineError,
     InternalError,
     InvalidRequestError,
@@ -39,12 +43,13 @@ from shardwell_wire.errors import (
     UnavailableError,
 )
 from shardwell_wire.tokens import ClusterKey, Role
-from shardwell_wire.v1 import common_pb2, shard_pb2
+from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 
 Result = TypeVar("Result")
 GRPC_PORT = 50051
 ADDRESS = f"127.0.0.1:{GRPC_PORT}"
 SERVICE = "/shardwell_wire.v1.CoordinatorService/"
+SHARD_SERVICE = "/shardwell_wire.v1.ShardService/"
 LIST_RUNS, ADMIN = SERVICE + "ListRuns", SERVICE + "ListServers"
 
 
@@ -64,6 +69,8 @@ class Served:
             "/slow": self._slow,
             "/fail": self._fail,
             "/large": self._large,
+            SERVICE + "DescribeRun": self._slow,
+            SHARD_SERVICE + "DescribeStep": self._slow,
         }
         self.run(self.server.start(rpcs, admit, grpc_port=GRPC_PORT))
         offer = self.server.offer
@@ -104,6 +111,12 @@ class Served:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
+
+    def break_connections(self, after_s: float) -> None:
+        """Closes all connections some time after the next rpc has begun. Called in any thread."""
+        until(lambda: bool(self.calls))
+        time.sleep(after_s)
+        self.loop.call_soon_threadsafe(lambda: [each.close() for each in list(self.server._connections)])
 
     @property
     def connection_count(self) -> int:
@@ -284,6 +297,19 @@ def test_silent_server_is_given_up(served: Served, monkeypatch: pytest.MonkeyPat
     assert answers == [None], "the caller repeats the rpc over gRPC"
     until(lambda: call(found, LIST_RUNS, b"x") == b"x")
     found.close()
+
+
+def test_repetition_has_the_rest_of_the_callers_time(served: Served) -> None:
+    """An rpc that breaks its connection takes no longer than its deadline."""
+    limits = list[float]()
+    with closing(CoordinatorClient(ADDRESS, credentials=NO_CREDENTIALS)) as client:
+        client._calls.connect(served.offer)
+        client._unary["DescribeRun"] = lambda request, timeout: limits.append(timeout)
+        breaking = threading.Thread(target=served.break_connections, args=(0.5,))
+        breaking.start()
+        client.call("DescribeRun", coordinator_pb2.DescribeRunRequest(), timeout_s=20.0)
+        breaking.join()
+    assert 0.0 < limits[0] <= 19.5
 
 
 # The server's end.
@@ -525,7 +551,63 @@ def test_request_that_is_too_large_goes_over_grpc(served: Served, monkeypatch: p
     served.run(ask())
 
 
+def test_repetition_has_the_rest_of_the_coordinators_time(served: Served) -> None:
+    limits, breaking = list[float](), threading.Thread(target=served.break_connections, args=(0.5,))
+
+    async def answer(request: Any, *, timeout: float, metadata: Any) -> None:
+        limits.append(timeout)
+
+    async def ask() -> None:
+        calls = GrpcShardCalls()
+        await calls.use_calls(ADDRESS, served.offer)
+        calls._stubs[ADDRESS, "DescribeStep"] = answer
+        breaking.start()
+        await calls.call(ADDRESS, "DescribeStep", shard_pb2.DescribeStepRequest(), retry_for_s=0.0)
+        await calls.close()
+
+    asyncio.run(ask())
+    breaking.join()
+    assert 0.0 < limits[0] <= CALL_TIMEOUT_S - 0.5
+
+
 # Trainers.
+
+
+@pytest.mark.parametrize("way", ["calls", "grpc"])
+def test_coordinator_that_was_replaced_commits_nothing(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """The shard servers follow a later coordinator. Trainers of the former one learn it, whatever way their rpcs go."""
+    servers, start, terms, learn = list[CallServer](), CallServer.start, set[CoordinatorTerm](), CoordinatorTerm.learn
+
+    async def observed(self: CallServer, *arguments: Any, **options: Any) -> None:
+        servers.append(self)
+        if way == "calls":
+            await start(self, *arguments, **options)
+
+    def observed_learn(self: CoordinatorTerm, term: int) -> None:
+        terms.add(self)
+        learn(self, term)
+
+    monkeypatch.setattr(CallServer, "start", observed)
+    monkeypatch.setattr(CoordinatorTerm, "learn", observed_learn)
+    with (
+        shardwell.testing.in_process_cluster(2) as address,
+        shardwell.join(address, run="replaced", world=shardwell.World(dp=1)) as session,
+    ):
+        model = nn.Linear(8, 8)
+        shardwell.fully_shard(model, session)
+        optimizer = shardwell.optim.SGD(model.parameters(), lr=0.1)
+        until(lambda: way == "grpc" or all(server._connections for server in servers))
+        with pytest.raises(ConflictError, match="the server follows a coordinator with a later term"):
+            for step in session.steps(2):
+                for batch in step.batches(lambda *_: torch.ones(4, 8)):
+                    loss = model(batch).square().mean()
+                    for each in terms if step.number == 1 else ():  # the servers have updated, and prepare later
+                        learn(each, 1000)
+                    loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert session.step == 1
+        assert any(server._connections for server in servers) == (way == "calls")
 
 
 @pytest.mark.parametrize("breaks", [False, True], ids=["whole", "broken"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import nn
 import shardwell
 from shardwell.command.cli import main as command
 from shardwell_server.cli import main as server_command
+from shardwell_wire.v1 import common_pb2
 from tests.integration.test_shard_process import ready_address, server_process
 from tests.integration.test_tokens import terminal
 from tests.support.certificates import TestAuthority, replace_files
@@ -53,6 +55,22 @@ def test_readers_and_commands_use_tls(
         assert command(["export", run_name, str(tmp_path / "out"), *given]) == 0
         assert command(["servers", *given[:4]]) == 1
         assert "the server requires TLS" in capsys.readouterr().err
+
+
+def test_no_call_connection_bypasses_tls(
+    encrypted: shardwell.LocalCluster, authority: TestAuthority, run_name: str
+) -> None:
+    """They are not encrypted. No server offers a port, and a trainer with TLS does not use one."""
+    options = {"token_file": encrypted.token_file, "tls": authority.trusting()}
+    with socket.create_server(("127.0.0.1", 0)) as other, small_run(encrypted.address, run_name, **options) as session:
+        coordinator = session._membership._coordinator
+        assert coordinator._calls._current is None
+        other.setblocking(False)
+        grpc_port = int(encrypted.address.rpartition(":")[2])
+        coordinator.use_calls(common_pb2.CallPort(port=other.getsockname()[1], grpc_port=grpc_port, secret=b"s" * 32))
+        session.explain_stall()
+        with pytest.raises(BlockingIOError):
+            other.accept()
 
 
 def test_environment_names_the_authority(encrypted: shardwell.LocalCluster, authority: TestAuthority) -> None:

@@ -176,11 +176,12 @@ class ServiceClient:
             self._calls.start(calls)
 
     def _call(self, rpc_name: str, request: Any, timeout_s: float) -> Any:
-        token = self.credentials.token
+        token, deadline = self.credentials.token, time.monotonic() + timeout_s
         if (answer := self._calls.call(self._path(rpc_name), token, request.SerializeToString, timeout_s)) is not None:
             return GetMessageClass(self._service.methods_by_name[rpc_name].output_type).FromString(answer)
         stub = self._unary.get(rpc_name) or self._unary_stub(rpc_name)
-        return stub(request, timeout=timeout_s)
+        # A broken connection may have used up a part of the caller's time.
+        return stub(request, timeout=max(0.0, deadline - time.monotonic()))
 
     def stream(self, rpc_name: str, request: Any, *, timeout_s: float | None) -> Iterator[Any]:
         """Calls an rpc that returns a stream of messages; raises as ``call`` does."""

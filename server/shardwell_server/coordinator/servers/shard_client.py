@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import time
 from typing import Any, Protocol
 
 import grpc
@@ -99,7 +100,7 @@ class GrpcShardCalls:
         stub = self._stubs.get((address, rpc_name)) or self._new_stub(address, rpc_name)
 
         async def attempt() -> Any:
-            line = self._lines.get(address)
+            line, deadline = self._lines.get(address), time.monotonic() + CALL_TIMEOUT_S
             if line is not None and request.ByteSize() <= call_frames.MAX_BODY_BYTES:
                 try:
                     return await self._call_line(line, rpc_name, request)
@@ -107,8 +108,9 @@ class GrpcShardCalls:
                     logger.info("%s goes over gRPC: %s", rpc_name, error)
                     if self._lines.get(address) is line:
                         del self._lines[address]
+            timeout_s = max(0.0, deadline - time.monotonic())  # less if the connection broke
             try:
-                return await stub(request, timeout=CALL_TIMEOUT_S, metadata=self._credentials.metadata)
+                return await stub(request, timeout=timeout_s, metadata=self._credentials.metadata)
             except grpc.aio.AioRpcError as error:
                 raise await server_call_error(
                     error, f"shard server at {address}", address, self._credentials.tls
