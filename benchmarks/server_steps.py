@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -146,9 +147,10 @@ class Server:
         update = shard_pb2.UpdateRequest(context=context, optimizer=self._optimizer, clip_coefficient=1.0)
         times.push.append(await _cpu_ms(lambda: self._push(batches)))
         times.reduce.append(await _cpu_ms(reduce))
-        in_thread = self._store.in_thread
-        times.prepare.append(await _cpu_ms(lambda: steps.prepare(self._run, in_thread, prepare, self._replicator)))
-        times.update.append(await _cpu_ms(lambda: steps.update(self._run, in_thread, update)))
+        run, in_thread = self._run, self._store.in_thread
+        prepares = partial(steps.prepare, run, in_thread, prepare, self._replicator)
+        times.prepare.append(await _cpu_ms(lambda: run.exclusively(prepares)))
+        times.update.append(await _cpu_ms(lambda: run.exclusively(partial(steps.update, run, in_thread, update))))
 
 
 async def _cpu_ms(work: Callable[[], Awaitable[object]]) -> float:

@@ -108,13 +108,14 @@ def test_small_parts_are_updated_by_one_call(algorithm: str, monkeypatch: pytest
     run = Progress.run
 
     def count(self: Progress, piece: Piece) -> None:
-        pieces.append(len(piece.changed))
+        assert piece.changed is not None
+        pieces.append(sum(size_bytes for _, size_bytes in piece.changed.ranges))
         run(self, piece)
 
     monkeypatch.setattr(Progress, "run", count)
     optimizer = ShardOptimizer([torch.ones(4, 3) for _ in range(10)])
     optimizer.step([torch.ones(12)] * 10, step_of(algorithm), [0] * 10, 1.0)
-    changed = {"sgd": [20], "adam": [40, 10], "adamw": [30, 10]}  # values and state tensors, then step counts
+    changed = {"sgd": [960], "adam": [1920, 40], "adamw": [1440, 40]}  # bytes of values and state, then step counts
     assert pieces == changed[algorithm]
 
 

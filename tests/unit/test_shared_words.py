@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwell_server.shard.arithmetic.update_pieces import Piece
+from shardwell_server.shard.arithmetic.update_pieces import Changed, Piece
 from shardwell_server.shard.memory.shared_memory import SharedBuffer
 from shardwell_server.shard.state.step_word import Prepared, StepWord
 from shardwell_server.shard.state.undo_area import SharedProgress, UndoArea
@@ -48,7 +48,7 @@ def write_progress(place: memoryview) -> None:
     area = UndoArea(SharedBuffer("/none", torch.zeros(1024, dtype=torch.uint8)))
     progress = SharedProgress(area, place, step=9)
     for _ in range(1000):
-        progress.run(Piece(lambda: None, (values,)))
+        progress.run(Piece(lambda: None, Changed([values])))
 
 
 @pytest.mark.parametrize("write", [write_versions, write_step_words, write_progress])

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwell_server.optimizer_checks import allocation_key
 from shardwell_server.shard.arithmetic import update_pieces
 from shardwell_server.shard.arithmetic.shard_optimizer import ShardOptimizer
-from shardwell_server.shard.arithmetic.update_pieces import Piece
+from shardwell_server.shard.arithmetic.update_pieces import Changed, Piece, packed
 from shardwell_server.shard.memory.shared_memory import SharedBuffer
 from shardwell_server.shard.state.undo_area import SharedProgress, UndoArea
 from shardwell_wire.optimizers import OPTIMIZERS
@@ -118,6 +118,40 @@ class KilledProgress(SharedProgress):
             raise KilledError
         self.pieces -= 1
         super().run(piece)
+
+
+def test_order_of_changed_ranges_does_not_depend_on_addresses() -> None:
+    low, high = sorted((torch.zeros(1 << 10), torch.zeros(1 << 10)), key=torch.Tensor.data_ptr)
+    for first, second in ((low, high), (high, low)):
+        # Tensors with few bytes between them share a range; the order within one storage is that of its memory.
+        changed = Changed([first[600:700], second[:8], first[16:100], first[100:200], first[210:220]])
+        assert changed.ranges == [
+            (first[16:].data_ptr(), (220 - 16) * 4),
+            (first[600:].data_ptr(), 400),
+            (second.data_ptr(), 32),
+        ]
+        first.fill_(1.0)
+        copies = changed.save()
+        first.fill_(2.0)
+        changed.restore(copies)
+        assert first[16:220].eq(1.0).all() and first[600:700].eq(1.0).all()
+        assert first[:16].eq(2.0).all() and first[220:600].eq(2.0).all() and first[700:].eq(2.0).all()
+
+
+@pytest.mark.usefixtures("small_slices")
+def test_parts_are_packed_into_full_pieces_and_cut_where_kernels_give_the_same_bits() -> None:
+    sizes = [700, 1, 0, 2000, 3, *[1] * 100]
+    pieces = list(packed([torch.zeros(size) for size in sizes]))
+    assert all(sum(here.stop - here.start for _, here in ranges) <= 1024 for ranges in pieces)
+    assert max(map(len, pieces)) == update_pieces.MAX_JOINT
+    found: dict[int, list[slice]] = {}
+    for number, here in (each for ranges in pieces for each in ranges):
+        found.setdefault(number, []).append(here)
+    for number, size in enumerate(sizes):
+        cuts = found.get(number, [])
+        assert [here.start for here in cuts] == [0, *(here.stop for here in cuts[:-1])][: len(cuts)]
+        assert all(here.start % 16 == 0 for here in cuts)
+        assert (cuts[-1].stop if cuts else 0) == size
 
 
 @pytest.mark.parametrize("pieces", range(5))

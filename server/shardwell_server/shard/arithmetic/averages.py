@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from shardwell_server.shard.arithmetic.update_pieces import Piece, slices
+from shardwell_server.shard.arithmetic.update_pieces import Changed, Piece, slices
 
 
 class Averages:
@@ -110,7 +110,7 @@ class AveragedUpdate:
             flat, values = average.view(-1), self._values[part].view(-1)
             for here in slices(flat):
                 run = partial(flat[here].lerp_, values[here], 1 - self.decay)
-                yield Piece(run, (flat[here],), atomic=True)
+                yield Piece(run, Changed([flat[here]]), atomic=True)
         if not self._has_started:
             yield from self._start()
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
 from shardwell_server.optimizer_checks import algorithm_of, allocation_key
-from shardwell_server.shard.arithmetic.algorithms.engines import ENGINES, Engine, Part, Settings, State, torch_settings
+from shardwell_server.shard.arithmetic.algorithms.engines import (
+    ENGINES,
+    Engine,
+    Part,
+    Plan,
+    Settings,
+    State,
+    torch_settings,
+)
 from shardwell_server.shard.arithmetic.averages import AveragedUpdate, Averages
 from shardwell_server.shard.arithmetic.joint_update import JointPart
 from shardwell_server.shard.arithmetic.optimizer_content import OptimizerContent, PartContent, RestoredPart
@@ -20,7 +28,7 @@ from shardwell_server.shard.arithmetic.state_allocation import (
     MissingTensors,
     allocate_ordinary,
 )
-from shardwell_server.shard.arithmetic.update_pieces import Clipping, Piece, Progress, apply, joint_bytes, slice_bytes
+from shardwell_server.shard.arithmetic.update_pieces import Clipping, Piece, Progress, apply, packed_bytes, slice_bytes
 from shardwell_wire.v1 import common_pb2
 
 _AVERAGE = "ema"
@@ -39,12 +47,22 @@ class _Member:
 
 
 @dataclass(frozen=True, slots=True)
+class _Plan:
+    """How the prepared update is applied. Serves all updates of the same tensors."""
+
+    groups: Sequence[tuple[int, Sequence[int], Plan]]
+    """Number of each parameter group, the numbers of its parts, and their plan."""
+    parts: Sequence[tuple[Part, str]]
+    """The parts that the update changes, and their algorithms."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Update:
     """An update that has started. ``finish`` can be repeated until it succeeds; see Note: [Failed updates]."""
 
-    groups: list[tuple[Engine, Settings, list[Part]]]
+    pieces: Sequence[Callable[[], Iterator[Piece]]]
+    """By parameter group."""
     averages: AveragedUpdate
-    clipping: Clipping
     progress: Progress
 
     def finish(self) -> None:
@@ -53,8 +71,8 @@ class _Update:
 
     def _pieces(self) -> Iterator[Piece]:
         yield from self.averages.before()
-        for engine, settings, parts in self.groups:
-            yield from engine.all_pieces(parts, settings, self.clipping)
+        for pieces in self.pieces:
+            yield from pieces()
         yield from self.averages.after()
 
 
@@ -80,6 +98,8 @@ class ShardOptimizer:
         """The parts that the prepared update changes."""
         self._update: _Update | None = None
         """An update that failed midway."""
+        self._plan: _Plan | None = None
+        """The plan of the last update, if it also serves the prepared one."""
         self._joint_parts: Sequence[JointPart] | None = None
         """None: not known yet, or the update cannot be joined."""
         self.averages = Averages(self._values)
@@ -183,7 +203,7 @@ class ShardOptimizer:
         if self.is_prepared(present, group_of, key):
             return
         former, allocated, missing = self._allocated, AllocatedState(), MissingTensors()
-        largest, total = max(map(slice_bytes, self._values), default=0), 0
+        largest, total, tensor_count = max(map(slice_bytes, self._values), default=0), 0, 1
         for member in self._members(present, optimizer, group_of):
             if (fresh := self._fresh(member, former.states.get(member.number), missing)) is not None:
                 allocated.states[member.number] = fresh
@@ -195,7 +215,7 @@ class ShardOptimizer:
         missing.allocate(self._allocate)
         self._allocated = allocated
         self.revision += 1
-        self._members_prepared = tuple(self._members(present, optimizer, group_of))
+        self._members_prepared, self._plan = tuple(self._members(present, optimizer, group_of)), None
         self._joint_parts, self._starts_averages = (
             None,
             optimizer.HasField("ema_decay") and not self.averages.has_started,
@@ -205,8 +225,8 @@ class ShardOptimizer:
             fresh_state = allocated.states[member.number].state if member.number in allocated.states else {}
             state = {**self._own_state(member), **fresh_state}
             size = member.engine.piece_bytes(self._values[member.number], state)
-            largest, total = max(largest, size), total + size
-        self._piece_bytes = max(largest, joint_bytes(total))
+            largest, total, tensor_count = max(largest, size), total + size, max(tensor_count, 1 + len(state))
+        self._piece_bytes = max(largest, packed_bytes(total, tensor_count))
         self._prepared_for = (tuple(present), tuple(group_of), key)
 
     def _fresh(self, member: _Member, former: FreshState | None, missing: MissingTensors) -> FreshState | None:
@@ -276,25 +296,16 @@ class ShardOptimizer:
         clip_coefficient: float,
         progress: Progress,
     ) -> _Update:
-        groups: dict[int, tuple[Engine, Settings, list[Part]]] = {}
-        algorithms: list[tuple[Part, str]] = []
-        for member in self._members([gradient is not None for gradient in gradients], optimizer, group_of):
-            gradient, values = gradients[member.number], self._values[member.number]
-            assert gradient is not None
-            state, fresh = self._own_state(member), self._allocated.states.get(member.number)
-            part = Part(member.number, values, gradient.view_as(values), state)
-            if fresh is not None:
-                part.state, part.fresh = {**state, **fresh.state}, frozenset(fresh.state)
-            groups.setdefault(member.group, (member.engine, member.settings, []))[2].append(part)
-            algorithms.append((part, member.algorithm))
-        update = _Update(
-            [groups[group] for group in sorted(groups)],
-            self.averages.start_update(self._allocated.averages, _decay(optimizer)),
-            Clipping(clip_coefficient, optimizer.clip_value if optimizer.HasField("clip_value") else None),
-            progress,
-        )
+        plan = self._plan or self._make_plan()
+        clipping = Clipping(clip_coefficient, optimizer.clip_value if optimizer.HasField("clip_value") else None)
+        settings, pieces = settings_of(optimizer), []
+        for group, numbers, each in plan.groups:
+            own = [gradient for number in numbers if (gradient := gradients[number]) is not None]
+            pieces.append(partial(each, own, settings[group][1], clipping))
+        averages = self.averages.start_update(self._allocated.averages, _decay(optimizer))
+        update = _Update(pieces, averages, progress)
         # Nothing below can fail, so the states are replaced together.
-        for part, algorithm in algorithms:
+        for part, algorithm in plan.parts:
             if self._algorithms[part.number] not in (None, algorithm):
                 self._step_counts[part.number] = 0
                 self._tensor_count = -1
@@ -304,9 +315,28 @@ class ShardOptimizer:
             self._step_counts[part.number] += 1
         if self._allocated.averages:
             self.revision += 1
+        self._plan = None if self._allocated.states else plan
         self._allocated = AllocatedState()
         self.update_count += 1
         return update
+
+    def _make_plan(self) -> _Plan:
+        """Returns the plan of the prepared update."""
+        groups: dict[int, tuple[Engine, Settings, list[Part]]] = {}
+        parts: list[tuple[Part, str]] = []
+        for member in self._members_prepared:
+            part = Part(member.number, self._values[member.number], self._own_state(member))
+            if (fresh := self._allocated.states.get(member.number)) is not None:
+                part.state, part.fresh = {**part.state, **fresh.state}, frozenset(fresh.state)
+            groups.setdefault(member.group, (member.engine, member.settings, []))[2].append(part)
+            parts.append((part, member.algorithm))
+        return _Plan(
+            [
+                (group, [part.number for part in own], engine.plan(own, settings))
+                for group, (engine, settings, own) in sorted(groups.items())
+            ],
+            parts,
+        )
 
     # ---- together with the updates of other shards ----
 
@@ -328,7 +358,7 @@ class ShardOptimizer:
         parts = []
         for member in self._members_prepared:
             values, state = self._values[member.number], self._states[member.number]
-            kind = member.engine.joint_kind(Part(member.number, values, values, state), member.settings)
+            kind = member.engine.joint_kind(Part(member.number, values, state), member.settings)
             if kind is None or self._algorithms[member.number] != member.algorithm:
                 return None
             parts.append(JointPart(member.number, member.group, kind, member.engine, values.view(-1), state))
@@ -393,7 +423,7 @@ class ShardOptimizer:
         averages = {number: part.average for number, part in enumerate(parts) if part.average is not None}
         self.averages.restore(averages, has_started=averages_begun)
         self._allocated, self._prepared_for, self._tensor_count = AllocatedState(), None, -1
-        self._members_prepared, self._joint_parts = (), None
+        self._members_prepared, self._joint_parts, self._plan = (), None, None
         self.revision, self.counted = self.revision + 1, ()
         self._update_statistics()
 

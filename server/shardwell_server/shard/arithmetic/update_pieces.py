@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,13 +12,56 @@ from torch import Tensor
 from shardwell_wire import fault_points
 from shardwell_wire.layout import BLOCK_BYTES
 
-SLICE_BYTES = 256 * BLOCK_BYTES
-"""Size of the slices in which element-wise algorithms update the values of a part. Kernels give the same bits for any
-cut at a multiple of 64 bytes."""
-
-
+SLICE_BYTES = 64 * BLOCK_BYTES
+"""Size of the slices in which element-wise algorithms update values."""
+_CUT_BYTES = 64
+"""Kernels give the same bits for any cut at a multiple of this size."""
 MAX_JOINT = 64
-"""Most parts that one piece changes together."""
+"""Most slices of different parts that one piece changes together."""
+
+
+class Changed:
+    """The memory that a piece changes, as ranges of consecutive bytes.
+
+    Args:
+        tensors: Contiguous tensors.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
+        self._tensors = list(tensors)  # keeps the memory
+        self.ranges = list(_merged(self._tensors))
+        """Address and size of each range, in bytes."""
+
+    def save(self) -> list[bytes]:
+        """Returns a copy of every range."""
+        return [ctypes.string_at(address, size_bytes) for address, size_bytes in self.ranges]
+
+    def restore(self, copies: Sequence[bytes]) -> None:
+        """Copies back what ``save`` returned."""
+        for (address, size_bytes), copy in zip(self.ranges, copies, strict=True):
+            ctypes.memmove(address, copy, size_bytes)
+
+
+def _merged(tensors: Iterable[Tensor]) -> Iterator[tuple[int, int]]:
+    """Yields the ranges of tensors. The few bytes between two tensors of one storage belong to their range.
+
+    The order depends on the order of the tensors and on their places in their storages, but on no address. Another
+    process has the storages at other addresses, and must find the copies in the same order.
+    """
+    storages: dict[int, list[Tensor]] = {}
+    for tensor in tensors:
+        assert tensor.is_contiguous()
+        if tensor.nbytes:
+            storages.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+    for own in storages.values():
+        own.sort(key=Tensor.data_ptr)
+        start = stop = own[0].data_ptr()
+        for tensor in own:
+            if tensor.data_ptr() - stop >= _CUT_BYTES:
+                yield start, stop - start
+                start = tensor.data_ptr()
+            stop = tensor.data_ptr() + tensor.nbytes
+        yield start, stop - start
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +70,8 @@ class Piece:
 
     run: Callable[[], object]
     """Applies the piece."""
-    changed: Sequence[Tensor] = ()
-    """Contiguous tensors that ``run`` changes. Empty: ``run`` can be repeated."""
+    changed: Changed | None = None
+    """What ``run`` changes. None: ``run`` can be repeated."""
     atomic: bool = False
     """True if ``run`` either raises before it changes anything, or completes. The process may still end within it."""
 
@@ -45,12 +89,13 @@ class Progress:
 
     def run(self, piece: Piece) -> None:
         """Applies the next piece. If it raises, nothing has changed."""
-        before = [] if piece.atomic else [(tensor, tensor.clone()) for tensor in piece.changed]
+        changed = None if piece.atomic else piece.changed
+        copies = [] if changed is None else changed.save()
         try:
             piece.run()
         except BaseException:
-            for tensor, copy in before:
-                tensor.copy_(copy)
+            if changed is not None:
+                changed.restore(copies)
             raise
         self._done += 1
 
@@ -63,25 +108,37 @@ def apply(pieces: Iterable[Piece], progress: Progress) -> None:
             fault_points.reach("server.update.middle", piece=number)
 
 
-def joint(sizes: Iterable[int]) -> Iterator[int]:
-    """Divides consecutive small parts into groups that one piece changes together; yields the size of each group.
+def packed(tensors: Sequence[Tensor]) -> Iterator[list[tuple[int, slice]]]:
+    """Divides flat tensors into the ranges that each piece changes; yields the tensor's number and each range.
+
+    The ranges of one piece have ``SLICE_BYTES`` together, or less.
+    """
+    ranges: list[tuple[int, slice]] = []
+    room_bytes = SLICE_BYTES
+    for number, values in enumerate(tensors):
+        size, start, stop = values.element_size(), 0, values.numel()
+        while start < stop:
+            fitting = room_bytes // _CUT_BYTES * _CUT_BYTES // size
+            if not fitting or len(ranges) == MAX_JOINT:
+                yield ranges
+                ranges, room_bytes = [], SLICE_BYTES
+                continue
+            end = min(stop, start + fitting)
+            ranges.append((number, slice(start, end)))
+            room_bytes -= (end - start) * size
+            start = end
+    if ranges:
+        yield ranges
+
+
+def packed_bytes(total_bytes: int, tensor_count: int) -> int:
+    """Returns the most bytes that one piece of several parts changes.
 
     Args:
-        sizes: Bytes that the update of each part changes.
+        total_bytes: Bytes that the pieces of all parts change.
+        tensor_count: Number of tensors of one part that change, including its values.
     """
-    count = total = 0
-    for size in sizes:
-        if count and (total + size > SLICE_BYTES or count == MAX_JOINT):
-            yield count
-            count = total = 0
-        count, total = count + 1, total + size
-    if count:
-        yield count
-
-
-def joint_bytes(total_bytes: int) -> int:
-    """Returns the most bytes that one piece of several parts changes, if all parts together have this size."""
-    return min(total_bytes, SLICE_BYTES)
+    return min(total_bytes, tensor_count * SLICE_BYTES)
 
 
 def slice_bytes(values: Tensor) -> int:

@@ -13,13 +13,15 @@ from dataclasses import dataclass
 from shardwell_server.shard.arithmetic.algorithms.engines import Settings
 from shardwell_server.shard.arithmetic.joint_update import JointPart, JointUpdate
 from shardwell_server.shard.arithmetic.shard_optimizer import ShardOptimizer, settings_of
-from shardwell_server.shard.arithmetic.update_pieces import SLICE_BYTES, Clipping
+from shardwell_server.shard.arithmetic.update_pieces import Clipping
 from shardwell_server.shard.state.joint_undo import CopyPlan, JointUndo
 from shardwell_server.shard.state.unit_shard import UnitShard
 from shardwell_wire import fault_points
 from shardwell_wire.partitions import runs_on_trainers
 from shardwell_wire.v1 import common_pb2
 
+MAX_BYTES = 1 << 20
+"""Most values and state that are updated together: more do not stay in the cache between the copies and the update."""
 MAX_SHARDS = 64
 """Most shards that are updated together. Readers wait for all of them."""
 
@@ -105,7 +107,7 @@ class JointUpdates:
             if optimizer is None or len(found) == MAX_SHARDS:
                 break
             size_bytes += shard.size_bytes + optimizer.size_bytes
-            if found and size_bytes > SLICE_BYTES:
+            if found and size_bytes > MAX_BYTES:
                 break
             found.append(shard)
             optimizers.append(optimizer)

@@ -18,7 +18,7 @@ from shardwell_wire.layout import UnitLayout
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.v1 import common_pb2
 
-FORMAT = 5
+FORMAT = 6
 """Changes with every change of the record or of the pieces of updates."""
 
 

@@ -14,11 +14,8 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Iterator, Sequence
 
-import torch
-
-from shardwell_server.shard.arithmetic.update_pieces import MAX_JOINT, Piece, Progress
+from shardwell_server.shard.arithmetic.update_pieces import MAX_JOINT, Changed, Piece, Progress
 from shardwell_server.shard.memory.shared_memory import SharedBuffer
 from shardwell_wire import fault_points
 from shardwell_wire.shared_words import store_word
@@ -47,23 +44,24 @@ class UndoArea:
         self.size_bytes = shared.tensor.numel()
         self._start = shared.tensor.data_ptr()
 
-    def save(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copies tensors to the area."""
-        for tensor, place in self._places(tensors):
-            ctypes.memmove(place, tensor.data_ptr(), tensor.nbytes)
-
-    def restore(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copies tensors back."""
-        for tensor, place in self._places(tensors):
-            ctypes.memmove(tensor.data_ptr(), place, tensor.nbytes)
-
-    def _places(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, int]]:
+    def save(self, changed: Changed) -> None:
+        """Copies what a piece changes to the area."""
         place = self._start
-        for tensor in tensors:
-            assert tensor.is_contiguous()
-            yield tensor, place
-            place += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-            assert place <= self._start + self.size_bytes
+        for address, size_bytes in changed.ranges:
+            self._check(place, size_bytes)
+            ctypes.memmove(place, address, size_bytes)
+            place += -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
+
+    def restore(self, changed: Changed) -> None:
+        """Copies it back."""
+        place = self._start
+        for address, size_bytes in changed.ranges:
+            self._check(place, size_bytes)
+            ctypes.memmove(address, place, size_bytes)
+            place += -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
+
+    def _check(self, place: int, size_bytes: int) -> None:
+        assert place + size_bytes <= self._start + self.size_bytes
 
 
 class SharedProgress(Progress):
@@ -87,16 +85,18 @@ class SharedProgress(Progress):
         return (self._word & ((1 << _PIECE_BITS) - 1)) >> 1
 
     def run(self, piece: Piece) -> None:
-        if self._word & _STARTED:
-            self._area.restore(piece.changed)  # a former process was interrupted in this piece
-        elif piece.changed:
-            self._area.save(piece.changed)
-            self._write(self._word | _STARTED)
+        changed = piece.changed
+        if changed is not None:
+            if self._word & _STARTED:
+                self._area.restore(changed)  # a former process was interrupted in this piece
+            else:
+                self._area.save(changed)
+                self._write(self._word | _STARTED)
         try:
             piece.run()
         except BaseException:
-            if piece.changed:
-                self._area.restore(piece.changed)
+            if changed is not None:
+                self._area.restore(changed)
                 self._write(self._word & ~_STARTED)
             raise
         fault_points.reach("server.update.in_piece", piece=self.done)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby, islice
 from typing import Any
 
 import torch
@@ -33,7 +33,15 @@ from torch.optim.sgd import sgd
 
 from shardwell_server.shard.arithmetic.algorithms.lamb import lamb
 from shardwell_server.shard.arithmetic.algorithms.lion import lion
-from shardwell_server.shard.arithmetic.update_pieces import Clipping, Piece, joint, slice_bytes, slices
+from shardwell_server.shard.arithmetic.update_pieces import (
+    MAX_JOINT,
+    Changed,
+    Clipping,
+    Piece,
+    packed,
+    slice_bytes,
+    slices,
+)
 from shardwell_wire.optimizers import OPTIMIZERS, StateShape, StateTensor
 
 Settings = Mapping[str, Any]
@@ -48,25 +56,20 @@ gradient."""
 
 @dataclass(slots=True)
 class Part:
-    """A parameter with a gradient in this step, or the part of it in a shard."""
+    """A parameter that an update changes, or the part of it in a shard."""
 
     number: int
     """Index of the part in its shard."""
     values: Tensor
-    gradient: Tensor
-    """Same shape as ``values``."""
     state: State
     """Includes everything that ``Engine.missing`` allocated."""
     fresh: frozenset[str] = frozenset()
     """Names of the state tensors that this update creates."""
 
-    def slices(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Yields the range, the values and the gradient of each slice. Each [numel]."""
-        values, gradient = self.values.view(-1), self.gradient.view(-1)
-        for here in slices(values):
-            yield here, values[here], gradient[here]
 
-
+Plan = Callable[[Sequence[Tensor], Settings, Clipping], Iterator[Piece]]
+"""Yields the pieces of an update of some parts, from their gradients, each [numel]. Run each piece before the next one
+is requested. If no part has fresh state, the same plan serves all updates of the same tensors."""
 JointCall = Callable[[list[Tensor], Settings], None]
 """Updates several parts at once: takes their clipped gradients, each [numel], and the settings of the step."""
 
@@ -123,38 +126,46 @@ class Engine:
             state[name].nbytes for name in self._scalars if name in state
         )
 
-    def all_pieces(self, parts: Sequence[Part], settings: Settings, clipping: Clipping) -> Iterator[Piece]:
-        """Yields the pieces of the update of several parts, in place. Run each piece before the next one is requested.
+    def plan(self, parts: Sequence[Part], settings: Settings) -> Plan:
+        """Returns how several parts are updated, in place.
 
-        They are the same for the same parts, in every process.
+        The pieces are the same for the same parts, in every process.
+
+        Args:
+            parts: The parts.
+            settings: The settings, of which only those matter that enable state.
         """
-        for part in parts:
-            yield from self.pieces(part, settings, clipping)
 
-    def pieces(self, part: Part, settings: Settings, clipping: Clipping) -> Iterator[Piece]:
-        """Yields the pieces of the update of one part."""
+        def pieces(gradients: Sequence[Tensor], settings: Settings, clipping: Clipping) -> Iterator[Piece]:
+            for part, gradient in zip(parts, gradients, strict=True):
+                yield from self.pieces(part, gradient, settings, clipping)
+
+        return pieces
+
+    def pieces(self, part: Part, gradient: Tensor, settings: Settings, clipping: Clipping) -> Iterator[Piece]:
+        """Yields the pieces of the update of one part. [numel]"""
         if self._whole_tensors:
-            changed = (part.values, *part.state.values())
-            gradient = part.gradient
-            yield Piece(lambda: self._call(part, part.values, clipping.apply(gradient), part.state, settings), changed)
+            changed, whole = Changed((part.values, *part.state.values())), gradient.view_as(part.values)
+            yield Piece(lambda: self._call(part, part.values, clipping.apply(whole), part.state, settings), changed)
             return
         scalars = [name for name in self._scalars if name in part.state]
         tensors = {name: tensor.view(-1) for name, tensor in part.state.items() if name not in scalars}
-        for here, values, gradient in part.slices():
+        flat = part.values.view(-1)
+        for here in slices(flat):
             # Every slice starts from the same scalars. The last slice changes them.
             is_last = here.stop == part.values.numel()
             state = {name: part.state[name] if is_last else part.state[name].clone() for name in scalars}
             state |= {name: tensor[here] for name, tensor in tensors.items()}
             yield Piece(
-                partial(self._clip_and_call, part, values, gradient, state, settings, clipping),
-                (values, *state.values()),
+                partial(self._clip_and_call, part, flat[here], gradient[here], state, settings, clipping),
+                Changed((flat[here], *state.values())),
             )
 
     def joint_kind(self, part: Part, settings: Settings) -> Hashable | None:
         """Returns a key that is equal for parts of which ``joint_call`` takes several. None: it takes none of them.
 
         Args:
-            part: A part that has all state. Its gradient is not used.
+            part: A part that has all state.
             settings: The settings, of which only those matter that enable state.
         """
         return None
@@ -180,74 +191,87 @@ class Engine:
         self._function([values], [gradient], *lists, **self._options, **chosen)
 
 
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """Slices of several parts that one piece updates."""
+
+    ranges: list[tuple[int, slice]]
+    """Number of the part, and the range of its elements, of each slice."""
+    values: list[Tensor]
+    state: list[list[Tensor]]
+    """By state tensor in the table's order, without scalars. Empty lists for state that is not enabled."""
+    changed: Changed
+    """Values and state."""
+
+    def gradients(self, of_parts: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the gradient of each slice."""
+        return [of_parts[number][here] for number, here in self.ranges]
+
+
 class _FusedEngine(Engine):
     """An engine whose kernel takes lists of tensors and updates one after the other.
 
-    One call updates many small parts. The bits are those of one call per part.
+    A piece updates slices of several parts by one call. The bits are those of one call per part.
     """
 
-    def all_pieces(self, parts: Sequence[Part], settings: Settings, clipping: Clipping) -> Iterator[Piece]:
+    def plan(self, parts: Sequence[Part], settings: Settings) -> Plan:
+        plans: list[tuple[int, Plan]] = []
         for kind, group in groupby(parts, partial(self._kind, settings)):
             alike = list(group)
-            if kind is None:
-                yield from super().all_pieces(alike, settings, clipping)
-                continue
-            start = 0
-            for count in joint(self.piece_bytes(part.values, part.state) for part in alike):
-                together, start = alike[start : start + count], start + count
-                if count == 1:
-                    yield from self.pieces(together[0], settings, clipping)
-                else:
-                    yield from self._joint_pieces(together, settings, clipping)
+            plans.append((len(alike), (super().plan if kind is None else self._joint_plan)(alike, settings)))
+
+        def pieces(gradients: Sequence[Tensor], settings: Settings, clipping: Clipping) -> Iterator[Piece]:
+            left = iter(gradients)
+            for count, plan in plans:
+                yield from plan(list(islice(left, count)), settings, clipping)
+
+        return pieces
 
     def joint_kind(self, part: Part, settings: Settings) -> Hashable | None:
         return self._kind(settings, part)
 
     def _kind(self, settings: Settings, part: Part) -> Hashable | None:
-        """Returns a key that is equal for parts that one call can update. None: no call can update others with it."""
-        return part.values.dtype if slice_bytes(part.values) == part.values.nbytes else None
+        """Returns a key that is equal for parts that one call can update. None: the kernel takes none of them."""
+        return part.values.dtype
 
-    def _joint_pieces(self, parts: Sequence[Part], settings: Settings, clipping: Clipping) -> Iterator[Piece]:
-        """Yields the pieces of the update of several small parts."""
+    def _joint_plan(self, parts: Sequence[Part], settings: Settings) -> Plan:
+        """As ``plan``, for parts of one kind."""
         raise NotImplementedError
+
+    def _cut(self, parts: Sequence[Part], settings: Settings) -> list[_Cut]:
+        """Divides parts of one kind into pieces."""
+        columns = [[part.values.view(-1) for part in parts]]
+        for name, tensor in self._state.items():
+            if name not in self._scalars:
+                columns.append([part.state[name].view(-1) for part in parts] if _is_enabled(tensor, settings) else [])
+        found = []
+        for ranges in packed(columns[0]):
+            cut = [[column[number][here] for number, here in ranges] if column else [] for column in columns]
+            found.append(_Cut(ranges, cut[0], cut[1:], Changed(chain.from_iterable(cut))))
+        return found
 
 
 class _AdamKernel(_FusedEngine):
     """torch's fused Adam or AdamW. The kernel expects that steps are already counted."""
 
-    def pieces(self, part: Part, settings: Settings, clipping: Clipping) -> Iterator[Piece]:
-        count = part.state["step"]
-        moments = [
-            [part.state[name].view(-1)] if _is_enabled(tensor, settings) else []
-            for name, tensor in self._state.items()
-            if name != "step"
-        ]
-        step = count + 1
+    def _joint_plan(self, parts: Sequence[Part], settings: Settings) -> Plan:
+        cuts, counts = self._cut(parts, settings), [part.state["step"] for part in parts]
+        counted = [counts[start : start + MAX_JOINT] for start in range(0, len(counts), MAX_JOINT)]
+        counts_changed = [Changed(some) for some in counted]
 
-        def run(values: Tensor, gradient: Tensor, state: list[list[Tensor]]) -> None:
-            self._function([values], [clipping.apply(gradient)], *state, [step], **settings)
+        def pieces(gradients: Sequence[Tensor], settings: Settings, clipping: Clipping) -> Iterator[Piece]:
+            steps = torch._foreach_add(counts, 1)
 
-        for here, values, gradient in part.slices():
-            state = [[tensor[here] for tensor in tensors] for tensors in moments]
-            changed = (values, *(tensor for tensors in state for tensor in tensors))
-            yield Piece(partial(run, values, gradient, state), changed, atomic=True)
-        yield Piece(lambda: count.add_(1), (count,), atomic=True)
+            def run(cut: _Cut) -> None:
+                own, clipped = [steps[number] for number, _ in cut.ranges], clipping.apply_all(cut.gradients(gradients))
+                self._function(cut.values, clipped, *cut.state, own, **settings)
 
-    def _joint_pieces(self, parts: Sequence[Part], settings: Settings, clipping: Clipping) -> Iterator[Piece]:
-        counts, values = [part.state["step"] for part in parts], [part.values for part in parts]
-        moments = [
-            [part.state[name] for part in parts] if _is_enabled(tensor, settings) else []
-            for name, tensor in self._state.items()
-            if name != "step"
-        ]
-        steps = [count + 1 for count in counts]
+            for cut in cuts:
+                yield Piece(partial(run, cut), cut.changed, atomic=True)
+            for some, changed in zip(counted, counts_changed, strict=True):
+                yield Piece(partial(torch._foreach_add_, some, 1), changed, atomic=True)
 
-        def run() -> None:
-            gradients = [clipping.apply(part.gradient) for part in parts]
-            self._function(values, gradients, *moments, steps, **settings)
-
-        yield Piece(run, [*values, *(tensor for tensors in moments for tensor in tensors)], atomic=True)
-        yield Piece(lambda: torch._foreach_add_(counts, 1), counts, atomic=True)
+        return pieces
 
     def joint_call(self, values: list[Tensor], states: Sequence[State], settings: Settings) -> JointCall:
         counts = [state["step"] for state in states]
@@ -272,20 +296,23 @@ class _Sgd(_FusedEngine):
     """
 
     def _kind(self, settings: Settings, part: Part) -> Hashable | None:
-        if part.values.element_size() <= 2 or (kind := super()._kind(settings, part)) is None:
+        if part.values.element_size() <= 2:
             return None
-        return kind, "momentum_buffer" in part.fresh
+        return part.values.dtype, "momentum_buffer" in part.fresh
 
-    def _joint_pieces(self, parts: Sequence[Part], settings: Settings, clipping: Clipping) -> Iterator[Piece]:
-        values = [part.values for part in parts]
-        buffers = [part.state["momentum_buffer"] for part in parts] if settings["momentum"] else []
-        is_first_step = bool(buffers) and "momentum_buffer" in parts[0].fresh
+    def _joint_plan(self, parts: Sequence[Part], settings: Settings) -> Plan:
+        cuts = self._cut(parts, settings)
+        is_first_step = bool(settings["momentum"]) and "momentum_buffer" in parts[0].fresh
 
-        def run() -> None:
-            gradients = [clipping.apply(part.gradient) for part in parts]
-            torch._fused_sgd_(values, gradients, buffers, is_first_step=is_first_step, **settings)
+        def pieces(gradients: Sequence[Tensor], settings: Settings, clipping: Clipping) -> Iterator[Piece]:
+            def run(cut: _Cut) -> None:
+                clipped, (buffers,) = clipping.apply_all(cut.gradients(gradients)), cut.state
+                torch._fused_sgd_(cut.values, clipped, buffers, is_first_step=is_first_step, **settings)
 
-        yield Piece(run, [*values, *buffers], atomic=True)
+            for cut in cuts:
+                yield Piece(partial(run, cut), cut.changed, atomic=True)
+
+        return pieces
 
     def joint_call(self, values: list[Tensor], states: Sequence[State], settings: Settings) -> JointCall:
         buffers = [state["momentum_buffer"].view(-1) for state in states] if settings["momentum"] else []
@@ -294,21 +321,6 @@ class _Sgd(_FusedEngine):
             torch._fused_sgd_(values, gradients, buffers, is_first_step=False, **settings)
 
         return call
-
-    def pieces(self, part: Part, settings: Settings, clipping: Clipping) -> Iterator[Piece]:
-        if part.values.element_size() <= 2:
-            yield from super().pieces(part, settings, clipping)
-            return
-        momentum = part.state["momentum_buffer"].view(-1) if settings["momentum"] else None
-        is_first_step = "momentum_buffer" in part.fresh
-
-        def run(values: Tensor, gradient: Tensor, buffers: list[Tensor]) -> None:
-            first = bool(buffers) and is_first_step
-            torch._fused_sgd_([values], [clipping.apply(gradient)], buffers, is_first_step=first, **settings)
-
-        for here, values, gradient in part.slices():
-            buffers = [] if momentum is None else [momentum[here]]
-            yield Piece(partial(run, values, gradient, buffers), (values, *buffers), atomic=True)
 
     def _call(self, part: Part, values: Tensor, gradient: Tensor, state: State, settings: Settings) -> None:
         momentum = state.get("momentum_buffer")
