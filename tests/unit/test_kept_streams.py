@@ -232,7 +232,8 @@ def test_a_stream_that_a_former_owner_sends_during_a_rollback_is_forgotten(clien
     """The former owner may be cut off from the coordinator, and still have the versions that do not count."""
     store: Any = RunStore.__new__(RunStore)
     shard = SimpleNamespace(forget=client.kept.forget)
-    store._units, store._rollback_count, store._node = {0: SimpleNamespace(shards=[shard])}, 0, None
+    store._units, store._rollback_count = {0: SimpleNamespace(shards=[shard])}, 0
+    store.gathers = SimpleNamespace(node=None)
     store._mappings = SimpleNamespace(start_over=lambda _: None)
     store._relocations = SimpleNamespace(refresh=lambda: None, settle=lambda: client.fetch(1))
     store.pushes = SimpleNamespace(rejoin=lambda **_: None)

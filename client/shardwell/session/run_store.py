@@ -12,15 +12,13 @@ from typing import Any
 
 import torch
 
-from shardwell.data_plane.abandoned import read_newest
 from shardwell.data_plane.error_feedback import ErrorFeedback
-from shardwell.data_plane.fetches import Alternative, Fetches
-from shardwell.data_plane.in_place import wait_for_any
+from shardwell.data_plane.fetches import Fetches
 from shardwell.data_plane.kept_streams import DeltaCache
 from shardwell.data_plane.node_gathers import NodeGathers
 from shardwell.data_plane.partition_updates import PartitionUpdates
 from shardwell.data_plane.pushes import Pushes
-from shardwell.data_plane.remote_shard import RemoteShard, Wire
+from shardwell.data_plane.remote_shard import Wire
 from shardwell.data_plane.remote_unit import RemoteUnit
 from shardwell.data_plane.traffic_stats import TrafficStats
 from shardwell.memory.device_copies import Completable
@@ -29,6 +27,7 @@ from shardwell.session.buffer_store import RemoteBuffers
 from shardwell.session.config import ADAPTIVE, JoinConfig, TransferOptions
 from shardwell.session.gradient_groups import GradientGroups
 from shardwell.session.gradient_routes import AdaptiveRoute, FixedRoute, GradientRoutes
+from shardwell.session.item_gathers import ItemGathers
 from shardwell.session.item_pushes import ItemPushes
 from shardwell.session.item_sums import ItemSums
 from shardwell.session.membership import Membership
@@ -43,7 +42,7 @@ from shardwell.transport.route_stats import ALLREDUCE, DIRECT, HIERARCHICAL
 from shardwell.transport.shared_vector import SharedVector
 from shardwell.transport.written_pages import WrittenPages
 from shardwell_wire import wire_dtypes
-from shardwell_wire.errors import StaleEpochError, UsageError, VersionGoneError
+from shardwell_wire.errors import UsageError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
@@ -80,6 +79,8 @@ class RunStore:
         self._servers = ShardServers(membership, config)
         self.pushes = ItemPushes(membership, state, self._units, background, self._servers)
         """Pushes gradients under the work items of the step."""
+        self.gathers = ItemGathers(membership, state, self._units, self._fetches, config.waits.wait_limit_s)
+        """Gathers units for the work items of the step."""
         self.residuals = CheckpointResiduals(membership, self.pushes)
         """Saves the rounding errors of pushes with checkpoints."""
         self._start_error_feedback()
@@ -114,7 +115,7 @@ class RunStore:
             when_lapsed=self._relocations.refresh,
         )
         group = form_node_group(membership, config) if config.transfers.node_group != "none" else None
-        self._node = NodeGathers(group, self._fetches) if group is not None else None
+        self.gathers.node = NodeGathers(group, self._fetches) if group is not None else None
         if config.transfers.gradient_reduction != DIRECT:
             self.pushes.sums = ItemSums(membership, state, self._form_routes(background))
 
@@ -153,7 +154,7 @@ class RunStore:
             "sent_bytes": self._servers.sent_bytes,
             **self._deltas.stats(),
             "cache_hit_bytes": self._mappings.cache_hit_bytes,
-            "node_shared_bytes": self._node.shared_bytes if self._node is not None else 0,
+            "node_shared_bytes": self.gathers.node.shared_bytes if self.gathers.node is not None else 0,
             "node_summed_bytes": self.pushes.sums.node_summed_bytes if self.pushes.sums is not None else 0,
         }
 
@@ -270,87 +271,15 @@ class RunStore:
         vector: Completable | None = None,
     ) -> Future[int]:
         """See ``ParameterStore.gather``."""
-        self._membership.check()
-        if self._computes_in_vain():
-            return self._gather_newest(unit_index, target, exact=exact, layout=layout)
-        version = self._state.number
-
-        def alternative(error: BaseException) -> Future[int] | None:
-            if isinstance(error, VersionGoneError | StaleEpochError) and self._loses_version():
-                return self._gather_newest(unit_index, target, exact=exact, layout=layout)
-            return None
-
-        def start(alternative: Alternative | None) -> Future[int]:
-            unit = self._units[unit_index]
-            if self._node is not None and vector is not None and not exact and self._is_shared_in_node(unit):
-                return self._node.gather(unit, version, target, layout or unit.layout, vector, alternative)
-            return self._fetches.gather(unit, version, target, layout, exact=exact, alternative=alternative)
-
-        if not self._state.asynchronous:
-            return start(alternative)
-
-        def again(error: BaseException) -> Future[int] | None:
-            # The commit of another item can break a read of the newest version while the servers move it to the
-            # versions that they hold. They have it there.
-            return start(alternative) if isinstance(error, VersionGoneError | StaleEpochError) else None
-
-        return start(again)
+        return self.gathers.gather(unit_index, target, exact=exact, layout=layout, vector=vector)
 
     def gathering_together(self) -> AbstractContextManager[None]:
         """See ``ParameterStore.gathering_together``."""
         return self._fetches.together()
 
-    def _computes_in_vain(self) -> bool:
-        """True if what the training thread computes now does not count: its work item or membership is over."""
-        return self._membership.lapsed or ((current := self._state.current) is not None and current.abandoned)
-
-    def _loses_version(self) -> bool:
-        """Called when a gather failed: returns whether its version is gone because the work item does not count."""
-        if self._computes_in_vain():
-            return True
-        return self.abandons_work()
-
     def abandons_work(self) -> bool:
         """See ``ParameterStore.abandons_work``."""
-        self._membership.ask()
-        if self._membership.lapsed:
-            return True
-        current = self._state.current
-        if not self._state.in_batches or current is None:
-            return False
-        if self._membership.committed_step > self._state.number:
-            current.abandon(current.key)  # its step was committed with the work of another trainer
-        else:
-            current.spoil()  # the shard has moved, and its former owner has released the memory that was read
-        return True
-
-    def _gather_newest(
-        self, unit_index: int, target: memoryview, *, exact: bool, layout: UnitLayout | None
-    ) -> Future[int]:
-        """Starts to fetch the newest version, for a work item that does not count any more."""
-
-        def read(shard: RemoteShard, version: int | None) -> int:
-            if layout is None or layout == self._units[unit_index].layout:
-                return shard.fetch(version, target[shard.start_bytes : shard.stop_bytes], exact=exact)
-            return shard.fetch_cast(version, layout, target)
-
-        def gather() -> int:
-            return read_newest(self._units[unit_index], read, self._config.waits.wait_limit_s)
-
-        return self._fetches.run(gather)
-
-    def _is_shared_in_node(self, unit: RemoteUnit) -> bool:
-        """True if the other trainers of the node are expected to gather the unit now.
-
-        False for work items of lost trainers, for later attempts, and where an exchange would save nothing.
-        """
-        current, (rank_assignment, *_) = self._state.current, self._membership.rank_assignments
-        return (
-            current is not None
-            and current.item.global_rank == rank_assignment.coordinates.global_rank
-            and current.item.attempt == 0
-            and all(shard.is_streamed for shard in unit.shards)
-        )
+        return self.gathers.abandons_work()
 
     def gather_average(self, unit_index: int, target: memoryview) -> None:
         """See ``ParameterStore.gather_average``."""
@@ -374,10 +303,7 @@ class RunStore:
 
     def present_version(self, unit_index: int) -> int | None:
         """See ``ParameterStore.present_version``."""
-        self._membership.check()
-        version = self._state.number
-        is_present = not self._computes_in_vain() and self._fetches.is_present(self._units[unit_index], version)
-        return version if is_present else None
+        return self.gathers.present_version(unit_index)
 
     def wrote_in_place(self) -> bool:
         """See ``ParameterStore.wrote_in_place``."""
@@ -391,23 +317,7 @@ class RunStore:
 
     def await_version(self, unit_index: int) -> Callable[[], int]:
         """See ``ParameterStore.await_version``."""
-        self._membership.check()
-        unit, limit_s = self._units[unit_index], self._config.waits.wait_limit_s
-        assert unit.vector is not None
-        any_version = partial(wait_for_any, unit.vector, self._membership.check, limit_s)
-        if self._computes_in_vain():
-            return any_version
-        version = self._fetches.await_version(unit, self._state.number)
-
-        def version_or_any() -> int:
-            try:
-                return version()
-            except (VersionGoneError, StaleEpochError):
-                if not self._loses_version():
-                    raise
-            return any_version()
-
-        return version_or_any
+        return self.gathers.await_version(unit_index)
 
     # ---- pushes ----
 
@@ -470,8 +380,8 @@ class RunStore:
         if moved:
             self._restore_residuals()
         self._partition_updates.drop_cache()
-        if self._node is not None:
-            self._node.leave("this trainer has joined the run again")
+        if self.gathers.node is not None:
+            self.gathers.node.leave("this trainer has joined the run again")
 
     def _forget_streams(self) -> None:
         for unit in self._units.values():
@@ -516,8 +426,8 @@ class RunStore:
         self._partition_updates.close()
         self._servers.disconnect()
         self._mappings.close()
-        if self._node is not None:
-            self._node.close()
+        if self.gathers.node is not None:
+            self.gathers.node.close()
         if self.pushes.sums is not None:
             self.pushes.sums.close()
         self._fetches.join(_CLOSE_LIMIT_S)
