@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from shardwell.memory.buffer_pool import BufferPool
@@ -16,7 +17,8 @@ from shardwell_wire.stream_plan import InParameters, InVector, RangePlans, Strea
 from shardwell_wire.wire_dtypes import AS_STORED, WireDtype
 
 _SMALL_BYTES = 128 << 10
-"""Gradients up to this size are copied without a torch operation, and without releasing the interpreter lock."""
+"""Segments up to this size are copied without releasing the interpreter lock, for which this thread may have to wait
+afterwards."""
 
 
 @dataclass(slots=True, eq=False)
@@ -31,12 +33,17 @@ class FlatGradients:
     buffers: BufferPool
 
     def write_to(self, memory: memoryview) -> None:
-        if self.wire_dtype != AS_STORED or len(memory) > _SMALL_BYTES:
+        if self.wire_dtype != AS_STORED:
             self._plan().round_trip(self._values(), InVector(memory, self.start_bytes))
             return
-        for at in self.plans.segments(self.indices):  # five times as fast as torch
+        # Not with torch: its copies of bytes take 1.6 times as long as these, and five times if they are small.
+        for at in self.plans.segments(self.indices):
             piece = _memory_in(self.flats[at.parameter_index], at)
-            memory[at.start_bytes - self.start_bytes : at.stop_bytes - self.start_bytes] = piece
+            target = memory[at.start_bytes - self.start_bytes : at.stop_bytes - self.start_bytes]
+            if len(piece) <= _SMALL_BYTES:
+                target[:] = piece
+            else:
+                np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(piece, np.uint8))
 
     def stream(self) -> AbstractContextManager[Sequence[memoryview]]:
         if self.wire_dtype != AS_STORED:
