@@ -18,6 +18,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 Handler = Callable[[int, FrameType | None], Any]
 
 # The functions of ``signal`` take 5 microseconds per call, because they convert numbers to enums. A push calls six.
+_this_thread = threading.get_ident
 _get_handler: Callable[[int], Any] = _signal.getsignal
 _set_handler: Callable[[int, Handler], Any] = _signal.signal
 
@@ -30,26 +31,29 @@ class _Uninterrupted:
 
     def __init__(self) -> None:
         self._depth = 0
+        self._thread = 0
+        """The main thread while it is in the context; otherwise 0."""
         self._former: dict[int, Handler] = {}
         self._deferred: list[tuple[int, FrameType | None]] = []
 
     def __enter__(self) -> None:
-        if not _is_main_thread():
-            return
-        if not self._depth:
+        if self._thread == _this_thread():
+            self._depth += 1
+        elif _is_main_thread():
             for number in _SIGNALS:
                 former = _get_handler(number)
                 if callable(former) and former != self._defer:
                     self._former[number] = former
                     _set_handler(number, self._defer)
-        self._depth += 1
+            self._depth, self._thread = 1, _this_thread()
 
     def __exit__(self, *_: object) -> None:
-        if not _is_main_thread():
+        if self._thread != _this_thread():
             return
         self._depth -= 1
         if self._depth:
             return
+        self._thread = 0
         for number, former in self._former.items():
             _set_handler(number, former)
         handlers, self._former = self._former, {}

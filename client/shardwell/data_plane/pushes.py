@@ -79,7 +79,7 @@ class Pushes:
         """
         self._in_flight.raise_error()
         # Gradients on the CPU that go through shared memory are copied before this method returns.
-        if all(gradient.is_cpu for _, gradient in gradients):
+        if False not in [gradient.is_cpu for _, gradient in gradients]:
             flats = {index: _plain(gradient) for index, gradient in gradients}
             prepare: Prepare = partial(_read, header, flats)
             copies = _copies_all(unit)
@@ -196,14 +196,14 @@ class Pushes:
             self.stats.push_count += 1
             self.stats.pushed_bytes += push.size_bytes
             shards = [each for each in enumerate(unit.shards) if numbers is None or each[0] in numbers]
-            # One more: the push does not end while its parts are started.
-            push.missing, started_count = len(shards) + 1, 0
+            push.missing, started_count = len(shards), 0
             try:
                 for number, shard in shards:
                     self._submit(push, (unit.index, number), shard, _prepared(prepare, shard))
                     started_count += 1
-            finally:  # wait only for the parts that were started
-                self._in_flight.count_ended([push], len(shards) + 1 - started_count)
+            finally:
+                if started_count < len(shards) or not shards:  # wait only for the parts that were started
+                    self._in_flight.count_ended([push], len(shards) - started_count)
             if self._in_flight.are_awaited:
                 self._flush()
 
@@ -306,7 +306,7 @@ def _size_of(flats: Mapping[int, torch.Tensor]) -> int:
 
 def _copies_all(unit: RemoteUnit) -> bool:
     """Whether no gradient of a unit stays in memory until it is sent."""
-    return all(shard.server.copies_gradients for shard in unit.shards)
+    return False not in [shard.owner.server.copies_gradients for shard in unit.shards]
 
 
 def _prepared(prepare: Prepare, shard: RemoteShard) -> Send:

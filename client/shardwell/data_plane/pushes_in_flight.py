@@ -100,8 +100,9 @@ class PushesInFlight:
 
     def __init__(self, stats: TrafficStats, push_bytes: int, flush: Callable[[], None]) -> None:
         self._stats, self._push_limit, self._flush = stats, push_bytes, flush
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         """Protects the next fields."""
+        self._changed = threading.Condition(self._lock)
         self._bytes_in_flight, self._pushes_in_flight, self._waiter_count = 0, 0, 0
         self._error: BaseException | None = None
         self._ordered_count = 0
@@ -118,7 +119,7 @@ class PushesInFlight:
         """Waits until the limit of bytes in flight admits the gradients, and adds their bytes."""
         with uninterrupted:
             while True:
-                with self._changed:
+                with self._lock:
                     if self._has_room(size_bytes):
                         self._bytes_in_flight += size_bytes
                         self._pushes_in_flight += 1
@@ -131,7 +132,7 @@ class PushesInFlight:
 
     def release(self, held: Iterable[Held]) -> None:
         """See ``Held.release``."""
-        with self._changed:
+        with self._lock:
             freed_bytes = 0
             for each in held:
                 if each.active:
@@ -149,26 +150,26 @@ class PushesInFlight:
     def _wait_for(self, is_true: Callable[[], bool]) -> None:
         """Waits for the end of pushes. Meanwhile no push waits for others."""
         with self._stats.waiting_for_push(), uninterrupted:
-            with self._changed:
+            with self._lock:
                 self._waiter_count += 1
             try:
                 self._flush()
                 with self._changed:
                     uninterrupted.wait_for(self._changed, is_true)
             finally:
-                with self._changed:
+                with self._lock:
                     self._waiter_count -= 1
 
     def fail(self, error: BaseException) -> None:
         """Makes the next ``raise_error`` raise an error. Called in any thread."""
-        with self._changed:
+        with self._lock:
             self._error = self._error or error
 
     def raise_error(self) -> None:
         """Raises the first error since the last call."""
         if self._error is None:
             return
-        with uninterrupted, self._changed:
+        with uninterrupted, self._lock:
             error, self._error = self._error, None
         if error is not None:
             raise error
@@ -182,7 +183,7 @@ class PushesInFlight:
     def end(self, parts: Sequence[QueuedPush]) -> None:
         """Called in any thread with parts that have ended. Raises nothing: a push that is not counted never ends."""
         errors = [part.error for part in parts if part.error is not None and not _is_excused(part.of, part.error)]
-        with self._changed:
+        with self._lock:
             if errors and self._error is None:
                 self._error = errors[0]
             for part in parts:
@@ -194,7 +195,7 @@ class PushesInFlight:
     def count_ended(self, pushes: Iterable[UnitPush], part_count: int = 1) -> None:
         """Counts parts of pushes that have ended, or were not started. Completes the pushes without other parts."""
         ended = list[UnitPush]()
-        with self._changed:
+        with self._lock:
             for push in pushes:
                 push.missing -= part_count
                 if not push.missing:

@@ -40,22 +40,20 @@ class _NoMoves:
 class ShardOwner:
     """The server that owns a shard. All views of the shard share one such object. Thread-safe.
 
+    Attributes:
+        server: The present owner. Changed by ``move`` only.
+
     Args:
         server: The present owner.
         moves: Moves the shard.
     """
 
     def __init__(self, server: ServerConnection, moves: Moves | None = None) -> None:
-        self._server, self._moves = server, moves or _NoMoves()
-
-    @property
-    def server(self) -> ServerConnection:
-        """The present owner."""
-        return self._server
+        self.server, self._moves = server, moves or _NoMoves()
 
     def move(self, server: ServerConnection) -> None:
         """Replaces the owner. Operations that fail at the former owner are repeated at the new one."""
-        self._server = server
+        self.server = server
 
     def settle(self) -> None:
         """See ``Moves.settle``."""
@@ -73,13 +71,13 @@ class ShardOwner:
             StaleEpochError: This trainer is no member of the run now.
         """
         while True:
-            server = self._server
+            server = self.server
             try:
                 return action(server)
             except ShardwellError:
-                if self._server is server:
+                if self.server is server:
                     self._moves.settle()
-                if self._server is server:
+                if self.server is server:
                     raise
             if member:
                 self._moves.require_valid()
