@@ -106,4 +106,5 @@ class VectorPart:
 
 def _memory_in(flat: torch.Tensor, segment: Segment) -> memoryview:
     """Returns a segment of a parameter. The view keeps the tensor alive: gRPC may read it after its rpc has failed."""
-    return memory_at(flat.data_ptr() + segment.start_element * flat.itemsize, segment.size_bytes, flat)
+    size_bytes = segment.stop_bytes - segment.start_bytes
+    return memory_at(flat.data_ptr() + segment.start_element * flat.itemsize, size_bytes, flat)

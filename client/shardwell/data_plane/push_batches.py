@@ -91,16 +91,12 @@ class PushBatches(Generic[Push]):
             if self._closed:
                 raise closed_error()
             self._waiting.append(push)
-            if self._is_full(push.size_bytes):
+            self._held_bytes += push.size_bytes
+            held_count, now = len(self._waiting) - self._ready_count, time.monotonic()
+            if held_count == 1:
+                self._oldest_s = now
+            if self._held_bytes >= _FULL_BYTES or held_count >= _MAX_PARTS or now - self._oldest_s > _MAX_AGE_S:
                 self._start()
-
-    def _is_full(self, size_bytes: int) -> bool:
-        """Counts a push that is held back; returns whether the batch is to be sent now."""
-        held_count, now = len(self._waiting) - self._ready_count, time.monotonic()
-        if held_count == 1:
-            self._oldest_s = now
-        self._held_bytes += size_bytes
-        return self._held_bytes >= _FULL_BYTES or held_count >= _MAX_PARTS or now - self._oldest_s > _MAX_AGE_S
 
     def flush(self) -> None:
         """Starts the pushes that are held back."""

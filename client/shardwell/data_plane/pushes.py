@@ -80,7 +80,10 @@ class Pushes:
         self._in_flight.raise_error()
         # Gradients on the CPU that go through shared memory are copied before this method returns.
         if False not in [gradient.is_cpu for _, gradient in gradients]:
-            flats = {index: _plain(gradient) for index, gradient in gradients}
+            flats = {
+                index: gradient if gradient.is_contiguous() and not gradient.requires_grad else _plain(gradient)
+                for index, gradient in gradients
+            }
             prepare: Prepare = partial(_read, header, flats)
             copies = _copies_all(unit)
         else:
@@ -294,10 +297,7 @@ class Pushes:
 
 def _plain(gradient: torch.Tensor) -> torch.Tensor:
     """Returns a gradient on the CPU without a graph, contiguous."""
-    # A torch operation without effect still costs time, because it releases the interpreter lock.
-    if gradient.requires_grad:
-        gradient = gradient.detach()
-    return gradient if gradient.is_contiguous() else gradient.contiguous()
+    return gradient.detach().contiguous()
 
 
 def _size_of(flats: Mapping[int, torch.Tensor]) -> int:

@@ -14,7 +14,7 @@ import torch
 from shardwell.module.gradients import GradientPushes, with_gradients
 from shardwell.module.graph_tracking import NO_TASK, RunningBackwards, WatchedGraphs, backward_task
 from shardwell.module.residency import Phase, ResidencyPolicy, UnitState
-from shardwell.module.unit import ForwardCall, Unit
+from shardwell.module.unit import ForwardCall, Unit, check_versions, fetch_ahead
 from shardwell_wire.errors import UsageError
 
 
@@ -68,7 +68,7 @@ class ForwardBackward:
         if not in_backward:
             self.before_use()
             if not self.entered:
-                self.entered, self._prefetches = True, any(unit.fetches_ahead for unit in self._units)
+                self.entered, self._prefetches = True, fetch_ahead(self._units)
             self.graphs.begin()
         call = ForwardCall(unit, unit.generation)
         unit.usage.forward_calls.append(call)
@@ -134,8 +134,7 @@ class ForwardBackward:
         Checks all units that are read in place: the backward may have read units whose nodes have no hook.
         """
         used = list(units)
-        for unit in self._units:
-            unit.check_version()
+        check_versions(self._units)
         to_push = set(with_gradients(used))
         for unit in used:
             if unit in to_push:  # its backward may have ended: a tied parameter's gradient may have come later

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar, cast
 
@@ -37,6 +37,10 @@ class LocalGradients:
 
     def __init__(self, parameters: Sequence[nn.Parameter], precision: Precision) -> None:
         self._parameters, self._precision = parameters, precision
+        self._distributed = {
+            index for index, parameter in enumerate(parameters) if getattr(parameter, "placements", None) is not None
+        }
+        """Indices of the parameters that are DTensors."""
 
     @property
     def exist(self) -> bool:
@@ -48,7 +52,7 @@ class LocalGradients:
         for parameter in self._parameters:
             if parameter.grad is not None:
                 return True
-        return self._precision.has_sums
+        return bool(self._precision.sums)
 
     def take(self, indices: Iterable[int] | None = None) -> list[tuple[int, torch.Tensor]]:
         """Removes and returns the gradients of all or some parameters, dense and in the dtypes of the servers."""
@@ -59,7 +63,8 @@ class LocalGradients:
                 own = None if parameter.grad is None else _plain(parameter.grad)
                 if (gradient := self._precision.finish(index, own)) is not None:
                     parameter.grad = None
-                    taken.append((index, _local(gradient, parameter)))
+                    is_local = index not in self._distributed
+                    taken.append((index, gradient if is_local else _local(gradient, parameter)))
         return taken
 
     def accumulate(self) -> None:
@@ -310,16 +315,17 @@ def _call_weak(method: weakref.ref[Callable[[int], None]], index: int, parameter
         call(index)
 
 
-def _cut(gradients: Gradients, bucket_bytes: int | None) -> Iterator[Gradients]:
+def _cut(gradients: Gradients, bucket_bytes: int | None) -> list[Gradients]:
     """Cuts gradients into buckets of at least ``bucket_bytes``; the last may be smaller. None: one bucket."""
-    bucket: list[tuple[int, torch.Tensor]] = []
+    if bucket_bytes is None:
+        return [gradients] if gradients else []
+    buckets, bucket = list[Gradients](), list[tuple[int, torch.Tensor]]()
     for index, gradient in gradients:
         bucket.append((index, gradient))
-        if bucket_bytes is not None and sum(tensor.nbytes for _, tensor in bucket) >= bucket_bytes:
-            yield bucket
+        if sum(tensor.nbytes for _, tensor in bucket) >= bucket_bytes:
+            buckets.append(bucket)
             bucket = []
-    if bucket:
-        yield bucket
+    return [*buckets, bucket] if bucket else buckets
 
 
 def _plain(gradient: torch.Tensor) -> torch.Tensor:
@@ -333,10 +339,8 @@ def _plain(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _local(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Returns the part of a parameter's gradient that this process stores."""
-    if (placements := getattr(parameter, "placements", None)) is None:
-        return gradient
+    """Returns the part of a DTensor's gradient that this process stores."""
     # A DTensor's gradient may be a partial sum, such as a norm's gradient under sequence parallelism. The sum is
     # reduced after the cast: autograd uses this order for a parameter that is cast in the forward.
-    local: torch.Tensor = cast(Any, gradient).redistribute(placements=placements).to_local()
+    local: torch.Tensor = cast(Any, gradient).redistribute(placements=cast(Any, parameter).placements).to_local()
     return local.contiguous()

@@ -79,7 +79,8 @@ class Precision:
         """True if ``layout`` differs from the layout on the servers."""
         self.sums_apart = not policy.keep_low_precision_grads and (self.casts or policy.reduce_dtype is not None)
         """True if gradients of several backwards are summed in another dtype than autograd's."""
-        self._sums: dict[int, torch.Tensor] = {}
+        self.sums: dict[int, torch.Tensor] = {}
+        """Separate sums, by parameter index."""
 
     def stored_dtype(self, index: int) -> torch.dtype:
         """Returns the dtype of a parameter on the servers."""
@@ -94,20 +95,15 @@ class Precision:
         dtype = self._reduce_dtype or self._stored_dtypes[index]
         if not self.sums_apart or gradient.dtype == dtype:
             return False
-        if index in self._sums:
-            self._sums[index] += gradient
+        if index in self.sums:
+            self.sums[index] += gradient
         else:
-            self._sums[index] = gradient.to(dtype)
+            self.sums[index] = gradient.to(dtype)
         return True
-
-    @property
-    def has_sums(self) -> bool:
-        """True if there are separate sums."""
-        return bool(self._sums)
 
     def finish(self, index: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Returns the gradient to push, in the dtype of the servers: the separate sum plus the latest gradient."""
-        total = self._sums.pop(index, None)
+        total = self.sums.pop(index, None)
         if gradient is not None:
             if total is None:
                 total = gradient if self._reduce_dtype is None else gradient.to(self._reduce_dtype)
@@ -119,13 +115,13 @@ class Precision:
 
     def divide(self, divisor: int) -> None:
         """Divides the separate sums."""
-        for total in self._sums.values():
+        for total in self.sums.values():
             total.div_(divisor)
 
     def drop(self, indices: Iterable[int] | None = None) -> None:
         """Drops the separate sums of all or some parameters."""
-        for index in list(self._sums) if indices is None else indices:
-            self._sums.pop(index, None)
+        for index in list(self.sums) if indices is None else indices:
+            self.sums.pop(index, None)
 
 
 def layout_in(layout: UnitLayout, dtype: torch.dtype) -> UnitLayout:

@@ -31,6 +31,10 @@ class InPlaceVector(Protocol):
         """True if the values are those on the servers, False if they are rounded."""
         ...
 
+    def shows(self, version: int) -> bool:
+        """Whether the bytes belong to ``version`` now. For bytes read before, call ``order_loads`` first."""
+        ...
+
     def check(self, version: int) -> None:
         """Raises VersionGoneError if the bytes no longer belong to ``version``."""
         ...

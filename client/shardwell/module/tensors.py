@@ -17,7 +17,11 @@ _LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch
 def find_tensors(*values: Any) -> list[torch.Tensor]:
     """Returns all tensors in values: in containers of any kind and in attributes of objects, but not in modules."""
     found: list[torch.Tensor] = []
-    _find(values, found, set())
+    for position, value in enumerate(values):
+        if not isinstance(value, torch.Tensor):
+            _find(values[position:], found, set())
+            break
+        found.append(value)
     return found
 
 

@@ -8,7 +8,7 @@ of the vector, so they take no memory while the unit is freed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
@@ -27,6 +27,7 @@ from shardwell.module.unit_parameters import FoundParameter, UnitParameters
 from shardwell_wire.chunk_streams import memory_at
 from shardwell_wire.errors import VersionGoneError
 from shardwell_wire.layout import UnitLayout
+from shardwell_wire.shared_segment import order_loads
 
 
 class ForwardCall:
@@ -215,11 +216,6 @@ class Unit(ResidentUnit):
         self._set_state(UnitState.KEPT)
         return True
 
-    @property
-    def fetches_ahead(self) -> bool:
-        """True if a gather moves bytes to this process, so that it pays to start it before the unit is needed."""
-        return self._shared is None or self._store.fetches_in_place()
-
     def start_gather(self) -> None:
         """Starts to gather in the background, unless the values are gathered or being fetched."""
         if not self.needs_gather:
@@ -301,7 +297,8 @@ class Unit(ResidentUnit):
         """Releases the memory, after waiting for a gather that is running."""
         if self.state is UnitState.FREED:
             return
-        self._end_gather()
+        if self._gather is not None or self._await_version is not None:
+            self._end_gather()
         self._release()
 
     def expire(self) -> None:
@@ -370,7 +367,7 @@ class Unit(ResidentUnit):
         )
 
     def check_version(self) -> None:
-        """Checks that bytes that are read in place did not change while in use.
+        """Checks that bytes that are read in place did not change while in use. See also ``check_versions``.
 
         Raises:
             VersionGoneError: They changed, and the result of the current work item counts. The unit is freed.
@@ -409,6 +406,27 @@ class Unit(ResidentUnit):
         """Returns a parameter's values as a view of a result of ``gather_copy``."""
         spec, start = self.layout.parameters[index], self.layout.starts[index]
         return flat[start : start + spec.size_bytes].view(self.precision.stored_dtype(index)).view(spec.shape)
+
+
+def check_versions(units: Iterable[Unit]) -> None:
+    """Checks all units; see ``Unit.check_version``."""
+    order_loads()  # once: every vector is read afterwards
+    for unit in units:
+        if unit._shared is not None and not unit._shared.shows(unit._version):
+            unit.check_version()
+
+
+def fetch_ahead(units: Iterable[Unit]) -> bool:
+    """True if a gather of any unit moves bytes to this process, so that it pays to start it before it is needed.
+
+    All units have the same store.
+    """
+    store = None
+    for unit in units:
+        store = unit._store
+        if unit._shared is None:
+            return True
+    return store is not None and store.fetches_in_place()
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from shardwell.module.naming import GridPlace
 from shardwell.module.residency import ResidencyPolicy, UnitState, UsageOrder
 from shardwell.module.store import ParameterStore
 from shardwell.module.strategy import BackwardPrefetch, ReplicaOptions, ShardingStrategy
-from shardwell.module.unit import Unit, owner_of
+from shardwell.module.unit import Unit, check_versions, owner_of
 from shardwell.module.unit_parameters import FoundParameter
 from shardwell_wire.errors import CapacityError, UsageError
 from shardwell_wire.layout import UnitLayout
@@ -297,8 +297,7 @@ class Units:
             VersionGoneError: Bytes that are read in place changed while in use.
         """
         # Check before the push: gradients of weights that changed in use must not reach the servers.
-        for unit in self:
-            unit.check_version()
+        check_versions(self)
         self._pushes.finish_item(self)
         written, not_static = self._written(), self._pushes.coverage.end_item(self)
         if not written and not_static is None:
@@ -350,7 +349,11 @@ class Units:
 
     def _written(self) -> list[tuple[Unit, str]]:
         in_place = self._store.wrote_in_place()
-        found = [(unit, unit.written_parameter() or (unit.written_page() if in_place else None)) for unit in self]
+        found = [
+            (unit, unit.written_parameter() or (unit.written_page() if in_place else None))
+            for unit in self
+            if in_place or unit.state is UnitState.UNSHARDED
+        ]
         return [(unit, name) for unit, name in found if name]
 
     def _end_graphs(

@@ -73,7 +73,7 @@ class WorkItemState:
         Returns:
             The number of the part, and the parameters whose earlier gradients the push drops.
         """
-        part = self.parts[unit_index]
+        part = self.parts.get(unit_index, 0)
         self.parts[unit_index] = part + 1
         pushed = self.pushed[unit_index]
         dropped = self.to_drop.pop(unit_index, None)

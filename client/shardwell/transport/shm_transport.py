@@ -177,7 +177,7 @@ class _BufferedPush(PreparedPush):
     is_shared = True
 
     def __init__(self, push: PreparedPush, transport: ShmTransport, buffer: GradientBuffer) -> None:
-        super().__init__(push.shard, push.cut, push.header, None)
+        self.shard, self.cut, self.header, self._gradients = push.shard, push.cut, push.header, None
         self.transport, self.buffer = transport, buffer
 
     @property
