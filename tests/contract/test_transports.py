@@ -179,7 +179,7 @@ def values_of(one: OneUnit) -> list[torch.Tensor]:
 
 def test_fetch_waits_for_the_version(opened: Opened) -> None:
     waiting = in_background(partial(opened.fetch, 1))
-    opened.server.until(lambda: len(opened.one.shard.values._changed._waiters) == 1, "the fetch waits")
+    opened.server.until(lambda: len(opened.one.shard.values._waiting) == 1, "the fetch waits")
     train(opened.one, 0)
     version, values = next(waiting)
     assert version == 1

@@ -214,6 +214,23 @@ def test_a_range_without_its_version_does_not_affect_the_others(server: ShardSer
     assert found.sizes == [1, 1]
 
 
+def test_late_ranges_are_answered_as_soon_as_their_versions_exist(server: ShardServer) -> None:
+    ones = [OneUnit(server, layout_of(f"u{i}", a=((100,), "float32")), index=i) for i in range(2)]
+    for one in ones:
+        one.reserve()
+    first, second = ones
+    with ThreadPoolExecutor(1) as thread:
+        sent = thread.submit(gather, server, *(one.gather_request(0) for one in ones))
+        server.until(lambda: len(second.shard.values._waiting) == 1, "both ranges wait")
+        second.initialize(second.filled(1.0))
+        second.publish()
+        server.until(lambda: not second.shard.values._waiting, "the second range is answered")
+        first.initialize(first.filled(2.0))
+        first.publish()
+        found = sent.result(20.0)
+    assert found.sizes == [1, 1] and list(found.ranges) == [1, 0]
+
+
 def test_ranges_that_are_too_large_together_are_rejected(server: ShardServer) -> None:
     size = MAX_GATHERED_BYTES // 4
     large = OneUnit(server, layout_of("large", a=((size,), "float32")), index=0).begin()

@@ -348,14 +348,12 @@ def test_connection_that_broke_while_idle_is_replaced(connected: ConnectedUnit) 
 def test_broken_connection_is_retried_for_retry_for_s(connected: ConnectedUnit) -> None:
     for retry_for_s, outcome in ((0.0, "fails"), (20.0, "succeeds")):
         waiting = in_background(partial(connected.gather, 1, retry_for_s=retry_for_s))
-        connected.server.until(lambda: len(connected.one.shard.values._changed._waiters) == 1, "a request waits")
+        connected.server.until(lambda: len(connected.one.shard.values._waiting) == 1, "a request waits")
         cut(connected)
         if outcome == "fails":
             assert isinstance(error_of(partial(next, waiting)), UnavailableError)
             continue
-        connected.server.until(
-            lambda: len(connected.one.shard.values._changed._waiters) == 1, "the request waits again"
-        )
+        connected.server.until(lambda: len(connected.one.shard.values._waiting) == 1, "the request waits again")
         train(connected.one, 0)
         assert next(waiting)[0] == 1
 

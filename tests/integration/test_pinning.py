@@ -44,7 +44,7 @@ def test_pinned_version_is_readable_until_unpinned(server: ShardServer) -> None:
 def test_pin_waits_for_a_future_version(server: ShardServer) -> None:
     one = unit(server, PLAIN)
     holding = in_background(lambda: pinned(one, 1).__enter__())
-    server.until(lambda: len(one.shard.values._changed._waiters) == 1, "a reader waits")
+    server.until(lambda: len(one.shard.values._waiting) == 1, "a reader waits")
     train(one, 0)
     assert next(holding).version == 1
 

@@ -137,8 +137,8 @@ def test_deadline_of_years_is_accepted(connected: ConnectedUnit) -> None:
 def test_server_stops_waiting_when_the_connection_closes(connected: ConnectedUnit) -> None:
     with Peer(connected) as peer:
         peer.request(Kind.GATHER, connected.one.gather_request(1))
-        connected.server.until(lambda: len(connected.one.shard.values._changed._waiters) == 1, "a request waits")
-    connected.server.until(lambda: len(connected.one.shard.values._changed._waiters) == 0, "no request waits")
+        connected.server.until(lambda: len(connected.one.shard.values._waiting) == 1, "a request waits")
+    connected.server.until(lambda: len(connected.one.shard.values._waiting) == 0, "no request waits")
 
 
 def test_concurrent_gathers_use_separate_connections(big: ConnectedUnit) -> None:
@@ -302,7 +302,7 @@ def test_close_ends_connections_and_requests_in_flight(server: ShardServer) -> N
         Peer(connected) as peer,
     ):
         waiting = in_background(partial(connected.gather, 1, retry_for_s=20.0))
-        server.until(lambda: len(connected.one.shard.values._changed._waiters) == 1, "a request waits")
+        server.until(lambda: len(connected.one.shard.values._waiting) == 1, "a request waits")
         connected.transport.close()
         assert isinstance(error_of(partial(next, waiting)), UnavailableError)
         assert peer.is_closed()
@@ -318,7 +318,7 @@ def test_transport_closed_by_the_server_fails_at_once() -> None:
     with ShardServer() as server:
         connected = ConnectedUnit(server)
         waiting = in_background(partial(connected.gather, 1, retry_for_s=1000.0))
-        server.until(lambda: len(connected.one.shard.values._changed._waiters) == 1, "a request waits")
+        server.until(lambda: len(connected.one.shard.values._waiting) == 1, "a request waits")
     assert isinstance(error_of(partial(next, waiting)), UnavailableError)
     assert isinstance(error_of(lambda: connected.gather(retry_for_s=1000.0)), UnavailableError)
 

@@ -41,6 +41,10 @@ class Reading:
         self._returned = self.source.buffer
         return self.source.memory(self.first_byte, self.first_byte + self.size_bytes)
 
+    def end(self) -> None:
+        """Ends the reading of stored values."""
+        self.shard.values.release(self.source)
+
     def pieces(self, piece_bytes: int) -> Iterator[memoryview]:
         """Yields consecutive views of the range. Each is valid until the next one is requested.
 
@@ -84,6 +88,23 @@ def shard_in(store: ShardStore, run: HostedRun, request: shard_pb2.GatherRequest
     return run.primary(request.unit, request.start_bytes, request.stop_bytes)
 
 
+def read_at_once(shard: UnitShard, request: shard_pb2.GatherRequest) -> Reading | None:
+    """Reads a range as stored if its version is readable. Call ``Reading.end`` afterwards.
+
+    Returns:
+        None: use ``reading``, which can wait, and reads averages and other dtypes.
+
+    Raises:
+        ShardwellError: As ``reading``.
+    """
+    if request.ema or request.wire_dtype or not is_readable(shard, request):
+        return None
+    start, stop = _checked_range(shard, request)
+    version, source = shard.values.read_at_once(version_of(request))
+    header = shard_pb2.GatherHeader(version=version, start_bytes=start, stop_bytes=stop)
+    return Reading(shard, source, header, start - shard.start_bytes, stop - start)
+
+
 def is_readable(shard: UnitShard, request: shard_pb2.GatherRequest) -> bool:
     """Returns True if ``reading`` need not wait for the version."""
     return shard.values.readable(version_of(request))
@@ -108,11 +129,7 @@ async def reading(
         VersionGoneError: The version has been overwritten.
         StepStateError: The request is for averages, and there are none.
     """
-    start, stop = _range(shard, request)
-    if request.chunk_bytes > chunk_streams.MAX_CHUNK_BYTES:
-        raise InvalidRequestError(
-            f"chunk_bytes is {request.chunk_bytes}, expected at most {chunk_streams.MAX_CHUNK_BYTES}"
-        )
+    start, stop = _checked_range(shard, request)
     wanted = version_of(request)
     if request.ema:
         async with _reading_averages(store, run, shard, wanted, wait_s) as (version, averages):
@@ -144,8 +161,12 @@ def version_of(request: shard_pb2.GatherRequest) -> int | None:
     return request.version if request.HasField("version") else None
 
 
-def _range(shard: UnitShard, request: shard_pb2.GatherRequest) -> tuple[int, int]:
+def _checked_range(shard: UnitShard, request: shard_pb2.GatherRequest) -> tuple[int, int]:
     start, stop = request.start_bytes, request.stop_bytes
+    if request.chunk_bytes > chunk_streams.MAX_CHUNK_BYTES:
+        raise InvalidRequestError(
+            f"chunk_bytes is {request.chunk_bytes}, expected at most {chunk_streams.MAX_CHUNK_BYTES}"
+        )
     check_gather_dtype(request.wire_dtype)
     if request.ema and request.wire_dtype:
         raise InvalidRequestError(

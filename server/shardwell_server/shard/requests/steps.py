@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import partial
 
 from shardwell_server import optimizer_checks
@@ -222,7 +222,7 @@ async def update(run: HostedRun, in_thread: InThread, request: shard_pb2.UpdateR
         _release_held(run)
     fault_points.reach("server.update.before", step=step)
     asked = StepUpdate(step, request.optimizer, groups, key, clip)
-    left = deque((*waiting, *in_order(_able_backups(run, step, request.optimizer))))
+    left = deque((*waiting, *in_order(_able_backups(run, step, request.optimizer, groups))))
     run.joint_updates.begin_step()
     while left:
         updated = run.joint_updates.update(left, asked, lambda shard: _may_change(run, shard, step))
@@ -289,9 +289,11 @@ def _release_held(run: HostedRun) -> None:
         shard.values.held.keep(run.rank_versions.needed(shard.dp))
 
 
-def _able_backups(run: HostedRun, step: int, optimizer: common_pb2.OptimizerStep) -> list[UnitShard]:
+def _able_backups(
+    run: HostedRun, step: int, optimizer: common_pb2.OptimizerStep, groups: Mapping[int, Sequence[int]]
+) -> list[UnitShard]:
     """Returns the backups that can apply a committed step. The others of that version are out of sync."""
-    groups, able = _groups(optimizer), []
+    able = []
     for shard in run.backups:
         is_updated = shard.version is not None and shard.version > step  # by later steps, too, if the request is late
         if is_updated or shard.out_of_sync:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 from shardwell_server.shard.concurrency import InThread
 from shardwell_server.shard.memory.budget import Grant, IncomingBuffer, Memory
@@ -117,7 +117,8 @@ class Values:
         """Version that a started update is making in place."""
         self._failure: ShardwellError | None = None
         """Why the values have been dropped."""
-        self._changed = asyncio.Event()
+        self._waiting: set[asyncio.Event] = set()
+        """See ``waking``."""
 
     # ---- reading ----
 
@@ -134,7 +135,10 @@ class Values:
             NotFoundError: The run was deleted during the call.
         """
         await self.wait_for(version, wait_s)
-        # Nothing is awaited from here to the return, so no update can begin in between.
+        return self.read_at_once(version)
+
+    def read_at_once(self, version: int | None) -> tuple[int, VersionBytes]:
+        """As ``read``, if the version is ``readable``."""
         self.check_not_dropped()
         assert self.version is not None and self.current is not None
         found = self.version if version is None else version
@@ -184,10 +188,13 @@ class Values:
         """Waits until ``readable``. Raises DeadlineError if the version does not exist after ``wait_s`` seconds."""
         if self.readable(version):
             return
+        changed = asyncio.Event()
         try:
-            async with asyncio.timeout(wait_s):
-                while not self.readable(version):
-                    await self._changed.wait()
+            with self.waking(changed):
+                async with asyncio.timeout(wait_s):
+                    while not self.readable(version):
+                        changed.clear()
+                        await changed.wait()
         except TimeoutError:
             wanted = "any version" if version is None else f"version {version}"
             newest = "none exists yet" if self.version is None else f"the newest is {self.version}"
@@ -197,6 +204,15 @@ class Values:
                 version=version,
                 newest=self.version,
             ) from None
+
+    @contextmanager
+    def waking(self, event: asyncio.Event) -> Iterator[None]:
+        """Sets an event whenever ``readable`` may have changed while the block runs."""
+        self._waiting.add(event)
+        try:
+            yield
+        finally:
+            self._waiting.discard(event)
 
     def _overwritten(self, version: int, newest: int) -> VersionGoneError:
         return VersionGoneError(
@@ -208,8 +224,8 @@ class Values:
 
     def _notify(self) -> None:
         """Wakes all waiting readers, which check the state themselves."""
-        self._changed.set()
-        self._changed = asyncio.Event()
+        for event in self._waiting:
+            event.set()
 
     # ---- publishing and updating ----
 

@@ -9,15 +9,15 @@ Note: [Groups of ranges]
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext, suppress
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, nullcontext, suppress
 
 from shardwell_server.rpc import reported_error
 from shardwell_server.shard.requests import reading
 from shardwell_server.shard.requests.reading import Reading
 from shardwell_server.shard.state.runs import HostedRun
 from shardwell_server.shard.state.store import ShardStore
-from shardwell_wire.errors import DeadlineError, InvalidRequestError, to_status_details
+from shardwell_wire.errors import InvalidRequestError, to_status_details
 from shardwell_wire.v1 import shard_pb2
 
 MAX_RANGES = 256
@@ -25,9 +25,6 @@ MAX_RANGES = 256
 
 MAX_GATHERED_BYTES = 512 << 10
 """Maximum size of the values of one request. Clients request no more."""
-
-_PATIENCE_S = 0.02
-"""How long a range without its version may delay others that have become readable."""
 
 
 class Group:
@@ -95,7 +92,7 @@ async def groups(
         ready = [number for number, wanted in left.items() if is_last or _is_ready(store, run, wanted)]
         if not ready:
             async with waiting():
-                await _wait_for_first(store, run, list(left.values()), deadline - loop.time())
+                await _wait_for_any(store, run, left.values(), deadline - loop.time())
             continue
         async with AsyncExitStack() as stack:
             group = Group()
@@ -103,7 +100,10 @@ async def groups(
                 wanted, left_s = left.pop(number), max(0.0, deadline - loop.time())
                 try:
                     shard = reading.shard_in(store, run, wanted)
-                    found = await stack.enter_async_context(reading.reading(store, run, shard, wanted, left_s))
+                    if (found := reading.read_at_once(shard, wanted)) is not None:
+                        stack.callback(found.end)
+                    else:
+                        found = await stack.enter_async_context(reading.reading(store, run, shard, wanted, left_s))
                     _check_fits(found, left_bytes)
                 except Exception as error:
                     status = to_status_details(reported_error("GatherBatch", error, peer))
@@ -133,13 +133,16 @@ def _is_ready(store: ShardStore, run: HostedRun, wanted: shard_pb2.GatherRequest
         return True
 
 
-async def _wait_for_first(
-    store: ShardStore, run: HostedRun, ranges: Sequence[shard_pb2.GatherRequest], wait_s: float
+async def _wait_for_any(
+    store: ShardStore, run: HostedRun, ranges: Iterable[shard_pb2.GatherRequest], wait_s: float
 ) -> None:
-    """Waits until the first range is readable. With several ranges, at most ``_PATIENCE_S``."""
-    shard, version = reading.shard_in(store, run, ranges[0]), reading.version_of(ranges[0])
-    with suppress(DeadlineError):
-        await shard.values.wait_for(version, max(0.0, wait_s if len(ranges) == 1 else min(wait_s, _PATIENCE_S)))
+    """Waits until one of several ranges may have become readable. None of them is now."""
+    changed = asyncio.Event()
+    with ExitStack() as stack, suppress(TimeoutError):
+        for wanted in ranges:
+            stack.enter_context(reading.shard_in(store, run, wanted).values.waking(changed))
+        async with asyncio.timeout(max(0.0, wait_s)):
+            await changed.wait()
 
 
 def _check_fits(found: Reading, left_bytes: int) -> None:
