@@ -129,7 +129,8 @@ class Pushes:
         Returns:
             A function to call in any thread when the gradients are pushed or dropped. Harmless to repeat.
         """
-        return self._in_flight.hold(size_bytes).release
+        with uninterrupted:
+            return self._in_flight.hold(size_bytes).release
 
     def push_held(
         self,
@@ -149,7 +150,8 @@ class Pushes:
             release: The result of ``hold``.
         """
         push = UnitPush(excuse, _size_of(flats), when_pushed=release)
-        self._start(unit, partial(_read, header, flats), push)
+        with uninterrupted:
+            self._start(unit, partial(_read, header, flats), push)
 
     def push_sums(
         self,
@@ -172,13 +174,13 @@ class Pushes:
         """
         by_start = {unit.shards[number].start_bytes: buffer for number, buffer in sums.items()}
         size = sum(buffer.numel() for buffer in sums.values())
-
-        self._start(
-            unit,
-            lambda shard: shard.prepare_push_sum(header, indices, by_start[shard.start_bytes]),
-            UnitPush(excuse, size, when_pushed=when_pushed),
-            numbers=sums.keys(),
-        )
+        with uninterrupted:
+            self._start(
+                unit,
+                lambda shard: shard.prepare_push_sum(header, indices, by_start[shard.start_bytes]),
+                UnitPush(excuse, size, when_pushed=when_pushed),
+                numbers=sums.keys(),
+            )
 
     def fail(self, error: BaseException) -> None:
         """Makes the next ``push`` or ``drain`` raise an error. Called in any thread."""
@@ -187,7 +189,7 @@ class Pushes:
     def _start(
         self, unit: RemoteUnit, prepare: Prepare, push: UnitPush, numbers: Collection[int] | None = None
     ) -> None:
-        """Starts the pushes to shards of a unit.
+        """Starts the pushes to shards of a unit. Call it within ``uninterrupted``.
 
         Args:
             unit: The unit.
@@ -195,10 +197,12 @@ class Pushes:
             push: The push.
             numbers: Numbers of the shards. None: all.
         """
-        with uninterrupted, self._starting:
+        with self._starting:
             self.stats.push_count += 1
             self.stats.pushed_bytes += push.size_bytes
-            shards = [each for each in enumerate(unit.shards) if numbers is None or each[0] in numbers]
+            shards = list(enumerate(unit.shards))
+            if numbers is not None:
+                shards = [(number, shard) for number, shard in shards if number in numbers]
             push.missing, started_count = len(shards), 0
             try:
                 for number, shard in shards:

@@ -116,15 +116,17 @@ class PushesInFlight:
     # ---- room and errors ----
 
     def hold(self, size_bytes: int) -> Held:
-        """Waits until the limit of bytes in flight admits the gradients, and adds their bytes."""
-        with uninterrupted:
-            while True:
-                with self._lock:
-                    if self._has_room(size_bytes):
-                        self._bytes_in_flight += size_bytes
-                        self._pushes_in_flight += 1
-                        return Held(self, size_bytes)
-                self._wait_for(lambda: self._has_room(size_bytes))
+        """Waits until the limit of bytes in flight admits the gradients, and adds their bytes.
+
+        Call it within ``uninterrupted``.
+        """
+        while True:
+            with self._lock:
+                if self._has_room(size_bytes):
+                    self._bytes_in_flight += size_bytes
+                    self._pushes_in_flight += 1
+                    return Held(self, size_bytes)
+            self._wait_for(lambda: self._has_room(size_bytes))
 
     def _has_room(self, size_bytes: int) -> bool:
         """True if a push may start. A push larger than the limit goes alone."""

@@ -210,7 +210,8 @@ class ForwardBackward:
             UsageError: A parameter was written in place; the write would be lost.
             VersionGoneError: Bytes that are read in place changed while in use.
         """
-        if unit.usage:
+        usage = unit.usage
+        if usage.forward_calls or usage.backward_calls or usage.in_backward_graph:
             return False
         written = unit.written_parameter() or (unit.written_page() if thorough else None)
         if written:

@@ -42,18 +42,6 @@ class LocalGradients:
         }
         """Indices of the parameters that are DTensors."""
 
-    @property
-    def exist(self) -> bool:
-        """True if there is any gradient."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return self._exist()
-
-    def _exist(self) -> bool:
-        for parameter in self._parameters:
-            if parameter.grad is not None:
-                return True
-        return bool(self._precision.sums)
-
     def take(self, indices: Iterable[int] | None = None) -> list[tuple[int, torch.Tensor]]:
         """Removes and returns the gradients of all or some parameters, dense and in the dtypes of the servers."""
         taken = []
@@ -99,7 +87,17 @@ _GradientUnitT = TypeVar("_GradientUnitT", bound="GradientUnit")
 def with_gradients(units: Iterable[_GradientUnitT]) -> list[_GradientUnitT]:
     """Returns the units that have a gradient in this process."""
     with torch._C.DisableTorchFunctionSubclass():  # once for all units, because it costs more than reading a gradient
-        return [unit for unit in units if unit.gradients._exist()]
+        found = []
+        for unit in units:
+            gradients = unit.gradients
+            for parameter in gradients._parameters:
+                if parameter.grad is not None:
+                    found.append(unit)
+                    break
+            else:
+                if gradients._precision.sums:
+                    found.append(unit)
+        return found
 
 
 class GradientUnit(Protocol):

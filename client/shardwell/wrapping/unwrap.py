@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shardwell.memory.allocator import trim
+from shardwell.module.gradients import with_gradients
 from shardwell.module.sharded_module import ShardedModule, make_plain, sharding_of
 from shardwell.module.unit import Unit
 from shardwell.session.session import settle
@@ -80,7 +81,7 @@ def _check_complete(module: nn.Module, units: Iterable[Unit]) -> None:
 
 def _check_idle(unit: Unit) -> None:
     """Raises UsageError if a unit is in use, or has gradients that are not committed."""
-    if unit.usage or unit.pushed or unit.gradients.exist:
+    if unit.usage or unit.pushed or with_gradients([unit]):
         raise UsageError(
             f"unit {unit.name!r} is in the middle of a step: call unwrap after optimizer.step(), or after "
             "optimizer.zero_grad() to drop the step's gradients",
