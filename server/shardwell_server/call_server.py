@@ -102,6 +102,9 @@ class CallServer:
             await asyncio.wait(handlers, timeout=grace_s)
         for connection in list(self._connections):
             connection.close()
+        for handler in handlers:  # no handler runs after this method has returned: its server closes what handlers use
+            handler.cancel()
+        await asyncio.gather(*handlers, return_exceptions=True)
 
     def welcome(self, nonce: bytes, challenge: bytes) -> bytes:
         """Returns the answer to a hello: the proof of this end, and the challenge for the other one."""

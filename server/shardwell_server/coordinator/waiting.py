@@ -85,7 +85,11 @@ class BackgroundTasks:
         self._closed = False
 
     def start(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Starts a task. After ``close``, the work is dropped: a request may end while the process stops."""
+        """Starts a task. After ``close``, the work is dropped, as if the process had been killed before it.
+
+        No caller relies on the work then: its process is about to end, and what must happen nevertheless is durable
+        before a task is started.
+        """
         if self._closed:
             work.close()
             return
