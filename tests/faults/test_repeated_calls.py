@@ -179,7 +179,7 @@ class Cluster:
             for run in of.state.runs.values():
                 run.work.restart()
                 await of.state.save(run)
-                of.trainers.start_fencing(run)
+                of.trainers.items.start_fencing(run)
 
         self.on_loop(restart())
 

@@ -1,4 +1,4 @@
-"""Fault test of shard servers that are killed while they write checkpoints: torn checkpoints are never offered."""
+"""Fault tests of checkpoints whose writing is interrupted: torn ones are never offered, and the next one is saved."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 import shardwell
+import shardwell.testing
 from shardwell.command.cli import main
 from shardwell_wire import fault_points
 from shardwell_wire.checkpoints.folder import RunFolder
-from tests.support.cluster import events, wait_until
+from tests.support.cluster import events, small_run, wait_until
 from tests.support.long_run import LongRun
 
 EVERY = 4
@@ -55,3 +56,18 @@ def test_server_killed_while_it_writes_a_checkpoint(
         assert "run_loading" not in kinds
         assert not intact().keys() & TORN.keys()
         assert main(["verify", *[intact()[max(intact())]]]) == 0
+
+
+def test_checkpoint_after_a_failed_one_waits_until_the_servers_have_stopped(tmp_path: Path) -> None:
+    """A server writes one checkpoint of a run at a time."""
+    with (
+        shardwell.testing.in_process_cluster() as address,
+        small_run(address, "gpt", checkpoint_dir=str(tmp_path)) as session,
+        fault_points.armed("server.checkpoint.middle", "delay", delay_s=0.5),
+    ):
+        with (
+            fault_points.armed("coordinator.checkpoint.begun", "raise"),
+            pytest.raises(shardwell.UnavailableError, match="was not written"),
+        ):
+            session.save_checkpoint(wait=True)
+        assert session.save_checkpoint(wait=True)

@@ -125,17 +125,18 @@ class CheckpointSaver:
         return checkpoint
 
     async def _save(self, run: Run, checkpoint: CheckpointInFlight) -> None:
-        try:
-            await self._write(run, checkpoint)
-        except ShardwellError as error:
-            await self._fail(run, checkpoint, str(error))
-        except Exception as error:
-            logger.exception("unexpected error in a checkpoint of run %r", run.name)
-            await self._fail(run, checkpoint, f"{type(error).__name__}: {error}")
-        else:
-            await self._delete_old(run)
-            if not run.commits.pending_updates:
-                self.start_if_due(run)  # more commits than wanted may have passed meanwhile
+        async with run.checkpoints.writing:
+            try:
+                await self._write(run, checkpoint)
+            except ShardwellError as error:
+                await self._fail(run, checkpoint, str(error))
+            except Exception as error:
+                logger.exception("unexpected error in a checkpoint of run %r", run.name)
+                await self._fail(run, checkpoint, f"{type(error).__name__}: {error}")
+            else:
+                await self._delete_old(run)
+                if not run.commits.pending_updates:
+                    self.start_if_due(run)  # more commits than wanted may have passed meanwhile
 
     async def _write(self, run: Run, checkpoint: CheckpointInFlight) -> None:
         started = self._state.clock()

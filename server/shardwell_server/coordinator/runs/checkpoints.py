@@ -201,6 +201,9 @@ class RunCheckpoints:
         """The checkpoint that the run was loaded from last, if it has other units, or may have."""
         self._filling: dict[str, tuple[int, int]] = {}
         """Read and total bytes of the units that are being filled from ``source``, by name."""
+        self.writing = asyncio.Lock()
+        """Held from the start of a checkpoint until it is complete, or the servers have stopped writing a failed one:
+        they write one at a time."""
         self.boundary = asyncio.Lock()
         """Held while servers are told to begin a checkpoint, and from before a commit record until its step is over.
         No server is therefore asked to update while a checkpoint begins."""

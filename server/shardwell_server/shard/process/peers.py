@@ -19,7 +19,6 @@ from shardwell_wire.errors import InvalidRequestError, ShardwellError, UsageErro
 from shardwell_wire.tls_problems import server_call_error
 from shardwell_wire.v1 import shard_pb2
 
-
 MAX_IDLE_CHANNELS = 64
 """Channels without a call. Servers come and go, and each has another address."""
 
