@@ -257,9 +257,11 @@ class Push:
             least: Smallest number of accepted parts of a rank in the push.
             most: Largest number.
         """
+        if not most:
+            return
         former = self._contributions.by_rank.get(self._contributor)
         ranks = {each.dp_rank for each in self._header.summed}
-        if most and (least != most or former is None or former.summed.keys() != ranks):
+        if least != most or former is None or former.summed.keys() != ranks:
             raise StepStateError(
                 f"{self._what}: in one attempt, gradients are added to those of other ranks either before they are "
                 f"pushed or on the server. The push names the sum of ranks {sorted(ranks)}, and the server has one of "

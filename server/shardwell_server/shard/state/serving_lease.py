@@ -59,8 +59,8 @@ class ServingLease:
 
     def check(self) -> None:
         """Raises UnavailableError if the lease is suspended or has expired."""
-        self.check_confirmed()
         if not self.valid:
+            self.check_confirmed()
             raise UnavailableError(
                 f"the lease of this server expired {self._clock() - self._expires_s:.1f} s ago, because the "
                 "coordinator has acknowledged no heartbeat since. Its shards may have moved to other servers: try "
