@@ -16,7 +16,6 @@ from torch import nn
 from shardwell_server import optimizer_checks
 from shardwell_server.shard.arithmetic.reduction import (
     block_powers,
-    block_squares,
     compute_mean,
     exact_partials,
     reduce_shard,
@@ -71,7 +70,7 @@ def test_reducing_in_chunks_changes_no_bit(dtype: torch.dtype) -> None:
     out, first_byte = torch.empty_like(terms[0]), 192
     reduced = reduce_shard([list(enumerate(terms))], SumOrder(3), [out], [first_byte], buffer=None)
     assert bits(out) == bits(mean(terms, 3))
-    assert reduced.square_partials == exact_partials(block_squares(out, first_byte))
+    assert reduced.square_partials == exact_partials(block_powers(out, first_byte, 2.0))
     assert reduced.max_abs() == out.abs().max().item()
     assert reduced.power_partials([first_byte], 3.0) == exact_partials(block_powers(out, first_byte, 3.0))
 
@@ -257,3 +256,59 @@ def test_amsgrad_enabled_in_one_of_two_groups_updates_both_once() -> None:
     assert (served.steps_of(0), served.steps_of(1)) == (2, 2)
     assert served.state_names == ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"]
     assert torch.allclose(values[0], values[1])
+
+
+def cut(buffer: torch.Tensor, places: Sequence[tuple[int, int]], dtype: torch.dtype) -> list[torch.Tensor]:
+    return [buffer[start:stop].view(dtype) for start, stop in places]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("seed", range(12))
+def test_adjacent_segments_are_reduced_as_if_each_were_alone(dtype: torch.dtype, seed: int) -> None:
+    choose, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    first, places, stop = choose.randrange(0, 8192, 64), [], 0
+    for _ in range(choose.randrange(1, 12)):
+        start = -(-stop // 64) * 64
+        size_bytes = choose.choice([1, 3, 16, 64, 500, 1023, 1024, 1025, 5000, 300_000]) * dtype.itemsize
+        stop = start + size_bytes
+        places.append((start, stop))
+    dp, size_bytes = choose.choice([2, 3]), -(-stop // 64) * 64
+
+    def garbage() -> torch.Tensor:
+        return torch.full((size_bytes,), 255, dtype=torch.uint8)  # NaN between the segments
+
+    own = [cut(garbage(), places, dtype) for _ in range(dp)]
+    for segment in (segment for of_rank in own for segment in of_rank):
+        segment.copy_(torch.randn(segment.numel(), generator=generator) * choose.choice([1.0, 1e-30, 1e-41, 100.0]))
+    missing = {(choose.randrange(dp), choose.randrange(len(places))) for _ in range(choose.choice([0, 0, 2]))}
+    terms = [
+        [(rank, own[rank][number]) for rank in range(dp) if (rank, number) not in missing]
+        for number in range(len(places))
+    ]
+    apart = [[(rank, term.clone()) for rank, term in each] for each in terms]
+    starts = [first + start for start, _ in places]
+    outs = cut(garbage(), places, dtype)
+    together = reduce_shard(terms, SumOrder(dp), outs, starts, buffer=None)
+    alone = reduce_shard(apart, SumOrder(dp), [out.clone() for out in outs], starts, buffer=None)
+    squares = []
+    for start, found, expected in zip(starts, together.gradients, alone.gradients, strict=True):
+        assert (found is None) == (expected is None)
+        if found is not None and expected is not None:
+            assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+            squares += block_powers(found, start, 2.0)
+    assert together.square_partials == alone.square_partials == exact_partials(squares)
+
+
+@pytest.mark.parametrize("damaged", [0, 2, 3])
+@pytest.mark.parametrize("dp", [1, 2])
+def test_first_segment_that_is_not_finite_is_found_among_adjacent_ones(damaged: int, dp: int) -> None:
+    places = [(0, 20), (64, 64), (64, 6000), (6016, 90_000)]
+    buffers = [torch.zeros(90_000, dtype=torch.uint8) for _ in range(dp + 1)]
+    own = [cut(buffer, places, torch.float32) for buffer in buffers]
+    own[dp - 1][3][-1] = math.inf
+    own[0][damaged][-1] = math.nan
+    terms = [[(rank, own[rank][number]) for rank in range(dp)] for number in range(len(places))]
+    starts = [4096 + start for start, _ in places]
+    reduced = reduce_shard(terms, SumOrder(dp), own[dp] if dp > 1 else None, starts, buffer=None)
+    assert reduced.non_finite == damaged
+    assert [gradient is not None for gradient in reduced.gradients][:damaged] == [True] * damaged

@@ -15,11 +15,9 @@ from itertools import chain
 
 import torch
 
+from shardwell_server.shard.arithmetic.squares import SLICE_BYTES, SquarePlan, square_plan
 from shardwell_wire.layout import BLOCK_BYTES
 from shardwell_wire.sum_order import Scratch, SumOrder, Term
-
-SLICE_BYTES = 1 << 20
-"""Size of the slices that are summed, divided and squared together, while they are in the cache."""
 
 
 @dataclass(frozen=True)
@@ -74,25 +72,67 @@ def reduce_shard(
         first_bytes: First byte of each segment in the flat vector.
         buffer: Memory that contains ``outs``.
     """
-    gradients: list[torch.Tensor | None] = [None] * len(terms)
+    means = [None if not own else own[0][1] if outs is None else outs[number] for number, own in enumerate(terms)]
+    gradients = [None if mean is None or mean.numel() else mean for mean in means]
     squares: list[float] = []
     scratch = Scratch()
-    for number, own in enumerate(terms):
-        if not own:
-            continue
-        mean = own[0][1] if outs is None else outs[number]
-        found: list[float] = []
-        for here in _slices(mean, first_bytes[number]):
-            part = mean if here == slice(0, mean.numel()) else mean[here]
+    for numbers in _adjacent(terms, means, first_bytes, is_copied=outs is not None):
+        first, own_means = numbers[0], [mean for number in numbers if (mean := means[number]) is not None]
+        starts = [first_bytes[number] for number in numbers]
+        plan = square_plan(tuple(starts), tuple(mean.numel() for mean in own_means), own_means[0].element_size())
+        mean, own = _joined(own_means[0], plan), [(rank, _joined(term, plan)) for rank, term in terms[first]]
+        norms = torch.empty(plan.row_count, dtype=torch.float64)
+        for here, rows in plan.slices:
+            part = mean[here]
             if outs is not None:
                 compute_mean([(rank, term[here]) for rank, term in own], order, part, scratch)
-            found += block_squares(part, first_bytes[number] + here.start * mean.element_size())
+            plan.compute_norms(mean, rows, norms)
+        found = plan.squares(mean, norms)
         # A sum of squares may overflow even if all values are finite.
-        if not all(map(math.isfinite, found)) and not bool(torch.isfinite(mean).all()):
-            return Reduced(gradients, buffer, [], non_finite=number)
-        gradients[number] = mean
+        if not all(map(math.isfinite, found)):
+            for number, each in zip(numbers, own_means, strict=True):
+                if not bool(torch.isfinite(each).all()):
+                    return Reduced(gradients, buffer, [], non_finite=number)
+                gradients[number] = each
+        for number, each in zip(numbers, own_means, strict=True):
+            gradients[number] = each
         squares += found
     return Reduced(gradients, buffer, exact_partials(squares))
+
+
+def _adjacent(
+    terms: Sequence[Sequence[Term]],
+    means: Sequence[torch.Tensor | None],
+    first_bytes: Sequence[int],
+    *,
+    is_copied: bool,
+) -> Iterator[list[int]]:
+    """Divides the segments that have a gradient into groups of which each can be reduced as one vector.
+
+    Segments of one group have one dtype, gradients of the same ranks, and the same places in every tensor as in the
+    flat vector. The bytes between them are reduced too, without a meaning.
+    """
+    group: list[int] = []
+    former: object = None
+    for number, own in enumerate(terms):
+        if (mean := means[number]) is None or not mean.numel():
+            continue
+        tensors = [*(term for _, term in own), *([mean] if is_copied else [])]
+        # Equal if a tensor continues, in the same memory, where the one of the segment before ended.
+        places = [(each.untyped_storage().data_ptr(), each.data_ptr() - first_bytes[number]) for each in tensors]
+        key = mean.dtype, [rank for rank, _ in own], places
+        if group and key != former:
+            yield group
+            group = []
+        group.append(number)
+        former = key
+    if group:
+        yield group
+
+
+def _joined(first: torch.Tensor, plan: SquarePlan) -> torch.Tensor:
+    """Returns a group of adjacent segments as one vector, given the first one. [numel]"""
+    return first if first.numel() == plan.numel else first.as_strided((plan.numel,), (1,))
 
 
 def _slices(values: torch.Tensor, first_byte: int) -> Iterator[slice]:
@@ -128,11 +168,6 @@ def _divide(values: torch.Tensor, dp: int, *, out: torch.Tensor) -> torch.Tensor
     if dp & (dp - 1):
         return torch.div(values, dp, out=out)
     return torch.mul(values, 1.0 / dp, out=out)
-
-
-def block_squares(values: torch.Tensor, first_byte: int) -> list[float]:
-    """Returns ``block_powers`` for the Euclidean norm."""
-    return block_powers(values, first_byte, 2.0)
 
 
 def block_powers(values: torch.Tensor, first_byte: int, norm_type: float) -> list[float]:

@@ -13,11 +13,13 @@ from itertools import islice
 
 import torch
 
-from shardwell_server.shard.arithmetic.reduction import SLICE_BYTES, Reduced, exact_partials
+from shardwell_server.shard.arithmetic.reduction import Reduced, exact_partials
 from shardwell_wire.sum_order import Scratch, SumOrder, Term
 
 MAX_BYTES = 64 << 10
 """Size of the largest shard that is worth it."""
+_TOGETHER_BYTES = 1 << 20
+"""Size of the shards that are reduced together, so that their means stay in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ def reduce_small(shards: Sequence[SmallReduction], order: SumOrder) -> list[Redu
 
 def _in_cache(shards: Sequence[SmallReduction]) -> list[Sequence[SmallReduction]]:
     """Divides shards into groups whose means are in the cache from the additions to the norm."""
-    count = max(1, SLICE_BYTES // max(shard.mean.vector.nbytes for shard in shards))
+    count = max(1, _TOGETHER_BYTES // max(shard.mean.vector.nbytes for shard in shards))
     return [shards[start : start + count] for start in range(0, len(shards), count)]
 
 
