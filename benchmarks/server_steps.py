@@ -1,4 +1,4 @@
-"""Measures what a step of many small units costs one shard server: ``python -m benchmarks.server_steps``.
+"""Measures what a step of many units costs one shard server: ``python -m benchmarks.server_steps``.
 
 One process plays the server, its trainers and the coordinator's requests. The times are those of the server's work for
 ``ReduceBatch`` over the ``shm`` transport, for the reductions, ``PrepareStep`` and ``Update``. They do not contain the
@@ -41,7 +41,7 @@ from shardwell_wire.v1 import common_pb2, shard_pb2
 
 RUN = RunIdentity("benchmark", "0123456789abcdef")
 OWNER = FolderOwner(server_id=f"benchmark-{os.getpid()}", coordinator="none")
-SIZE = 64
+SMALL = (Parameter("weight", (64, 64), "float32"), Parameter("bias", (64,), "float32"))
 """Units are ``Linear(64, 64)``."""
 BATCH = 32
 """Parts of a ``ReduceBatch``."""
@@ -66,15 +66,17 @@ class Server:
         unit_count: Number of units.
         dp: Number of data ranks.
         algorithm: The optimizer.
+        parameters: Parameters of each unit.
     """
 
-    def __init__(self, store: ShardStore, unit_count: int, dp: int, algorithm: str) -> None:
+    def __init__(
+        self, store: ShardStore, unit_count: int, dp: int, algorithm: str, parameters: Sequence[Parameter]
+    ) -> None:
         self._store, self._dp = store, dp
         self._offered = ServerTransports("benchmark")
         self._replicator = Replicator(store, NoPeers())
         self._optimizer = to_step(algorithm)
-        parameters = (Parameter("weight", (SIZE, SIZE), "float32"), Parameter("bias", (SIZE,), "float32"))
-        self._layouts = [UnitLayout(f"unit{number}", parameters) for number in range(unit_count)]
+        self._layouts = [UnitLayout(f"unit{number}", tuple(parameters)) for number in range(unit_count)]
         del self._optimizer.units[:]
         for number in range(unit_count):
             self._optimizer.units.add(unit_index=number, group_indices=[0] * len(parameters))
@@ -119,7 +121,10 @@ class Server:
             buffer_id, buffer = session.open_gradient_buffer(shard)
             buffer.buffer.view(torch.float32).normal_()
             header = shard_pb2.ReduceScatterHeader(
-                unit=shard.unit, parameter_indices=[0, 1], start_bytes=shard.start_bytes, stop_bytes=shard.stop_bytes
+                unit=shard.unit,
+                parameter_indices=range(len(shard.layout.parameters)),
+                start_bytes=shard.start_bytes,
+                stop_bytes=shard.stop_bytes,
             )
             batches[-1].parts.add(header=header, gradient_buffer_id=buffer_id)
         return batches
@@ -159,11 +164,27 @@ async def _cpu_ms(work: Callable[[], Awaitable[object]]) -> float:
     return (time.process_time() - started) * 1e3
 
 
-async def measure(
-    store: ShardStore, shared: SharedMemory, unit_count: int, dp: int, algorithm: str, step_count: int
-) -> Times:
+def block(width: int) -> list[Parameter]:
+    """Returns the parameters of a transformer block with an MLP of four times its width."""
+    shapes = {
+        "attention_norm": (width,),
+        "qkv": (3 * width, width),
+        "projection": (width, width),
+        "mlp_norm": (width,),
+        "mlp.0": (4 * width, width),
+        "mlp.2": (width, 4 * width),
+    }
+    names = [
+        (f"{name}.{kind}", shape[:1] if kind == "bias" else shape)
+        for name, shape in shapes.items()
+        for kind in ("weight", "bias")
+    ]
+    return [Parameter(name, shape, "float32") for name, shape in names]
+
+
+async def measure(server: Server, shared: SharedMemory, step_count: int) -> Times:
     """Returns the times of steps after a few that allocate memory."""
-    server, times = Server(store, unit_count, dp, algorithm), Times()
+    times = Times()
     async with AsyncExitStack() as stack:
         await server.begin(shared, stack)
         for step in range(5):
@@ -181,15 +202,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--dp", type=int, nargs="+", default=[2, 16])
     parser.add_argument("--optimizers", nargs="+", default=["sgd", "adamw"])
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--width", type=int, help="units are transformer blocks of this width, not Linear(64, 64)")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
+    parameters = SMALL if options.width is None else block(options.width)
+    size_bytes = UnitLayout("unit", tuple(parameters)).size_bytes
     rows = []
     for unit_count in options.units:
         for dp in options.dp:
             for algorithm in options.optimizers:
                 with ThreadPoolExecutor(1) as threads, closing(SharedMemory(DEFAULT_DIRECTORY, OWNER)) as shared:
-                    store = ShardStore(1 << 30, threads, shared)
-                    times = asyncio.run(measure(store, shared, unit_count, dp, algorithm, options.steps))
+                    store = ShardStore((1 << 30) + 40 * unit_count * size_bytes, threads, shared)
+                    server = Server(store, unit_count, dp, algorithm, parameters)
+                    times = asyncio.run(measure(server, shared, options.steps))
                 medians = [summarize(found).median for found in (times.push, times.reduce, times.prepare, times.update)]
                 per_unit = sum(medians) / unit_count * 1e3
                 rows.append([unit_count, dp, algorithm, *(f"{each:.2f}" for each in medians), f"{per_unit:.0f}"])
