@@ -132,13 +132,14 @@ def test_trainer_that_lost_its_lease_and_its_replica_go_on_in_process(
     with ExitStack() as stack:
         grid = Grid(cluster, stack, (2, 1, 2))
         stopped = grid.start(1, "--in-process", "--signal", int(signal.SIGSTOP), "--at-step", AT_STEP)
-        trainers = [grid.start(0, "--in-process"), stopped, grid.start(2), grid.start(3)]
+        # All in process: on a busy machine, any of them may be silent for longer than the short lease.
+        trainers = [grid.start(0, "--in-process"), stopped, *(grid.start(rank, "--in-process") for rank in (2, 3))]
         stopped.wait_stopped()
         trainers[2].wait_for_step(AT_STEP + 1)  # the lease was revoked, and this replica computes both work items
         stopped.resume()
         results = [trainer.finish() for trainer in trainers]
     assert list(map(state_of, results)) == list(undisturbed[2, 1, 2].values())
-    assert [result["state"]["models"] for result in results] == [2, 2, 1, 1]
+    assert all(result["state"]["models"] > 1 for result in results[:2]), results
 
 
 def test_replica_goes_on_in_process_after_a_rollback(tmp_path: Path) -> None:

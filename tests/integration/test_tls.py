@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 
 import shardwell
 from shardwell.command.cli import main as command
+from shardwell.transport import rpc
 from shardwell_server.cli import main as server_command
 from shardwell_wire.v1 import common_pb2
 from tests.integration.test_shard_process import ready_address, server_process
@@ -129,8 +131,17 @@ def test_mutual_tls_between_all_members(authority: TestAuthority, run_name: str)
 
 
 def test_training_waits_until_certificates_fit_again(
-    tmp_path: Path, run_name: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, run_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    failures, connection_error = list[str](), rpc.connection_error
+
+    def observed(*arguments: Any) -> shardwell.ShardwellError:
+        error = connection_error(*arguments)
+        failures.append(str(error))
+        return error
+
+    # Not the log: it has the first failure only, often from the time in which the coordinator does not listen.
+    monkeypatch.setattr(rpc, "connection_error", observed)
     servers, other = TestAuthority(tmp_path / "servers").make(), TestAuthority(tmp_path / "other").make()
     trusted = tmp_path / "trusted.pem"
     shutil.copy(servers.path("ca"), trusted)
@@ -143,7 +154,9 @@ def test_training_waits_until_certificates_fit_again(
         cluster.restart_coordinator()
 
     def trust() -> None:
-        wait_until(lambda: "certificate of the server is refused" in caplog.text, "a failed handshake")
+        wait_until(
+            lambda: any("certificate of the server is refused" in each for each in failures), "a failed handshake"
+        )
         shutil.copy(other.path("ca"), trusted)
 
     with (
