@@ -24,6 +24,7 @@ from shardwell_wire.errors import (
     InvalidRequestError,
     NotFoundError,
     StaleEpochError,
+    StepRestartedError,
     StepStateError,
     UnavailableError,
     WorldError,
@@ -190,9 +191,13 @@ class Trainer:
         self.finish(step)
         request = {"context": self.context(step), "trainer": self.name}
         for _ in range(POLLS):
-            committed = self.cluster.call(
-                "CommitStep", **request, optimizer=optimizer(), clip_coefficient=1.0, wait_s=5.0
-            )
+            try:
+                committed = self.cluster.call(
+                    "CommitStep", **request, optimizer=optimizer(), clip_coefficient=1.0, wait_s=5.0
+                )
+            except StepRestartedError:
+                self.finish(step)  # the coordinator has restarted since
+                continue
             if committed.committed:
                 self.items = {item.global_rank: item for item in committed.next_work.items}
                 return
