@@ -130,19 +130,23 @@ class Committer:
                 started_s = self._state.clock()
                 await self._state.save_commit(run, step, record, state)
                 run.commits.note_record_time(self._state.clock() - started_s)
-        except ShardwellError as error:
-            self._state.events.add(EventKind.STEP_FAILED, f"step {record.step}: {error}", run=run.name)
-            if moves:
-                # The new owners have no contributions of their own, and a restarted step goes to them.
-                run.work.restart()
-                self._state.tasks.start(self._store_moves(run))
+        except BaseException as error:
+            run.changed.notify()
+            if isinstance(error, ShardwellError):
+                self._state.events.add(EventKind.STEP_FAILED, f"step {record.step}: {error}", run=run.name)
+                if moves:
+                    # The new owners have no contributions of their own, and a restarted step goes to them.
+                    run.work.restart()
+                    self._state.tasks.start(self._store_moves(run))
             raise
         finally:
             step.recording = False
-            run.changed.notify()
         fault_points.reach("coordinator.commit.after_record", step=record.step)
         # No ``await`` here: once ``writing`` is False, no other request may run before the step has advanced.
         run.advance(step, record, state)
+        self._promoter.start(run)
+        self._updates.start_all(run)
+        run.changed.notify()  # servers get their requests before the trainers that are answered compete for the CPU
         outcome = "skipped" if step.skipped else f"gradient norm {prepared.grad_norm:.6g}"
         if run.asynchronous:
             item = f"item {record.item} of dp rank {record.dp_rank}, which read version {record.base_version}"
@@ -151,8 +155,6 @@ class Committer:
         if moves:
             targets = ", ".join(sorted({repr(move.backup.server_id) for move in moves}))
             self._state.events.add(EventKind.SHARDS_MOVED, f"{len(moves)} shards moved to {targets}", run=run.name)
-        self._promoter.start(run)
-        self._updates.start_all(run)
         self._trainers.items.start_fencing(run)
 
     async def _store_moves(self, run: Run) -> None:

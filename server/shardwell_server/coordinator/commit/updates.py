@@ -5,14 +5,14 @@ from __future__ import annotations
 from shardwell_server.coordinator.checkpoints.saving import CheckpointSaver
 from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.runs.committed_steps import PendingUpdate
+from shardwell_server.coordinator.runs.proposals import committed_optimizer
 from shardwell_server.coordinator.runs.run import Run
 from shardwell_server.coordinator.servers.shard_servers import ShardServers
 from shardwell_server.coordinator.state import CoordinatorState
-from shardwell_server.coordinator.storage.records import CommitRecord
 from shardwell_wire import fault_points
 from shardwell_wire.errors import NotFoundError, ShardwellError, UnavailableError
 from shardwell_wire.retry import retry_async
-from shardwell_wire.v1 import common_pb2, shard_pb2
+from shardwell_wire.v1 import shard_pb2
 
 _RECHECK_S = 0.5
 """How often a waiting update checks whether its server is gone, in seconds."""
@@ -37,26 +37,33 @@ class UpdateSender:
         """Sends the update of the last commit to every server, in the background."""
         if run.checkpoints.restore is not None:
             return  # the servers drop these shards
-        for server_id, pending in run.commits.pending_updates.items():
-            self.start(run, server_id, pending)
+        if run.commits.pending_updates:
+            request = self._request(run)
+            for server_id, pending in run.commits.pending_updates.items():
+                self._state.tasks.start(self._send(run, request, server_id, pending))
 
     def start(self, run: Run, server_id: str, pending: PendingUpdate) -> None:
         """Sends a pending update to its server, in the background."""
-        self._state.tasks.start(self._send(run, run.commits.records[-1], server_id, pending))
+        self._state.tasks.start(self._send(run, self._request(run), server_id, pending))
 
-    async def _send(self, run: Run, record: CommitRecord, server_id: str, pending: PendingUpdate) -> None:
-        """Repeats ``Update`` until the server acknowledges it, the run is deleted, or the server process is gone.
-
-        A server that is only lost may return with its shards. It then needs the update, unless they have moved.
-        """
-        request = shard_pb2.UpdateRequest(
+    def _request(self, run: Run) -> shard_pb2.UpdateRequest:
+        """Returns the update of the last commit."""
+        record = run.commits.records[-1]
+        return shard_pb2.UpdateRequest(
             context=self._servers.context(run, record.step),
-            optimizer=common_pb2.OptimizerStep.FromString(record.optimizer),
+            optimizer=committed_optimizer(record.optimizer),
             clip_coefficient=record.clip_coefficient,
             unit_order=record.unit_order,
             rank_versions=_rank_versions(run),
         )
+
+    async def _send(self, run: Run, request: shard_pb2.UpdateRequest, server_id: str, pending: PendingUpdate) -> None:
+        """Repeats ``Update`` until the server acknowledges it, the run is deleted, or the server process is gone.
+
+        A server that is only lost may return with its shards. It then needs the update, unless they have moved.
+        """
         process, cluster, reported = (server_id, pending.incarnation), self._state.cluster, False
+        step = request.context.step
 
         async def attempt() -> None:
             if run.commits.pending_updates.get(server_id) is not pending:
@@ -84,11 +91,11 @@ class UpdateSender:
             pending.note_failed(str(error))
             if not reported and self._state.clock() - pending.since_s > _DELAY_EVENT_AFTER_S:
                 reported = True
-                message = f"step {record.step} is not updated yet: {error}"
+                message = f"step {step} is not updated yet: {error}"
                 self._state.events.add(EventKind.UPDATE_DELAYED, message, run=run.name)
 
         await retry_async(attempt, errors=ShardwellError, check=note_failure)
-        fault_points.reach("coordinator.update.acknowledged", step=record.step, server=server_id)
+        fault_points.reach("coordinator.update.acknowledged", step=step, server=server_id)
         if run.commits.pending_updates.get(server_id) is pending:
             run.commits.finish_update(server_id, pending, self._state.clock())
             run.changed.notify()

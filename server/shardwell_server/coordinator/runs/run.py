@@ -433,10 +433,9 @@ class Run:
                 return  # this optimizer updated all units; otherwise earlier steps used other optimizers
 
     def advance(self, step: Step, record: CommitRecord, state: coordinator_pb2.RunState | None) -> None:
-        """Starts the step after a step whose commit record is durable."""
+        """Starts the step after a step whose commit record is durable. The caller notifies ``changed``."""
         self.commits.append(record, state, self.units.updated_processes, self.clock())
         self.work.advance(step)
-        self.changed.notify()
         # The response of an rpc in progress tells its trainer about the commit.
         self.tell(member for member in self.members if not member.rpcs_in_progress)
 
