@@ -36,7 +36,7 @@ class FlatGradients:
         if self.wire_dtype != AS_STORED:
             self._plan().round_trip(self._values(), InVector(memory, self.start_bytes))
             return
-        # Not with torch: its copies of bytes take 1.6 times as long as these, and five times if they are small.
+        # Not with torch: its copies of bytes take 1.1 to 1.6 times as long for 1 MB, and five times for small segments.
         for at in self.plans.segments(self.indices):
             piece = _memory_in(self.flats[at.parameter_index], at)
             target = memory[at.start_bytes - self.start_bytes : at.stop_bytes - self.start_bytes]
