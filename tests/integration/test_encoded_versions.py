@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from shardwell.transport.incoming import into
 from shardwell.transport.shm_transport import ShmTransport
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.state.encoded_versions import EncodedVersions
+from shardwell_server.shard.state.values import Values
 from shardwell_wire import wire_dtypes
 from shardwell_wire.chunk_streams import memory_at
 from shardwell_wire.errors import VersionGoneError
@@ -198,3 +201,45 @@ def test_encoding_that_ends_while_others_wait_for_memory_is_not_kept(
         next(waited)
         server.evaluate(lambda: unreserved.release(unreserved._limit_bytes))
         assert server.unreserved_bytes() == 0
+
+
+@pytest.mark.parametrize("ends", ["before-the-readers-move", "while-the-readers-move"])
+@pytest.mark.parametrize("base", [None, shard_pb2.StreamBase()], ids=["plain", "with-deltas"])
+def test_encoding_of_a_version_that_is_being_replaced_is_not_kept(
+    server: ShardServer, monkeypatch: pytest.MonkeyPatch, base: shard_pb2.StreamBase | None, ends: str
+) -> None:
+    """Otherwise readers of the next version would get the former version's bytes."""
+    started, go_on = threading.Event(), threading.Event()
+    real, move_readers, encoding = EncodedVersions.compute_encode, Values._move_readers, list[EncodedVersions]()
+
+    def slow(self: EncodedVersions, *arguments: Any) -> None:
+        encoding.append(self)
+        started.set()
+        assert go_on.wait(20.0)
+        real(self, *arguments)
+
+    async def move_afterwards(self: Values, *arguments: Any, **options: Any) -> None:
+        """Two readers began to read the version: one is encoding, and one waits for it and encodes after it."""
+        go_on.set()
+        readers = self.current.readers if self.current is not None else 0
+        assert readers == 2
+        while encoding[0]._lock.locked() if ends.startswith("before") else len(encoding) < readers:
+            await asyncio.sleep(0.001)
+        await move_readers(self, *arguments, **options)
+
+    monkeypatch.setattr(EncodedVersions, "compute_encode", slow)
+    one = unit(server)
+    request = one.gather_request(wire_dtype=BFLOAT16, base=base)
+    gathered = [
+        in_background(lambda: list(server.client.byte_response_stub("Gather")(request, timeout=20.0))) for _ in range(2)
+    ]
+    assert started.wait(20.0)
+    current = server.store.run(one.run, one.identity.run_id).primary(one.layout.unit).values.current
+    assert current is not None
+    server.until(lambda: current.readers == 2, "both wait")
+    monkeypatch.setattr(Values, "_move_readers", move_afterwards)
+    train(one, 0)
+    assert all(next(each) for each in gathered)
+    version, encoded = gather(one)
+    assert version == 1
+    assert torch.equal(encoded, encode(one, one.flat(one.filled(-1.0)), BFLOAT16))

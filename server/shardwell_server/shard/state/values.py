@@ -316,13 +316,15 @@ class Values:
         If the block raises, the values belong to neither version, and readers wait. The caller must repeat the block
         until it succeeds. If an error occurs before the block, nothing has changed.
         """
-        assert self.live is not None
+        assert self.live is not None and self.current is not None
         self._updating = True  # from here on no new read can start
         if self._becoming != version:  # a repeated update has already moved the readers
+            before = self.current
+            before.newest = False  # what is encoded from it from here on must not be kept for the next version
             try:
                 await self._move_readers(in_thread, hold=hold)
             except BaseException:
-                self._updating = False
+                before.newest, self._updating = True, False
                 self._notify()
                 raise
             self._becoming = version
