@@ -14,6 +14,7 @@ from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.inspection.stall import explain_stall
 from shardwell_server.coordinator.leases.trainers import TrainerLeases
 from shardwell_server.coordinator.runs.asynchronous_work import AsynchronousWork
+from shardwell_server.coordinator.runs.finished_reports import newly_finished
 from shardwell_server.coordinator.runs.members import Member
 from shardwell_server.coordinator.runs.module_buffers import check_written_buffers
 from shardwell_server.coordinator.runs.replicated_gradients import find_differences, note_gradients
@@ -67,7 +68,7 @@ class WorkRequests:
             return coordinator_pb2.FinishWorkResponse(all_finished=True, placement=run.relocations.announced)
         member.note_behind(False)
         reported = {report.global_rank for report in reports}
-        finished = step.check_finished(member.name, reports, len(run.units))
+        finished = newly_finished(step, member.name, reports, len(run.units))
         written = check_written_buffers(step, finished, reports, run.units.layouts)
         note_gradients(finished, reports, run.units.layouts)
         are_last = run.work.finish_items(member, step, finished, written)
