@@ -121,6 +121,26 @@ def test_shards_that_are_read_or_locked_or_captured_are_not_joined(tmp_path: Pat
     assert refused.joined == STEPS - 2
 
 
+class Frozen(Counted):
+    """A process whose parameters have no optimizer, so that only the averages of their values begin."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, "adamw")
+        self.optimizer.ClearField("units")
+
+    async def update(self, run: HostedRun, store: ShardStore, step: int) -> None:
+        await super().update(run, store, step)
+        for shard in run.published:
+            if not shard.layout.holds_buffers:
+                shard.applied.check_averaged()
+
+
+def test_averages_of_parameters_without_an_optimizer_begin_with_the_first_averaged_step(tmp_path: Path) -> None:
+    frozen = Frozen(tmp_path / "frozen")
+    frozen.play()
+    assert frozen.joined == STEPS - 1
+
+
 def test_copies_are_merged_and_restored() -> None:
     memory = torch.arange(256, dtype=torch.uint8)
     file = SharedBuffer("/none/file", memory)

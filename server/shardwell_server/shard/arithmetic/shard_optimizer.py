@@ -216,10 +216,7 @@ class ShardOptimizer:
         self._allocated = allocated
         self.revision += 1
         self._members_prepared, self._plan = tuple(self._members(present, optimizer, group_of)), None
-        self._joint_parts, self._starts_averages = (
-            None,
-            optimizer.HasField("ema_decay") and not self.averages.has_started,
-        )
+        self._joint_parts, self._is_averaged = None, optimizer.HasField("ema_decay")
         self.counted = tuple(member.number for member in self._members_prepared)
         for member in self._members_prepared:
             fresh_state = allocated.states[member.number].state if member.number in allocated.states else {}
