@@ -15,6 +15,7 @@ import torch
 from shardwell.data_plane.remote_shard import RemoteShard, Wire
 from shardwell.transport.base import ignore
 from shardwell.transport.server_connection import ServerConnection
+from shardwell.transport.shard_client import ShardClient
 from shardwell.transport.shm_transport import ShmTransport
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.requests.pushes import Push
@@ -227,6 +228,37 @@ def test_session_that_breaks_while_a_buffer_is_opened_is_replaced(
             trainer.prepare(0, part)()
         trainer.end(0)
         assert trainer.transport is not first
+        assert trainer.one.gather()[0] == 1
+        assert_nothing_is_left(trainer)
+
+
+@pytest.mark.parametrize("when", ["as the gradient is copied", "as it is pushed again"])
+def test_session_that_breaks_before_a_buffer_is_mapped_is_replaced(
+    server: ShardServer, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """The server has named the file of the buffer, and removes it with the session."""
+    with Trainer(server) as trainer:
+        push = trainer.prepare(0, 0) if when == "as it is pushed again" else None
+        first, call, broken = trainer.transport, ShardClient.call, list[ShmTransport]()
+        if push is not None:
+            trainer.break_session()
+
+        def breaking(client: ShardClient, name: str, *arguments: Any, **options: Any) -> Any:
+            answer = call(client, name, *arguments, **options)
+            if name == "OpenGradientBuffer" and not broken:
+                broken.append(trainer.transport)
+                trainer.break_session()
+            return answer
+
+        monkeypatch.setattr(ShardClient, "call", breaking)
+        monkeypatch.setattr(trainer.connection.transports.guard, "_ask", lambda: None)
+        monkeypatch.setattr(trainer.connection.transports.guard, "_wait_limit_s", 20.0)
+        (push or trainer.prepare(0, 0))()
+        trainer.prepare(0, 1)()
+        trainer.end(0)
+        assert broken and trainer.transport is not broken[0]
+        assert (broken[0] is first) == (push is None)
+        assert trainer.connection.copies_gradients
         assert trainer.one.gather()[0] == 1
         assert_nothing_is_left(trainer)
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from shardwell.transport.base import ByteCounter
+from shardwell.transport.shared_vector import SegmentLocation
 from shardwell.weights import run_connections
 from shardwell.weights.run_connections import RunConnections
 from shardwell_wire.credentials import NO_CREDENTIALS
@@ -90,6 +91,21 @@ def test_connection_is_opened_again_after_an_error(connections: RunConnections) 
     with pytest.raises(UnavailableError, match="s at host:1 was restarted"), connections.reaching(shard("1")):
         raise NotFoundError("this server does not hold the run")
     assert used_connection(connections, shard("1")) == 2
+
+
+def test_shard_whose_file_vanishes_before_it_is_mapped_is_read_over_another_connection(
+    connections: RunConnections, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def vanished(_: _Shard, location: SegmentLocation) -> None:
+        raise FileNotFoundError(2, "No such file or directory", location.path)
+
+    monkeypatch.setattr(run_connections, "CAN_MAP", True)
+    with monkeypatch.context() as patch:
+        patch.setattr(_Shard, "locate", lambda _: SegmentLocation("/folder/file", 0, 16))
+        patch.setattr(_Shard, "map", vanished, raising=False)
+        with pytest.raises(UnavailableError, match=r"s at host:1 .*it has removed the file /folder/file"):
+            used_connection(connections, shard("1"))
+    assert used_connection(connections, shard("1")) == 1
 
 
 def test_concurrent_first_reads_of_a_shard_keep_one_stream(

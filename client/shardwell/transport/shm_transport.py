@@ -11,8 +11,8 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -334,9 +334,20 @@ class ShmTransport(SharedTransport):
             start_bytes=start_bytes,
         )
         answer: shard_pb2.OpenGradientBufferResponse = self._client.call("OpenGradientBuffer", request)
-        return GradientBuffer.open(
-            answer.gradient_buffer_id, require_folder(answer.path, self._folder), self._sizes[shard]
-        )
+        path = require_folder(answer.path, self._folder)
+        with self._mapping():
+            return GradientBuffer.open(answer.gradient_buffer_id, path, self._sizes[shard])
+
+    @contextmanager
+    def _mapping(self) -> Iterator[None]:
+        """Raises UnavailableError if the server has removed a file that it named, because it or the session ended."""
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise UnavailableError(
+                f"{self._client.peer} has removed {error.filename}, a file of its shared memory, before this process "
+                "could map it: the server or this session has ended"
+            ) from error
 
     def release(self, dp_rank: int | None = None) -> None:
         """See ``SharedTransport``."""
@@ -372,7 +383,8 @@ class ShmTransport(SharedTransport):
         window = shard.require_window()
         values = window.bytes[location.start_bytes - shard.start_bytes : location.stop_bytes - shard.start_bytes]
         key = location.layout.unit, location.dp_rank, location.start_bytes
-        segment = self._staging_buffers.setdefault(key, StagingBuffer(location)).lay_out(answer, values)
+        with self._mapping():
+            segment = self._staging_buffers.setdefault(key, StagingBuffer(location)).lay_out(answer, values)
         window.check(answer.header.version)
         return segment
 

@@ -154,7 +154,10 @@ class RunConnections:
             )
             remote = RemoteShard(self.run, layout, server, shard.start_bytes, shard.stop_bytes, wire)
             if CAN_MAP and (location := remote.locate()) is not None:
-                remote.map(location)
+                try:
+                    remote.map(location)
+                except FileNotFoundError as error:
+                    raise UnavailableError(f"it has removed the file {location.path} of the shard") from error
             with self._lock:
                 remote = self._shards.setdefault(key, remote)
         return remote
