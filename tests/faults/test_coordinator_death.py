@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import shardwell
+from shardwell.session.step_commit import StepCommitter
 from tests.support import transformer
 from tests.support.processes import TrainerProcess
 from tests.support.reference import ADAMW, sha256, train_plain
@@ -75,3 +77,35 @@ def test_death_after_the_work_is_finished_repeats_no_work(tmp_path: Path, plain_
             optimizer.step()
             optimizer.zero_grad()
     assert computed == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("plain_loop", [False, True])
+def test_death_after_the_work_is_reported_again_repeats_no_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain_loop: bool
+) -> None:
+    batch, computed, deaths = torch.ones(2, 3), [], [0]
+    finish_work = StepCommitter.finish_work
+
+    with (
+        shardwell.LocalCluster(num_shards=1, state_dir=tmp_path) as cluster,
+        shardwell.join(cluster.address, run=uuid.uuid4().hex, world=shardwell.World(dp=1)) as session,
+    ):
+
+        def die_after_report(*arguments: Any, **options: Any) -> Any:
+            response = finish_work(*arguments, **options)
+            if session.step == 1 and deaths[0] < 2:
+                deaths[0] += 1
+                cluster.restart_coordinator()
+            return response
+
+        monkeypatch.setattr(StepCommitter, "finish_work", die_after_report)
+        model = shardwell.fully_shard(torch.nn.Linear(3, 3), session)
+        optimizer = shardwell.optim.SGD(model.parameters(), lr=0.1)
+        for step in session.steps(3):
+            for _ in [batch] if plain_loop else step.batches(lambda *_: batch):
+                computed.append(step.number)
+                model(batch).sum().backward()
+            optimizer.step()
+            assert not optimizer.repeats
+            optimizer.zero_grad()
+    assert (computed, deaths) == ([0, 1, 2], [2])

@@ -211,20 +211,20 @@ class WorkItems:
         )
 
     def after_reports(self, call: Callable[[], Result]) -> Result:
-        """Calls an rpc about finished work. A coordinator that has restarted since needs the reports of the work again.
+        """Calls an rpc about finished work. Coordinators that have restarted since need the reports of the work again.
 
         Raises:
             StepRestartedError: Work of the step was restarted.
         """
-        try:
-            return call()
-        except StepRestartedError as error:
-            if "ranks" not in error.data or self._membership.lapsed:
-                raise  # the coordinator knows the reports
-            # Work that the answer grants instead stays leased to this trainer, and ``finish_work`` gets it again.
-            if not self._report(accept_work=self._state.in_batches, accept_copies=False).all_finished:
-                raise
-        return call()
+        while True:
+            try:
+                return call()
+            except StepRestartedError as error:
+                if "ranks" not in error.data or self._membership.lapsed:
+                    raise  # the coordinator knows the reports
+                # Work that the answer grants instead stays leased to this trainer, and ``finish_work`` gets it again.
+                if not self._report(accept_work=self._state.in_batches, accept_copies=False).all_finished:
+                    raise
 
     def _start(self, work: coordinator_pb2.StepWork) -> list[WorkItemState]:
         """Starts the item of an asynchronous run that this trainer has waited for, or has to compute again.
