@@ -166,6 +166,27 @@ def test_a_proposal_without_a_report_is_refused_after_a_restart(tmp_path: Path) 
     run_async(scenario())
 
 
+def test_how_long_work_took_is_not_measured_from_the_restart(tmp_path: Path) -> None:
+    """Otherwise items would seem late for many steps, and idle trainers would compute copies of them."""
+
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await started(cluster)
+            for step in range(3):
+                if step < 2:
+                    await cluster.restart()
+                await a.finish(step)
+                cluster.clock.now += 1.0
+                answer = await b.finish(step, wait_s=1)
+                assert answer.all_finished
+                assert answer.HasField("last_finished") == (step == 2)
+                await asyncio.gather(*(trainer.commit(step, wait_s=5) for trainer in (a, b)))
+                await cluster.settle()
+            assert list(cluster.state.runs["r"].work_times._seconds) == [0.0, 1.0]
+
+    run_async(scenario())
+
+
 @pytest.mark.parametrize("returns", [False, True])
 def test_work_of_a_lost_trainer_is_computed_again_after_a_restart(tmp_path: Path, returns: bool) -> None:
     async def scenario() -> None:

@@ -68,7 +68,7 @@ class AsynchronousWork(Work):
                     fenced=False,
                 )
         self.steps = tuple(
-            Step(newest if item.state is WorkState.VACANT else versions[dp_rank], {dp_rank: item}, now)
+            Step(newest if item.state is WorkState.VACANT else versions[dp_rank], {dp_rank: item}, now, restored=True)
             for dp_rank, item in sorted(items.items())
         )
 

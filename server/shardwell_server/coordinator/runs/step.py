@@ -32,11 +32,13 @@ class Step:
         number: Number of the step, which is also the version of every unit that it reads.
         items: All work items, by dp rank.
         started_s: Clock time at which the step started.
+        restored: Whether a former coordinator started the step. How long its items took is then not known.
     """
 
     number: int
     items: dict[int, WorkItem]
     started_s: float
+    restored: bool = False
     generation: int = 0
     """Rises when an item is reset. Everything prepared in an earlier generation is invalid."""
     finished_s: float | None = None
@@ -139,7 +141,7 @@ class Step:
 
     def last_finished(self) -> coordinator_pb2.LastFinishedItem | None:
         """Returns the item that was finished last. None: one replica finished all, or the coordinator has restarted."""
-        if not self.items or not self.all_finished:
+        if not self.items or not self.all_finished or self.restored:
             return None
         last = max(self.items.values(), key=lambda item: item.since_s)
         others = [item.since_s for item in self.items.values() if item.trainers != last.trainers]

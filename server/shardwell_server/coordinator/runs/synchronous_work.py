@@ -57,8 +57,8 @@ class SynchronousWork(Work):
         if any(version != run.committed_step for version in versions.values()):
             # The run was not stored after the last commit, because nothing else changed: lease the items as before.
             self.begin(items)
-        else:
-            self.steps = (Step(run.committed_step, items, run.clock()),)
+            items = self.step.items
+        self.steps = (Step(run.committed_step, items, run.clock(), restored=True),)
 
     def advance(self, step: Step) -> None:
         """See ``Work``."""

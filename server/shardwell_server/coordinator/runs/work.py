@@ -171,7 +171,8 @@ class Work(ABC):
         now = run.clock()
         for item in (work.item for work in finished):
             if item.copy is None:
-                run.work_times.add((now - item.since_s) / len(finished))
+                if not step.restored:
+                    run.work_times.add((now - item.since_s) / len(finished))
                 continue
             copy_wins = item.copy.trainer == member.name
             run.work_times.add(now - (item.copy.since_s if copy_wins else item.since_s))
