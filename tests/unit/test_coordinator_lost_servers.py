@@ -112,6 +112,45 @@ def test_unit_is_placed_on_other_servers_when_one_ends_before_reserving(tmp_path
     run_async(scenario())
 
 
+def test_declaration_whose_turn_comes_when_no_server_is_live_is_unavailable(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=1) as cluster:
+            a, _ = await cluster.team("a", "b")
+            units = cluster.state.runs["r"].units
+            async with units.placement_lock:
+                declaring = asyncio.create_task(a.declare(unit("u", (64, 64))))
+                await cluster.until(lambda: "u" in units.placing and units.placing["u"].in_flight, "the placement")
+                cluster.shards["s0"].incarnation = None
+                cluster.state.cluster.servers["s0"].mark_ended()
+            with pytest.raises(UnavailableError, match="no shard server is live: start one"):
+                await declaring
+            await cluster.register("s0", "2")
+            cluster.shards["s0"].restart("2")
+            assert (await a.declare(unit("u", (64, 64)))).shards
+
+    run_async(scenario())
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_unit_is_placed_on_other_servers_when_one_is_forgotten_while_it_reserves(tmp_path: Path, answers: bool) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, _ = await cluster.team("a", "b")
+            servers = cluster.state.cluster.servers
+
+            def leave(rpc_name: str, request: object) -> None:
+                if rpc_name == "ReserveUnit" and "s1" in servers:
+                    cluster.state.cluster.deregister(servers["s1"])
+                    cluster.state.cluster.forget(servers["s1"])
+                    if not answers:
+                        raise NotFoundError("server 's1' is not registered: register first")
+
+            cluster.shards["s1"].fail = leave
+            assert {at.server_id for at in (await a.declare(unit("u", (64, 64)))).shards} == {"s0"}
+
+    run_async(scenario())
+
+
 def test_heartbeat_fails_when_shards_are_lost_permanently(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:

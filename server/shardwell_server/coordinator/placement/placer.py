@@ -17,6 +17,7 @@ from shardwell_server.coordinator.waiting import SharedCall, poll
 from shardwell_wire.errors import (
     CapacityError,
     InvalidRequestError,
+    NotFoundError,
     ShardwellError,
     StaleEpochError,
     StepStateError,
@@ -183,7 +184,7 @@ class UnitPlacer:
             await self._state.save_unit(run, Unit(index, layout, shards))
         except ShardwellError as error:
             await asyncio.gather(*(self._release(run, layout.unit, placement, shard) for shard in shards))
-            if isinstance(error, UnavailableError) and any(map(self.has_ended, shards)):
+            if isinstance(error, UnavailableError | NotFoundError) and any(map(self.has_ended, shards)):
                 return None
             raise
         return shards
@@ -199,7 +200,7 @@ class UnitPlacer:
 
         Raises:
             CapacityError: A server has no memory for its shard.
-            UnavailableError: A server is unreachable.
+            UnavailableError: A server is unreachable, or none is live.
         """
         shards = self._choose_servers(layout)
         await self._request_memory(run, index, layout, shards, placement)
@@ -225,10 +226,12 @@ class UnitPlacer:
 
         responses = await self._servers.call_all(ranges, "ReserveUnit", request)
         for server_id, response in responses.items():
-            self._state.cluster.servers[server_id].note_free(response.free_bytes)
+            self._note_free(server_id, response.free_bytes)
 
     def _choose_servers(self, layout: UnitLayout) -> tuple[ShardRecord, ...]:
         cluster, shards = self._state.cluster, []
+        if not cluster.live:  # the last one was lost while other units were placed
+            raise UnavailableError("no shard server is live: start one (shardwell-server shard --coordinator ...)")
         staying = [server for server in cluster.live if not server.draining] or cluster.live
         candidates = [Candidate(server.server_id, server.free_bytes) for server in staying]
         for piece in place(layout, candidates, self._state.settings.min_shard_bytes):
@@ -236,6 +239,10 @@ class UnitPlacer:
             server.reserve(piece.stop_bytes - piece.start_bytes)
             shards.append(ShardRecord(piece.start_bytes, piece.stop_bytes, piece.server_id, server.incarnation))
         return tuple(sorted(shards, key=lambda shard: shard.start_bytes))
+
+    def _note_free(self, server_id: str, free_bytes: int) -> None:
+        if (server := self._state.cluster.servers.get(server_id)) is not None:  # otherwise it left after it answered
+            server.note_free(free_bytes)
 
     async def _release(self, run: Run, unit: str, placement: int, shard: ShardRecord) -> None:
         """Releases a reservation. If the server is unavailable, the release is retried in the background."""
@@ -249,7 +256,7 @@ class UnitPlacer:
             except ShardwellError as error:
                 logger.warning("run %r: the reservation of unit %r was not released: %s", run.name, unit, error)
                 return True
-            self._state.cluster.servers[shard.server_id].note_free(response.free_bytes)
+            self._note_free(shard.server_id, response.free_bytes)
             return True
 
         async def release_later() -> None:
