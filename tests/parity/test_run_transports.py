@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import shardwell
 from shardwell.processes.local_cluster import ServerProcess
@@ -211,6 +212,38 @@ def test_unit_is_in_shared_memory_if_all_its_servers_offer_it(triple: str, mixed
         else:
             assert kinds == {"grpc"}
             assert not any(vectors) and not any(windows)
+
+
+# Gradients of any layout.
+
+
+class Phase(nn.Module):
+    """A complex factor. Autograd negates the gradient of the imaginary part lazily, without a copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.real, self.imaginary = nn.Parameter(torch.tensor([0.5])), nn.Parameter(torch.tensor([0.25]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * torch.complex(self.real, self.imaginary).conj()).real
+
+
+@pytest.mark.parametrize("transports", TRANSPORTS)
+def test_lazily_negated_gradients_match_plain_pytorch(single: str, transports: str) -> None:
+    values = torch.tensor([1 + 2j, 3 - 1j])
+    plain, sharded = Phase(), Phase()
+    plain(values).sum().backward()
+    assert plain.imaginary.grad is not None and plain.imaginary.grad.is_neg()
+    torch.optim.SGD(plain.parameters(), lr=1.0).step()
+    options = shardwell.TransferOptions(transports=transports)
+    with shardwell.join(single, run=uuid.uuid4().hex, world=shardwell.World(), transfers=options) as session:
+        shardwell.fully_shard(sharded, session)
+        optimizer = shardwell.optim.SGD(sharded.parameters(), lr=1.0)
+        for step in session.steps(1):
+            for batch in step.batches(lambda step, dp_rank: values):
+                sharded(batch).sum().backward()
+            optimizer.step()
+        assert sha256(shardwell.full_state_dict(sharded)) == sha256(plain.state_dict())
 
 
 # Broken transports.

@@ -327,11 +327,13 @@ def _cut(gradients: Gradients, bucket_bytes: int | None) -> list[Gradients]:
 
 
 def _plain(gradient: torch.Tensor) -> torch.Tensor:
-    """Returns a gradient without a graph, dense and contiguous."""
+    """Returns a gradient without a graph, dense and contiguous, whose memory has its values."""
     if gradient.requires_grad:
         gradient = gradient.detach()
     if gradient.layout is not torch.strided:
         gradient = gradient.to_dense()
+    if gradient.is_neg():  # of the imaginary part of a complex number, as autograd may return it
+        gradient = gradient.resolve_neg()
     # A torch operation without effect still costs time, because it releases the interpreter lock.
     return gradient if gradient.is_contiguous() else gradient.contiguous()
 
@@ -341,4 +343,4 @@ def _local(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     # A DTensor's gradient may be a partial sum, such as a norm's gradient under sequence parallelism. The sum is
     # reduced after the cast: autograd uses this order for a parameter that is cast in the forward.
     local: torch.Tensor = cast(Any, gradient).redistribute(placements=cast(Any, parameter).placements).to_local()
-    return local.contiguous()
+    return _plain(local)
