@@ -14,6 +14,7 @@ import torch
 
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.requests import backups, received_steps
+from shardwell_server.shard.state.unit_shard import UnitShard
 from shardwell_wire.errors import DeadlineError
 from shardwell_wire.optimizers import KEPT_GROUP
 from shardwell_wire.partitions import TRAINER_PREFIX
@@ -22,7 +23,7 @@ from shardwell_wire.v1 import common_pb2, shard_pb2
 from tests.integration.test_buffer_shards import FIRST, LAYOUT
 from tests.integration.test_partitions import descend, read, stage
 from tests.support.backup_pair import BACKUP, Pair, adam, gradients, hash_of, shard_on, straight
-from tests.support.shard_server import MIXED, PLAIN, ShardServer, error_of
+from tests.support.shard_server import MIXED, PLAIN, ShardServer, error_of, in_background
 
 TRAINERS = common_pb2.OptimizerStep(algorithm=f"{TRAINER_PREFIX}SGD")
 
@@ -224,6 +225,35 @@ def test_an_update_that_arrives_late_leaves_a_backup_in_sync(servers: Any) -> No
     assert not pair.backup.server.call("Update", adam(pair.backup, 0)).stale_backups
     assert not any(answer.stale_backups for answer in pair.update(2))
     pair.assert_equal(3)
+
+
+def test_a_repeated_copy_waits_for_an_update_of_the_backup(servers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The update runs in a thread, in the memory that the copy would release."""
+    pair = Pair(servers)
+    pair.copy()
+    pair.push(0)
+    pair.primary.prepare(0)
+    servers[0].call("Update", adam(pair.primary, 0))
+    former, waits, go_on, real = shard_on(pair.backup), threading.Event(), threading.Event(), UnitShard.compute_update
+
+    def slow(shard: UnitShard, *arguments: Any) -> None:
+        waits.set()
+        assert go_on.wait(20.0)
+        assert shard.values.live is not None, "nobody has released the memory"
+        real(shard, *arguments)
+
+    monkeypatch.setattr(UnitShard, "compute_update", slow)
+    updated = in_background(lambda: servers[1].call("Update", adam(pair.primary, 0)))
+    assert waits.wait(20.0)
+    pair.reservation -= 1  # the coordinator has not got the answer
+    copied = in_background(pair.copy)
+    servers[1].until(lambda: bool(former.unchanging._waiters) or former.values.live is None, "the copy arrives")
+    go_on.set()
+    next(updated)
+    assert next(copied).version == 1
+    pair.assert_equal(1)
+    pair.train(1)
+    pair.assert_equal(2)
 
 
 def test_silent_backup_is_left_out_of_the_step_and_a_slow_one_is_not(

@@ -75,13 +75,15 @@ async def receive_state(
     run = store.exact_run(header.context)
     former, version = find_backup(run, header.target), header.context.step
     what = f"state of {former.what}"
-
     content = read_content(former, header)
     tensors = [*(tensor for part in content.parts for tensor in part.state.values())]
     tensors += [tensor for partition in content.partitions for tensor in partition.data]
-    # Before memory is allocated: a header of a few bytes can describe any size.
-    store.memory.check_import(former.spec.memory_key, sum(tensor.nbytes for tensor in tensors), what)
-    shard = store.empty(run, former)  # drops what an older stream fills, which ends that stream
+    async with former.unchanging:  # an update may use its memory, if the primary repeats a copy
+        if find_backup(run, header.target) is not former:
+            raise StaleEpochError(f"the backup of {former.what} is built anew", unit=former.unit)
+        # Before memory is allocated: a header of a few bytes can describe any size.
+        store.memory.check_import(former.spec.memory_key, sum(tensor.nbytes for tensor in tensors), what)
+        shard = store.empty(run, former)  # drops what an older stream fills, which ends that stream
     shard.backups.placement = header.target.placement
 
     async def receive() -> None:
