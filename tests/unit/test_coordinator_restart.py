@@ -166,6 +166,33 @@ def test_a_proposal_without_a_report_is_refused_after_a_restart(tmp_path: Path) 
     run_async(scenario())
 
 
+@pytest.mark.parametrize("joins", ["b", "c"])
+def test_items_stay_with_their_trainer_while_another_one_builds_its_model(tmp_path: Path, joins: str) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await started(cluster)
+            await asyncio.gather(a.finish(0), b.finish(0))
+            await b.leave()
+            other = await cluster.join(joins)
+            for step in range(2):
+                await a.finish(step)
+                response = await a.commit(step, wait_s=5)
+                a.items = {item.global_rank: item for item in response.next_work.items}
+                assert set(a.items) == {0, 1}
+            await cluster.settle()
+            assert (await a.finish(2, wait_s=1)).all_finished
+            await cluster.restart()
+            for name in cluster.shards:
+                await cluster.register(name)
+            await cluster.settle()
+            assert (await a.finish(2, wait_s=1)).all_finished
+            await other.finish(2, [])  # it has built its model
+            assert (await a.commit(2, wait_s=5)).committed
+            assert [item.first_trainer for item in cluster.state.runs["r"].work.items] == ["a", joins]
+
+    run_async(scenario())
+
+
 def test_how_long_work_took_is_not_measured_from_the_restart(tmp_path: Path) -> None:
     """Otherwise items would seem late for many steps, and idle trainers would compute copies of them."""
 

@@ -36,7 +36,7 @@ RUN = RunRecord(
     last_epoch=9,
     members=(
         MemberRecord("a", "h", "i", 1, None, "live", None),
-        MemberRecord("b", "h", "j", 2, 0, "expired", True),
+        MemberRecord("b", "h", "j", 2, 0, "expired", True, "p", behind=True),
     ),
     ranks=(RankRecord(0, "a", "a", 3, 7, 2), RankRecord(1, "b", "a", 5, 7, 0)),
     addresses=(("name", "h:1"),),

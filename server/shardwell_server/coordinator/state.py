@@ -272,6 +272,7 @@ def _run_record(run: Run, *, committed: Step | None = None) -> RunRecord:
                 member.state.value,
                 member.accepts_reassigned_work,
                 member.process,
+                member.behind,
             )
             for member in run.members
         ),
@@ -343,6 +344,7 @@ def _restore_run(stored: StoredRun, clock: Callable[[], float]) -> Run:
                 member.accepts_reassigned_work,
                 joined_step=run.committed_step,
                 process=member.process,
+                behind=member.behind,
             )
         )
     run.addresses.update(record.addresses)

@@ -66,7 +66,8 @@ class WorkRequests:
             step = step_in_flight(run, number)
         if step is None:
             return coordinator_pb2.FinishWorkResponse(all_finished=True, placement=run.relocations.announced)
-        member.note_behind(False)
+        if member.note_behind(False):
+            run.touch()
         reported = {report.global_rank for report in reports}
         finished = newly_finished(step, member.name, reports, len(run.units))
         written = check_written_buffers(step, finished, reports, run.units.layouts)

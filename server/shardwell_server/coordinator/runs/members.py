@@ -196,9 +196,10 @@ class Member:
         changed, self.in_progress = item != self.in_progress, item
         return changed
 
-    def note_behind(self, behind: bool) -> None:
-        """Records whether the trainer is behind the step in flight."""
-        self.behind = behind
+    def note_behind(self, behind: bool) -> bool:
+        """Records whether the trainer is behind the step in flight. Returns True if this changed."""
+        changed, self.behind = behind != self.behind, behind
+        return changed
 
     def note_residuals(self, has_residuals: bool) -> None:
         """Records whether the trainer has residuals of error feedback."""

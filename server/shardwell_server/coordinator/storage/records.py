@@ -66,12 +66,16 @@ class MemberRecord(Row):
     """Value of a ``MemberState``."""
     accepts_reassigned_work: bool | None
     process: str = ""
+    behind: bool = False
+    """See ``Member.behind``."""
 
     @classmethod
     def from_row(cls, row: Sequence[Any]) -> Self:
         record = cls(*row)
         accepts = record.accepts_reassigned_work
-        return replace(record, accepts_reassigned_work=None if accepts is None else bool(accepts))
+        return replace(
+            record, accepts_reassigned_work=None if accepts is None else bool(accepts), behind=bool(record.behind)
+        )
 
 
 @dataclass(frozen=True, slots=True)

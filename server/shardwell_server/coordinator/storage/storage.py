@@ -32,7 +32,7 @@ from shardwell_server.coordinator.storage.records import (
 )
 from shardwell_wire.errors import UnavailableError
 
-SCHEMA_VERSION = 15
+SCHEMA_VERSION = 16
 
 FILE_NAME = "coordinator.sqlite"
 
@@ -52,7 +52,7 @@ CREATE TABLE runs (
 CREATE TABLE members (
     run TEXT NOT NULL, trainer TEXT NOT NULL, host TEXT NOT NULL, incarnation TEXT NOT NULL, epoch INTEGER NOT NULL,
     requested_rank INTEGER, state TEXT NOT NULL, accepts_reassigned_work INTEGER, process TEXT NOT NULL,
-    PRIMARY KEY (run, trainer)
+    behind INTEGER NOT NULL, PRIMARY KEY (run, trainer)
 ) WITHOUT ROWID;
 CREATE TABLE ranks (
     run TEXT NOT NULL, global_rank INTEGER NOT NULL, owner TEXT NOT NULL, trainer TEXT NOT NULL, epoch INTEGER NOT NULL,
