@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from shardwell.module.store import InitialValues
+from shardwell.module.store import InitialValues, InPlaceVector
 from shardwell_wire.errors import VersionGoneError
 from shardwell_wire.layout import UnitLayout
 from tests.support.in_memory_store import InMemoryStore
@@ -20,8 +20,11 @@ class FakeVector:
     def __init__(self, memory: torch.Tensor) -> None:
         self.bytes, self.version = memory, 0
 
+    def shows(self, version: int) -> bool:
+        return version == self.version
+
     def check(self, version: int) -> None:
-        if version != self.version:
+        if not self.shows(version):
             raise VersionGoneError(f"version {version} was overwritten", version=version)
 
     def forget_writes(self) -> None:
@@ -40,7 +43,7 @@ class InPlaceStore(InMemoryStore):
         self.vectors.append(FakeVector(self.units[index].shards[0][2]))
         return index
 
-    def in_place(self, unit_index: int) -> FakeVector:  # type: ignore[override]
+    def in_place(self, unit_index: int) -> InPlaceVector:  # type: ignore[override]
         return self.vectors[unit_index]
 
     def present_version(self, unit_index: int) -> int | None:
