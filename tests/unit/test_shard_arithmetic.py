@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import tracemalloc
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
@@ -21,6 +22,7 @@ from shardwell_server.shard.arithmetic.reduction import (
     reduce_shard,
 )
 from shardwell_server.shard.arithmetic.shard_optimizer import ShardOptimizer
+from shardwell_server.shard.arithmetic.squares import square_plan
 from shardwell_wire.errors import InvalidRequestError
 from shardwell_wire.layout import BLOCK_BYTES
 from shardwell_wire.sum_order import Scratch, SumOrder
@@ -312,3 +314,17 @@ def test_first_segment_that_is_not_finite_is_found_among_adjacent_ones(damaged: 
     reduced = reduce_shard(terms, SumOrder(dp), own[dp] if dp > 1 else None, starts, buffer=None)
     assert reduced.non_finite == damaged
     assert [gradient is not None for gradient in reduced.gradients][:damaged] == [True] * damaged
+
+
+def test_plan_of_a_large_shard_is_small() -> None:
+    """Many plans are kept: a step in which other parameters have gradients needs another one."""
+    square_plan.cache_clear()
+    block_count = 1 << 18  # 1 GiB
+    tracemalloc.start()
+    try:
+        plan = square_plan((0,), (block_count * BLOCK_BYTES // 4,), 4)
+        kept_bytes = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert plan.row_count == block_count
+    assert kept_bytes < 2 * block_count

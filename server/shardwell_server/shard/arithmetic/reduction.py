@@ -82,7 +82,7 @@ def reduce_shard(
         plan = square_plan(tuple(starts), tuple(mean.numel() for mean in own_means), own_means[0].element_size())
         mean, own = _joined(own_means[0], plan), [(rank, _joined(term, plan)) for rank, term in terms[first]]
         norms = torch.empty(plan.row_count, dtype=torch.float64)
-        for here, rows in plan.slices:
+        for here, rows in plan.slices():
             part = mean[here]
             if outs is not None:
                 compute_mean([(rank, term[here]) for rank, term in own], order, part, scratch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import compress
@@ -46,15 +46,26 @@ class SquarePlan:
     """Number of elements from the start of the first segment to the end of the last."""
     row: int
     """Number of elements of a block."""
-    slices: Sequence[tuple[slice, tuple[int, int, int]]]
-    """The slices of the vector that are reduced together. For each: first element and end of its whole blocks, and the
-    number of whole blocks before."""
+    base: int
+    """Number of elements of the flat vector before the first segment, in a vector of these elements only."""
     row_count: int
     """Number of whole blocks."""
-    is_own: Sequence[bool]
-    """Whether each whole block lies within one segment."""
+    is_own: bytes
+    """1 for each whole block that lies within one segment, 0 for the others."""
     parts: Sequence[tuple[int, Sequence[slice]]]
     """Parts of segments in other blocks, by length."""
+
+    def slices(self) -> Iterator[tuple[slice, tuple[int, int, int]]]:
+        """Yields the slices of the vector that are reduced together.
+
+        Each comes with the first element and the end of its whole blocks, and the number of whole blocks before.
+        """
+        base, row, step, stop = self.base, self.row, SLICE_BYTES // BLOCK_BYTES * self.row, 0
+        first_block = -(-base // row)
+        while stop < self.numel:
+            start, stop = stop, min(self.numel, (base + stop) // step * step + step - base)
+            low, high = -(-(base + start) // row), (base + stop) // row
+            yield slice(start, stop), (low * row - base, high * row - base, low - first_block)
 
     def compute_norms(self, values: torch.Tensor, rows: tuple[int, int, int], norms: torch.Tensor) -> None:
         """Computes the norms of the whole blocks of one slice.
@@ -96,21 +107,15 @@ def square_plan(first_bytes: tuple[int, ...], numels: tuple[int, ...], item_size
     starts = [first // item_size - base for first in first_bytes]
     numel = starts[-1] + numels[-1]
     first_block, end_block = -(-base // row), (base + numel) // row
-    is_own = [False] * max(0, end_block - first_block)
+    is_own = bytearray(max(0, end_block - first_block))
     parts: dict[int, list[slice]] = {}
     for start, count in zip(starts, numels, strict=True):
         stop = start + count
         low, high = -(-(base + start) // row), (base + stop) // row
-        for block in range(low, high):
-            is_own[block - first_block] = True
+        if low < high:
+            is_own[low - first_block : high - first_block] = b"\1" * (high - low)
         head_stop = min(stop, low * row - base)
         for begin, end in ((start, head_stop), (max(head_stop, high * row - base), stop)):
             if begin < end:
                 parts.setdefault(end - begin, []).append(slice(begin, end))
-    slices, step = [], SLICE_BYTES // item_size
-    stop = 0
-    while stop < numel:
-        start, stop = stop, min(numel, (base + stop) // step * step + step - base)
-        low, high = -(-(base + start) // row), (base + stop) // row
-        slices.append((slice(start, stop), (low * row - base, high * row - base, low - first_block)))
-    return SquarePlan(numel, row, slices, len(is_own), is_own, list(parts.items()))
+    return SquarePlan(numel, row, base, len(is_own), bytes(is_own), list(parts.items()))
