@@ -21,6 +21,14 @@ def _runtime_folder() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _units_are_freed() -> Iterator[None]:
+    """Frees units after their forward, as those of large models. The default keeps small models, as tests have."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("SHARDWELL_KEEP_BYTES", "0")
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _forked_servers() -> Iterator[None]:
     """Starts the servers of clusters in a fraction of the time."""
     with forked_servers():

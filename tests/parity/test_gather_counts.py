@@ -128,12 +128,12 @@ def test_unsynced_gradients_are_pushed_at_the_end_of_the_step() -> None:
 def test_session_counts_gathers_and_pushes(
     cluster: shardwell.LocalCluster, strategy: ShardingStrategy, accumulation: str
 ) -> None:
-    """Units that are read in place are gathered once per step, whatever the strategy."""
+    """Units that are read in place, or are small enough to be kept, are gathered once per step with any strategy."""
     of_block, of_root, pushes = ACCUMULATIONS[accumulation][strategy]
-    for transports, expected in (("socket", LAYERS * of_block + of_root), ("shm,socket", LAYERS + 1)):
-        with shardwell.join(
-            cluster.address, run=uuid.uuid4().hex, transfers=shardwell.TransferOptions(transports=transports)
-        ) as session:
+    freed, kept, default = LAYERS * of_block + of_root, LAYERS + 1, shardwell.TransferOptions().keep_bytes
+    for transports, keep_bytes, expected in (("socket", 0, freed), ("socket", default, kept), ("shm,socket", 0, kept)):
+        transfers = shardwell.TransferOptions(transports=transports, keep_bytes=keep_bytes)
+        with shardwell.join(cluster.address, run=uuid.uuid4().hex, transfers=transfers) as session:
             model = gpt()
             wrap_with(strategy)(model, session)
             optimizer = shardwell.optim.SGD(model.parameters(), lr=0.1)

@@ -120,8 +120,9 @@ def test_more_memory_for_weights_reduces_received_bytes() -> None:
     root = units[-1].size_bytes
 
     def trainer(**options: Any) -> TrainerPlan:
-        return planned(units, PlanOptions(**options)).trainer
+        return planned(units, PlanOptions(**{"keep_bytes": 0} | options)).trainer
 
+    assert planned(units, PlanOptions()).trainer.received_bytes == whole, "the default keeps a small model"
     assert trainer().received_bytes == 2 * whole - root
     assert trainer(keep_bytes=whole).received_bytes == trainer(keep_bytes=whole).weights_bytes == whole
     block = units[0].size_bytes
@@ -139,7 +140,7 @@ def test_bases_of_deltas_take_memory_and_are_received_once() -> None:
     sizes = [wire_bytes(unit.layout, "bfloat16") for unit in units]
 
     def planned_with(budget: int, **options: Any) -> TrainerPlan:
-        options = {"gather_dtype": "bfloat16", **options}
+        options = {"gather_dtype": "bfloat16", "keep_bytes": 0, **options}
         return planned(units, PlanOptions(delta_cache_bytes=budget, **options)).trainer
 
     none, whole = planned_with(0), planned_with(sum(sizes))
@@ -167,16 +168,17 @@ def test_host_cache_receives_weights_once_per_host() -> None:
     units = plan_units(gpt())
     whole, block = sum(unit.size_bytes for unit in units), units[0].size_bytes
     world = World(dp=6)
-    cached = planned(units, PlanOptions(world=world, ranks_per_host=3, host_cache_bytes=whole))
+    three: dict[str, Any] = {"world": world, "ranks_per_host": 3, "keep_bytes": 0}
+    cached = planned(units, PlanOptions(**three, host_cache_bytes=whole))
     assert cached.trainer.weights_bytes == cached.trainer.idle_bytes == 0
     assert cached.trainer.received_bytes == whole // 3
     assert cached.host_cache_bytes == whole + 4096 * len(units)
     assert cached.server.sent_bytes == 2 * whole
     assert cached.link_seconds["trainer in"] == pytest.approx(whole / cached.options.bandwidth, rel=1e-4)
-    part = planned(units, PlanOptions(world=world, ranks_per_host=3, host_cache_bytes=2 * block + 1))
+    part = planned(units, PlanOptions(**three, host_cache_bytes=2 * block + 1))
     assert part.host_cache_bytes == 2 * (block + 4096)
     assert part.trainer.received_bytes == 2 * block // 3 + 2 * whole - units[-1].size_bytes - 4 * block
-    hybrid = PlanOptions(world=world, ranks_per_host=3, strategy=ShardingStrategy.HYBRID_SHARD)
+    hybrid = PlanOptions(**three, strategy=ShardingStrategy.HYBRID_SHARD)
     assert planned(units, hybrid).trainer == cached.trainer
     on_servers = planned(units, PlanOptions(same_host=True, host_cache_bytes=whole))
     assert on_servers.host_cache_bytes == 0 == on_servers.transfer_seconds
@@ -225,6 +227,7 @@ def test_tables_show_unknown_activations(capsys: pytest.CaptureFixture[str]) -> 
                 "offload_to": "disk",
                 "push_dtype": "bfloat16",
                 "prefetch_bytes": 7,
+                "keep_bytes": 0,
                 "backward_prefetch": BackwardPrefetch.NONE,
             },
         ),
@@ -233,6 +236,7 @@ def test_tables_show_unknown_activations(capsys: pytest.CaptureFixture[str]) -> 
             {
                 "strategy": ShardingStrategy.NO_SHARD,
                 "offload_to": "cpu",
+                "keep_bytes": 0,
                 "gather_dtype": "bfloat16",
                 "push_dtype": "bfloat16",
             },

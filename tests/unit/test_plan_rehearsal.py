@@ -112,8 +112,8 @@ def test_units_read_in_place_take_no_memory() -> None:
     everything = rehearse(units, PlanOptions(), {unit.name for unit in units})
     assert everything.peak_bytes == everything.idle_bytes == 0
     assert set(everything.gathers.values()) == {1}
-    block = rehearse(units, PlanOptions(prefetch_bytes=0), {"blocks.0"})
-    whole = rehearse(units, PlanOptions(prefetch_bytes=0))
+    block = rehearse(units, PlanOptions(prefetch_bytes=0, keep_bytes=0), {"blocks.0"})
+    whole = rehearse(units, PlanOptions(prefetch_bytes=0, keep_bytes=0))
     assert block.gathers == {**whole.gathers, "blocks.0": 1} and whole.gathers["blocks.0"] == 2
     assert block.peak_bytes == whole.peak_bytes == units[1].size_bytes + units[-1].size_bytes
 
@@ -123,5 +123,5 @@ def test_rehearsal_reports_prefetched_and_kept_bytes() -> None:
     block = units[0].size_bytes
     found = rehearse(units, PlanOptions(prefetch_bytes=2 * block, keep_bytes=block))
     assert (found.ahead_bytes, found.kept_bytes) == (2 * block, block)
-    neither = rehearse(units, PlanOptions(prefetch_bytes=0))
+    neither = rehearse(units, PlanOptions(prefetch_bytes=0, keep_bytes=0))
     assert neither.ahead_bytes == neither.kept_bytes == 0

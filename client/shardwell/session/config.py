@@ -96,9 +96,10 @@ class TransferOptions(_Options):
     push_bytes: int = 64 << 20
     """Bytes of gradients that may be in flight before the backward waits. The default is
     enough for 64 messages of ``chunk_bytes``."""
-    keep_bytes: int = 0
-    """Bytes of weights that may stay in memory between two uses in one step, instead of being fetched again.
-    0 by default: a trainer needs memory for the units in use only."""
+    keep_bytes: int = 8 << 20
+    """Bytes of weights that may stay in memory between two uses in one step, instead of being fetched again. The
+    default is small beside the memory that torch takes, and keeps the small units of a model, whose second gather would
+    cost more than it saves. 0: every unit is freed."""
     max_gathers_in_flight: int = 0
     """Units that may be fetched at the same time, like ``limit_all_gathers`` of FSDP1. Weights that are read in place
     do not count. 0: limited by ``prefetch_bytes`` only."""
