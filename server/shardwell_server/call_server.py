@@ -95,8 +95,11 @@ class CallServer:
         """Accepts no more connections and requests, lets the handlers finish for ``grace_s``, and closes everything."""
         if self._server is None:
             return
-        self._server.close()
         self._port = 0
+        for listener in self._server.sockets:
+            asyncio.get_running_loop().remove_reader(listener.fileno())
+        await asyncio.sleep(0)  # asyncio leaks a connection that it has accepted if the server is closed in this turn
+        self._server.close()
         handlers = {task for connection in self._connections for task in connection.stop_reading()}
         if handlers:
             await asyncio.wait(handlers, timeout=grace_s)

@@ -427,6 +427,22 @@ def test_closed_handshakes_do_not_fill_the_log(
     assert caplog.text.count("is closed") == 5
 
 
+@pytest.mark.parametrize("turns", range(5))
+def test_connection_that_is_accepted_while_the_server_stops_is_closed(turns: int) -> None:
+    async def stop() -> None:
+        server = CallServer("127.0.0.1")
+        await server.start({}, lambda path, token: None, grpc_port=GRPC_PORT)
+        assert server.offer is not None
+        with socket.create_connection(("127.0.0.1", server.offer.port)) as peer:
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await server.stop(0.0)
+            await asyncio.sleep(0.05)
+            assert has_ended(peer)
+
+    asyncio.run(stop())
+
+
 def test_server_that_cannot_listen_has_no_call_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(host: str) -> socket.socket:
         raise SystemExit("cannot listen on [::]: no IPv6")
