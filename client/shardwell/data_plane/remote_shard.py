@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -23,11 +24,14 @@ from shardwell.transport.push_header import PartHeader, PushedRange
 from shardwell.transport.server_connection import ServerConnection
 from shardwell.transport.shared_vector import SegmentLocation, SharedVector
 from shardwell_wire import value_deltas
-from shardwell_wire.errors import UnavailableError
+from shardwell_wire.errors import DeadlineError, UnavailableError
 from shardwell_wire.layout import Segment, UnitLayout
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.stream_plan import RangePlans
 from shardwell_wire.wire_dtypes import AS_STORED, WireDtype
+
+_ASK_S = 1.0
+"""How long a server waits for a version before the trainer checks that it is still a member of the run."""
 
 _IDLE_BYTES = 64 << 20
 
@@ -154,16 +158,26 @@ class RemoteShard:
     def await_version(self, version: int | None) -> int:
         """Waits until a shard that is read in place has a version; returns the version."""
         if self.cached is None or version is None:
-            limit_s = self._wire.wait_limit_s
             try:
-                return self.owner.run(
-                    lambda server: server.await_version(self._address, version, wait_limit_s=limit_s),
-                    member=version is not None,
-                )
+                return self._await_at_owner(version)
             except UnavailableError:
                 if self.cached is None or version is None:  # otherwise it has moved to another host
                     raise
         return self.cached.ensure(version, partial(self._fetch_to_cache, version))
+
+    def _await_at(self, version: int | None, wait_s: float, server: ServerConnection) -> int:
+        return server.await_version(self._address, version, wait_s=wait_s, wait_limit_s=self._wire.wait_limit_s)
+
+    def _await_at_owner(self, version: int | None) -> int:
+        deadline = time.monotonic() + self._wire.wait_limit_s
+        while True:
+            wait_s = min(_ASK_S, max(0.0, deadline - time.monotonic()))
+            try:
+                return self.owner.run(partial(self._await_at, version, wait_s), member=version is not None)
+            except DeadlineError:
+                if version is None or wait_s < _ASK_S:
+                    raise
+            self.owner.require_valid()  # the version never comes if the run went back to an older one
 
     # ---- fetching ----
 

@@ -59,6 +59,10 @@ class ShardOwner:
         """See ``Moves.settle``."""
         self._moves.settle()
 
+    def require_valid(self) -> None:
+        """See ``Moves.require_valid``."""
+        self._moves.require_valid()
+
     def run(self, action: Callable[[ServerConnection], Result], *, member: bool = True) -> Result:
         """Runs an operation at the owner. Repeats it if it fails and the shard has another owner by then.
 

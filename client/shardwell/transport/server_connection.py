@@ -181,15 +181,22 @@ class ServerConnection:
             )
         )
 
-    def await_version(self, shard: ShardAddress, version: int | None, *, wait_limit_s: float) -> int:
-        """Waits until a shard in shared memory has a version; returns the version."""
+    def await_version(self, shard: ShardAddress, version: int | None, *, wait_s: float, wait_limit_s: float) -> int:
+        """Waits until a shard in shared memory has a version; returns the version.
+
+        Args:
+            shard: The shard.
+            version: The version. None: any.
+            wait_s: How long the server may wait for the version.
+            wait_limit_s: How long to repeat the request while the server is unavailable.
+        """
         if (window := shard.window) is not None and version is not None and window.shows(version):
             return version
         if self.transports.shared is None:
             raise UnavailableError(f"shard server at {self.address}: this process cannot map its memory")
         retry_for_s = min(_RETRY_S, wait_limit_s)
         return self.transports.over_shared(
-            lambda shared: shared.locate(shard, version, timeout_s=wait_limit_s, retry_for_s=retry_for_s)
+            lambda shared: shared.locate(shard, version, timeout_s=wait_s, retry_for_s=retry_for_s)
         ).version
 
     def locate(self, shard: ShardAddress, version: int | None = None, *, wait_limit_s: float) -> str | None:

@@ -1,0 +1,59 @@
+"""What a trainer does while it waits for a version of a shard that it reads in a server's memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shardwell.data_plane import remote_shard
+from shardwell.data_plane.remote_shard import RemoteShard, Wire
+from shardwell.data_plane.shard_owner import ShardOwner
+from shardwell_wire.errors import DeadlineError, StaleEpochError
+from shardwell_wire.run_identity import RunIdentity
+from tests.support.shard_server import PLAIN
+
+
+class ServerWithoutTheVersion:
+    """Answers after each wait that the version does not exist."""
+
+    def __init__(self) -> None:
+        self.waits: list[float] = []
+
+    def await_version(self, shard: object, version: int, *, wait_s: float, wait_limit_s: float) -> int:
+        self.waits.append(wait_s)
+        raise DeadlineError(f"waited {wait_s:.1f} s for version {version}")
+
+
+class Moves:
+    """The trainer is a member of the run for some checks."""
+
+    def __init__(self, checks: float) -> None:
+        self._checks = checks
+
+    def settle(self) -> None:
+        """No shard moves."""
+
+    def require_valid(self) -> None:
+        self._checks -= 1
+        if self._checks < 0:
+            raise StaleEpochError("the run was rolled back")
+
+
+def shard(server: Any, moves: Moves, *, wait_limit_s: float) -> RemoteShard:
+    owner = ShardOwner(server, moves)
+    return RemoteShard(RunIdentity("r", "1"), PLAIN, owner, 0, PLAIN.size_bytes, Wire(wait_limit_s=wait_limit_s))
+
+
+def test_wait_for_a_version_ends_when_the_run_was_rolled_back() -> None:
+    server = ServerWithoutTheVersion()
+    with pytest.raises(StaleEpochError, match="rolled back"):
+        shard(server, Moves(2), wait_limit_s=600.0).await_version(3)
+    assert server.waits == [remote_shard._ASK_S] * 3
+
+
+def test_wait_for_a_version_ends_at_the_limit() -> None:
+    server = ServerWithoutTheVersion()
+    with pytest.raises(DeadlineError, match="version 3"):
+        shard(server, Moves(10), wait_limit_s=0.5).await_version(3)
+    assert len(server.waits) == 1 and server.waits[0] <= 0.5
