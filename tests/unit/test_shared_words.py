@@ -25,7 +25,7 @@ print("ready", flush=True)
 found, stop = set(), time.monotonic() + 0.3
 while time.monotonic() < stop:
     found.update([words[0] for _ in range(1000)])
-print(*sorted(found))
+print(min(found))
 """
 
 
@@ -62,9 +62,9 @@ def test_no_process_sees_a_word_that_was_not_stored(write: Callable[[memoryview]
             assert reader.stdout is not None and reader.stdout.readline() == "ready\n"
             while reader.poll() is None:
                 write(place)
-            found = {int(word) for word in reader.stdout.read().split()}
+            least = int(reader.stdout.read())
         place.release()
-    assert found and 0 not in found
+    assert least > 0
 
 
 def test_negative_words_keep_their_sign() -> None:
