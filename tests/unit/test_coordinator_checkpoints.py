@@ -177,6 +177,36 @@ def test_checkpoint_waits_for_the_residuals_of_live_trainers(tmp_path: Path) -> 
     run_async(test())
 
 
+def test_residuals_are_wanted_when_the_folder_of_the_checkpoint_exists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begins, goes_on, begin = threading.Event(), threading.Event(), RunFolder.begin
+
+    def begin_late(folder: RunFolder, step: int, checkpoint_id: str) -> str:
+        begins.set()
+        assert goes_on.wait(10.0)
+        return begin(folder, step, checkpoint_id)
+
+    monkeypatch.setattr(RunFolder, "begin", begin_late)
+
+    async def test() -> None:
+        async with run_with_checkpoints(tmp_path) as (running, a, _):
+            queue = await keep_with_residuals(running, a)
+            await running.call("SaveCheckpoint", run="r")
+            try:
+                assert await asyncio.to_thread(begins.wait, 10.0)
+                wanted = (await a.heartbeat()).residuals
+                assert (wanted.step, wanted.checkpoint_id) == (1, "")
+            finally:
+                goes_on.set()
+            wanted = await queue.get()
+            await add_residuals(running, a, wanted, dp_ranks=[0, 1])
+            saved = await running.call("SaveCheckpoint", run="r", checkpoint_id=wanted.checkpoint_id, wait_s=5.0)
+            assert saved.checkpoint.state == coordinator_pb2.CHECKPOINT_STATE_SAVED
+
+    run_async(test())
+
+
 def test_file_with_other_tensors_than_residuals_is_left_out(tmp_path: Path) -> None:
     async def test() -> None:
         async with run_with_checkpoints(tmp_path) as (running, a, _):

@@ -185,6 +185,7 @@ class CheckpointSaver:
                 # Before the folder exists, so that a restarted coordinator finds and removes what was written.
                 await self._state.save_checkpoint(run, self._record(run, checkpoint, is_complete=False))
                 await self._files(lambda: folder.begin(step, checkpoint.checkpoint_id))
+                checkpoint.note_folder()
                 fault_points.reach("coordinator.checkpoint.before_begin", step=step)
                 last = run.commits.last
                 request = shard_pb2.BeginCheckpointRequest(

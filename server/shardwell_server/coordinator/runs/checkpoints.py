@@ -141,6 +141,8 @@ class CheckpointInFlight:
     step: int | None = None
     """Version to save. None: not determined yet, because no server was asked."""
     url: str = ""
+    has_folder: bool = False
+    """True once the folder exists. Nobody can write a file before."""
     state: CheckpointState = CheckpointState.WRITING
     progress: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Written and total bytes by server."""
@@ -163,6 +165,10 @@ class CheckpointInFlight:
     def begin(self, step: int, url: str, rollback_count: int) -> None:
         """Records the version, its folder, and how often the run has been rolled back."""
         self.step, self.url, self.rollback_count = step, url, rollback_count
+
+    def note_folder(self) -> None:
+        """Records that the folder exists."""
+        self.has_folder = True
 
     def note_progress(self, server_id: str, written_bytes: int, total_bytes: int) -> None:
         """Records how much a server has written."""
