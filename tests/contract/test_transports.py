@@ -105,11 +105,11 @@ class Opened:
         return address
 
     def fetch(
-        self, version: int | None = None, *, one: OneUnit | None = None, timeout_s: float = 20.0
+        self, version: int | None = None, *, one: OneUnit | None = None, wait_s: float = 20.0
     ) -> tuple[int, list[torch.Tensor]]:
         target = Target(torch.empty(self.one.size, dtype=torch.uint8))
         address = self.address(one)
-        fetched = self.transport.fetch(address, version, target, timeout_s=timeout_s, retry_for_s=0.0)
+        fetched = self.transport.fetch(address, version, target, wait_s=wait_s, timeout_s=20.0, retry_for_s=0.0)
         return fetched, self.one.split(target.bytes)
 
     def push(
@@ -195,7 +195,7 @@ def test_fetch_without_a_version_returns_the_newest(opened: Opened) -> None:
 
 
 def test_fetch_of_a_missing_version_ends_at_the_deadline(opened: Opened) -> None:
-    error = error_of(lambda: opened.fetch(3, timeout_s=0.3))
+    error = error_of(lambda: opened.fetch(3, wait_s=0.3))
     assert isinstance(error, DeadlineError)
     assert "version 3 of unit 'u' of run 'r'; the newest is 0" in str(error)
     assert opened.fetch()[0] == 0
@@ -248,6 +248,7 @@ def test_streams_report_that_they_are_nearly_done(server: ShardServer, name: str
             address_of(opened.one),
             1,
             Target(flat.view(torch.uint8)),
+            wait_s=20.0,
             timeout_s=20.0,
             retry_for_s=0.0,
             nearly_done=lambda: reported.append(bool((flat[: -NEARLY_DONE_BYTES // 4] == -1.0).all())),

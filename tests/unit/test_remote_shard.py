@@ -1,7 +1,8 @@
-"""What a trainer does while it waits for a version of a shard that it reads in a server's memory."""
+"""What a trainer does while it waits for a version of a shard."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,6 +25,9 @@ class ServerWithoutTheVersion:
         self.waits.append(wait_s)
         raise DeadlineError(f"waited {wait_s:.1f} s for version {version}")
 
+    def fetch(self, shard: object, version: int, target: object, *, wait_s: float, **_: object) -> int:
+        return self.await_version(shard, version, wait_s=wait_s, wait_limit_s=0.0)
+
 
 class Moves:
     """The trainer is a member of the run for some checks."""
@@ -45,15 +49,25 @@ def shard(server: Any, moves: Moves, *, wait_limit_s: float) -> RemoteShard:
     return RemoteShard(RunIdentity("r", "1"), PLAIN, owner, 0, PLAIN.size_bytes, Wire(wait_limit_s=wait_limit_s))
 
 
-def test_wait_for_a_version_ends_when_the_run_was_rolled_back() -> None:
+def await_version(shard: RemoteShard) -> int:
+    return shard.await_version(3)
+
+
+def fetch(shard: RemoteShard) -> int:
+    return shard.fetch(3, memoryview(bytearray(PLAIN.size_bytes)))
+
+
+@pytest.mark.parametrize("wait", [await_version, fetch])
+def test_wait_for_a_version_ends_when_the_run_was_rolled_back(wait: Callable[[RemoteShard], int]) -> None:
     server = ServerWithoutTheVersion()
     with pytest.raises(StaleEpochError, match="rolled back"):
-        shard(server, Moves(2), wait_limit_s=600.0).await_version(3)
+        wait(shard(server, Moves(2), wait_limit_s=600.0))
     assert server.waits == [remote_shard._ASK_S] * 3
 
 
-def test_wait_for_a_version_ends_at_the_limit() -> None:
+@pytest.mark.parametrize("wait", [await_version, fetch])
+def test_wait_for_a_version_ends_at_the_limit(wait: Callable[[RemoteShard], int]) -> None:
     server = ServerWithoutTheVersion()
     with pytest.raises(DeadlineError, match="version 3"):
-        shard(server, Moves(10), wait_limit_s=0.5).await_version(3)
+        wait(shard(server, Moves(10), wait_limit_s=0.5))
     assert len(server.waits) == 1 and server.waits[0] <= 0.5

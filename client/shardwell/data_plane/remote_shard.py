@@ -159,23 +159,29 @@ class RemoteShard:
         """Waits until a shard that is read in place has a version; returns the version."""
         if self.cached is None or version is None:
             try:
-                return self._await_at_owner(version)
+                return self._run_when_ready(version, partial(self._await_at, version))
             except UnavailableError:
                 if self.cached is None or version is None:  # otherwise it has moved to another host
                     raise
         return self.cached.ensure(version, partial(self._fetch_to_cache, version))
 
-    def _await_at(self, version: int | None, wait_s: float, server: ServerConnection) -> int:
+    def _await_at(self, version: int | None, server: ServerConnection, wait_s: float) -> int:
         return server.await_version(self._address, version, wait_s=wait_s, wait_limit_s=self._wire.wait_limit_s)
 
-    def _await_at_owner(self, version: int | None) -> int:
+    def _run_when_ready(self, version: int | None, action: Callable[[ServerConnection, float], int]) -> int:
+        """Runs an operation at the owner that waits for a version.
+
+        Args:
+            version: The version. None: any, and this trainer may be no member of the run.
+            action: The operation. Its last argument is how long the server may wait.
+        """
         deadline = time.monotonic() + self._wire.wait_limit_s
         while True:
             wait_s = min(_ASK_S, max(0.0, deadline - time.monotonic()))
             try:
-                return self.owner.run(partial(self._await_at, version, wait_s), member=version is not None)
+                return self.owner.run(lambda server: action(server, wait_s), member=version is not None)  # noqa: B023
             except DeadlineError:
-                if version is None or wait_s < _ASK_S:
+                if version is None or wait_s < _ASK_S or time.monotonic() >= deadline:
                     raise
             self.owner.require_valid()  # the version never comes if the run went back to an older one
 
@@ -264,9 +270,11 @@ class RemoteShard:
         if self._address.window is None and target.read_kept(version):
             assert version is not None
             return version
-        return self.owner.run(
-            lambda server: server.fetch(self._address, version, target, wait_limit_s=limit_s, nearly_done=nearly_done),
-            member=version is not None,
+        return self._run_when_ready(
+            version,
+            lambda server, wait_s: server.fetch(
+                self._address, version, target, wait_s=wait_s, wait_limit_s=limit_s, nearly_done=nearly_done
+            ),
         )
 
     # ---- pushing ----

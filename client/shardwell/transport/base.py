@@ -86,6 +86,7 @@ class ShardAddress:
         *,
         average: bool = False,
         base: shard_pb2.StreamBase | None = None,
+        wait_s: float | None = None,
         names_run: bool = True,
     ) -> shard_pb2.GatherRequest:
         """Returns the request for one version of the shard; see ``Transport.fetch`` and ``Incoming.base``."""
@@ -99,6 +100,7 @@ class ShardAddress:
             wire_dtype=wire_dtype,
             ema=average,
             base=base,
+            wait_s=wait_s,
         )
 
     def require_window(self) -> SharedVector:
@@ -210,6 +212,7 @@ class Transport(ABC):
         version: int | None,
         target: FetchTarget,
         *,
+        wait_s: float,
         timeout_s: float,
         retry_for_s: float,
         nearly_done: NearlyDone = ignore,
@@ -220,6 +223,7 @@ class Transport(ABC):
             shard: The range to fetch.
             version: The version to wait for. None: the newest.
             target: Receives the values.
+            wait_s: How long the server waits for the version.
             timeout_s: Deadline of one attempt.
             retry_for_s: How long to retry while the server is unavailable.
             nearly_done: Called when at most ``NEARLY_DONE_BYTES`` are missing.
@@ -280,6 +284,7 @@ class StreamTransport(Transport):
         version: int | None,
         target: FetchTarget,
         *,
+        wait_s: float,
         timeout_s: float,
         retry_for_s: float,
         nearly_done: NearlyDone = ignore,
@@ -287,7 +292,9 @@ class StreamTransport(Transport):
     ) -> int:
         """See ``Transport``. Fetches the moving average of the values if ``average`` is set."""
         with target.incoming() as incoming:
-            request = shard.gather_request(version, target.wire_dtype, average=average, base=incoming.base)
+            request = shard.gather_request(
+                version, target.wire_dtype, average=average, base=incoming.base, wait_s=wait_s
+            )
 
             def place(header: shard_pb2.GatherHeader) -> memoryview:
                 memory = incoming.place(header.version, header.deltas if header.HasField("deltas") else None)

@@ -149,22 +149,40 @@ class ServerConnection:
         version: int | None,
         target: FetchTarget,
         *,
+        wait_s: float,
         wait_limit_s: float,
         nearly_done: NearlyDone = ignore,
     ) -> int:
-        """Fetches one version of a shard, waiting until it exists; see ``Transport.fetch``."""
+        """Fetches one version of a shard, waiting until it exists; see ``Transport.fetch``.
+
+        Args:
+            shard: The shard.
+            version: The version. None: the newest.
+            target: Receives the values.
+            wait_s: How long the server waits for the version.
+            wait_limit_s: Deadline of the transfer, and how long to retry while the server is unavailable.
+            nearly_done: Called when the transfer is nearly done.
+        """
         retry_for_s, window = min(_RETRY_S, wait_limit_s), shard.window
         if window is None:
             return self.transports.over_stream(
                 lambda stream: stream.fetch(
-                    shard, version, target, timeout_s=wait_limit_s, retry_for_s=retry_for_s, nearly_done=nearly_done
+                    shard,
+                    version,
+                    target,
+                    wait_s=wait_s,
+                    timeout_s=wait_limit_s,
+                    retry_for_s=retry_for_s,
+                    nearly_done=nearly_done,
                 )
             )
         self.shared_counter.add(received_bytes=shard.stop_bytes - shard.start_bytes)
         if version is not None and window.shows(version):
             return shard.read(version, target)  # no message to the server
         return self.transports.over_shared(
-            lambda shared: shared.fetch(shard, version, target, timeout_s=wait_limit_s, retry_for_s=retry_for_s)
+            lambda shared: shared.fetch(
+                shard, version, target, wait_s=wait_s, timeout_s=wait_limit_s, retry_for_s=retry_for_s
+            )
         )
 
     def fetch_batch(self, fetches: Sequence[SmallFetch], arrived: Arrived, *, wait_limit_s: float) -> None:
@@ -177,7 +195,13 @@ class ServerConnection:
         retry_for_s = min(_RETRY_S, wait_limit_s)
         return self.transports.over_stream(
             lambda stream: stream.fetch(
-                shard, version, target, timeout_s=wait_limit_s, retry_for_s=retry_for_s, average=True
+                shard,
+                version,
+                target,
+                wait_s=wait_limit_s,
+                timeout_s=wait_limit_s,
+                retry_for_s=retry_for_s,
+                average=True,
             )
         )
 

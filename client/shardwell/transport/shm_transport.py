@@ -248,12 +248,13 @@ class ShmTransport(SharedTransport):
         version: int | None,
         target: FetchTarget,
         *,
+        wait_s: float,
         timeout_s: float,
         retry_for_s: float,
         nearly_done: NearlyDone = ignore,
     ) -> int:
         """See ``Transport``. The shard must be mapped. ``nearly_done`` is not called, because nothing is streamed."""
-        found = self.locate(shard, version, timeout_s=timeout_s, retry_for_s=retry_for_s).version
+        found = self.locate(shard, version, timeout_s=min(wait_s, timeout_s), retry_for_s=retry_for_s).version
         return shard.read(found, target)
 
     def locate(

@@ -458,6 +458,7 @@ class GatherRequest(google.protobuf.message.Message):
     EMA_FIELD_NUMBER: builtins.int
     RUN_ID_FIELD_NUMBER: builtins.int
     BASE_FIELD_NUMBER: builtins.int
+    WAIT_S_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run."""
     unit: builtins.str
@@ -480,6 +481,8 @@ class GatherRequest(google.protobuf.message.Message):
     """
     run_id: builtins.str
     """Id of the run. NOT_FOUND if the run of this name has another id. Empty: any run of this name."""
+    wait_s: builtins.float
+    """Longest wait for the version, in seconds; DEADLINE_EXCEEDED follows. Unset: the deadline of the rpc."""
     @property
     def base(self) -> global___StreamBase:
         """With BFLOAT16 or FLOAT16: the client keeps the stream, and accepts deltas against the one that it has. Unset: the
@@ -499,10 +502,14 @@ class GatherRequest(google.protobuf.message.Message):
         ema: builtins.bool = ...,
         run_id: builtins.str = ...,
         base: global___StreamBase | None = ...,
+        wait_s: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_version", b"_version", "base", b"base", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_version", b"_version", "base", b"base", "chunk_bytes", b"chunk_bytes", "ema", b"ema", "run", b"run", "run_id", b"run_id", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit", "version", b"version", "wire_dtype", b"wire_dtype"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_version", b"_version", "_wait_s", b"_wait_s", "base", b"base", "version", b"version", "wait_s", b"wait_s"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_version", b"_version", "_wait_s", b"_wait_s", "base", b"base", "chunk_bytes", b"chunk_bytes", "ema", b"ema", "run", b"run", "run_id", b"run_id", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit", "version", b"version", "wait_s", b"wait_s", "wire_dtype", b"wire_dtype"]) -> None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_version", b"_version"]) -> typing.Literal["version"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_wait_s", b"_wait_s"]) -> typing.Literal["wait_s"] | None: ...
 
 global___GatherRequest = GatherRequest
 

@@ -131,6 +131,8 @@ async def reading(
     """
     start, stop = _checked_range(shard, request)
     wanted = version_of(request)
+    if request.HasField("wait_s"):
+        await shard.values.wait_for(wanted, min(wait_s, request.wait_s))
     if request.ema:
         async with _reading_averages(store, run, shard, wanted, wait_s) as (version, averages):
             header = shard_pb2.GatherHeader(version=version, start_bytes=start, stop_bytes=stop)
