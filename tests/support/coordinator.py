@@ -120,7 +120,7 @@ class Trainer:
         return response
 
     async def prepare(
-        self, step: int, *, norm_type: float = 0.0, wait_s: float = 5.0
+        self, step: int, *, norm_type: float = 0.0, wait_s: float = 5.0, **changes: Any
     ) -> coordinator_pb2.PrepareGradientsResponse:
         return await self.rpcs.call(
             "PrepareGradients",
@@ -129,6 +129,7 @@ class Trainer:
             norm_type=norm_type,
             item=self._named.get(step),
             wait_s=wait_s,
+            **changes,
         )
 
     async def try_reset(

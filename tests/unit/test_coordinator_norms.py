@@ -17,8 +17,10 @@ from shardwell_wire.errors import (
     UnavailableError,
     VersionGoneError,
 )
-from shardwell_wire.v1 import shard_pb2
-from tests.support.coordinator import harness, optimizer, run_async
+from shardwell_wire.optimizers import KEPT_GROUP
+from shardwell_wire.topology import World
+from shardwell_wire.v1 import common_pb2, shard_pb2
+from tests.support.coordinator import harness, optimizer, run_async, unit
 from tests.support.coordinator_steps import take_step, team_with_unit
 from tests.support.fake_shards import fail_times
 
@@ -48,6 +50,47 @@ def test_norm_is_computed_once_and_does_not_commit(tmp_path: Path) -> None:
                 await b.commit(0)
 
     run_async(scenario())
+
+
+def test_restart_between_the_norms_of_two_stages_with_several_optimizers(tmp_path: Path) -> None:
+    """A stage that has its norm repeats its step proposal only, which names the stage's units once more."""
+
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            stages = await cluster.team("a", "b", world=World(dp=1, pp=2))
+            for index in range(4):
+                spec = unit(f"u{index}", (64, 64))
+                spec.pp_ranks.append(index // 2)
+                declared = await stages[index // 2].declare(spec)
+                await stages[index // 2].publish(spec.name, declared.epoch)
+            units = [{"unit_indices": [2 * stage], "kept_unit_indices": [2 * stage + 1]} for stage in range(2)]
+            await asyncio.gather(*(each.finish(0, wait_s=5) for each in stages))
+            norms = await asyncio.gather(*(each.prepare(0, **of) for each, of in zip(stages, units, strict=True)))
+            expected = norms[0].grad_norm
+            assert 0 < expected == norms[1].grad_norm
+            await cluster.restart()
+            await asyncio.gather(*(each.finish(0, wait_s=5) for each in stages))
+            late = asyncio.create_task(stages[1].prepare(0, **units[1], wait_s=1))
+            await asyncio.sleep(0)
+            proposals = [alternating(each, norms[0].attempts) for each in range(2)]
+            early = asyncio.create_task(stages[0].commit(0, wait_s=5, **proposals[0]))
+            assert (await late).prepared
+            assert (await late).grad_norm == expected
+            assert (await stages[1].commit(0, wait_s=5, **proposals[1])).grad_norm == expected
+            assert (await early).committed
+
+    run_async(scenario())
+
+
+def alternating(stage: int, norm_attempts: int) -> dict[str, Any]:
+    """Returns the proposal of a stage with two units. Another optimizer will use the gradient of the second one."""
+    step = optimizer()
+    del step.units[:]
+    step.units.extend(
+        common_pb2.UnitGroups(unit_index=2 * stage + place, group_indices=[group])
+        for place, group in enumerate((0, KEPT_GROUP))
+    )
+    return {"optimizer": step, "clip_coefficient": 0.5, "norm_attempts": norm_attempts, "unit_order": [2 * stage]}
 
 
 def test_norm_sums_the_partials_exactly(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ class CommitRequests:
             StepRestartedError: The caller's own work is not finished, or it clips by an outdated norm.
         """
         step = named_step(run, member, number, item)
-        if step is None or not step.proposals.prove_valid(proposal):
+        if is_new := step is None or not step.proposals.prove_valid(proposal):
             validate_proposal(proposal, run.units.layouts, run.units.cuts)
             if run.asynchronous:
                 check_asynchronous(proposal, run.settings.consistency)
@@ -147,7 +147,8 @@ class CommitRequests:
             run.check_algorithms(proposal.optimizer)
             step.check_ready(proposal)
             step.proposals.add(proposal)
-            if step.partitions.note(staged):
+            names_units = is_new and proposal.norm_attempts is not None and step.note_counted(*proposal.norm_units)
+            if step.partitions.note(staged) or names_units:
                 run.changed.notify()
 
         async def check() -> coordinator_pb2.CommitStepResponse | None:

@@ -45,6 +45,16 @@ class StepProposal:
         """True if the trainers run the optimizer, each on its optimizer partitions."""
         return runs_on_trainers(self.optimizer.algorithm)
 
+    @property
+    def norm_units(self) -> tuple[set[int], set[int]]:
+        """Indices of the trainer's units over whose gradients it had the norm computed, and of its other units.
+
+        The trainer named the same ones in PrepareGradients. A restarted coordinator learns them from the proposal.
+        """
+        units = {unit.unit_index for unit in self.optimizer.units}
+        counted = units & optimizer_checks.units_that_count(self.optimizer, max(units, default=-1) + 1)
+        return counted, units - counted
+
     def same_update(self, other: StepProposal) -> bool:
         """True if both proposals ask for the same update. If one of them is valid, the other is valid too."""
         return (self.clip_coefficient, self.unit_order, self.optimizer) == (
