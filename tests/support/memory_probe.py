@@ -44,7 +44,7 @@ def main(address: str, transports: str | None = None) -> None:
         else shardwell.join(
             address,
             run=f"memory over {transports}",
-            transfers=shardwell.TransferOptions(transports=transports, push_bytes=PUSH_BYTES),
+            transfers=shardwell.TransferOptions(transports=transports, push_bytes=PUSH_BYTES, keep_bytes=0),
         )
     )
     # Warm up: one-time costs such as kernels, connections and threads are not compared.

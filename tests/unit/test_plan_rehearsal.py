@@ -80,12 +80,12 @@ def check(policy: Any, options: PlanOptions, totals: list[int]) -> None:
     assert got.peak_bytes + got.idle_bytes == most
 
 
-@pytest.mark.parametrize("keep_bytes", [0, 45_000])
+@pytest.mark.parametrize("keep_bytes", [0, 45_000, None])
 @pytest.mark.parametrize("prefetch_bytes", [0, 25_000, 1 << 30])
 @pytest.mark.parametrize("strategy", [None, GRAD_OP, REPLICA])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_rehearsal_matches_training_for_strategies_and_limits(
-    policy: str, strategy: ShardingStrategy | None, prefetch_bytes: int, keep_bytes: int, totals: list[int]
+    policy: str, strategy: ShardingStrategy | None, prefetch_bytes: int, keep_bytes: int | None, totals: list[int]
 ) -> None:
     options = PlanOptions(strategy=strategy, prefetch_bytes=prefetch_bytes, keep_bytes=keep_bytes)
     check(POLICIES[policy], options, totals)

@@ -44,7 +44,9 @@ def make(count: int = 4, **options: Any) -> tuple[ResidencyPolicy[FakeUnit], lis
 def prefetched(policy: ResidencyPolicy[FakeUnit], unit: FakeUnit, phase: Phase = Phase.FORWARD) -> list[int]:
     """Starts all prefetches, as the caller of the policy does, and returns the indices."""
     indices = []
-    for following in policy.prefetches(unit, phase):
+    for following, displaced in policy.prefetches(unit, phase):
+        for kept in displaced:
+            kept.enter(UnitState.FREED)
         following.enter(UnitState.FETCHING)
         indices.append(following.index)
     return indices
@@ -135,7 +137,7 @@ def test_gathers_that_find_no_room_are_started_at_the_next_use() -> None:
     policy, units = make(8, prefetch_bytes=1 << 30)
     start_over(policy, units)
     assert policy.begin_use(units[0], Phase.FORWARD)
-    next(policy.prefetches(units[0], Phase.FORWARD)).enter(UnitState.FETCHING)  # the caller stops here
+    next(policy.prefetches(units[0], Phase.FORWARD))[0].enter(UnitState.FETCHING)  # the caller stops here
     assert use(policy, units[1]) == [2, 3, 4, 5, 6, 7]
 
 
@@ -204,6 +206,45 @@ def test_released_units_are_kept_within_keep_bytes() -> None:
         states.append(unit.state)
     assert states == [UnitState.KEPT, UnitState.KEPT, UnitState.FREED, UnitState.FREED]
     assert policy.state_after_release(units[0]) is UnitState.KEPT
+
+
+def run_in_window(policy: ResidencyPolicy[FakeUnit], units: list[FakeUnit], phase: Phase) -> list[int]:
+    """Uses and releases units that share a window of four; returns the indices of those that are gathered."""
+    gathered = []
+    for unit in units:
+        if policy.begin_use(unit, phase):
+            if unit.needs_gather:
+                gathered.append(unit.index)
+                unit.enter(UnitState.FETCHING)
+            gathered += prefetched(policy, unit, phase)
+        unit.enter(UnitState.UNSHARDED)
+        for kept in policy.displaced_by_release(unit):
+            kept.enter(UnitState.FREED)
+        unit.enter(policy.state_after_release(unit))
+        assert sum(other.state is not UnitState.FREED for other in units) <= 4
+    return gathered
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+def test_units_that_a_backward_needs_first_stay_in_the_prefetch_window(passes: int) -> None:
+    policy, units = make(12, prefetch_bytes=4 * SIZE, keep_bytes=None)
+    start_over(policy, units)
+    assert run_in_window(policy, units, Phase.FORWARD) == list(range(12))
+    for _ in range(passes):
+        assert run_in_window(policy, units[::-1], Phase.BACKWARD) == [7, 6, 5, 4, 3, 2, 1, 0]
+        assert run_in_window(policy, units, Phase.FORWARD) == [4, 5, 6, 7, 8, 9, 10, 11]
+    assert [unit.index for unit in units if unit.state is UnitState.KEPT] == [8, 9, 10, 11]
+    run_in_window(policy, units[::-1], Phase.BACKWARD)
+    for unit in units:
+        unit.enter(policy.state_after_commit(unit))
+    assert run_in_window(policy, units, Phase.FORWARD) == list(range(12))
+
+
+def test_units_beyond_the_prefetch_window_are_not_kept() -> None:
+    policy, units = make(12, prefetch_bytes=SIZE - 1, keep_bytes=None)
+    start_over(policy, units)
+    for _ in range(2):
+        assert run_in_window(policy, units, Phase.FORWARD) == list(range(12))
 
 
 def test_commit_makes_replicas_stale_and_frees_other_units() -> None:

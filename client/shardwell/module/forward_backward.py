@@ -163,9 +163,11 @@ class ForwardBackward:
             self._prefetch(unit, phase)
 
     def _prefetch(self, unit: Unit, phase: Phase) -> None:
-        for following in self._policy.prefetches(unit, phase):
+        for following, displaced in self._policy.prefetches(unit, phase):
             if not self._has_room():
                 return
+            for kept in displaced:
+                kept.free()
             self.start_gather(following)
 
     def start_gather(self, unit: Unit) -> None:
@@ -223,9 +225,11 @@ class ForwardBackward:
         return True
 
     def release(self, unit: Unit) -> None:
-        """Keeps a unit if ``keep_bytes`` has room for it, otherwise frees it."""
+        """Keeps a unit if the policy has room for it, otherwise frees it."""
         if unit.state is UnitState.KEPT:
             return
+        for kept in self._policy.displaced_by_release(unit):
+            kept.free()
         state = self._policy.state_after_release(unit)
         if state is UnitState.FREED:
             unit.free()

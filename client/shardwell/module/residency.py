@@ -7,7 +7,7 @@ the decisions for a sharded model, ``planning/rehearsal.py`` for a model that ex
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar, cast
 
@@ -21,6 +21,10 @@ message. See Note: [Prefetch window]."""
 # The units that are gathered ahead of their use form a window in the order of use. When half of the window is used, it
 # is filled up, and all units that this takes are requested together. A message costs each side as much time as the
 # bytes of several small units. A window of few large units is filled up at every use, or nearly so.
+#
+# Near the end of a forward, few units are left to gather ahead. The units that are released then stay gathered in the
+# window, because the backward needs them first. Kept units that are used soon count as gathered ahead. The others are
+# freed when the window needs their room, the first released first: a backward uses units in reverse order.
 
 
 class UnitState(enum.Enum):
@@ -213,7 +217,7 @@ class ResidencyPolicy(Generic[UnitT]):
 
     Attributes:
         prefetch_bytes: Bytes that may be gathered ahead of their use, beyond the units in use.
-        keep_bytes: Bytes that may stay between two uses in a step.
+        keep_bytes: Bytes that may stay between two uses in a step. None: what the prefetch window leaves free.
         backward_prefetch: When the next unit of a backward is gathered.
         order: The order of uses seen so far.
 
@@ -222,11 +226,18 @@ class ResidencyPolicy(Generic[UnitT]):
     """
 
     def __init__(
-        self, memory: ResidentBytes, *, prefetch_bytes: int, keep_bytes: int, backward_prefetch: BackwardPrefetch
+        self,
+        memory: ResidentBytes,
+        *,
+        prefetch_bytes: int,
+        keep_bytes: int | None,
+        backward_prefetch: BackwardPrefetch,
     ) -> None:
         self.prefetch_bytes, self.keep_bytes, self.backward_prefetch = prefetch_bytes, keep_bytes, backward_prefetch
         self.order: UsageOrder[UnitT] = UsageOrder()
         self._memory = memory
+        self._released: dict[UnitT, None] = {}
+        """Units that have been kept, in the order of their last release. Some of them may be in use again."""
         self._uses_before_fill = 0
         """Uses until the prefetch window is filled up. Not above 0: at the next use."""
 
@@ -247,13 +258,14 @@ class ResidencyPolicy(Generic[UnitT]):
         chosen = settings.forward_prefetch if phase is Phase.FORWARD else settings.backward_prefetch
         return cast("tuple[UnitT, ...] | None", chosen)
 
-    def prefetches(self, unit: UnitT, phase: Phase) -> Iterator[UnitT]:
+    def prefetches(self, unit: UnitT, phase: Phase) -> Iterator[tuple[UnitT, Sequence[UnitT]]]:
         """Yields the units to gather while a unit computes, nearest first. Call it if ``begin_use`` returned True.
 
-        The caller starts each gather before it asks for the next unit, and stops when no more gathers may run.
+        The caller frees the kept units that are yielded with each unit and starts its gather, before it asks for the
+        next unit. It stops when no more gathers may run.
         """
         if (chosen := self._chosen(unit, phase)) is not None:
-            yield from (following for following in chosen if following.needs_gather)
+            yield from ((following, ()) for following in chosen if following.needs_gather)
             return
         if phase is Phase.BACKWARD and self.backward_prefetch is not BackwardPrefetch.PRE:
             return
@@ -267,12 +279,27 @@ class ResidencyPolicy(Generic[UnitT]):
             if first_use < number:  # the unit is used twice, and can be gathered again after its first use
                 fill_after = min(fill_after, first_use + 1)
             if not following.needs_gather:
+                if first_use == number and self.keep_bytes is None and following.state is UnitState.KEPT:
+                    ahead_bytes += 0 if following.is_replica else following.own_bytes
                 continue
             ahead_bytes += 0 if following.is_replica else following.size_bytes
             if ahead_bytes > self.prefetch_bytes:
                 break
-            yield following
+            yield following, self._displaced(self.prefetch_bytes - ahead_bytes, first_uses)
         self._uses_before_fill = min(fill_after, number // 2)
+
+    def _displaced(self, room_bytes: int, ahead: Collection[UnitT]) -> Sequence[UnitT]:
+        """Returns the kept units to free, so that those that are not ahead fit into the rest of the window."""
+        if self.keep_bytes is not None or self._memory.kept_bytes <= room_bytes:
+            return ()
+        kept = [unit for unit in self._released if unit.state is UnitState.KEPT and unit not in ahead]
+        excess_bytes, displaced = sum(unit.own_bytes for unit in kept) - room_bytes, []
+        for unit in kept:
+            if excess_bytes <= 0:
+                break
+            displaced.append(unit)
+            excess_bytes -= unit.own_bytes
+        return displaced
 
     def gathers_before_push(self, unit: UnitT) -> bool:
         """True if a unit is gathered for its backward before the gradients of the previous unit are pushed."""
@@ -298,18 +325,40 @@ class ResidencyPolicy(Generic[UnitT]):
         """True if a unit is released after its backward."""
         return unit.settings.reshard_after_backward and not unit.is_replica
 
+    def displaced_by_release(self, unit: UnitT) -> Sequence[UnitT]:
+        """Returns the kept units to free before a unit is released: the released unit is expected to be used earlier.
+
+        Call ``state_after_release`` next.
+        """
+        room_bytes = self.prefetch_bytes - self._memory.fetching_bytes - unit.own_bytes
+        if self.keep_bytes is not None or self._memory.kept_bytes <= room_bytes:
+            return ()
+        ahead = set(self.order.upcoming())
+        ahead_bytes = sum(
+            other.own_bytes for other in self._released if other.state is UnitState.KEPT and other in ahead
+        )
+        return self._displaced(room_bytes - ahead_bytes, ahead) if ahead_bytes <= room_bytes else ()
+
     def state_after_release(self, unit: UnitT) -> UnitState:
-        """Returns the state that a released unit enters: KEPT if ``keep_bytes`` has room for it, otherwise FREED."""
+        """Returns the state that a released unit enters: KEPT if there is room for it, otherwise FREED."""
         if unit.state is UnitState.KEPT:
             return UnitState.KEPT
         if unit.state is UnitState.UNSHARDED:
             own_bytes = unit.own_bytes
-            if not own_bytes or unit.is_replica or self._memory.kept_bytes + own_bytes <= self.keep_bytes:
+            if not own_bytes or unit.is_replica:
+                return UnitState.KEPT
+            room_bytes = (
+                self.prefetch_bytes - self._memory.fetching_bytes if self.keep_bytes is None else self.keep_bytes
+            )
+            if self._memory.kept_bytes + own_bytes <= room_bytes:
+                self._released.pop(unit, None)
+                self._released[unit] = None
                 return UnitState.KEPT
         return unit.state if unit.is_replica else UnitState.FREED
 
     def state_after_commit(self, unit: UnitT) -> UnitState:
         """Returns the state that a unit enters when a commit makes its values outdated."""
+        self._released.pop(unit, None)
         return UnitState.STALE if unit.is_replica and unit.state is not UnitState.FREED else UnitState.FREED
 
     def unused_prefetches(self, units: Iterable[UnitT]) -> Iterator[UnitT]:

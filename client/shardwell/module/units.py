@@ -42,7 +42,7 @@ class Units:
         store: Holds the parameters.
         prefetch_bytes: Bytes that may be gathered ahead of their use, beyond the units in use. Up to this many bytes
             of freed units are also kept for reuse and, unless the limit is 0, the memory of one larger unit.
-        keep_bytes: Bytes that may stay between two uses in a step.
+        keep_bytes: Bytes that may stay between two uses in a step. None: what the prefetch window leaves free.
         max_gathers_in_flight: Limit of gathers that run at once; 0: no limit.
         backward_prefetch: When the next unit of a backward is gathered.
         place: Place of this trainer's units in the grid.
@@ -54,7 +54,7 @@ class Units:
         store: ParameterStore,
         *,
         prefetch_bytes: int = 128 << 20,
-        keep_bytes: int = 0,
+        keep_bytes: int | None = 0,
         max_gathers_in_flight: int = 0,
         backward_prefetch: BackwardPrefetch = BackwardPrefetch.PRE,
         place: GridPlace = ONE_REPLICA,

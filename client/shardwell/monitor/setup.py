@@ -20,6 +20,7 @@ class MonitoredSetup:
     push_dtype: str
     prefetch_bytes: int
     keep_bytes: int
+    """0 also if kept weights share ``prefetch_bytes``."""
     max_gathers_in_flight: int
     unit_bytes: tuple[int, ...]
     """Size of each unit's flat vector."""

@@ -49,7 +49,7 @@ class PlanOptions:
     push_dtype: str = "float32"
     prefetch_bytes: int = 128 << 20
     push_bytes: int = 64 << 20
-    keep_bytes: int = 8 << 20
+    keep_bytes: int | None = None
     host_cache_bytes: int = 0
     delta_cache_bytes: int = 0
     backward_prefetch: BackwardPrefetch = BackwardPrefetch.PRE

@@ -250,11 +250,15 @@ class _Trainer:
     def _use(self, unit: _Unit, phase: Phase) -> None:
         if self._policy.begin_use(unit, phase):
             unit.start_gather()
-            for following in self._policy.prefetches(unit, phase):
+            for following, displaced in self._policy.prefetches(unit, phase):
+                for kept in displaced:
+                    kept.enter(UnitState.FREED)
                 following.start_gather()
         unit.unshard()
 
     def _release(self, unit: _Unit) -> None:
+        for kept in self._policy.displaced_by_release(unit):
+            kept.enter(UnitState.FREED)
         unit.enter(self._policy.state_after_release(unit))
 
 

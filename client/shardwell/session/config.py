@@ -96,10 +96,10 @@ class TransferOptions(_Options):
     push_bytes: int = 64 << 20
     """Bytes of gradients that may be in flight before the backward waits. The default is
     enough for 64 messages of ``chunk_bytes``."""
-    keep_bytes: int = 8 << 20
-    """Bytes of weights that may stay in memory between two uses in one step, instead of being fetched again. The
-    default is small beside the memory that torch takes, and keeps the small units of a model, whose second gather would
-    cost more than it saves. 0: every unit is freed."""
+    keep_bytes: int | None = None
+    """Bytes of weights that may stay in memory between two uses in one step, instead of being fetched again. None:
+    what prefetched weights leave free of ``prefetch_bytes``. That is most of it at the end of a forward, so the units
+    that the backward needs first are not fetched again. 0: every unit is freed."""
     max_gathers_in_flight: int = 0
     """Units that may be fetched at the same time, like ``limit_all_gathers`` of FSDP1. Weights that are read in place
     do not count. 0: limited by ``prefetch_bytes`` only."""
@@ -140,7 +140,7 @@ class TransferOptions(_Options):
             if getattr(self, name) not in known:
                 raise UsageError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(known)}")
         for name in ("prefetch_bytes", "keep_bytes", "max_gathers_in_flight", "host_cache_bytes", "delta_cache_bytes"):
-            if getattr(self, name) < 0:
+            if (getattr(self, name) or 0) < 0:
                 raise UsageError(f"{name}={getattr(self, name)!r}: expected at least 0")
         _require_positive(self, "push_bytes")
         if self.gradient_reduction != DIRECT and self.push_dtype != "float32":

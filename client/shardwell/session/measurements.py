@@ -72,7 +72,7 @@ def describe_setup(trainer: str, store: RunStore, units: Units) -> MonitoredSetu
         gather_dtype=transfers.gather_dtype,
         push_dtype=transfers.push_dtype,
         prefetch_bytes=policy.prefetch_bytes,
-        keep_bytes=policy.keep_bytes,
+        keep_bytes=policy.keep_bytes or 0,
         max_gathers_in_flight=transfers.max_gathers_in_flight,
         unit_bytes=tuple(unit.size_bytes for unit in units),
         memory_bytes=_free_bytes(units) + units.live_bytes + units.memory.pool.idle_bytes,
