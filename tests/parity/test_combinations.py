@@ -136,7 +136,7 @@ class InMemoryWalk:
             wrap_randomly(rng, policy, directory, STRATEGIES),
             store=InMemoryStore(rng.randint(1, 3)),
             prefetch_bytes=rng.choice([0, 600, 1 << 20]),
-            keep_bytes=rng.choice([0, 0, 2000, 1 << 20]),
+            keep_bytes=rng.choice([0, None, 2000, 1 << 20]),
             max_gathers_in_flight=rng.choice([0, 0, 1, 2]),
             backward_prefetch=rng.choice(list(BackwardPrefetch)),
         )
@@ -270,7 +270,7 @@ class ServerWalk:
                 transports=rng.choice(["shm,socket,grpc", "socket,grpc", "grpc"]),
                 gather_dtype=gather_dtype,
                 push_dtype=push_dtype,
-                keep_bytes=rng.choice([0, 2000, 1 << 20]),
+                keep_bytes=rng.choice([0, None, 2000, 1 << 20]),
                 prefetch_bytes=rng.choice([0, 600, 1 << 20]),
                 max_gathers_in_flight=rng.choice([0, 1]),
                 backward_prefetch=rng.choice(["pre", "post", "none"]),
