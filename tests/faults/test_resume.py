@@ -16,6 +16,7 @@ from shardwell_wire.checkpoints.folder import Entry, RunFolder
 from shardwell_wire.checkpoints.reading import Checkpoint
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support.checkpoint_trainer import KINDS
+from tests.support.cluster import wait_until
 from tests.support.processes import TrainerProcess
 
 STEPS = 6
@@ -52,8 +53,17 @@ def train(
 
 
 def save(cluster: shardwell.LocalCluster, run: str) -> str:
-    """Saves a checkpoint of an idle run; returns its folder."""
+    """Saves a checkpoint of a run without trainers; returns its folder.
+
+    It has no residuals. A checkpoint that the trainers have begun, and that has their residuals, is waited for.
+    """
     with closing(CoordinatorClient(cluster.address)) as client:
+
+        def is_idle() -> bool:
+            described = client.call("DescribeRun", coordinator_pb2.DescribeRunRequest(run=run), timeout_s=20.0)
+            return not described.checkpoints.HasField("in_flight")
+
+        wait_until(is_idle, "the end of the last checkpoint")
         response = client.call(
             "SaveCheckpoint", coordinator_pb2.SaveCheckpointRequest(run=run, wait_s=20), timeout_s=30
         )

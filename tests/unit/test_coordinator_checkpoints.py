@@ -8,6 +8,7 @@ import threading
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,35 @@ def test_folders_are_opened_in_threads(tmp_path: Path, monkeypatch: pytest.Monke
 
     run_async(test())
     assert threading.main_thread() not in threads
+
+
+def test_folder_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step could be committed while a folder is opened. The checkpoint would then have its version."""
+    opened = []
+
+    class Folder(RunFolder):
+        @classmethod
+        def of(cls, url: str | Path, run: str) -> Folder:
+            opened.append(url)
+            return super().of(url, run)
+
+    monkeypatch.setattr(saving, "RunFolder", Folder)
+
+    async def test() -> None:
+        async with run_with_checkpoints(tmp_path) as (running, a, b):
+            checkpoints = running.state.runs["r"].checkpoints
+            checkpoints.set_options(replace(checkpoints.options, every_commits=1))
+            await take_step([a, b], 1)
+            await running.until(lambda: checkpoints.saved_at(2) is not None, "the checkpoint")
+            await take_step([a, b], 2)
+            await running.until(lambda: checkpoints.saved_at(3) is not None, "the next checkpoint")
+            assert opened == [checkpoints.options.directory]
+            checkpoints.set_options(replace(checkpoints.options, directory=str(tmp_path / "other")))
+            await take_step([a, b], 3)
+            await running.until(lambda: checkpoints.saved_at(4) is not None, "the checkpoint in the other folder")
+            assert len(opened) == 2
+
+    run_async(test())
 
 
 def test_folder_that_cannot_be_written_is_reported_when_the_run_begins(tmp_path: Path) -> None:
@@ -173,6 +203,29 @@ def test_checkpoint_waits_for_the_residuals_of_live_trainers(tmp_path: Path) -> 
             with pytest.raises(StepStateError, match="is not being written"):
                 await add_residuals(running, a, first, dp_ranks=[0])
             assert (await running.try_join("c", config=config(World(dp=2), min_trainers=2))).checkpoint_url == first.url
+
+    run_async(test())
+
+
+def test_residuals_are_wanted_for_the_next_checkpoint_while_the_last_one_is_written(tmp_path: Path) -> None:
+    """A trainer that leaves after the last step waits for the checkpoint of that step."""
+
+    async def test() -> None:
+        async with run_with_checkpoints(tmp_path) as (running, a, b):
+            checkpoints = running.state.runs["r"].checkpoints
+            checkpoints.set_options(replace(checkpoints.options, every_commits=1))
+            wanted = [await keep_with_residuals(running, trainer) for trainer in (a, b)]
+            await running.call("SaveCheckpoint", run="r")
+            first = await wanted[0].get()
+            await add_residuals(running, a, first, dp_ranks=[0])
+            assert not (await a.heartbeat()).HasField("residuals")
+            await take_step([a, b], 1)
+            news = (await a.heartbeat()).residuals
+            assert (news.step, news.checkpoint_id) == (2, ""), "its checkpoint has not begun"
+            assert (await b.heartbeat()).residuals == first, "the first checkpoint waits for b"
+            await add_residuals(running, b, first, dp_ranks=[1])
+            second = await wanted[0].get()
+            assert (second.step, second.checkpoint_id == first.checkpoint_id) == (2, False)
 
     run_async(test())
 

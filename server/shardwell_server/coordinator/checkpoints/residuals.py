@@ -47,7 +47,8 @@ async def wait_for_reports(run: Run, checkpoint: CheckpointInFlight) -> Sequence
     """Waits until all live trainers with residuals have written them. Returns the reports with their trainers."""
 
     async def check() -> bool | None:
-        return not any(run.wanted_residuals(member) is not None for member in run.members.live.values()) or None
+        live = [member.name for member in run.members.live.values() if member.has_residuals]
+        return run.checkpoints.restore is not None or not any(map(checkpoint.wants_residuals_of, live)) or None
 
     if checkpoint.step:
         await poll(run.changed, check, _WAIT_S)

@@ -78,6 +78,7 @@ class CheckpointSaver:
 
     async def _check_directory(self, run: Run, directory: str) -> None:
         try:
+            await self._folder(run)
             await self._files(lambda: check_writable(directory))
         except ShardwellError as error:
             logger.warning("run %r: checkpoints cannot be saved: %s", run.name, error)
@@ -140,9 +141,7 @@ class CheckpointSaver:
 
     async def _write(self, run: Run, checkpoint: CheckpointInFlight) -> None:
         started = self._state.clock()
-        # In a thread, and before steps have to wait: the first access to a bucket imports libraries for seconds.
-        directory = run.checkpoints.options.directory
-        folder = await self._files(lambda: RunFolder.of(directory, run.name))
+        folder = await self._folder(run)
         manifest, server_ids = await self._begin(run, checkpoint, folder)
         files = await asyncio.gather(*(self._follow(run, checkpoint, server_id) for server_id in server_ids))
         complete = await self._with_files(run, checkpoint, manifest, files)
@@ -160,6 +159,19 @@ class CheckpointSaver:
         message = f"step {record.step}: {record.size_bytes} bytes in {took_s:.1f} s, {record.url}"
         self._state.events.add(EventKind.CHECKPOINT_SAVED, message, run=run.name)
         run.changed.notify()
+
+    async def _folder(self, run: Run) -> RunFolder:
+        """Returns the folder of the run's checkpoints. Does not wait if it was opened before.
+
+        A checkpoint of a version begins before the next commit only if nothing is waited for. The first access to a
+        bucket imports libraries for seconds, so it takes place in a thread, and before steps have to wait.
+        """
+        checkpoints, directory = run.checkpoints, run.checkpoints.options.directory
+        if checkpoints.folder is None or checkpoints.folder[0] != directory:
+            opened = await self._files(lambda: RunFolder.of(directory, run.name))
+            checkpoints.folder = directory, opened
+            return opened
+        return checkpoints.folder[1]
 
     async def _with_files(
         self, run: Run, checkpoint: CheckpointInFlight, manifest: Manifest, files: Sequence[str]

@@ -11,6 +11,7 @@ from typing import Any
 
 from shardwell_server.coordinator.runs.residuals import ResidualReports
 from shardwell_server.coordinator.storage.records import CheckpointRecord
+from shardwell_wire.checkpoints.folder import RunFolder
 from shardwell_wire.errors import ConflictError, InvalidRequestError, StepStateError, UnavailableError
 from shardwell_wire.v1 import coordinator_pb2
 
@@ -170,6 +171,10 @@ class CheckpointInFlight:
         """Records that the folder exists."""
         self.has_folder = True
 
+    def wants_residuals_of(self, trainer: str) -> bool:
+        """True if a trainer with residuals of error feedback can write them now, and has not."""
+        return bool(self.step) and self.has_folder and self.residuals.are_missing_of(trainer)
+
     def note_progress(self, server_id: str, written_bytes: int, total_bytes: int) -> None:
         """Records how much a server has written."""
         self.progress[server_id] = (written_bytes, total_bytes)
@@ -186,6 +191,8 @@ class RunCheckpoints:
         self.options = CheckpointOptions()
         self.checked_directory = ""
         """The folder whose writability this coordinator has checked."""
+        self.folder: tuple[str, RunFolder] | None = None
+        """The folder of all runs, and the opened folder of this run in it. None: not opened yet."""
         self.in_flight: CheckpointInFlight | None = None
         self.saved: list[CheckpointRecord] = []
         """Complete checkpoints that the run can be rolled back to, oldest first."""
@@ -264,8 +271,12 @@ class RunCheckpoints:
 
     def is_due(self, committed_step: int) -> bool:
         """True if enough steps were committed since the last checkpoint began, and none is being written."""
+        return self.in_flight is None and self.is_next_due(committed_step)
+
+    def is_next_due(self, committed_step: int) -> bool:
+        """True if enough steps were committed since the last checkpoint began. It may still be written."""
         every = self.options.every_commits
-        ready = self.in_flight is None and self.restore is None and bool(self.options.directory)
+        ready = self.restore is None and bool(self.options.directory)
         return ready and every > 0 and committed_step - self.last_step >= every
 
     def start(self, checkpoint: CheckpointInFlight) -> None:

@@ -54,6 +54,10 @@ class ResidualReports:
     complete: bool = False
     """True once the coordinator waits for no more reports."""
 
+    def are_missing_of(self, trainer: str) -> bool:
+        """True if the coordinator waits for the report of a trainer."""
+        return not self.complete and trainer not in self.by_trainer
+
     def add(self, trainer: str, report: ResidualReport) -> None:
         """Adds a report. A report that was added before, or that has no file although a former one had, is ignored.
 

@@ -175,19 +175,20 @@ class Run:
     def wanted_residuals(self, member: Member) -> coordinator_pb2.WantedResiduals | None:
         """Returns the checkpoint that wants a trainer's residuals of error feedback. None: there is none.
 
-        The answer has no id while the checkpoint has no folder yet.
+        The answer has no id while the checkpoint has no folder yet, or follows the one that is being written.
         """
         if not member.has_residuals or not self.committed_step or self.checkpoints.restore is not None:
             return None
-        in_flight = self.checkpoints.in_flight
-        if in_flight is None or in_flight.step is None or not in_flight.has_folder:
-            begins = in_flight is not None or self.checkpoints.is_due(self.committed_step)
-            return coordinator_pb2.WantedResiduals(step=self.committed_step) if begins else None
-        if not in_flight.step or in_flight.residuals.complete or member.name in in_flight.residuals.by_trainer:
+        checkpoints, in_flight = self.checkpoints, self.checkpoints.in_flight
+        if in_flight is not None and in_flight.wants_residuals_of(member.name):
+            assert in_flight.step is not None
+            return coordinator_pb2.WantedResiduals(
+                step=in_flight.step, checkpoint_id=in_flight.checkpoint_id, url=in_flight.url
+            )
+        begins = in_flight is not None and not in_flight.has_folder
+        if not begins and not checkpoints.is_next_due(self.committed_step):
             return None
-        return coordinator_pb2.WantedResiduals(
-            step=in_flight.step, checkpoint_id=in_flight.checkpoint_id, url=in_flight.url
-        )
+        return coordinator_pb2.WantedResiduals(step=self.committed_step)
 
     # Members
 
