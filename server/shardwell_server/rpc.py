@@ -41,8 +41,9 @@ logger = logging.getLogger(__name__)
 MAX_WAIT_S = 60.0
 """Maximum time that a handler waits if the caller sets no deadline."""
 
-DEADLINE_MARGIN_S = 0.05
-"""A handler stops waiting this long before the caller's deadline, so that the caller receives the reason."""
+DEADLINE_MARGIN_S = 0.2
+"""A handler stops waiting this long before the caller's deadline, so that the caller receives the reason, also from a
+busy host."""
 
 
 def _no_id(name: str) -> str:
