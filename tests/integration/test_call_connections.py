@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -117,6 +117,16 @@ class Served:
         until(lambda: bool(self.calls))
         time.sleep(after_s)
         self.loop.call_soon_threadsafe(lambda: [each.close() for each in list(self.server._connections)])
+
+    @contextmanager
+    def blocked(self) -> Iterator[None]:
+        """Blocks the server while the block runs."""
+        go = threading.Event()
+        self.loop.call_soon_threadsafe(go.wait, 20.0)
+        try:
+            yield
+        finally:
+            go.set()
 
     @property
     def connection_count(self) -> int:
@@ -284,16 +294,16 @@ def test_port_that_does_not_exist_is_not_used(caplog: pytest.LogCaptureFixture) 
 
 
 def test_silent_server_is_given_up(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_frames, "SILENCE_S", 0.2)
-    monkeypatch.setattr(call_frames, "PING_LIMIT_S", 0.2)
+    monkeypatch.setattr(call_frames, "SILENCE_S", 0.1)
     found, answers = connections(served), list[bytes | None]()
     waiting = threading.Thread(target=lambda: answers.append(call(found, "/slow", b"x")))
     waiting.start()
     until(lambda: len(served.calls) == 1)
     time.sleep(0.7)  # several pings, which the server answers
     assert waiting.is_alive()
-    served.loop.call_soon_threadsafe(lambda: time.sleep(1.0))
-    waiting.join(20.0)
+    monkeypatch.setattr(call_frames, "PING_LIMIT_S", 0.1)
+    with served.blocked():
+        waiting.join(20.0)
     assert answers == [None], "the caller repeats the rpc over gRPC"
     until(lambda: call(found, LIST_RUNS, b"x") == b"x")
     found.close()
@@ -529,16 +539,15 @@ def test_errors_and_deadlines_of_a_shared_connection(served: Served) -> None:
 
 
 def test_coordinator_gives_a_silent_server_up(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_frames, "SILENCE_S", 0.2)
-    monkeypatch.setattr(call_frames, "PING_LIMIT_S", 0.2)
+    monkeypatch.setattr(call_frames, "SILENCE_S", 0.1)
 
     async def ask() -> None:
         line = await CallLine.connect("127.0.0.1", served.offer, "the server")
         waiting = asyncio.ensure_future(line.call("/slow", "", b"x", 20.0))
         await asyncio.sleep(0.7)
         assert not waiting.done(), "the server answers pings"
-        served.loop.call_soon_threadsafe(lambda: time.sleep(1.0))
-        with pytest.raises(CallConnectionError):
+        monkeypatch.setattr(call_frames, "PING_LIMIT_S", 0.1)
+        with served.blocked(), pytest.raises(CallConnectionError):
             await waiting
 
     asyncio.run(ask())

@@ -228,7 +228,7 @@ def test_second_ctrl_c_kills_trainers_that_ignore_the_first(script: Path) -> Non
         wait_for_lines(process, "stopping 2 trainers", 1)
         assert all(trainer.is_running() for trainer in below)
         process.send_signal(signal.SIGINT)
-        assert process.wait(5) == 130
+        assert process.wait(30) == 130
         wait_gone(below, timeout_s=1)
 
 

@@ -234,7 +234,7 @@ def test_a_failed_call_leaves_the_model_at_one_version(
     cluster: shardwell.LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training, model = Training(cluster.address), Model()
-    with training.in_background(), shardwell.attach(cluster.address, run=training.run, timeout_s=0.5) as reader:
+    with training.in_background(), shardwell.attach(cluster.address, run=training.run) as reader:
         version = reader.follow(model)
         reader.wait_for(version + 1, timeout_s=20.0)
         original, calls = PinnedVersion.read, []
@@ -247,6 +247,7 @@ def test_a_failed_call_leaves_the_model_at_one_version(
 
         with monkeypatch.context() as patch, pytest.raises(VersionGoneError, match="evicted"):
             patch.setattr(PinnedVersion, "read", evicted)
+            patch.setattr(reader, "_timeout_s", 2.0)
             reader.follow(model)
         training.assert_state(version, state_of(model))
         version = reader.follow(model)
