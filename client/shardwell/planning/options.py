@@ -40,7 +40,7 @@ class PlanOptions:
     """Whether trainers read weights in the memory of servers on their host."""
     optimizer: str = "adamw"
     """A key of ``OPTIMIZER_CHOICES``."""
-    min_shard_bytes: int = 64 << 10
+    min_shard_bytes: int = 2 << 20
     """Same as the coordinator's option of this name."""
     activation_bytes: int | None = None
     """Activations that autograd saves in one work item; None: recorded from an example call, if there is one."""

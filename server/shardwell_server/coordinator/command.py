@@ -83,7 +83,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--min-shard-bytes",
         metavar="SIZE",
         type=parse_size,
-        default=env("SHARDWELL_MIN_SHARD_BYTES", f"{defaults.min_shard_bytes >> 10}KiB"),
+        default=env("SHARDWELL_MIN_SHARD_BYTES", f"{defaults.min_shard_bytes >> 20}MiB"),
         help="smallest shard into which a unit is cut (SHARDWELL_MIN_SHARD_BYTES, default %(default)s)",
     )
     authentication.add_argument(parser)

@@ -32,8 +32,9 @@ class Settings:
     """Lease of a trainer or shard server in seconds. The lease expires after this much silence."""
     min_servers: int = 1
     """Live shard servers required before the first unit of a run is placed."""
-    min_shard_bytes: int = 64 << 10
-    """Smallest shard in bytes into which a unit is cut."""
+    min_shard_bytes: int = 2 << 20
+    """Smallest shard in bytes into which a unit is cut. Each shard has requests of its own in every step, which take a
+    trainer and a server longer than the bytes of a smaller shard on one host or a fast network."""
     insecure: str = ""
     """What the coordinator lacks although it listens on a network, for ``shardwell servers``. Empty: nothing."""
 
