@@ -57,10 +57,14 @@ class SharedCall(Generic[Result]):
 
     async def __call__(self, start: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
         """Awaits the running call, or starts ``start()`` if no call is running."""
+        return await asyncio.shield(self.start(start))
+
+    def start(self, start: Callable[[], Coroutine[Any, Any, Result]]) -> asyncio.Task[Result]:
+        """Starts ``start()`` in the background if no call is running. Returns the running call."""
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(start())
             self._task.add_done_callback(_retrieve_exception)
-        return await asyncio.shield(self._task)
+        return self._task
 
     def cancel(self) -> None:
         """Cancels the call in flight, if there is one."""

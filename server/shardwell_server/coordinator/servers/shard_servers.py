@@ -31,10 +31,8 @@ class ShardServers:
 
     def __init__(self, cluster: Cluster, calls: ShardCalls, *, term: int, lease_s: float) -> None:
         self._cluster, self._calls, self._term, self._lease_s = cluster, calls, term, lease_s
-        self._in_flight: dict[tuple[str, str], set[asyncio.Task[Any]]] = {}
-        """Calls in flight by server process."""
-        self._abandoned: set[asyncio.Task[Any]] = set()
-        """Calls that were cancelled because their server is gone."""
+        self._in_flight: dict[tuple[str, str], set[asyncio.Timeout]] = {}
+        """Calls in flight by server process. A timeout expires when the server is gone."""
 
     def context(self, run: Run, step: int) -> common_pb2.RequestContext:
         """Returns the context of a request about a run."""
@@ -73,27 +71,26 @@ class ShardServers:
 
     async def _until_gone(self, process: tuple[str, str], call: Coroutine[Any, Any, Any]) -> Any:
         """Awaits a call. Raises UnavailableError as soon as ``abandon`` is called for the server process."""
-        task = asyncio.get_running_loop().create_task(call)
-        tasks = self._in_flight.setdefault(process, set())
-        tasks.add(task)
+        calls = self._in_flight.setdefault(process, set())
         try:
-            return await task
-        except asyncio.CancelledError:
-            current = asyncio.current_task()
-            if task not in self._abandoned or (current is not None and current.cancelling()):
+            async with asyncio.timeout(None) as gone:
+                calls.add(gone)
+                try:
+                    return await call
+                finally:
+                    calls.discard(gone)
+                    if not calls and self._in_flight.get(process) is calls:
+                        del self._in_flight[process]
+        except TimeoutError:
+            if not gone.expired():
                 raise
             raise UnavailableError("the server is gone", server=process[0]) from None
-        finally:
-            self._abandoned.discard(task)
-            tasks.discard(task)
-            if not tasks:
-                self._in_flight.pop(process, None)
 
     def abandon(self, process: tuple[str, str]) -> None:
         """Ends all calls to a server process that is gone. They raise UnavailableError."""
-        for task in list(self._in_flight.get(process, ())):
-            self._abandoned.add(task)
-            task.cancel()
+        now = asyncio.get_running_loop().time()
+        for gone in self._in_flight.pop(process, ()):
+            gone.reschedule(now)
 
     async def call_all(
         self, server_ids: Iterable[str], rpc_name: str, request: Callable[[str], Message]
