@@ -23,6 +23,10 @@ Write = tuple[str, Sequence[tuple[object, ...]]]
 _COUNTER_SCHEMA = "CREATE TABLE writes (count INTEGER NOT NULL); INSERT INTO writes VALUES (0);"
 _INCREMENT_COUNTER = "UPDATE writes SET count = count + 1"
 
+_LOG_PAGES = 100
+"""Pages of the write-ahead log after which SQLite copies it to the file and overwrites it from its start. While the log
+grows, each sync also has to store its new size, which takes longer than the data."""
+
 
 class Database:
     """One SQLite file. All methods block. Not thread-safe: use it from one thread at a time.
@@ -42,6 +46,8 @@ class Database:
         self.lost: UnavailableError | None = None
         """Set when the outcome of a write is unknown. Every later write raises it."""
         self._connection = self._open()
+        self._made = self._count()
+        """Number of transactions that are stored."""
 
     def close(self) -> None:
         self._connection.close()
@@ -65,39 +71,40 @@ class Database:
         if self.lost is not None:
             raise self.lost
         try:
-            number = self._begin(writes)
+            self._begin(writes)
         except sqlite3.Error as error:
             raise self._unchanged_error(error) from error
         try:
             self._connection.execute("COMMIT")
+            self._made += 1
         except sqlite3.Error as error:
-            if not self._settle(number):
+            if not self._settle():
                 raise self._unchanged_error(error) from error
 
-    def _begin(self, writes: Sequence[Write]) -> int:
-        """Executes everything except COMMIT. Returns the number of this transaction."""
+    def _begin(self, writes: Sequence[Write]) -> None:
+        """Executes everything except COMMIT."""
         database = self._connection
         database.execute("BEGIN IMMEDIATE")
         try:
             for statement, rows in writes:
                 database.executemany(statement, rows)
             database.execute(_INCREMENT_COUNTER)
-            return self._count()
         except BaseException:
             if database.in_transaction:
                 database.execute("ROLLBACK")
             raise
 
-    def _settle(self, number: int) -> bool:
+    def _settle(self) -> bool:
         """Returns True if the transaction whose COMMIT failed took effect. See Note: [Failed COMMIT]."""
         try:
             self._connection.close()
             self._connection = self._open()
-            made = self._count() >= number
+            is_made = self._count() > self._made
             ((busy, *_),) = self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
             if busy:
                 raise sqlite3.OperationalError("the log is in use")
             self._connection.execute(_INCREMENT_COUNTER)  # outside a transaction: commits at once
+            self._made = self._count()
         except (sqlite3.Error, UnavailableError, ConflictError) as error:
             self.lost = UnavailableError(
                 f"{self.path}: a write failed and its outcome cannot be determined: {error}: this coordinator stops; "
@@ -105,10 +112,10 @@ class Database:
                 path=self.path,
             )
             raise self.lost from error
-        return made
+        return is_made
 
     def _count(self) -> int:
-        return int(self._connection.execute("SELECT count FROM writes").fetchone()[0])
+        return int(self.read("SELECT count FROM writes")[0][0])
 
     def _unchanged_error(self, error: sqlite3.Error) -> UnavailableError:
         return UnavailableError(
@@ -128,6 +135,7 @@ class Database:
             database.execute("PRAGMA locking_mode = EXCLUSIVE")
             database.execute("PRAGMA journal_mode = WAL")
             database.execute("PRAGMA synchronous = FULL")
+            database.execute(f"PRAGMA wal_autocheckpoint = {_LOG_PAGES}")
             found = database.execute("PRAGMA user_version").fetchone()[0]
             if found == 0:
                 create = f"{self._schema} {_COUNTER_SCHEMA} PRAGMA user_version = {self._version};"
