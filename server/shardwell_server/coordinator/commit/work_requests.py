@@ -125,7 +125,7 @@ class WorkRequests:
             return coordinator_pb2.FinishWorkResponse(all_finished=True)
         self._servers.require_available(run)
         if step.all_finished:
-            return coordinator_pb2.FinishWorkResponse(all_finished=True, last_finished=step.last_finished())
+            return coordinator_pb2.FinishWorkResponse(all_finished=True, last_finished=step.last_finished)
         # Items that are leased to the caller and not reported as finished are its work, even if the response that
         # granted them was lost.
         if accept_work and not step.leased_to(member.name):

@@ -43,6 +43,9 @@ class Step:
     """Rises when an item is reset. Everything prepared in an earlier generation is invalid."""
     finished_s: float | None = None
     """Clock time at which the last item was finished. None: an item is unfinished."""
+    last_finished: coordinator_pb2.LastFinishedItem | None = None
+    """The item that was finished last, if all are finished. None: one replica finished all, or the coordinator has
+    restarted."""
     proposals: Proposals = field(default_factory=Proposals)
     prepared: PreparedGradients | None = None
     failure: ShardwellError | None = None
@@ -60,6 +63,8 @@ class Step:
     def __post_init__(self) -> None:
         self._items_by_trainer: dict[str, dict[int, WorkItem]] = {}
         self._item_by_rank: dict[int, WorkItem] = {}
+        self._has_sums = False
+        """True if the gradients of an item were added to others. See Note: [Sums of items]."""
         for item in self.items.values():
             self._item_by_rank.update(dict.fromkeys(item.members, item))
             self._note_trainers(item)
@@ -108,7 +113,8 @@ class Step:
 
     def leased_to(self, trainer: str) -> list[WorkItem]:
         """Returns the items of which a trainer still has to compute its part."""
-        found = ((item, item.member_of(trainer)) for item in self.items_of(trainer) if item.state is WorkState.LEASED)
+        items = [item for item in self._items_by_trainer.get(trainer, {}).values() if item.state is WorkState.LEASED]
+        found = [(item, item.member_of(trainer)) for item in items]
         return [item for item, member in found if member is not None and not member.finished]
 
     def items_of(self, trainer: str) -> list[WorkItem]:
@@ -139,9 +145,8 @@ class Step:
             lines += [f"rank {at.global_rank}: trainer {at.trainer!r} is computing it{copy}" for at in item.unfinished]
         return lines
 
-    def last_finished(self) -> coordinator_pb2.LastFinishedItem | None:
-        """Returns the item that was finished last. None: one replica finished all, or the coordinator has restarted."""
-        if not self.items or not self.all_finished or self.restored:
+    def _find_last_finished(self) -> coordinator_pb2.LastFinishedItem | None:
+        if not self.items or self.restored:
             return None
         last = max(self.items.values(), key=lambda item: item.since_s)
         others = [item.since_s for item in self.items.values() if item.trainers != last.trainers]
@@ -178,12 +183,13 @@ class Step:
                 self._adopt_copy(item)
             item.copy = None
             member.finish(work, (written_buffers or {}).get(member.global_rank, {}))
+            self._has_sums = self._has_sums or bool(work.summed)
             if not item.unfinished:
                 item.state, item.since_s = WorkState.FINISHED, now
                 self._restart_outdated_sums(now)
         if self.finished_s is not None or any(item.state is not WorkState.FINISHED for item in self.items.values()):
             return False
-        self.finished_s = now
+        self.finished_s, self.last_finished = now, self._find_last_finished()
         return True
 
     def lease(self, item: WorkItem, trainers: Sequence[str], epoch: int, now: float) -> None:
@@ -215,6 +221,8 @@ class Step:
 
     def _restart_outdated_sums(self, now: float) -> None:
         """Starts a new attempt of finished items whose sums the servers drop. See Note: [Sums of items]."""
+        if not self._has_sums:
+            return
         for item in self.items.values():
             others = (self.items[rank] for rank in item.summed)
             if item.state is WorkState.FINISHED and any(other.attempt != item.attempt for other in others):
