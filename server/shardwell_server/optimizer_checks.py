@@ -101,13 +101,11 @@ def check_fit(
     """
     if runs_on_trainers(optimizer.algorithm):
         return
-    specs = {
-        index: spec
-        for index, group in enumerate(groups)
-        if group >= 0 and (spec := OPTIMIZERS[algorithm_of(optimizer, group)]).needs_whole_tensors
-    }
-    if not specs:
+    found = {group: OPTIMIZERS[algorithm_of(optimizer, group)] for group in set(groups) if group >= 0}
+    whole = {group: spec for group, spec in found.items() if spec.needs_whole_tensors}
+    if not whole:
         return
+    specs = {index: whole[group] for index, group in enumerate(groups) if group in whole}
     cut = layout.parameters_cut_at(cuts)
     for index, spec in specs.items():
         parameter = layout.parameters[index]
@@ -133,12 +131,13 @@ def check_fit(
 
 
 def _check_group_indices(optimizer: common_pb2.OptimizerStep) -> None:
+    group_count = len(optimizer.groups)
     for unit in optimizer.units:
-        for group_index in unit.group_indices:
-            if not KEPT_GROUP <= group_index < len(optimizer.groups):
+        for group_index in set(unit.group_indices):
+            if not KEPT_GROUP <= group_index < group_count:
                 raise InvalidRequestError(
                     f"unit {unit.unit_index} names parameter group {group_index}: expected an index below "
-                    f"{len(optimizer.groups)}, the number of groups"
+                    f"{group_count}, the number of groups"
                 )
 
 
@@ -150,8 +149,10 @@ def _spec(name: str) -> OptimizerSpec:
 
 
 def _check_value(group: int, hyperparameter: Hyperparameter, value: float) -> None:
-    where = f"parameter group {group}: {hyperparameter.name}={value!r}"
     if not abs(value) <= MAX_VALUE:
-        raise InvalidRequestError(f"{where} is not finite in fp32")
-    if (violation := hyperparameter.violation(value)) is not None:
-        raise InvalidRequestError(f"{where}: {violation}")
+        problem = " is not finite in fp32"
+    elif (violation := hyperparameter.violation(value)) is not None:
+        problem = f": {violation}"
+    else:
+        return
+    raise InvalidRequestError(f"parameter group {group}: {hyperparameter.name}={value!r}{problem}")
