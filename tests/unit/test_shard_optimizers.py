@@ -102,6 +102,20 @@ def test_parts_that_one_piece_updates_together_get_the_same_bits(algorithm: str,
         }
 
 
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0)])
+@pytest.mark.parametrize("algorithm", OPTIMIZERS)
+def test_parameter_without_elements_changes_nothing(algorithm: str, shape: tuple[int, int]) -> None:
+    shapes, results = [(3, 2), shape, (2, 4)], []
+    for left in (shapes, [shapes[0], shapes[2]]):
+        values = [torch.full(each, 0.5) for each in left]
+        optimizer = ShardOptimizer(values)
+        for _ in range(2):
+            optimizer.step([torch.ones(each.numel()) for each in values], step_of(algorithm), [0] * len(left), 0.5)
+        results.append([bits(each) for each in values if each.numel()])
+    assert results[0] == results[1]
+    assert results[0][0] != bits(torch.full((3, 2), 0.5))
+
+
 @pytest.mark.parametrize("algorithm", ["sgd", "adam", "adamw"])
 def test_small_parts_are_updated_by_one_call(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pieces: list[int] = []

@@ -144,6 +144,8 @@ class Engine:
 
     def pieces(self, part: Part, gradient: Tensor, settings: Settings, clipping: Clipping) -> Iterator[Piece]:
         """Yields the pieces of the update of one part. [numel]"""
+        if not part.values.numel():
+            return  # torch's Adafactor and Muon would divide by the number of elements
         if self._whole_tensors:
             changed, whole = Changed((part.values, *part.state.values())), gradient.view_as(part.values)
             yield Piece(lambda: self._call(part, part.values, clipping.apply(whole), part.state, settings), changed)
