@@ -88,6 +88,13 @@ class FlatVector:
             self.storage.resize_(0)
         self._memory.add(-self._layout.size_bytes)
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """True if a dense tensor is in memory that ``release`` takes away."""
+        if self.in_place:
+            return False
+        start = self.storage.data_ptr()
+        return start <= tensor.data_ptr() < start + self._layout.size_bytes
+
     def abandon(self) -> None:
         """Discards the content of the receive buffer."""
         if self._arrival is not None:

@@ -15,9 +15,11 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 from torch import nn
 
+from shardwell.module.flat_vector import FlatVector
 from shardwell.module.mixed_precision import Precision
 from shardwell.module.residency import UnitSettings
 from shardwell.module.store import ParameterStore
+from shardwell.module.tensors import local_part
 from shardwell_wire.errors import UsageError
 from shardwell_wire.layout import UnitLayout
 
@@ -33,10 +35,12 @@ class LocalGradients:
     Args:
         parameters: Parameters of the unit.
         precision: Dtypes of gradients and sums.
+        memory: Memory of the parameters. A gradient may be a view of a parameter, if a hook or an autograd function of
+            the user returns one. It is copied before the memory is released.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], precision: Precision) -> None:
-        self._parameters, self._precision = parameters, precision
+    def __init__(self, parameters: Sequence[nn.Parameter], precision: Precision, memory: FlatVector) -> None:
+        self._parameters, self._precision, self._memory = parameters, precision, memory
         self._distributed = {
             index for index, parameter in enumerate(parameters) if getattr(parameter, "placements", None) is not None
         }
@@ -51,9 +55,21 @@ class LocalGradients:
                 own = None if parameter.grad is None else _plain(parameter.grad)
                 if (gradient := self._precision.finish(index, own)) is not None:
                     parameter.grad = None
-                    is_local = index not in self._distributed
-                    taken.append((index, gradient if is_local else _local(gradient, parameter)))
+                    if index in self._distributed:
+                        gradient = _local(gradient, parameter)
+                    # The push reads it in the background, when the unit may be freed.
+                    taken.append((index, gradient.clone() if self._memory.holds(gradient) else gradient))
         return taken
+
+    def leave_memory(self) -> None:
+        """Copies the gradients that are in the parameters' memory. Called before the memory is released."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in self._parameters:
+                gradient = parameter.grad
+                if gradient is None or gradient.layout is not torch.strided:
+                    continue
+                if self._memory.holds(local_part(gradient)):
+                    parameter.grad = gradient.clone()
 
     def accumulate(self) -> None:
         """Adds the gradients to sums in the reduce dtype, if it differs from the gradients' dtype."""

@@ -106,7 +106,6 @@ class Unit(ResidentUnit):
         size_bytes = self.precision.layout.size_bytes
         super().__init__(memory, size_bytes=size_bytes, own_bytes=size_bytes)
         self.parameters = tuple(entry.parameter for entry in found)
-        self.gradients = LocalGradients(self.parameters, self.precision)
         self.sites = tuple(tuple(entry.sites) for entry in found)
         self.modules = tuple(modules)
         self.usage = Usage()
@@ -126,6 +125,7 @@ class Unit(ResidentUnit):
         self.device_type = self._device.type
         """The device that the unit computes on."""
         self._flat = FlatVector(self.precision.layout, self._device, memory)
+        self.gradients = LocalGradients(self.parameters, self.precision, self._flat)
         self._shared: InPlaceVector | None = None
         self._gather: Future[int] | None = None
         """The gather into memory of this process that is running, or whose bytes were not used yet."""
@@ -322,6 +322,7 @@ class Unit(ResidentUnit):
             self._parameter_objects.allow()
 
     def _release(self) -> None:
+        self.gradients.leave_memory()
         if self.state is not UnitState.KEPT:  # the parameters of a kept unit are unusable already
             self._parameter_objects.forbid()
         self._parameter_objects.mark_freed()
