@@ -6,7 +6,6 @@ After each ``await`` the step may have advanced, or an item may have been reset:
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -24,10 +23,6 @@ from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.optimizer_checks import allocation_key, units_that_count
 from shardwell_wire.errors import IncompleteStepError, NonFiniteError, ShardwellError, StepStateError
 from shardwell_wire.v1 import common_pb2, shard_pb2
-
-_TURNS_UNTIL_SENT = 2
-"""Turns of the event loop after which a preparation that waits for nothing has sent its requests: its own task runs in
-the first, and the tasks of its calls in the second."""
 
 
 class StepPreparer:
@@ -83,15 +78,13 @@ class StepPreparer:
                 self._skip_or_raise(run, step, error)
         return step.prepared if run.work.is_in_flight(step) and step.all_finished else None
 
-    async def start(self, run: Run, step: Step) -> None:
-        """Starts to prepare a finished step. Returns when the requests are on their way, or something delays them.
+    def start(self, run: Run, step: Step) -> None:
+        """Prepares a finished step in the background, while trainers learn that all items are finished.
 
         A failure is raised to the trainers that later ask for the norm or commit. They also prepare the step if the
         preparation of a former generation is still in flight here.
         """
         run.calls.preparing.start(partial(self._prepare_alone, run, step, 0.0))
-        for _ in range(_TURNS_UNTIL_SENT):
-            await asyncio.sleep(0)
 
     async def prepare_or_skip(self, run: Run, step: Step) -> PreparedGradients | None:
         """Calls ``prepare``. With scaled losses, skips a gradient that is not finite and prepares the step again."""

@@ -75,12 +75,9 @@ class WorkRequests:
         are_last = run.work.finish_items(member, step, finished, written)
         self._compare_gradients(run, step, finished)
         if are_last:
-            try:
-                if not run.asynchronous:  # otherwise steps wait for their turn, and may not need the norm
-                    # The servers get their requests before the trainers that are answered compete for the CPU.
-                    await self._preparer.start(run, step)
-            finally:
-                run.changed.notify()
+            run.changed.notify()
+            if not run.asynchronous:  # otherwise steps wait for their turn, and may not need the norm
+                self._preparer.start(run, step)
         self._trainers.items.start_fencing(run)
         if member.note_accepts_reassigned_work(accept_work):
             run.touch()
