@@ -34,6 +34,7 @@ class _Uninterrupted:
         self._thread = 0
         """The main thread while it is in the context; otherwise 0."""
         self._former: dict[int, Handler] = {}
+        """The handlers to run. Not cleared: a handler that raises in ``__exit__`` can leave ``_defer`` in its place."""
         self._deferred: list[tuple[int, FrameType | None]] = []
 
     def __enter__(self) -> None:
@@ -42,9 +43,13 @@ class _Uninterrupted:
         elif _is_main_thread():
             for number in _SIGNALS:
                 former = _get_handler(number)
-                if callable(former) and former != self._defer:
+                if former == self._defer:
+                    continue
+                if callable(former):
                     self._former[number] = former
                     _set_handler(number, self._defer)
+                else:
+                    self._former.pop(number, None)
             self._depth, self._thread = 1, _this_thread()
 
     def __exit__(self, *_: object) -> None:
@@ -54,17 +59,21 @@ class _Uninterrupted:
         if self._depth:
             return
         self._thread = 0
-        for number, former in self._former.items():
-            _set_handler(number, former)
-        handlers, self._former = self._former, {}
-        self._run(handlers)
+        try:
+            for number, former in tuple(self._former.items()):
+                _set_handler(number, former)  # a handler may run here, and raise
+        finally:
+            self._run(self._former)
 
     def _run(self, handlers: Mapping[int, Handler]) -> None:
         """Runs the handlers of the deferred signals. A handler may raise."""
-        while self._deferred:
+        if self._deferred:
             number, frame = self._deferred.pop(0)
-            if number in handlers:
-                handlers[number](number, frame)
+            try:
+                if number in handlers:
+                    handlers[number](number, frame)
+            finally:
+                self._run(handlers)
 
     def wait_for(self, changed: threading.Condition, is_true: Callable[[], bool]) -> None:
         """Calls ``changed.wait_for(is_true)`` and runs deferred handlers between polls. ``changed`` must be held."""
@@ -75,7 +84,10 @@ class _Uninterrupted:
             self._run(self._former)
 
     def _defer(self, number: int, frame: FrameType | None) -> None:
-        self._deferred.append((number, frame))
+        if self._thread:
+            self._deferred.append((number, frame))
+        else:
+            self._former[number](number, frame)
 
 
 uninterrupted = _Uninterrupted()
