@@ -65,6 +65,23 @@ def test_counter_is_added_to_once_per_request(tmp_path: Path) -> None:
     run_async(scenario())
 
 
+def test_repeated_set_does_not_replace_a_newer_value(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b, *_ = await replicas(cluster)
+            await store_call(a, "Set", "first", key="x", value=b"1")
+            await store_call(b, "Set", "second", key="x", value=b"2")
+            await store_call(a, "Set", "first", key="x", value=b"1")
+            assert list((await store_call(a, "Get", keys=["x"])).values) == [b"2"]
+            exchange = {"key": "x", "expected": b"2", "value": b"3"}
+            assert (await store_call(a, "Set", "third", **exchange)).value == b"3"
+            await store_call(b, "Set", "fourth", key="x", value=b"2")
+            assert (await store_call(a, "Set", "third", **exchange)).value == b"3", "the answer of the first request"
+            assert list((await store_call(a, "Get", keys=["x"])).values) == [b"2"]
+
+    run_async(scenario())
+
+
 def test_value_is_set_if_it_has_the_expected_value(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:

@@ -40,11 +40,11 @@ class RendezvousRpcs(CoordinatorRpcs):
         return coordinator_pb2.ExchangeAddressResponse(address=address)
 
     async def StoreSet(self, request: coordinator_pb2.StoreSetRequest, call: Call) -> coordinator_pb2.StoreSetResponse:
-        store = self._store(request)
+        store, request_id = self._store(request), request.context.request_id
         if not request.HasField("expected"):
-            store.set(request.key, request.value)
+            store.set(request.key, request.value, request_id)
             return coordinator_pb2.StoreSetResponse()
-        value = store.compare_set(request.key, request.expected, request.value)
+        value = store.compare_set(request.key, request.expected, request.value, request_id)
         return coordinator_pb2.StoreSetResponse(value=value)
 
     async def StoreGet(self, request: coordinator_pb2.StoreGetRequest, call: Call) -> coordinator_pb2.StoreGetResponse:

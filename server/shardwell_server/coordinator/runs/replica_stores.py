@@ -37,13 +37,20 @@ class ReplicaStore:
         self._values: dict[str, bytes] = {}
         self._size_bytes = 0
         self._results: dict[str, int] = {}
-        """Results of ``add`` and ``delete`` by request id: a repeated request gets the result of the first."""
+        """Results of ``add`` and ``delete``, and 1 for values that were set, by request id: a repeated request gets the
+        result of the first."""
 
     def __len__(self) -> int:
         return len(self._values)
 
-    def set(self, key: str, value: bytes) -> None:
-        """Sets a value. Raises CapacityError if the store is full."""
+    def set(self, key: str, value: bytes, request_id: str = "") -> None:
+        """Sets a value. A repeated request sets nothing: the key may have a newer value.
+
+        Raises:
+            CapacityError: The store is full.
+        """
+        if request_id in self._results:
+            return
         former = self._values.get(key)
         size = self._size_bytes + len(value) - len(former or b"") + (len(key.encode()) if former is None else 0)
         if len(key.encode()) > MAX_KEY_BYTES or len(value) > MAX_VALUE_BYTES:
@@ -57,17 +64,21 @@ class ReplicaStore:
                 f"{self._max_keys} keys with {self._max_bytes} bytes"
             )
         self._values[key], self._size_bytes = value, size
+        self._note_result(request_id, 1)
         self.changed.notify()
 
-    def compare_set(self, key: str, expected: bytes, value: bytes) -> bytes:
+    def compare_set(self, key: str, expected: bytes, value: bytes, request_id: str = "") -> bytes:
         """Sets a value if the key has the expected value, or has none and ``expected`` is empty.
 
         Returns:
-            The value of the key afterwards, or ``expected`` if it has none.
+            The value of the key afterwards, or ``expected`` if it has none. A repeated request that had set the value
+            returns it again.
         """
+        if request_id in self._results:
+            return value
         current = self._values.get(key)
         if current == expected or (current is None and not expected):
-            self.set(key, value)
+            self.set(key, value, request_id)
             return value
         return expected if current is None else current
 
