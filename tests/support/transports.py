@@ -124,11 +124,12 @@ class StreamedServer:
         version: int | None,
         target: FetchTarget,
         *,
+        wait_s: float,
         wait_limit_s: float,
         nearly_done: NearlyDone = ignore,
     ) -> int:
         return self.stream.fetch(
-            shard, version, target, timeout_s=wait_limit_s, retry_for_s=0.0, nearly_done=nearly_done
+            shard, version, target, wait_s=wait_s, timeout_s=wait_limit_s, retry_for_s=0.0, nearly_done=nearly_done
         )
 
     def prepare_push(self, push: PreparedPush) -> PreparedPush:
@@ -144,4 +145,7 @@ class StreamedServer:
 
     def fetch_batch(self, fetches: Sequence[SmallFetch], arrived: Arrived, *, wait_limit_s: float) -> None:
         for number, each in enumerate(fetches):
-            arrived(number, self.fetch(each.shard, each.version, each.target, wait_limit_s=wait_limit_s))
+            arrived(
+                number,
+                self.fetch(each.shard, each.version, each.target, wait_s=wait_limit_s, wait_limit_s=wait_limit_s),
+            )
