@@ -25,6 +25,7 @@ from shardwell.data_plane.remote_shard import RemoteShard, Wire
 from shardwell.data_plane.remote_unit import RemoteUnit
 from shardwell.data_plane.traffic_stats import TrafficStats
 from shardwell.data_plane.transfer_queue import TransferQueue
+from shardwell.transport.base import PreparedPush
 from shardwell.transport.incoming import Place
 from shardwell_wire.errors import CapacityError, UnavailableError
 from shardwell_wire.layout import Parameter, UnitLayout
@@ -239,6 +240,27 @@ def test_drain_does_not_wait_for_an_interrupted_push(
     drained.join(5)
     assert not drained.is_alive(), "drain waits for parts that were never started"
     assert [header.start_bytes for header, _ in client.pushes] == started
+    pushes.close()
+
+
+def test_gradient_that_is_streamed_because_memory_is_short_counts_as_in_flight(
+    client: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pushes, unit = Pushes(TrafficStats(), push_bytes=1), unit_on(client)
+    server: Any = unit.shards[0].server
+    server.copies_gradients = True
+
+    def stream(push: PreparedPush) -> PreparedPush:
+        server.copies_gradients = False
+        return push
+
+    monkeypatch.setattr(server, "prepare_push", stream)
+    client.gate.clear()
+    pushes.push(unit, part_header(part=0), gradients())
+    assert not pushes._in_flight._has_room(1), "the next push waits"
+    client.gate.set()
+    pushes.drain()
+    assert pushes._in_flight._has_room(1)
     pushes.close()
 
 

@@ -94,6 +94,8 @@ class Pushes:
         with uninterrupted:
             held = self._in_flight.hold(0 if copies else size)
             self._start(unit, prepare, UnitPush(excuse, size, held=held, route=route))
+            if copies and not _copies_all(unit):  # a server had no memory for a copy
+                held.grow(size)
 
     def push_encoded(
         self,
@@ -107,9 +109,12 @@ class Pushes:
         """Starts to push encoded gradients; see ``push``. Releases them when all shards have their part."""
         self._in_flight.raise_error()
         with uninterrupted:
-            held = self._in_flight.hold(0 if _copies_all(unit) else len(gradients.stream))
+            copies = _copies_all(unit)
+            held = self._in_flight.hold(0 if copies else len(gradients.stream))
             push = UnitPush(excuse, gradients.stored_bytes, held=held, when_pushed=gradients.release, route=route)
             self._start(unit, lambda shard: shard.prepare_push_encoded(header, gradients), push)
+            if copies and not _copies_all(unit):
+                held.grow(len(gradients.stream))
 
     def start_copies(
         self, gradients: Sequence[tuple[int, torch.Tensor]]

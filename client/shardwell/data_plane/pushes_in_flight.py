@@ -29,6 +29,10 @@ class Held:
     def __init__(self, pushes: PushesInFlight, size_bytes: int) -> None:
         self._pushes, self.size_bytes, self.active = pushes, size_bytes, True
 
+    def grow(self, size_bytes: int) -> None:
+        """Counts more bytes, without a wait. Has no effect after ``release``."""
+        self._pushes.grow(self, size_bytes)
+
     def release(self) -> None:
         """Called in any thread when the gradients are pushed or dropped. Harmless to repeat."""
         self._pushes.release([self])
@@ -131,6 +135,13 @@ class PushesInFlight:
     def _has_room(self, size_bytes: int) -> bool:
         """True if a push may start. A push larger than the limit goes alone."""
         return not self._bytes_in_flight or self._bytes_in_flight + size_bytes <= self._push_limit
+
+    def grow(self, held: Held, size_bytes: int) -> None:
+        """See ``Held.grow``."""
+        with self._lock:
+            if held.active:
+                held.size_bytes += size_bytes
+                self._bytes_in_flight += size_bytes
 
     def release(self, held: Iterable[Held]) -> None:
         """See ``Held.release``."""
