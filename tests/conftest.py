@@ -21,10 +21,11 @@ def _runtime_folder() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _units_are_freed() -> Iterator[None]:
-    """Frees units after their forward, as those of large models. The default keeps small models, as tests have."""
+def _units_are_large() -> Iterator[None]:
+    """Cuts units into shards and frees them after their forward, as those of large models. Tests have small models."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("SHARDWELL_KEEP_BYTES", "0")
+        patched.setenv("SHARDWELL_MIN_SHARD_BYTES", "64KiB")
         yield
 
 

@@ -28,9 +28,9 @@ def in_process_cluster(num_shards: int = 1, *, dp: int = 1, memory_budget: int =
     """Runs a coordinator and shard servers in threads of this process, which ``shardwell.join()`` then uses.
 
     The servers compute like those of a real cluster: a script trains to the same weights as on a cluster of separate
-    processes with the same number of threads. Each cluster starts empty. While the context is open, the environment
-    has only the ``SHARDWELL_*`` variables below, and torchrun's RANK and WORLD_SIZE are hidden. On exit, open sessions
-    are closed.
+    processes with the same number of threads. Units are cut into shards of 4 KiB or more. Each cluster starts empty.
+    While the context is open, the environment has only the ``SHARDWELL_*`` variables below, and torchrun's RANK and
+    WORLD_SIZE are hidden. On exit, open sessions are closed.
 
     Do not measure speed with it: trainer and servers share one interpreter.
 

@@ -21,6 +21,8 @@ from shardwell_wire.credentials import read_key_file
 
 _START_S = _STOP_S = 30.0
 _LISTEN = "127.0.0.1:0"
+_MIN_SHARD_BYTES = 4 << 10
+"""Tests have small models, whose units are cut into shards like those of large models."""
 
 _Serve = Callable[[Endpoint], Coroutine[Any, Any, None]]
 
@@ -37,7 +39,8 @@ class InProcessServers:
 
     def __init__(self, state_dir: Path, token_file: str, *, num_shards: int, memory_budget: int) -> None:
         self._servers: list[_Server] = []
-        settings, credentials = Settings(min_servers=num_shards), read_key_file(token_file)
+        settings = Settings(min_servers=num_shards, min_shard_bytes=_MIN_SHARD_BYTES)
+        credentials = read_key_file(token_file)
         try:
             self.address = self._start(
                 partial(coordinate, settings, state_dir, keeps_state=True, credentials=credentials)
