@@ -34,6 +34,7 @@ from shardwell_server.shard.transports import batch_requests
 from shardwell_server.shard.transports.base import ServerTransports
 from shardwell_server.shard.transports.shm_transport import ShmSession, ShmTransport
 from shardwell_wire.layout import Parameter, UnitLayout
+from shardwell_wire.optimizers import OPTIMIZERS
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.server_folders import DEFAULT_DIRECTORY, FolderOwner
 from shardwell_wire.shared_proof import session_name
@@ -200,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--units", type=int, nargs="+", default=[10, 100])
     parser.add_argument("--dp", type=int, nargs="+", default=[2, 16])
-    parser.add_argument("--optimizers", nargs="+", default=["sgd", "adamw"])
+    parser.add_argument("--optimizers", nargs="+", choices=sorted(OPTIMIZERS), default=["sgd", "adamw"])
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--width", type=int, help="units are transformer blocks of this width, not Linear(64, 64)")
     options = parser.parse_args(argv)
