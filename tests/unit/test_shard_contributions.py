@@ -108,3 +108,11 @@ def test_fence_of_an_earlier_step_keeps_attempts() -> None:
     fences.raise_all(4, [rank(0, 1, 2)])
     assert fences.raise_all(3, [rank(0, 9, 7)]) == []
     assert (fences.attempt(0, 4), fences.epoch(0)) == (2, 9)
+
+
+def test_delayed_fence_from_before_a_rollback_names_no_attempt_of_repeated_steps() -> None:
+    fences = Fences()
+    fences.restart(5)
+    assert fences.raise_all(2, [rank(0, 4, 1)]) == []
+    assert (fences.attempt(0, 2), fences.epoch(0)) == (0, 5)
+    assert fences.raise_all(2, [rank(0, 5, 1)]) == [(0, 1)]

@@ -51,12 +51,14 @@ class Fences:
         """Applies the coordinator's fences; returns ``(dp_rank, attempt)`` for each attempt that rose.
 
         Fences of an earlier step raise epochs only. A fence that names a version is about the item that reads it.
+        A fence whose epoch is over may have been delayed until the run was loaded from a checkpoint: its attempt is one
+        of a step that is repeated, and says nothing about the new attempts.
         """
         risen = []
         for fence in ranks:
             self._epochs[fence.dp_rank] = max(self.epoch(fence.dp_rank), fence.epoch)
             bound = (fence.version if fence.HasField("version") else step, fence.attempt)
-            if fence.attempt and bound > self._attempts.get(fence.dp_rank, (0, 0)):
+            if fence.attempt and fence.epoch >= self._floor and bound > self._attempts.get(fence.dp_rank, (0, 0)):
                 self._attempts[fence.dp_rank] = bound
                 risen.append((fence.dp_rank, fence.attempt))
         return risen
