@@ -15,6 +15,14 @@ MAX_REQUEST_ID_LENGTH = 128
 """Maximum length of a request id. The log stores every id."""
 
 
+def check_request_id(request_id: str) -> None:
+    """Raises InvalidRequestError if a request id is too long to be stored."""
+    if len(request_id) > MAX_REQUEST_ID_LENGTH:
+        raise InvalidRequestError(
+            f"request_id has {len(request_id)} characters, expected at most {MAX_REQUEST_ID_LENGTH}"
+        )
+
+
 class RequestLog:
     """The last request ids and fingerprints of their requests. Used on one event loop or in one thread.
 
@@ -42,10 +50,7 @@ class RequestLog:
         """
         if not request_id:
             return False
-        if len(request_id) > MAX_REQUEST_ID_LENGTH:
-            raise InvalidRequestError(
-                f"request_id has {len(request_id)} characters, expected at most {MAX_REQUEST_ID_LENGTH}"
-            )
+        check_request_id(request_id)
         known = self._fingerprints.get(request_id)
         if known is not None and known != fingerprint:
             raise DuplicateError(

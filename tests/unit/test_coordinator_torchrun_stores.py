@@ -67,5 +67,7 @@ def test_agents_use_the_store_without_a_run(tmp_path: Path) -> None:
             assert (await call("Delete", key="x")).deleted
             checked = await call("Check", keys=["x", "y"])
             assert (list(checked.missing), checked.key_count) == (["x"], 1)
+            with pytest.raises(InvalidRequestError, match="request_id has 129 characters, expected at most 128"):
+                await call("Set", "i" * 129, key="x", value=b"1")
 
     run_async(scenario())

@@ -11,6 +11,7 @@ from shardwell_server.coordinator.runs.members import Member
 from shardwell_server.coordinator.runs.replica_stores import ReplicaStore
 from shardwell_server.coordinator.runs.run import Run
 from shardwell_server.coordinator.waiting import poll
+from shardwell_server.request_log import check_request_id
 from shardwell_server.rpc import Call
 from shardwell_wire.names import check_name
 from shardwell_wire.v1 import coordinator_pb2
@@ -77,6 +78,7 @@ class RendezvousRpcs(CoordinatorRpcs):
     def _store(self, request: Any, find: Callable[[Run, Member, int], ReplicaStore] = open_store) -> ReplicaStore:
         """Returns the store that a request uses: of a rendezvous of torchrun, or of a trainer's replica."""
         if request.rendezvous:
+            check_request_id(request.context.request_id)  # the store keeps it
             return self._torchrun_stores.open(request.rendezvous)
         run, member = self._member(request)
         return find(run, member, request.replica_epoch)
