@@ -11,7 +11,7 @@ MIB = 1 << 20
 
 
 def servers(**free_bytes: int) -> list[Candidate]:
-    return [Candidate(name, free) for name, free in free_bytes.items()]
+    return [Candidate(name, free, 1 << 40) for name, free in free_bytes.items()]
 
 
 def flat(size_bytes: int) -> UnitLayout:
@@ -42,6 +42,21 @@ def test_placement_is_independent_of_candidate_order() -> None:
 def test_small_unit_goes_whole_to_the_server_with_most_free_memory() -> None:
     ranges = place(flat(70_016), servers(a=10, b=30, c=20), 64 << 10)
     assert [(at.server_id, at.start_bytes, at.stop_bytes) for at in ranges] == [("b", 0, 70_016)]
+
+
+def test_small_units_spread_in_proportion_to_budgets() -> None:
+    budgets = {"a": 8 << 30, "b": (8 << 30) + 64 * MIB, "c": 4 << 30}
+    placed = dict.fromkeys(budgets, 0)
+    for _ in range(100):
+        candidates = [Candidate(name, budget - placed[name], budget) for name, budget in budgets.items()]
+        (only,) = place(flat(MIB), candidates, 2 * MIB)
+        placed[only.server_id] += MIB
+    assert all(abs(placed[name] / MIB - expected) <= 1 for name, expected in {"a": 40, "b": 40, "c": 20}.items())
+
+
+def test_small_unit_goes_to_a_server_that_can_hold_it() -> None:
+    candidates = [Candidate("almost-full", 100 * MIB, 1 << 30), Candidate("small", MIB, MIB)]
+    assert [at.server_id for at in place(flat(3 * MIB), candidates, 2 * MIB)] == ["almost-full"]
 
 
 def test_full_server_gets_no_range() -> None:
@@ -77,7 +92,9 @@ def test_random_units_are_never_cut_inside_a_tensor() -> None:
     rng = random.Random(0)
     for _ in range(200):
         layout = tensors(*(rng.choice([0, 1, 1000, 1024, 99_991]) for _ in range(rng.randrange(12))))
-        candidates = [Candidate(str(n), rng.randrange(3) * rng.randrange(1000)) for n in range(rng.randrange(1, 6))]
+        candidates = [
+            Candidate(str(n), rng.randrange(3) * rng.randrange(1000), 3000) for n in range(rng.randrange(1, 6))
+        ]
         ranges = place(layout, candidates, 4096)
         bounds = [0, *(at.stop_bytes for at in ranges)]
         assert [at.start_bytes for at in ranges] == bounds[:-1] and bounds[-1] == layout.size_bytes

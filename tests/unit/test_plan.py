@@ -70,6 +70,8 @@ def test_server_memory_by_dp_and_number_of_servers() -> None:
     assert planned(units, PlanOptions()).server.mean_bytes == 0
     two = planned(units, PlanOptions(num_servers=2, min_shard_bytes=4096, optimizer="sgd")).server
     assert whole / 2 <= two.weights_bytes < 0.7 * whole and two.optimizer_bytes == 0
+    uncut = planned(units, PlanOptions(num_servers=2, min_shard_bytes=whole)).server
+    assert whole / 2 <= uncut.weights_bytes < 0.7 * whole, "small units spread over the servers"
 
 
 def test_every_optimizer_can_be_planned() -> None:

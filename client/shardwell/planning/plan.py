@@ -244,7 +244,9 @@ def _plan_server(trainers: Sequence[RehearsedTrainer], options: PlanOptions) -> 
     stored = stored_units(trainers, options)
     for unit in stored:
         unit_states = options.state_bytes(unit.layout)
-        for server, (start, stop) in enumerate(cut(unit.size_bytes, [1.0] * count, options.min_shard_bytes)):
+        emptiest_first = sorted(range(count), key=held.__getitem__)
+        ranges = cut(unit.size_bytes, [1.0] * count, options.min_shard_bytes)
+        for server, (start, stop) in zip(emptiest_first, ranges, strict=True):
             held[server] += stop - start
             states[server] += unit_states * (stop - start) / max(1, unit.size_bytes)
             contributed[server] += (stop - start) * world.dp * num_contributors(unit)

@@ -233,7 +233,7 @@ class UnitPlacer:
         if not cluster.live:  # the last one was lost while other units were placed
             raise UnavailableError("no shard server is live: start one (shardwell-server shard --coordinator ...)")
         staying = [server for server in cluster.live if not server.draining] or cluster.live
-        candidates = [Candidate(server.server_id, server.free_bytes) for server in staying]
+        candidates = [Candidate(server.server_id, server.free_bytes, server.budget_bytes) for server in staying]
         for piece in place(layout, candidates, self._state.settings.min_shard_bytes):
             server = cluster.servers[piece.server_id]
             server.reserve(piece.stop_bytes - piece.start_bytes)

@@ -18,6 +18,8 @@ class Candidate:
     server_id: str
     free_bytes: int
     """Part of the memory budget that is not reserved."""
+    budget_bytes: int
+    """The memory budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +34,9 @@ class Range:
 def place(layout: UnitLayout, candidates: Sequence[Candidate], min_shard_bytes: int) -> list[Range]:
     """Cuts a unit into ranges in proportion to the free memory of the servers.
 
-    With placement "tensor", cuts fall between tensors. A unit that is too small for all servers goes to the servers
-    with the most free memory. The result does not depend on the order of the candidates.
+    With placement "tensor", cuts fall between tensors. A unit that is too small for all servers goes to servers that
+    can hold it and have the largest part of their budgets free: many small units then spread in proportion to the
+    budgets. The result does not depend on the order of the candidates.
 
     Args:
         layout: Layout of the unit.
@@ -43,7 +46,12 @@ def place(layout: UnitLayout, candidates: Sequence[Candidate], min_shard_bytes: 
     Returns:
         Ranges in order, which cover the flat vector. A range is empty only if the unit is empty.
     """
-    ranked = sorted(candidates, key=lambda candidate: (-candidate.free_bytes, candidate.server_id))
+
+    def rank(candidate: Candidate) -> tuple[bool, float, str]:
+        is_too_full = candidate.free_bytes < layout.size_bytes
+        return is_too_full, -candidate.free_bytes / candidate.budget_bytes, candidate.server_id
+
+    ranked = sorted(candidates, key=rank)
     weights = [float(candidate.free_bytes) for candidate in ranked]
     if not any(weights):
         # No server has free memory. Place the unit anyway: the servers then refuse it, and their error says what to do.
