@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import weakref
 from typing import Any
 
 import pytest
@@ -46,6 +48,18 @@ def check_plain(model: nn.Module, expected: nn.Module) -> None:
         assert parameter.requires_grad == others[name].requires_grad and torch.equal(parameter, others[name])
         assert parameter.untyped_storage().nbytes() == parameter.nbytes, "memory of its own"
     assert all(torch.equal(a, b) for a, b in zip(model.buffers(), expected.buffers(), strict=True))
+
+
+def test_session_does_not_hold_an_unwrapped_model() -> None:
+    sharded = Sharded(gpt(), wrap_blocks, keep_bytes=None)
+    gpt_loss(sharded.model, 0).backward()
+    sharded.step()
+    with torch.no_grad():
+        gpt_loss(sharded.model, 1)  # keeps the units
+    weight = weakref.ref(unwrap(sharded.model).head.weight)
+    del sharded.model
+    gc.collect()
+    assert weight() is None
 
 
 @pytest.mark.parametrize("strategy", [None, ShardingStrategy.SHARD_GRAD_OP])

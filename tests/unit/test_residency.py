@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import gc
 import inspect
+import weakref
 from typing import Any
 
 import pytest
@@ -238,6 +240,80 @@ def test_units_that_a_backward_needs_first_stay_in_the_prefetch_window(passes: i
     for unit in units:
         unit.enter(policy.state_after_commit(unit))
     assert run_in_window(policy, units, Phase.FORWARD) == list(range(12))
+
+
+def keep(policy: ResidencyPolicy[FakeUnit], units: list[FakeUnit]) -> None:
+    for unit in units:
+        unit.enter(UnitState.UNSHARDED)
+        unit.enter(policy.state_after_release(unit))
+        assert unit.state is UnitState.KEPT
+
+
+def test_units_of_a_prefetch_list_displace_kept_units() -> None:
+    policy, units = make(8, prefetch_bytes=4 * SIZE, keep_bytes=None)
+    keep(policy, units[:4])
+    units[4].settings.forward_prefetch = (units[5], units[3], units[6])
+    assert policy.begin_use(units[4], Phase.FORWARD)
+    units[4].enter(UnitState.FETCHING)
+    assert prefetched(policy, units[4]) == [5, 6]
+    assert [unit.index for unit in units if unit.state is UnitState.KEPT] == [2, 3]
+    units[4].settings.forward_prefetch = tuple(units)  # more than the window: the user decides
+    assert prefetched(policy, units[4]) == [0, 1, 7]
+
+
+@pytest.mark.parametrize("state", [UnitState.FREED, UnitState.FETCHING, UnitState.STALE])
+def test_units_that_cannot_be_kept_displace_no_kept_unit(state: UnitState) -> None:
+    policy, units = make(6, prefetch_bytes=4 * SIZE + 1, keep_bytes=None)
+    keep(policy, units[:4])
+    if state is UnitState.STALE:
+        units[5].settings.strategy = ShardingStrategy.NO_SHARD
+    units[5].enter(state)
+    assert not policy.displaced_by_release(units[5])
+
+
+def test_decisions_do_not_read_all_units_that_were_kept() -> None:
+    reads = 0
+
+    class CountingUnit(FakeUnit):
+        @property
+        def state(self) -> UnitState:
+            nonlocal reads
+            reads += 1
+            return self._state
+
+        @state.setter
+        def state(self, value: UnitState) -> None:
+            self._state = value
+
+    count, memory = 2000, ResidentBytes()
+    policy: ResidencyPolicy[FakeUnit] = ResidencyPolicy(
+        memory, prefetch_bytes=count // 2 * SIZE, keep_bytes=None, backward_prefetch=BackwardPrefetch.PRE
+    )
+    units: list[FakeUnit] = [CountingUnit(index, memory) for index in range(count)]
+    for _ in range(2):
+        reads = 0
+        for phase in Phase:
+            for unit in units if phase is Phase.FORWARD else reversed(units):
+                if policy.begin_use(unit, phase):
+                    unit.enter(UnitState.FETCHING)
+                    prefetched(policy, unit, phase)
+                unit.enter(UnitState.UNSHARDED)
+                for kept in policy.displaced_by_release(unit):
+                    kept.enter(UnitState.FREED)
+                unit.enter(policy.state_after_release(unit))
+        assert reads < 60 * count
+        for unit in units:
+            unit.enter(policy.state_after_commit(unit))
+
+
+def test_removed_units_are_forgotten() -> None:
+    policy, units = make(keep_bytes=None, prefetch_bytes=4 * SIZE)
+    keep(policy, units)
+    removed = weakref.ref(unit := units.pop())
+    policy.forget(unit)
+    del unit
+    gc.collect()  # uses refer to each other
+    assert removed() is None
 
 
 def test_units_beyond_the_prefetch_window_are_not_kept() -> None:

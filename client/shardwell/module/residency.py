@@ -212,6 +212,11 @@ class UsageOrder(Generic[IndexedT]):
         return list(self._forward)
 
 
+def _counted(unit: ResidentUnit) -> int:
+    """Returns the bytes that a unit takes of the limits while it is fetched or kept. A replica has its own memory."""
+    return 0 if unit.is_replica else unit.own_bytes
+
+
 class ResidencyPolicy(Generic[UnitT]):
     """Decides when the units of one trainer are gathered, kept and freed.
 
@@ -237,7 +242,7 @@ class ResidencyPolicy(Generic[UnitT]):
         self.order: UsageOrder[UnitT] = UsageOrder()
         self._memory = memory
         self._released: dict[UnitT, None] = {}
-        """Units that have been kept, in the order of their last release. Some of them may be in use again."""
+        """The kept units, in the order of their release, and units that are not kept any more."""
         self._uses_before_fill = 0
         """Uses until the prefetch window is filled up. Not above 0: at the next use."""
 
@@ -265,13 +270,14 @@ class ResidencyPolicy(Generic[UnitT]):
         next unit. It stops when no more gathers may run.
         """
         if (chosen := self._chosen(unit, phase)) is not None:
-            yield from ((following, ()) for following in chosen if following.needs_gather)
+            for following in chosen:
+                if following.needs_gather:
+                    excess_bytes = self._excess_bytes(unit, self._ahead_bytes(unit) + _counted(following))
+                    yield following, self._displaced(excess_bytes, {unit, *chosen})
             return
         if phase is Phase.BACKWARD and self.backward_prefetch is not BackwardPrefetch.PRE:
             return
-        # A replica has its memory permanently, so it takes no part of the budget.
-        is_ahead = unit.state is UnitState.FETCHING and not unit.is_replica
-        ahead_bytes = self._memory.fetching_bytes - (unit.own_bytes if is_ahead else 0)
+        ahead_bytes, kept_ahead_bytes = self._ahead_bytes(unit), 0
         number, first_uses = 0, {unit: 0}
         fill_after = MAX_UNITS_AHEAD
         for number, following in enumerate(self.order.upcoming(), 1):
@@ -280,25 +286,42 @@ class ResidencyPolicy(Generic[UnitT]):
                 fill_after = min(fill_after, first_use + 1)
             if not following.needs_gather:
                 if first_use == number and self.keep_bytes is None and following.state is UnitState.KEPT:
-                    ahead_bytes += 0 if following.is_replica else following.own_bytes
+                    kept_ahead_bytes += _counted(following)
                 continue
             ahead_bytes += 0 if following.is_replica else following.size_bytes
-            if ahead_bytes > self.prefetch_bytes:
+            if ahead_bytes + kept_ahead_bytes > self.prefetch_bytes:
                 break
-            yield following, self._displaced(self.prefetch_bytes - ahead_bytes, first_uses)
+            yield following, self._displaced(self._excess_bytes(unit, ahead_bytes), first_uses)
         self._uses_before_fill = min(fill_after, number // 2)
 
-    def _displaced(self, room_bytes: int, ahead: Collection[UnitT]) -> Sequence[UnitT]:
-        """Returns the kept units to free, so that those that are not ahead fit into the rest of the window."""
-        if self.keep_bytes is not None or self._memory.kept_bytes <= room_bytes:
-            return ()
-        kept = [unit for unit in self._released if unit.state is UnitState.KEPT and unit not in ahead]
-        excess_bytes, displaced = sum(unit.own_bytes for unit in kept) - room_bytes, []
-        for unit in kept:
+    def _ahead_bytes(self, unit: UnitT) -> int:
+        """Returns the bytes that are gathered ahead while a unit begins a use."""
+        return self._memory.fetching_bytes - (_counted(unit) if unit.state is UnitState.FETCHING else 0)
+
+    def _excess_bytes(self, unit: UnitT, ahead_bytes: int) -> int:
+        """Returns by how much bytes gathered ahead and kept units exceed the window while a unit begins a use."""
+        in_use_bytes = _counted(unit) if unit.state is UnitState.KEPT else 0
+        return ahead_bytes + self._memory.kept_bytes - in_use_bytes - self.prefetch_bytes
+
+    def _displaced(self, excess_bytes: int, staying: Collection[UnitT]) -> Sequence[UnitT]:
+        """Returns kept units that take at least so many bytes, or all if they take less; the first released first.
+
+        Args:
+            excess_bytes: Bytes to free.
+            staying: Units that are not freed.
+        """
+        displaced: list[UnitT] = []
+        used: list[UnitT] = []
+        for unit in self._released if self.keep_bytes is None else ():
             if excess_bytes <= 0:
                 break
-            displaced.append(unit)
-            excess_bytes -= unit.own_bytes
+            if unit.state is not UnitState.KEPT:
+                used.append(unit)
+            elif unit not in staying:
+                displaced.append(unit)
+                excess_bytes -= unit.own_bytes
+        for unit in used:  # it enters again when it is kept again
+            del self._released[unit]
         return displaced
 
     def gathers_before_push(self, unit: UnitT) -> bool:
@@ -330,14 +353,14 @@ class ResidencyPolicy(Generic[UnitT]):
 
         Call ``state_after_release`` next.
         """
-        room_bytes = self.prefetch_bytes - self._memory.fetching_bytes - unit.own_bytes
-        if self.keep_bytes is not None or self._memory.kept_bytes <= room_bytes:
+        if self.keep_bytes is not None or unit.state is not UnitState.UNSHARDED or unit.is_replica:
             return ()
-        ahead = set(self.order.upcoming())
-        ahead_bytes = sum(
-            other.own_bytes for other in self._released if other.state is UnitState.KEPT and other in ahead
-        )
-        return self._displaced(room_bytes - ahead_bytes, ahead) if ahead_bytes <= room_bytes else ()
+        memory = self._memory
+        excess_bytes = memory.fetching_bytes + memory.kept_bytes + unit.own_bytes - self.prefetch_bytes
+        if excess_bytes <= 0:
+            return ()
+        displaced = self._displaced(excess_bytes, set(self.order.upcoming()))
+        return displaced if sum(other.own_bytes for other in displaced) >= excess_bytes else ()
 
     def state_after_release(self, unit: UnitT) -> UnitState:
         """Returns the state that a released unit enters: KEPT if there is room for it, otherwise FREED."""
@@ -360,6 +383,11 @@ class ResidencyPolicy(Generic[UnitT]):
         """Returns the state that a unit enters when a commit makes its values outdated."""
         self._released.pop(unit, None)
         return UnitState.STALE if unit.is_replica and unit.state is not UnitState.FREED else UnitState.FREED
+
+    def forget(self, removed: UnitT) -> None:
+        """Forgets a unit that no longer exists, and the order of uses."""
+        self._released.pop(removed, None)
+        self.order = UsageOrder()
 
     def unused_prefetches(self, units: Iterable[UnitT]) -> Iterator[UnitT]:
         """Yields the prefetched units that the finished backward did not use."""

@@ -15,7 +15,7 @@ from shardwell.module.gradients import GradientPushes, with_gradients
 from shardwell.module.initialization import NewValues
 from shardwell.module.mixed_precision import AS_STORED, MixedPrecisionPolicy
 from shardwell.module.naming import GridPlace
-from shardwell.module.residency import ResidencyPolicy, UnitState, UsageOrder
+from shardwell.module.residency import ResidencyPolicy, UnitState
 from shardwell.module.store import ParameterStore
 from shardwell.module.strategy import BackwardPrefetch, ReplicaOptions, ShardingStrategy
 from shardwell.module.unit import Unit, check_versions, owner_of
@@ -154,7 +154,7 @@ class Units:
         self._pushes.follow_strategy(removed)
         del self._by_name[removed.name]
         self._unwrapped.add(removed.name)
-        self.policy.order = UsageOrder()
+        self.policy.forget(removed)
         for unit in self:
             unit.settings.drop_prefetch(removed)
         self._set_outermost([unit for unit in self._outermost if unit is not removed])
