@@ -52,7 +52,11 @@ def test_freed_units_hold_no_memory(cluster: shardwell.LocalCluster, plain: dict
     assert sharded["built"] < 2 * block
     # The graph is alive: the memory of weights that autograd saved must be released too.
     assert sharded["after_forward"] < 4 * block
-    assert sharded["after_backward"] < 6 * block
+    # One block is in the pool of buffers. gRPC also holds memory of its own: 1.3 to 3.5 blocks in all were measured.
+    assert sharded["held_since_built"] < (5 if transport == "grpc" else 2) * block
+    # In addition, the heaps keep the memory of gradients and messages. How many existed at once depends on the load of
+    # the machine: 2.9 to 7.3 blocks were measured with gRPC, which copies messages, and 3.1 to 3.6 with sockets.
+    assert sharded["after_backward"] < (9 if transport == "grpc" else 6) * block
 
 
 @pytest.mark.parametrize("transport", ["shm", "socket", "grpc"])

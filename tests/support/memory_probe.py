@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import shardwell
+from shardwell.memory.allocator import trim
 
 WIDTH, NUM_BLOCKS = 512, 12
 PUSH_BYTES = 16 << 20
@@ -68,11 +69,14 @@ def main(address: str, transports: str | None = None) -> None:
     if session is not None:
         session.store.drain()
     after_backward = own_bytes()
+    trim()  # the heaps keep the memory of freed gradients for the next step
+    held = own_bytes()
     result = {
         "parameter_bytes": parameter_bytes,
         "built": built - start,
         "after_forward": after_forward - start,
         "after_backward": after_backward - start,
+        "held_since_built": held - built,
         "live_unit_bytes": live,
         "peak_unit_bytes": None if session is None else session.units.peak_bytes,
     }
