@@ -442,11 +442,12 @@ class Membership:
     async def _push(
         self, item: coordinator_pb2.WorkItem, index: int, number: int, gradients: list[torch.Tensor]
     ) -> None:
-        layout = self._job.layouts[index]
+        # A push of an abandoned item may be repeated when this trainer is at the next step already.
+        layout, step = self._job.layouts[index], self._step
 
         async def push(shard: common_pb2.ShardRange) -> None:
             header = shard_pb2.ReduceScatterHeader(
-                context=self._context(self._step, epoch=item.epoch),
+                context=self._context(step, epoch=item.epoch),
                 unit=layout.unit,
                 dp_rank=item.dp_rank,
                 attempt=item.attempt,
