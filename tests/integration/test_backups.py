@@ -23,7 +23,7 @@ from shardwell_wire.v1 import common_pb2, shard_pb2
 from tests.integration.test_buffer_shards import FIRST, LAYOUT
 from tests.integration.test_partitions import descend, read, stage
 from tests.support.backup_pair import BACKUP, Pair, adam, gradients, hash_of, shard_on, straight
-from tests.support.shard_server import MIXED, PLAIN, ShardServer, error_of, in_background
+from tests.support.shard_server import MIXED, PLAIN, HalfStream, ShardServer, error_of, in_background
 
 TRAINERS = common_pb2.OptimizerStep(algorithm=f"{TRAINER_PREFIX}SGD")
 
@@ -227,14 +227,67 @@ def test_an_update_that_arrives_late_leaves_a_backup_in_sync(servers: Any) -> No
     pair.assert_equal(3)
 
 
-def test_a_repeated_copy_waits_for_an_update_of_the_backup(servers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The update runs in a thread, in the memory that the copy would release."""
+def test_a_repeated_copy_leaves_a_backup_in_sync_as_it_is(servers: Any) -> None:
+    """The coordinator repeats CopyShard if it gets no answer, and one of the requests may arrive late."""
     pair = Pair(servers)
     pair.copy()
     pair.push(0)
     pair.primary.prepare(0)
-    servers[0].call("Update", adam(pair.primary, 0))
-    former, waits, go_on, real = shard_on(pair.backup), threading.Event(), threading.Event(), UnitShard.compute_update
+    pair.reservation -= 1
+    assert pair.copy().copied_bytes == 0
+    assert shard_on(pair.backup).has_prepared(0)
+    pair.update(0)
+    pair.reservation -= 1
+    assert (pair.copy().version, shard_on(pair.backup).version) == (1, 1)
+    pair.train(1)
+    pair.assert_equal(2)
+
+
+def test_a_late_copy_under_a_former_reservation_does_not_affect_the_backup(servers: Any) -> None:
+    pair = Pair(servers)
+    pair.copy()
+    pair.copy()
+    late = shard_pb2.CopyShardRequest(
+        context=pair.primary.context(),
+        shard=pair.reference,
+        placement=1,
+        target_server_id="backup",
+        target_address=pair.backup.server.address,
+    )
+    assert "it has reservation 2" in str(error_of(lambda: pair.primary.server.call("CopyShard", late)))
+    assert not pair.train(0).failed_backups
+    pair.assert_equal(1)
+
+
+def test_a_late_state_does_not_replace_the_backup(servers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The primary lost the connection while it sent the state, and the coordinator repeated CopyShard."""
+    pair, sent = Pair(servers), list[bytes]()
+    peers = servers[0].peers
+    real = peers.stream
+
+    async def record(address: str, rpc_name: str, messages: Any, *, timeout_s: float) -> Any:
+        found = list(messages)
+        if rpc_name == "ReceiveShardState":
+            sent.extend(found)
+        return await real(address, rpc_name, iter(found), timeout_s=timeout_s)
+
+    monkeypatch.setattr(peers, "stream", record)
+    pair.copy()
+    pair.train(0)
+    late = HalfStream(servers[1].client.byte_request_stub("ReceiveShardState")).send(*sent).finish()
+    assert "has version 1 under reservation 1 already" in str(late.error())
+    pair.train(1)
+    pair.assert_equal(2)
+
+
+def test_a_backup_is_not_replaced_while_an_update_uses_its_memory(
+    servers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = Pair(servers)
+    pair.copy()
+    pair.push(0)
+    pair.primary.prepare(0)
+    waits, go_on, real = threading.Event(), threading.Event(), UnitShard.compute_update
 
     def slow(shard: UnitShard, *arguments: Any) -> None:
         waits.set()
@@ -245,15 +298,12 @@ def test_a_repeated_copy_waits_for_an_update_of_the_backup(servers: Any, monkeyp
     monkeypatch.setattr(UnitShard, "compute_update", slow)
     updated = in_background(lambda: servers[1].call("Update", adam(pair.primary, 0)))
     assert waits.wait(20.0)
-    pair.reservation -= 1  # the coordinator has not got the answer
-    copied = in_background(pair.copy)
-    servers[1].until(lambda: bool(former.unchanging._waiters) or former.values.live is None, "the copy arrives")
+    error = error_of(lambda: pair.backup.reserve(role=BACKUP, placement=2))
     go_on.set()
     next(updated)
-    assert next(copied).version == 1
-    pair.assert_equal(1)
-    pair.train(1)
-    pair.assert_equal(2)
+    assert "is being updated" in str(error)
+    pair.backup.reserve(role=BACKUP, placement=2)
+    assert shard_on(pair.backup).version is None
 
 
 def test_silent_backup_is_left_out_of_the_step_and_a_slow_one_is_not(

@@ -282,7 +282,7 @@ class ShardServiceServicer(object):
         unless the unit has been updated.
 
         RESOURCE_EXHAUSTED: the shard exceeds the memory budget. FAILED_PRECONDITION: the unit exists with another layout
-        or range, or a step is prepared. ABORTED: the placement was released.
+        or range, a step is prepared, or the backup to be replaced is being updated. ABORTED: the placement was released.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -524,8 +524,11 @@ class ShardServiceServicer(object):
         has the committed state, and the step in flight if it is prepared. From then on this server brings the backup to
         every step before the commit record. The update of the shard waits meanwhile; pushes and reads go on.
 
-        FAILED_PRECONDITION: the shard is no primary here. UNAVAILABLE, DEADLINE_EXCEEDED: the target cannot be reached.
-        RESOURCE_EXHAUSTED: the target has no memory.
+        A repeated request for a backup that is in sync sends no state again.
+
+        FAILED_PRECONDITION: the shard is no primary here, or the backup needs a new reservation because it has missed a
+        step, has a later one, or has a state that this server does not know. UNAVAILABLE, DEADLINE_EXCEEDED: the target
+        cannot be reached. RESOURCE_EXHAUSTED: the target has no memory.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -558,11 +561,11 @@ class ShardServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReceiveShardState(self, request_iterator, context):
-        """Shard server with the primary: streams the committed state of a shard to a reserved backup. Replaces what the backup
-        has.
+        """Shard server with the primary: streams the committed state of a shard to a reserved backup. Replaces an incomplete
+        state. A reservation takes one complete state: a late stream must not replace a backup that has had steps since.
 
-        ABORTED: the shard is not a backup of this reservation, or follows a later primary. DATA_LOSS: checksum mismatch.
-        RESOURCE_EXHAUSTED: memory budget exceeded.
+        ABORTED: the shard is not a backup of this reservation, or follows a later primary. FAILED_PRECONDITION: the backup
+        has a state already. DATA_LOSS: checksum mismatch. RESOURCE_EXHAUSTED: memory budget exceeded.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

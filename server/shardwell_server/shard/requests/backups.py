@@ -67,23 +67,30 @@ async def receive_state(
 ) -> shard_pb2.ReceiveShardStateResponse:
     """Receives the committed state of a shard into a reserved backup. A broken stream leaves an empty backup.
 
+    A reservation takes one complete state. Later steps reach the backup by ``ReplicateStep`` only.
+
     Raises:
         ShardwellError: As ``find_backup``.
+        StepStateError: The backup has a state already.
         InvalidRequestError: The state does not fit the shard, or the stream is broken.
         CapacityError: There is no memory for the state.
     """
     run = store.exact_run(header.context)
     former, version = find_backup(run, header.target), header.context.step
+    if former.version is not None:
+        # This may be a late stream of a copy that was repeated since, and the backup has had steps.
+        raise StepStateError(
+            f"the backup of {former.what} has version {former.version} under reservation {former.placement} already: "
+            "reserve it again to copy it again",
+            unit=former.unit,
+        )
     what = f"state of {former.what}"
     content = read_content(former, header)
     tensors = [*(tensor for part in content.parts for tensor in part.state.values())]
     tensors += [tensor for partition in content.partitions for tensor in partition.data]
-    async with former.unchanging:  # an update may use its memory, if the primary repeats a copy
-        if find_backup(run, header.target) is not former:
-            raise StaleEpochError(f"the backup of {former.what} is built anew", unit=former.unit)
-        # Before memory is allocated: a header of a few bytes can describe any size.
-        store.memory.check_import(former.spec.memory_key, sum(tensor.nbytes for tensor in tensors), what)
-        shard = store.empty(run, former)  # drops what an older stream fills, which ends that stream
+    # Before memory is allocated: a header of a few bytes can describe any size.
+    store.memory.check_import(former.spec.memory_key, sum(tensor.nbytes for tensor in tensors), what)
+    shard = store.empty(run, former)  # drops what an older stream fills, which ends that stream
     shard.backups.placement = header.target.placement
 
     async def receive() -> None:

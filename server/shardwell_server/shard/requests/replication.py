@@ -81,6 +81,8 @@ class Replicator:
     async def copy(self, run: HostedRun, request: shard_pb2.CopyShardRequest, wait_s: float) -> tuple[int, int]:
         """Makes a reserved backup on another server a copy of a primary; returns its version and the bytes sent.
 
+        A repeated request for a backup that is in sync sends no state again.
+
         Args:
             run: The run.
             request: Names the primary and the backup.
@@ -89,6 +91,7 @@ class Replicator:
         Raises:
             NotFoundError: This server does not have the shard.
             ConflictError: The shard is a backup here.
+            StepStateError: The backup missed a step since it was copied, or has a later reservation.
             ShardwellError: The target cannot be reached, or refused the state.
         """
         reference = request.shard
@@ -97,26 +100,16 @@ class Replicator:
         backup = Backup(request.target_server_id, request.target_address, request.placement)
         deadline = asyncio.get_running_loop().time() + wait_s
         await self._require_answer(run, backup.address)  # before updates of the shard have to wait
+        size_bytes = 0
         async with deadline_of(wait_s, f"the copy of {shard.what}"), shard.unchanging:
-            shard.backups.forget(backup.server_id)
-            state = export(shard)
+            known = shard.backups.on(backup.server_id)
+            if known is None or known.reservation < backup.reservation:
+                size_bytes = await self._send_state(run, shard, backup, deadline)
+            else:
+                _check_repeated(shard, known, backup)
+                backup = known
             assert shard.version is not None
-            version, size_bytes = shard.version, state.size_bytes
-            header = shard_pb2.ReceiveShardStateHeader(
-                context=self._context(run, version), target=self._target(shard, backup)
-            )
-            write_content(state, header)
-            first = shard_pb2.ReceiveShardStateRequest(header=header)
-            pieces = [tensor_memory(tensor) for _, tensor in state.tensors()]
-            left_s = deadline - asyncio.get_running_loop().time()
-            fault_points.reach("server.copy_shard.before", unit=shard.index)
-            messages = chunk_streams.encode_stream(first, pieces)
-            sending = self._peers.stream(backup.address, "ReceiveShardState", messages, timeout_s=left_s)
-            await self._unless_silent(run, backup.address, sending)
-            fault_points.reach("server.copy_shard.after", unit=shard.index)
-            self._store.replicated_bytes += size_bytes
-            # Registered first: a step that is prepared from now on includes the backup.
-            shard.backups.add(backup)
+            version = shard.version
             if run.is_prepared(version) and (prepared := run.prepared) is not None and prepared.answer is not None:
                 # The commit record of the prepared step may exist already.
                 await self._bring(run, version, [(shard, backup)], run.expected_optimizer)
@@ -124,6 +117,36 @@ class Replicator:
                     raise UnavailableError(f"the backup on server {backup.server_id!r}: {backup.failure}")
         self._start_early(run, shard)
         return version, size_bytes
+
+    async def _send_state(self, run: HostedRun, shard: UnitShard, backup: Backup, deadline: float) -> int:
+        """Sends the committed state to a backup and registers the backup; returns the bytes sent.
+
+        Args:
+            run: The run.
+            shard: The primary, which does not change meanwhile.
+            backup: The backup, without values.
+            deadline: Time of the event loop.
+        """
+        shard.backups.forget(backup.server_id)
+        state = export(shard)
+        assert shard.version is not None
+        size_bytes = state.size_bytes
+        header = shard_pb2.ReceiveShardStateHeader(
+            context=self._context(run, shard.version), target=self._target(shard, backup)
+        )
+        write_content(state, header)
+        first = shard_pb2.ReceiveShardStateRequest(header=header)
+        pieces = [tensor_memory(tensor) for _, tensor in state.tensors()]
+        left_s = deadline - asyncio.get_running_loop().time()
+        fault_points.reach("server.copy_shard.before", unit=shard.index)
+        messages = chunk_streams.encode_stream(first, pieces)
+        sending = self._peers.stream(backup.address, "ReceiveShardState", messages, timeout_s=left_s)
+        await self._unless_silent(run, backup.address, sending)
+        fault_points.reach("server.copy_shard.after", unit=shard.index)
+        self._store.replicated_bytes += size_bytes
+        # Registered before anything else is sent: a step that is prepared from now on includes the backup.
+        shard.backups.add(backup)
+        return size_bytes
 
     # ---- steps ----
 
@@ -384,6 +407,21 @@ def _status(shard: UnitShard, backup: Backup) -> shard_pb2.BackupStatus:
 
 def _reference(shard: UnitShard) -> shard_pb2.ShardReference:
     return shard_pb2.ShardReference(unit=shard.unit, start_bytes=shard.start_bytes, stop_bytes=shard.stop_bytes)
+
+
+def _check_repeated(shard: UnitShard, known: Backup, asked: Backup) -> None:
+    """Raises StepStateError unless a repeated request names a backup that is in sync."""
+    what = f"the backup of {shard.what} on server {asked.server_id!r}"
+    if known.reservation > asked.reservation:
+        raise StepStateError(
+            f"{what} cannot be copied under reservation {asked.reservation}: it has reservation {known.reservation}",
+            unit=shard.unit,
+        )
+    if known.failure:
+        raise StepStateError(
+            f"{what} is out of sync under reservation {known.reservation}: {known.failure}; reserve it again",
+            unit=shard.unit,
+        )
 
 
 def _check_source(shard: UnitShard, reference: shard_pb2.ShardReference) -> None:

@@ -52,6 +52,10 @@ class Backups:
         """Backups that are out of sync."""
         return [backup for backup in self._by_server.values() if backup.failure]
 
+    def on(self, server_id: str) -> Backup | None:
+        """Returns the backup on a server, also if it is out of sync."""
+        return self._by_server.get(server_id)
+
     def add(self, backup: Backup) -> None:
         """Adds a backup that has the committed state. Replaces an earlier one on the same server."""
         self._by_server[backup.server_id] = backup

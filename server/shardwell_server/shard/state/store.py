@@ -165,7 +165,8 @@ class ShardStore:
             InvalidRequestError: The range is not a valid range of the unit.
             UnitMismatchError: The unit is reserved with another layout or range, or its index belongs to another unit.
             StaleEpochError: The placement was released.
-            StepStateError: A step is prepared, and the new unit would miss it.
+            StepStateError: A step is prepared, and the new unit would miss it. Or a backup to be replaced is being
+                updated or read.
             CapacityError: The shard does not fit the budget.
             RunDeletedError: The run was deleted.
         """
@@ -196,6 +197,9 @@ class ShardStore:
                 "be committed without it",
                 unit=spec.unit,
             )
+        for shard in replaced:
+            if shard.unchanging.locked():  # a thread may use its memory
+                raise StepStateError(f"{shard.what} is being updated or read: reserve it again later", unit=spec.unit)
         for shard in replaced:
             self._release(run, shard)
         shard = self._new_shard(run, spec, role)
