@@ -8,8 +8,15 @@ from typing import Any
 
 import pytest
 
+from shardwell_server.coordinator.runs.checkpoints import Restore
 from shardwell_server.coordinator.storage.records import BackupState
-from shardwell_wire.errors import CapacityError, ConflictError, StepStateError, UnavailableError
+from shardwell_wire.errors import (
+    CapacityError,
+    ConflictError,
+    IncompleteStepError,
+    StepStateError,
+    UnavailableError,
+)
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2
 from tests.support.coordinator import harness, run_async
 from tests.support.fake_shards import fail_times
@@ -337,5 +344,50 @@ def test_the_comparison_is_repeated_if_shards_move_meanwhile(tmp_path: Path, mon
             monkeypatch.setattr(server, "HashShards", move_meanwhile)
             report: Any = await cluster.call("VerifyRun", run="r")
             assert (report.compared_shards, list(report.differences), len(calls)) == (4, [], 2)
+
+    run_async(scenario())
+
+
+RESTORE = Restore(url="/c", checkpoint_id="c", step=0, reason="a test")
+
+
+def test_copies_are_neither_built_nor_released_while_the_run_is_loaded(tmp_path: Path) -> None:
+    """Their numbers would be higher than that of the restore, so that they replace or release its shards."""
+
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=3) as cluster:
+            await started(cluster)
+            run, copies = run_of(cluster), cluster.coordinator.backups._copies
+            run.checkpoints.begin_restore(RESTORE, 0.0)
+            (unit, *_), before = run.units, [shard.calls.copy() for shard in cluster.shards.values()]
+            for change in (copies.build, copies.release):
+                with pytest.raises(StepStateError, match="is being loaded"):
+                    await change(run, unit, unit.backups[0])
+            assert [shard.calls for shard in cluster.shards.values()] == before
+
+    run_async(scenario())
+
+
+def test_a_step_of_a_run_that_is_being_loaded_does_not_fail(tmp_path: Path) -> None:
+    """PrepareStep reaches servers that have dropped the shards for the restore."""
+
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=3) as cluster:
+            a, b = await started(cluster)
+            run = run_of(cluster)
+
+            def fail(rpc_name: str, request: Any) -> None:
+                if rpc_name == "PrepareStep":
+                    if run.checkpoints.restore is None:
+                        run.checkpoints.begin_restore(RESTORE, 0.0)
+                    raise IncompleteStepError("no shard")
+
+            for shard in cluster.shards.values():
+                shard.fail = fail
+            await asyncio.gather(a.finish(0, wait_s=0), b.finish(0, wait_s=0))
+            with pytest.raises(UnavailableError, match="is being loaded"):
+                await a.prepare(0)
+            await cluster.settle()
+            assert "step_failed" not in kinds(cluster)
 
     run_async(scenario())

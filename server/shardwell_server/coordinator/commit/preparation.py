@@ -171,7 +171,13 @@ class StepPreparer:
         )
 
     def _report(self, run: Run, step: Step, error: ShardwellError) -> None:
-        """Records an error that lasts until an item is reset. Raises ConflictError if the cause is a lost shard."""
+        """Records an error that lasts until an item is reset.
+
+        Raises:
+            ConflictError: The cause is a lost shard.
+            UnavailableError: The cause is that the run is being loaded from a checkpoint.
+        """
+        run.checkpoints.check_loaded(run.name)  # the servers have dropped the shards
         if not isinstance(error, NonFiniteError | IncompleteStepError):
             check_recoverable(run, self._state.cluster)  # a restarted server knows only that it lacks the run
             return

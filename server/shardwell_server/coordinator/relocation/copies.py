@@ -9,6 +9,7 @@ from shardwell_server.coordinator.servers.shard_servers import ShardServers
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.storage.records import BackupRecord, BackupState, ShardRecord
 from shardwell_wire import fault_points
+from shardwell_wire.errors import StepStateError
 from shardwell_wire.v1 import shard_pb2
 
 
@@ -37,7 +38,7 @@ class ShardCopies:
         primary, relocations = unit.shard_at(backup.start_bytes), run.relocations.count
         # First drop what an earlier attempt has left. A reservation with a higher number is then a new one.
         await self._release_copy(run, unit, backup)
-        placement = run.next_epoch()
+        placement = _next_number(run)
         await self._state.save(run)  # no other reservation may get this number, even after a restart
         reserved = await self._servers.call(
             backup.server_id,
@@ -102,13 +103,25 @@ class ShardCopies:
     async def _release_copy(self, run: Run, unit: Unit, backup: BackupRecord) -> None:
         request = shard_pb2.ReleaseShardsRequest(
             context=self._servers.context(run, run.committed_step),
-            placement=run.next_epoch(),
+            placement=_next_number(run),
             shards=[_reference(unit, backup)],
         )
         await self._state.save(run)
         response = await self._servers.call(backup.server_id, "ReleaseShards", request, retry_for_s=0.0)
         if (server := self._state.cluster.servers.get(backup.server_id)) is not None and response.free_bytes:
             server.note_free(response.free_bytes)
+
+
+def _next_number(run: Run) -> int:
+    """Returns the number of a reservation or release. All of them are lower than that of a later restore, whose shards
+    they must not affect.
+
+    Raises:
+        StepStateError: The run is being loaded from a checkpoint, which drops all copies.
+    """
+    if run.checkpoints.restore is not None:
+        raise StepStateError(f"run {run.name!r} is being loaded from a checkpoint", run=run.name)
+    return run.next_epoch()
 
 
 def _reference(unit: Unit, shard: ShardRecord) -> shard_pb2.ShardReference:
