@@ -373,7 +373,7 @@ def test_trainer_of_a_run_resumes_no_other_run(
 ) -> None:
     options = {"checkpoint_dir": str(tmp_path / "checkpoints")}
     with small_run(cluster.address, run_name, **options) as session:
-        session.save_checkpoint()
+        session.save_checkpoint(wait=True)
     (manifest,) = (tmp_path / "checkpoints").glob("*/*/manifest.json")
     other = f"{run_name}-other"
     trains = made(cluster, tmp_path, "--role", "trainer", "--run", other, is_new=True)

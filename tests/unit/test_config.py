@@ -73,8 +73,9 @@ def test_every_field_of_the_option_groups_has_a_variable() -> None:
     for group in (TransferOptions, WaitOptions):
         for option in fields(group):
             default = getattr(group(), option.name)
-            text = str(int(default)) if isinstance(default, bool) else str(default)
-            assert read_environment(group, {f"SHARDWELL_{option.name.upper()}": text}) == {option.name: default}
+            value = 0 if default is None else default
+            text = str(int(value)) if isinstance(value, bool) else str(value)
+            assert read_environment(group, {f"SHARDWELL_{option.name.upper()}": text}) == {option.name: value}
 
 
 @pytest.mark.parametrize(
