@@ -19,7 +19,7 @@ from shardwell_wire.errors import (
 )
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2
 from tests.support.coordinator import harness, run_async
-from tests.support.fake_shards import fail_times
+from tests.support.fake_shards import DirectCalls, fail_times
 from tests.support.relocation import (
     confirmed,
     histories,
@@ -205,6 +205,58 @@ def test_backups_can_be_added_and_removed_while_a_run_trains(tmp_path: Path) -> 
                 await in_sync(cluster, backups)
             held = sum(shard.reserved_bytes for shard in cluster.shards.values())
             assert held == 2 * 64 * 64 * 4 * 3, "the released copies take no memory"
+
+    run_async(scenario())
+
+
+def test_unwanted_backup_stays_until_its_primary_has_answered(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=2) as cluster:
+            trainers = await started(cluster)
+            await take_step(trainers, 0)
+            await cluster.settle()
+            cluster.shards["s0"].incarnation = None  # it has ended, and the coordinator does not know this
+            await cluster.call("SetBackups", run="r", backups=0)
+            await cluster.until(
+                lambda: {at.server_id for unit in run_of(cluster).units for at in unit.backups if at.in_sync} == {"s1"},
+                "a round that releases the others",
+            )
+            kill(cluster, "s0")
+            await cluster.until(lambda: owners(cluster) == {"s1"} and confirmed(cluster), "the promotion")
+            await take_step(trainers, 1)
+            await cluster.settle()
+            assert histories(cluster) == [[0, 1]] * 4
+
+    run_async(scenario())
+
+
+def test_unwanted_backup_that_replaces_a_lost_primary_meanwhile_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released: list[str] = []
+    call = DirectCalls.call
+
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=2) as cluster:
+
+            async def lose_first(self: DirectCalls, address: str, rpc_name: str, request: Any, **options: Any) -> Any:
+                if rpc_name == "ReleaseShards":
+                    released.append(next(name for name, at in cluster.addresses.items() if at == address))
+                    if len(released) == 1:
+                        kill(cluster, released[0])
+                        await asyncio.Event().wait()  # until the server is gone
+                return await call(self, address, rpc_name, request, **options)
+
+            trainers = await started(cluster)
+            await take_step(trainers, 0)
+            await cluster.settle()
+            monkeypatch.setattr(DirectCalls, "call", lose_first)
+            await cluster.call("SetBackups", run="r", backups=0)
+            await cluster.until(lambda: bool(released) and owners(cluster).isdisjoint(released), "the promotion")
+            await take_step(trainers, 1)
+            await cluster.settle()
+            assert histories(cluster) == [[0, 1]] * 4
+            assert len(released) == 1
 
     run_async(scenario())
 

@@ -6,7 +6,8 @@ Note: [Wanted copies]
     continues. A *round* releases copies that are not wanted, and builds a few that are missing. A planned move builds a
     backup on the target, in addition to the wanted ones. The next commit makes it the primary
     (``Relocations.moves``), and the former primary is released. A move therefore takes no backup away, unless no
-    server has memory for the additional copy.
+    server has memory for the additional copy. A copy in sync is released only after its primary has answered: until
+    then, it may be the only one.
 
     Copying a shard takes bandwidth from training, so a round copies a bounded number of bytes, and the next round waits
     for the next commit, or for a pause if there is none. Rounds follow each other without a pause while shards of a
@@ -86,7 +87,7 @@ class BackupKeeper:
         trainers: TrainerLeases,
         updates: UpdateSender,
     ) -> None:
-        self._state, self._promoter, self._trainers = state, promoter, trainers
+        self._state, self._servers, self._promoter, self._trainers = state, servers, promoter, trainers
         self._copies = ShardCopies(state, servers, updates)
         self._notes: dict[str, _Notes] = {}
         """By run id."""
@@ -158,7 +159,7 @@ class BackupKeeper:
             return False
         if not self._concerns(run):
             return False
-        return any(self._unwanted(run)) or bool(self._missing(run)) or self._update_moves(run)
+        return any(self.unwanted(run)) or bool(self._missing(run)) or self._update_moves(run)
 
     def _concerns(self, run: Run) -> bool:
         """False if a run has no copies and none are wanted. Cheap: called at every change in the cluster."""
@@ -202,7 +203,11 @@ class BackupKeeper:
             return
 
     async def _release_unwanted(self, run: Run) -> None:
-        for unit, backup in list(self._unwanted(run)):
+        for unit, backup in list(self.unwanted(run)):
+            if backup.in_sync and not await self._servers.is_running(unit.shard_at(backup.start_bytes)):
+                continue  # it may have to replace its primary
+            if backup not in unit.backups:
+                continue  # it has become the primary meanwhile
             if backup.state is not BackupState.RELEASING:
                 backup = run.units.set_backup_state(unit, backup, BackupState.RELEASING)  # noqa: PLW2901
                 run.touch()
@@ -297,7 +302,7 @@ class BackupKeeper:
         able = [backup for backup in self._good(unit, shard) if target in ("", backup.server_id)]
         return min(able, key=lambda backup: not backup.in_sync, default=None)
 
-    def _unwanted(self, run: Run) -> Iterator[tuple[Unit, BackupRecord]]:
+    def unwanted(self, run: Run) -> Iterator[tuple[Unit, BackupRecord]]:
         """Yields the copies to be released, with their units."""
         targets, wanted = self._targets(run), run.settings.backups
         for unit in run.units:

@@ -12,6 +12,7 @@ from shardwell_server.coordinator.runs.run import Run
 from shardwell_server.coordinator.runs.units import Unit
 from shardwell_server.coordinator.servers.cluster import Cluster, ServerState
 from shardwell_server.coordinator.servers.shard_client import ShardCalls
+from shardwell_server.coordinator.storage.records import ShardRecord
 from shardwell_wire.errors import ConflictError, ShardwellError, StaleEpochError, UnavailableError
 from shardwell_wire.v1 import common_pb2
 
@@ -91,6 +92,16 @@ class ShardServers:
         now = asyncio.get_running_loop().time()
         for gone in self._in_flight.pop(process, ()):
             gone.reschedule(now)
+
+    async def is_running(self, shard: ShardRecord) -> bool:
+        """Probes the server process of a shard. Returns True if it answered."""
+        server = self._cluster.servers.get(shard.server_id)
+        if server is None or server.incarnation != shard.incarnation:
+            return False
+        try:
+            return await self._calls.is_running(server)
+        except UnavailableError:
+            return False
 
     async def call_all(
         self, server_ids: Iterable[str], rpc_name: str, request: Callable[[str], Message]
