@@ -299,17 +299,23 @@ class Simulation:
                 self._kill(server, "")
 
     def _may_lose(self, server: ServerNode) -> bool:
-        """True if a server may die with its memory: the run has copies of its shards, or a checkpoint."""
+        """True if a server may die with its memory: the run keeps copies of its shards, or has a checkpoint."""
         run = self._run()
         if not server.alive or run is None:
             return False
         if self._checkpoints and run.checkpoints.saved:
             return True
         live = {(each.name, each.incarnation) for each in self.servers if each.alive and each is not server}
+        coordinator = self.coordinator.coordinator
+        assert coordinator is not None
+        unwanted = {id(backup) for _, backup in coordinator.backups.unwanted(run)}
         return all(
             shard.server_id != server.name
             or not (unit.published or unit.publishing.in_flight)
-            or any(backup.in_sync and backup.process in live for backup in unit.backups_of(shard))
+            or any(
+                backup.in_sync and backup.process in live and id(backup) not in unwanted
+                for backup in unit.backups_of(shard)
+            )
             for unit in run.units
             for shard in unit.shards
         )
