@@ -61,8 +61,8 @@ def test_prefetch_stays_within_its_bytes() -> None:
         assert prefetched(policy, units[0]) == []
 
 
-def use(policy: ResidencyPolicy[FakeUnit], unit: FakeUnit, phase: Phase = Phase.FORWARD) -> list[int]:
-    """Uses and frees a unit as the caller of the policy does; returns the indices of the units that are gathered."""
+def begin_use(policy: ResidencyPolicy[FakeUnit], unit: FakeUnit, phase: Phase) -> list[int]:
+    """Begins a use as the caller of the policy does; returns the indices of the units that are gathered."""
     gathered = []
     if policy.begin_use(unit, phase):
         if unit.needs_gather:
@@ -70,6 +70,12 @@ def use(policy: ResidencyPolicy[FakeUnit], unit: FakeUnit, phase: Phase = Phase.
             unit.enter(UnitState.FETCHING)
         gathered += prefetched(policy, unit, phase)
     unit.enter(UnitState.UNSHARDED)
+    return gathered
+
+
+def use(policy: ResidencyPolicy[FakeUnit], unit: FakeUnit, phase: Phase = Phase.FORWARD) -> list[int]:
+    """Uses and frees a unit; returns the indices of the units that are gathered."""
+    gathered = begin_use(policy, unit, phase)
     unit.enter(UnitState.FREED)
     return gathered
 
@@ -212,14 +218,9 @@ def test_released_units_are_kept_within_keep_bytes() -> None:
 
 def run_in_window(policy: ResidencyPolicy[FakeUnit], units: list[FakeUnit], phase: Phase) -> list[int]:
     """Uses and releases units that share a window of four; returns the indices of those that are gathered."""
-    gathered = []
+    gathered: list[int] = []
     for unit in units:
-        if policy.begin_use(unit, phase):
-            if unit.needs_gather:
-                gathered.append(unit.index)
-                unit.enter(UnitState.FETCHING)
-            gathered += prefetched(policy, unit, phase)
-        unit.enter(UnitState.UNSHARDED)
+        gathered += begin_use(policy, unit, phase)
         for kept in policy.displaced_by_release(unit):
             kept.enter(UnitState.FREED)
         unit.enter(policy.state_after_release(unit))
