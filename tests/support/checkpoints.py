@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -11,8 +12,8 @@ from typing import Any
 import torch
 
 from shardwell_wire.checkpoints.folder import RunFolder
-from shardwell_wire.checkpoints.format import FilePlan, Part, Piece
-from shardwell_wire.checkpoints.manifest import Manifest
+from shardwell_wire.checkpoints.format import FilePlan, Part, Piece, checksum_of
+from shardwell_wire.checkpoints.manifest import MANIFEST_NAME, Manifest
 from shardwell_wire.checkpoints.opening import open_storage
 from shardwell_wire.checkpoints.writing import CheckpointFileWriter
 from shardwell_wire.layout import Parameter, UnitLayout
@@ -101,6 +102,14 @@ def write_checkpoint(
             ),
         )
     return folder_of_run.url_of(folder)
+
+
+def rewrite_manifest(folder: Path, change: Mapping[str, Any]) -> None:
+    """Changes keys of a checkpoint's manifest, and gives it the checksum of its new content."""
+    path = folder / MANIFEST_NAME
+    content = json.loads(path.read_text()) | {"xxh3_64": "0" * 16} | change
+    data = json.dumps(content).encode()
+    path.write_bytes(data.replace(b'"xxh3_64": "' + b"0" * 16, b'"xxh3_64": "' + checksum_of(data).encode()))
 
 
 def _commit(step: int, units: Sequence[UnitLayout], optimizer: Mapping[str, Any]) -> dict[str, Any]:

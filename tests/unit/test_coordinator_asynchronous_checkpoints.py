@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardwell_server.coordinator.checkpoints import choosing, restoring
-from shardwell_wire.checkpoints import opening
-from shardwell_wire.checkpoints.manifest import Manifest
+from shardwell_wire.checkpoints.opening import open_storage
 from shardwell_wire.checkpoints.reading import read_manifest
 from shardwell_wire.consistency import ASYNCHRONOUS, BOUNDED_STALENESS, SYNCHRONOUS, Consistency
 from shardwell_wire.errors import RunMismatchError
@@ -21,11 +20,8 @@ from tests.support.coordinator_steps import take_step, team_with_unit
 
 @pytest.fixture(autouse=True)
 def _files_without_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    def read(url: str) -> Manifest:
-        return read_manifest(opening.open_storage(url))
-
-    monkeypatch.setattr(restoring, "open_manifest", read)
-    monkeypatch.setattr(choosing, "open_manifest", read)
+    monkeypatch.setattr(restoring, "open_manifest", read_manifest)
+    monkeypatch.setattr(choosing, "open_manifest", read_manifest)
 
 
 def settings(
@@ -59,7 +55,7 @@ def test_a_checkpoint_has_the_next_item_of_each_rank(tmp_path: Path) -> None:
         async with harness(tmp_path) as cluster:
             a, _ = await three_items(cluster)
             saved = await save(cluster, tmp_path, a)
-            manifest = read_manifest(opening.open_storage(saved.url))
+            manifest = read_manifest(open_storage(saved.url))
             assert (manifest.step, manifest.item_numbers, manifest.consistency) == (3, (2, 1), ASYNCHRONOUS)
 
     run_async(test())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import threading
 import uuid
 from collections.abc import AsyncIterator
@@ -14,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from shardwell_server.coordinator.checkpoints import restoring, saving
+from shardwell_server.coordinator.checkpoints import restoring
+from shardwell_server.coordinator.checkpoints.files import CheckpointFiles
 from shardwell_server.coordinator.leases import trainers
 from shardwell_server.coordinator.runs.checkpoints import RunCheckpoints
 from shardwell_server.coordinator.storage.records import CheckpointRecord
@@ -22,7 +24,9 @@ from shardwell_wire.checkpoints import opening
 from shardwell_wire.checkpoints.folder import RunFolder
 from shardwell_wire.checkpoints.format import FilePlan, Piece
 from shardwell_wire.checkpoints.manifest import RESIDUAL_RANKS
+from shardwell_wire.checkpoints.opening import CheckpointRoots
 from shardwell_wire.checkpoints.reading import read_manifest
+from shardwell_wire.checkpoints.storage import Storage
 from shardwell_wire.checkpoints.writing import CheckpointFileWriter
 from shardwell_wire.errors import InvalidRequestError, StaleEpochError, StepStateError
 from shardwell_wire.topology import World
@@ -42,15 +46,13 @@ def test_times_of_checkpoints_ascend_although_the_clock_is_set_back() -> None:
 
 def test_folders_are_opened_in_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Opening a bucket imports libraries for seconds, in which the event loop must serve leases."""
-    threads = []
+    threads, opened = [], CheckpointRoots.open
 
-    class Folder(RunFolder):
-        @classmethod
-        def of(cls, url: str | Path, run: str) -> Folder:
-            threads.append(threading.current_thread())
-            return super().of(url, run)
+    def open_root(roots: CheckpointRoots, url: str) -> Storage:
+        threads.append(threading.current_thread())
+        return opened(roots, url)
 
-    monkeypatch.setattr(saving, "RunFolder", Folder)
+    monkeypatch.setattr(CheckpointRoots, "open", open_root)
 
     async def test() -> None:
         async with harness(tmp_path) as running:
@@ -67,15 +69,13 @@ def test_folders_are_opened_in_threads(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_folder_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next step could be committed while a folder is opened. The checkpoint would then have its version."""
-    opened = []
+    opened, open_run = [], CheckpointFiles.open_run
 
-    class Folder(RunFolder):
-        @classmethod
-        def of(cls, url: str | Path, run: str) -> Folder:
-            opened.append(url)
-            return super().of(url, run)
+    def open_and_note(files: CheckpointFiles, url: str, run: str) -> RunFolder:
+        opened.append(url)
+        return open_run(files, url, run)
 
-    monkeypatch.setattr(saving, "RunFolder", Folder)
+    monkeypatch.setattr(CheckpointFiles, "open_run", open_and_note)
 
     async def test() -> None:
         async with run_with_checkpoints(tmp_path) as (running, a, b):
@@ -94,19 +94,42 @@ def test_folder_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     run_async(test())
 
 
-def test_folder_that_cannot_be_written_is_reported_when_the_run_begins(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_refused_at_join_and_leaves_no_run(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 
     async def test() -> None:
         async with harness(tmp_path) as running:
             settings = config(World(dp=2), min_trainers=1)
-            settings.MergeFrom(coordinator_pb2.RunConfig(checkpoint_dir=str(tmp_path / "file" / "checkpoints")))
-            for name in ("a", "b"):
-                await running.join(name, config=settings)
+            settings.checkpoint_dir = str(tmp_path / "file" / "checkpoints")
+            refusal = f"checkpoints of run 'r' cannot be saved: cannot create {tmp_path}/file/checkpoints"
+            with pytest.raises(InvalidRequestError, match=refusal):
+                await running.join("a", config=settings)
+            assert not running.state.runs
+            settings.checkpoint_dir = str(tmp_path / "checkpoints")
+            await running.join("a", config=settings)
+            assert not [kind for kind, _ in running.events() if kind == "checkpoint_failed"]
+
+    run_async(test())
+
+
+def test_a_trainer_that_joins_again_is_not_refused_for_a_folder_that_was_lost(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with harness(tmp_path) as running:
+            settings = config(World(dp=1))
+            settings.checkpoint_dir = str(tmp_path / "checkpoints")
+            trainer = await running.join("a", config=settings)
+            await running.settle()
+            await running.call("Leave", **membership(trainer))
+            shutil.rmtree(tmp_path / "checkpoints")
+            (tmp_path / "checkpoints").write_text("")
+            running.state.runs["r"].checkpoints.checked_directory = ""  # as after a restart of the coordinator
+            again = await running.join("a", config=settings)
             await running.until(lambda: "checkpoint_failed" in dict(running.events()), "the event")
-            failures = [message for kind, message in running.events() if kind == "checkpoint_failed"]
-            assert len(failures) == 1
-            assert failures[0].startswith(f"checkpoints cannot be saved: cannot create {tmp_path}/file/checkpoints")
+            news = await anext(aiter(running.stream("KeepMembership", **membership(again))))
+            (notice,) = news.notices
+            assert notice.message.startswith("checkpoints cannot be saved: cannot create")
+            stall = await running.call("ExplainStall", run="r")
+            assert any(line.startswith("no checkpoint is saved") for line in stall.waiting_for)
 
     run_async(test())
 
@@ -134,13 +157,16 @@ async def run_with_checkpoints(tmp_path: Path) -> AsyncIterator[tuple[Harness, T
         yield running, a, b
 
 
+def membership(trainer: Trainer) -> dict[str, Any]:
+    return {"run": "r", "run_id": trainer.run_id, "trainer": trainer.name, "epoch": trainer.epoch}
+
+
 async def keep_with_residuals(running: Harness, trainer: Trainer) -> asyncio.Queue[coordinator_pb2.WantedResiduals]:
     """Keeps a trainer's membership stream open. Returns the queue of checkpoints that want its residuals."""
     wanted, opened = asyncio.Queue[coordinator_pb2.WantedResiduals](), asyncio.Event()
 
     async def receive() -> None:
-        fields = {"run": "r", "run_id": trainer.run_id, "trainer": trainer.name, "epoch": trainer.epoch}
-        async for news in running.stream("KeepMembership", has_residuals=True, **fields):
+        async for news in running.stream("KeepMembership", has_residuals=True, **membership(trainer)):
             opened.set()
             if news.residuals.checkpoint_id:
                 wanted.put_nowait(news.residuals)
@@ -303,7 +329,7 @@ def test_checkpoint_of_steps_that_were_rolled_back_is_removed(tmp_path: Path) ->
 async def roll_back(running: Harness, a: Trainer, b: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Saves a checkpoint, commits a step, and rolls the run back."""
     # The fake servers write no tensors.
-    monkeypatch.setattr(restoring, "open_manifest", lambda url: read_manifest(opening.open_storage(url)))
+    monkeypatch.setattr(restoring, "open_manifest", read_manifest)
     run = running.state.runs["r"]
     await running.call("SaveCheckpoint", run="r", wait_s=5.0)
     await take_step([a, b], 1)

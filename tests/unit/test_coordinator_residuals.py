@@ -8,6 +8,7 @@ import pytest
 
 from shardwell_server.coordinator.checkpoints.residuals import usable_files
 from shardwell_server.coordinator.runs.residuals import ResidualReport, ResidualReports
+from shardwell_wire.checkpoints.local_storage import LocalStorage
 from shardwell_wire.checkpoints.manifest import FileRecord, Manifest
 from shardwell_wire.errors import StepStateError
 from shardwell_wire.topology import World
@@ -49,5 +50,5 @@ def test_rank_has_residuals_if_all_trainers_of_its_replica_reported_them(tmp_pat
         files=(),
     )
     both = ResidualReport(frozenset({0, 1}), None, "")
-    assert usable_files(str(tmp_path), manifest, [("a", both), ("b", ZEROS)], 2) == ([], {0}, [])
-    assert usable_files(str(tmp_path), manifest, [("a", both)], 1) == ([], {0, 1}, [])
+    assert usable_files(LocalStorage(tmp_path), manifest, [("a", both), ("b", ZEROS)], 2) == ([], {0}, [])
+    assert usable_files(LocalStorage(tmp_path), manifest, [("a", both)], 1) == ([], {0, 1}, [])

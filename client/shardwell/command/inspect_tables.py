@@ -172,6 +172,8 @@ def checkpoint_lines(checkpoints: coordinator_pb2.CheckpointSummary) -> list[str
     if checkpoints.HasField("last_failed"):
         at = checkpoints.last_failed
         lines.append(f"    failed: step {at.step}, {_ago(at.ended)}: {at.error}")
+    elif checkpoints.problem:
+        lines.append(f"    cannot be saved: {checkpoints.problem}")
     if checkpoints.rollback_count:
         lines.append(f"    rolled back {checkpoints.rollback_count} times")
     if checkpoints.loading:

@@ -18,6 +18,7 @@ from typing import Self
 
 from shardwell.credentials import PublishedCredentials
 from shardwell_wire import fault_points
+from shardwell_wire.checkpoints.opening import ROOT_VARIABLE
 from shardwell_wire.credentials import Credentials, new_key
 from shardwell_wire.errors import UnavailableError, UsageError
 from shardwell_wire.server_folders import DEFAULT_DIRECTORY, remove_folders
@@ -63,6 +64,8 @@ class LocalCluster:
         log_level: Log level of the servers.
         tls: Certificates of the servers, which then encrypt connections. Other processes name them too, with the token
             file: they do not find the credentials by the address. None: connections are not encrypted.
+        checkpoint_root: Folder or URL below which trainers may name folders of checkpoints. None: as
+            ``SHARDWELL_CHECKPOINT_ROOT`` says, else every folder that this user can open.
         start_limit_s: Seconds to wait until the servers are ready.
 
     Attributes:
@@ -94,6 +97,7 @@ class LocalCluster:
         log_dir: str | Path | None = None,
         log_level: str = "info",
         tls: TlsOptions | None = None,
+        checkpoint_root: str | Path | None = None,
         start_limit_s: float = 60.0,
     ) -> None:
         if num_shards < 1:
@@ -102,6 +106,7 @@ class LocalCluster:
         self._shard_options = _options(memory_budget=memory_budget, servers_on_host=num_shards, log_level=log_level)
         self._coordinator_options = _options(lease_s=lease_s, min_shard_bytes=min_shard_bytes, log_level=log_level)
         self._state_dir, self._log_dir, self._tls = state_dir, log_dir, tls
+        self._checkpoint_root = str(checkpoint_root or os.environ.get(ROOT_VARIABLE) or "any")
         self._start_limit_s = start_limit_s
         self._temporary: TemporaryFolder | None = None
         self._started: list[ServerProcess] = []
@@ -161,6 +166,7 @@ class LocalCluster:
         self.credentials = Credentials(self.key)
         self.token_file = write_key(folder / "token", self.key)
         common = ["--listen", _LISTEN, "--exit-with-parent", "--token-file", self.token_file]
+        common += ["--checkpoint-root", self._checkpoint_root]
         if self._tls is not None:
             self.credentials = replace(self.credentials, tls=Tls(self._tls))
             common += _tls_options(self._tls)

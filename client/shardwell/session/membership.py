@@ -17,6 +17,7 @@ from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell.session.heartbeats import Heartbeats, ItemInWork, TrainerReports
 from shardwell.session.membership_state import MembershipState
 from shardwell.session.membership_stream import MembershipStream
+from shardwell.session.notices import RunNotices
 from shardwell.session.polling import poll, retry_and_warn
 from shardwell.session.replica_epoch import ReplicaEpoch
 from shardwell_wire.credentials import Credentials, MemberCredentials
@@ -75,6 +76,7 @@ class Membership:
         self.token_expired = False
         """Whether the membership has lapsed because its token was not renewed in time. No server answers then."""
         self._reports = TrainerReports()
+        self._notices = RunNotices(config.run)
         self._when_news: Callable[[], None] = lambda: None
         self._when_residuals_wanted: Callable[[coordinator_pb2.WantedResiduals], None] = lambda wanted: None
         self._news_lock = threading.Lock()
@@ -110,6 +112,7 @@ class Membership:
         self._token.renew(joined.token)
         self.token_expired = False
         self._note_news(joined.committed_step, joined.placement)
+        self._notices.show(joined.notices)
 
     @property
     def pp_rank(self) -> int:
@@ -424,6 +427,7 @@ class Membership:
             self._token.renew(news.token)
         else:
             self.replica_epoch.announce(news.replica_epoch)
+            self._notices.show(news.notices)
             if news.HasField("calls"):
                 self._coordinator.use_calls(news.calls)
         if news.HasField("residuals"):

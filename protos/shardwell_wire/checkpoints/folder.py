@@ -14,7 +14,7 @@ from shardwell_wire.checkpoints.manifest import MANIFEST_NAME, Manifest
 from shardwell_wire.checkpoints.opening import open_storage
 from shardwell_wire.checkpoints.reading import check_size, read_manifest
 from shardwell_wire.checkpoints.storage import Storage
-from shardwell_wire.errors import CorruptDataError, NotFoundError
+from shardwell_wire.errors import AccessError, CorruptDataError, NotFoundError
 
 _FOLDER = re.compile(r"step-(\d{9,18})-([A-Za-z0-9]{1,64})")
 _MAX_NAME_BYTES = 200
@@ -85,7 +85,7 @@ class RunFolder:
             NotFoundError: A file is missing: a server writes to another place than the coordinator.
             CorruptDataError: A file has another size than its server reported.
         """
-        checkpoint = open_storage(self.url_of(folder))
+        checkpoint = self._storage.below(f"{self._name}/{folder}")
         for file in manifest.files:
             try:
                 check_size(checkpoint, file)
@@ -176,7 +176,7 @@ def entries_below(url: str | Path) -> list[Entry]:
     storage = open_storage(url)
     names = storage.names()
     if MANIFEST_NAME in names or _FOLDER.fullmatch(_last(storage.url)):
-        return [entry_at(storage.url)]
+        return [entry_at(storage)]
     if any(map(_FOLDER.fullmatch, names)):
         return _entries(storage, "")
     return [entry for name in names for entry in _entries(storage, name)]
@@ -185,12 +185,12 @@ def entries_below(url: str | Path) -> list[Entry]:
 def _entries(storage: Storage, folder: str) -> list[Entry]:
     """Returns the checkpoints in the folder of one run, newest first."""
     found = filter(_FOLDER.fullmatch, storage.names(folder))
-    return sorted((entry_at(storage.where(f"{folder}/{name}".lstrip("/"))) for name in found), key=_age)
+    return sorted((entry_at(storage.below(f"{folder}/{name}".lstrip("/"))) for name in found), key=_age)
 
 
-def entry_at(url: str) -> Entry:
+def entry_at(storage: Storage) -> Entry:
     """Describes the checkpoint in a folder, complete or not."""
-    storage, folder = open_storage(url), _last(url)
+    url, folder = storage.url, _last(storage.url)
     match = _FOLDER.fullmatch(folder)
     step, checkpoint_id = (int(match[1]), match[2]) if match else (0, "")
     run = run_of(_last(url.rstrip("/").rpartition("/")[0])) or ""
@@ -207,7 +207,7 @@ def entry_at(url: str) -> Entry:
     except NotFoundError as error:
         is_incomplete = manifest is None
         problem = "it has no manifest" if is_incomplete else str(error)
-    except CorruptDataError as error:
+    except (CorruptDataError, AccessError) as error:  # access: a link out of the folder for checkpoints
         problem = str(error)
     return Entry(run, folder, storage.url, step, checkpoint_id, manifest, problem, is_incomplete)
 

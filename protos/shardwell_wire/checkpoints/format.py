@@ -320,7 +320,7 @@ def require_readable(version: object) -> None:
     """Raises ValueError unless this version of the format can be read."""
     if require_count(version, "format_version") > FORMAT_VERSION:
         raise ValueError(
-            f"it has format version {version}, and this software reads versions up to {FORMAT_VERSION}: use a newer "
+            f"its format version is newer than {FORMAT_VERSION}, the newest that this software reads: use a newer "
             "version of shardwell"
         )
 

@@ -15,13 +15,14 @@ import errno
 import mmap
 import os
 import shutil
+import stat
 import threading
 import uuid
 from pathlib import Path
 from typing import Any
 
 from shardwell_wire.checkpoints.storage import OutputFile, Storage, explained
-from shardwell_wire.errors import NotFoundError
+from shardwell_wire.errors import AccessError, CorruptDataError, NotFoundError
 
 _TEMPORARY = ".writing-"
 
@@ -38,15 +39,52 @@ class LocalStorage(Storage):
 
     Args:
         root: Absolute path of the folder.
+        within: A resolved path, outside of which nothing is opened, created or deleted: symbolic links that lead out of
+            it raise AccessError. None: links are followed anywhere.
     """
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, within: Path | None = None) -> None:
+        self.root, self._within = root, within
         self.url = str(root)
 
-    def _at(self, path: str) -> Path:
+    def below(self, path: str) -> Storage:
+        return LocalStorage(self._joined(path), self._within)
+
+    def _joined(self, path: str) -> Path:
         assert not path.startswith("/"), path
         return self.root / path
+
+    def _at(self, path: str) -> Path:
+        """Returns the place of a file or folder, which has no links if the storage is confined."""
+        return self._confined(self._joined(path))
+
+    def _entry(self, path: str) -> Path:
+        """As ``_at``, but of a link itself, which can be deleted."""
+        at = self._joined(path)
+        return at if self._within is None else self._confined(at.parent) / at.name
+
+    def _confined(self, path: Path) -> Path:
+        if self._within is None:
+            return path
+        resolved = Path(os.path.realpath(path))
+        if not resolved.is_relative_to(self._within):
+            raise AccessError(f"{path} is or contains a link out of {self._within}, the folder for checkpoints")
+        return resolved
+
+    def _open_regular(self, path: str) -> int:
+        """Returns the descriptor of a regular file. Does not wait for the other end of a pipe."""
+        at = self._at(path)
+        no_links = 0 if self._within is None else os.O_NOFOLLOW  # ``_at`` has resolved them
+        descriptor = os.open(at, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | no_links)
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise CorruptDataError(f"{self.where(path)} is not a regular file", path=str(at))
+            if self._within is not None and Path("/proc/self/fd").is_dir():
+                self._confined(Path(f"/proc/self/fd/{descriptor}"))  # a folder may have become a link meanwhile
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
 
     def names(self, folder: str = "") -> list[str]:
         with explained("list", self.where(folder)):
@@ -57,10 +95,14 @@ class LocalStorage(Storage):
 
     def size(self, path: str) -> int:
         with explained("read", self.where(path)):
-            return self._at(path).stat().st_size
+            descriptor = self._open_regular(path)
+            try:
+                return os.fstat(descriptor).st_size
+            finally:
+                os.close(descriptor)
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
-        with explained("read", self.where(path)), self._at(path).open("rb", buffering=0) as file:
+        with explained("read", self.where(path)), open(self._open_regular(path), "rb", buffering=0) as file:
             file.seek(start)
             if stop is None:
                 return file.read()
@@ -100,18 +142,20 @@ class LocalStorage(Storage):
 
     def delete(self, path: str) -> None:
         with explained("delete", self.where(path)):
-            self._at(path).unlink(missing_ok=True)
-            if self._at(path).parent.is_dir():
-                _sync_folder(self._at(path).parent)
+            at = self._entry(path)
+            at.unlink(missing_ok=True)
+            if at.parent.is_dir():
+                _sync_folder(at.parent)
 
     def delete_folder(self, folder: str) -> None:
         with explained("delete", self.where(folder)):
-            while self._at(folder).is_dir():
-                # Another process may remove a file at the same time.
+            at = self._entry(folder)
+            while at.is_dir():
+                # Another process may remove a file at the same time. Of a link, rmtree deletes nothing and raises.
                 with contextlib.suppress(FileNotFoundError):
-                    shutil.rmtree(self._at(folder))
-            if self._at(folder).parent.is_dir():
-                _sync_folder(self._at(folder).parent)
+                    shutil.rmtree(at)
+            if at.parent.is_dir():
+                _sync_folder(at.parent)
 
     def modified(self, path: str) -> float | None:
         with explained("read", self.where(path)):
@@ -194,7 +238,7 @@ class _DirectWrites:
         if not flag:
             return None
         try:
-            return cls(os.open(path, os.O_WRONLY | os.O_CLOEXEC | flag))
+            return cls(os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | flag))
         except OSError as error:
             if error.errno in (errno.EINVAL, errno.ENOTSUP):
                 return None

@@ -26,6 +26,8 @@ from shardwell_wire.v1 import common_pb2, coordinator_pb2
 MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_BYTES = 256 << 20
 """Readers refuse larger manifests."""
+MAX_FILES, MAX_HEADERS_BYTES = 1 << 16, 1 << 30
+"""Most files of a checkpoint, and most bytes of their headers: a reader has all headers in memory."""
 
 RESIDUAL_RANKS = "residual_ranks"
 """Key in ``Manifest.extra``: data ranks whose residuals of error feedback the checkpoint has. A list of integers."""
@@ -189,12 +191,10 @@ class Manifest:
         Raises:
             CorruptDataError: It is not a manifest, is torn, is of a newer version, or contradicts itself.
         """
+        content = _parsed(data, where)
         try:
-            content = parse_json(data)
-            if content.get("format") != _FORMAT:
-                raise ValueError(f"its format is {str(content.get('format'))[:50]!r}, expected {_FORMAT!r}")
             require_readable(content["format_version"])
-            manifest = cls(
+            return cls(
                 run=content["run"],
                 run_id=content["run_id"],
                 checkpoint_id=content["checkpoint_id"],
@@ -203,14 +203,12 @@ class Manifest:
                 world=World(**content["world"]),
                 seed=content["seed"],
                 units=tuple(_unit(spec) for spec in content["units"]),
-                files=tuple(FileRecord.from_dict(file) for file in content["files"]),
+                files=_files(content["files"]),
                 commits=tuple(_object(commit, "commit") for commit in content["commits"]),
                 run_state=_run_state(content["run_state"]),
                 lineage=tuple(str(run_id) for run_id in content["lineage"]),
                 extra=dict(content["extra"]),
             )
-            _check_checksum(data, str(content[_CHECKSUM_KEY]))
-            return manifest
         except (ValueError, KeyError, TypeError, AttributeError, ShardwellError, json_format.ParseError) as error:
             reason = f"{error} is missing" if isinstance(error, KeyError) else error
             raise CorruptDataError(f"{where} is not the manifest of a checkpoint, or is damaged: {reason}") from error
@@ -222,10 +220,25 @@ def _with_checksum(data: bytes, former: str, checksum: str) -> bytes:
     return start + key + rest.replace(former.encode(), checksum.encode(), 1)
 
 
-def _check_checksum(data: bytes, expected: str) -> None:
-    found = checksum_of(_with_checksum(data, expected, _NO_CHECKSUM))
-    if found != expected:
-        raise ValueError(f"its checksum is {found}, expected {expected[:50]}")
+def _parsed(data: bytes, where: str) -> dict[str, Any]:
+    """Returns the JSON object in a manifest. See Note: [Contents in errors] in ``reading.py``."""
+    try:
+        content = parse_json(data)
+    except (ValueError, RecursionError):
+        problem = "it is not a JSON object"
+    else:
+        version, expected = content.get("format_version"), str(content.get(_CHECKSUM_KEY))
+        if content.get("format") != _FORMAT:
+            problem = f"its format is not {_FORMAT!r}"
+        elif isinstance(version, int) and version > FORMAT_VERSION:
+            return content  # it may have no such checksum
+        elif not _CHECKSUM.fullmatch(expected):
+            problem = f"{_CHECKSUM_KEY!r} is missing"
+        elif checksum_of(_with_checksum(data, expected, _NO_CHECKSUM)) != expected:
+            problem = "its checksum differs from the one that it contains"
+        else:
+            return content
+    raise CorruptDataError(f"{where} is not the manifest of a checkpoint, or is damaged: {problem}") from None
 
 
 def message_to_dict(message: Any) -> dict[str, Any]:
@@ -241,6 +254,13 @@ def message_from_dict(content: Mapping[str, Any], message: Any) -> Any:
         google.protobuf.json_format.ParseError: The object does not fit.
     """
     return json_format.ParseDict(dict(content), message, ignore_unknown_fields=True, max_recursion_depth=32)
+
+
+def _files(content: Any) -> tuple[FileRecord, ...]:
+    files = tuple(FileRecord.from_dict(file) for file in content)
+    if len(files) > MAX_FILES or sum(file.header_bytes for file in files) > MAX_HEADERS_BYTES:
+        raise ValueError(f"it has more than {MAX_FILES} files, or more than {MAX_HEADERS_BYTES} bytes of headers")
+    return files
 
 
 def _unit(spec: Any) -> UnitLayout:

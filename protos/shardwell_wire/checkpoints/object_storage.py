@@ -1,4 +1,4 @@
-"""Checkpoints at a URL of fsspec, such as an S3 bucket. Imported on use: fsspec takes a moment to import."""
+"""Checkpoints in a bucket, by fsspec. Imported on use: fsspec takes a moment to import."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _S3_TIMEOUTS = {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_atte
 
 
 class ObjectStorage(Storage):
-    """A folder of any file system that fsspec supports.
+    """A folder of a bucket. ``open_storage`` checks the protocol.
 
     Object stores have neither folders nor renames: a file appears whole, with its upload.
 
@@ -36,7 +36,7 @@ class ObjectStorage(Storage):
 
     def __init__(self, url: str) -> None:
         self.url = url
-        protocol = url.split("://", maxsplit=1)[0].split("::", maxsplit=1)[0]
+        protocol = url.split("://", maxsplit=1)[0]
         options: dict[str, Any] = {"use_listings_cache": False}
         if protocol in ("s3", "s3a") and "config_kwargs" not in fsspec.config.conf.get("s3", {}):
             options["config_kwargs"] = _S3_TIMEOUTS
@@ -49,6 +49,9 @@ class ObjectStorage(Storage):
             ) from error
         except ValueError as error:
             raise InvalidRequestError(f"{url}: {error}") from error
+
+    def below(self, path: str) -> Storage:
+        return ObjectStorage(self.where(path))
 
     def _path(self, path: str) -> str:
         return f"{self._root.rstrip('/')}/{path}".rstrip("/")
@@ -160,7 +163,7 @@ class _SpooledFile(OutputFile):
 
 def _is_bucket(files: Any) -> bool:
     protocols = files.protocol if isinstance(files.protocol, tuple) else (files.protocol,)
-    return bool({"s3", "s3a", "gs", "gcs", "abfs", "az", "oci"} & set(protocols))
+    return bool({"s3", "gs", "abfs", "az"} & set(protocols))
 
 
 def _as_os_error(error: Exception) -> Exception:

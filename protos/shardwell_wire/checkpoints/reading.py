@@ -1,4 +1,11 @@
-"""Reads checkpoints by key (``Parameter.key``) and element range, over all files, and checks what it reads."""
+"""Reads checkpoints by key (``Parameter.key``) and element range, over all files, and checks what it reads.
+
+Note: [Contents in errors]
+    A file in the place of a checkpoint's file may be something else, which the user who named the folder must not read.
+    Until the checksum of a manifest or a header has been compared, errors therefore have no bytes and no numbers from
+    the file, and the number of bytes to read is checked before they are read. Whoever made a file with the right
+    checksum knew what it contains.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +21,7 @@ import xxhash
 from shardwell_wire.checkpoints.format import VALUES, FileIndex, Part, Piece, PlacedPiece, checksum_of
 from shardwell_wire.checkpoints.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, FileRecord, Manifest
 from shardwell_wire.checkpoints.opening import open_storage
-from shardwell_wire.checkpoints.safetensors_header import LENGTH_BYTES, header_size
+from shardwell_wire.checkpoints.safetensors_header import LENGTH_BYTES, MAX_HEADER_BYTES, header_size
 from shardwell_wire.checkpoints.storage import Storage
 from shardwell_wire.errors import CorruptDataError, NotFoundError
 from shardwell_wire.layout import Parameter
@@ -257,12 +264,14 @@ def read_index(storage: Storage, manifest: Manifest, file: FileRecord) -> FileIn
     """Reads and checks the header of one file. Raises as ``Checkpoint``."""
     where = storage.where(file.name)
     check_size(storage, file)
+    if file.header_bytes > LENGTH_BYTES + MAX_HEADER_BYTES:
+        raise CorruptDataError(f"the header of {where} is longer than the limit of {MAX_HEADER_BYTES} bytes")
     header = storage.read(file.name, 0, file.header_bytes)
     if header_size(header[:LENGTH_BYTES], file.size_bytes, where) != file.header_bytes:
         raise CorruptDataError(f"the header of {where} is damaged: its length differs from the manifest's")
     if checksum_of(header) != file.header_xxh3_64:
         raise CorruptDataError(
-            f"the header of {where} is damaged: its checksum is {checksum_of(header)}, expected {file.header_xxh3_64}",
+            f"the header of {where} is damaged: its checksum differs from the manifest's",
             file=file.name,
         )
     index = FileIndex.parse(header, file.size_bytes, where)
@@ -294,7 +303,7 @@ def _read_piece(storage: Storage, stored: StoredPiece, target: Any, runs: Iterab
         pending = _copy_window(memoryview(window), start, view, chain(pending, waiting))
     assert not pending, f"{stored.piece.name!r} has {size} bytes"
     if hasher.hexdigest() != stored.placed.checksum:
-        raise _damaged(storage, stored, f"its checksum is {hasher.hexdigest()}, expected {stored.placed.checksum}")
+        raise _damaged(storage, stored, "its checksum differs from the header's")
 
 
 def _copy_window(window: memoryview, start: int, target: memoryview, runs: Iterable[ByteRun]) -> list[ByteRun]:

@@ -20,7 +20,7 @@ LENGTH_BYTES = 8
 """Size of the header's length at the start of a file."""
 
 MAX_HEADER_BYTES = 100_000_000
-"""Limit of the header's size in the reference implementation."""
+"""Limit of the header's size in the reference implementation, without its length."""
 
 ITEM_SIZES = {
     "F64": 8,
@@ -83,7 +83,7 @@ def make_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Ma
 
 
 def header_size(start: bytes, size_bytes: int, where: str) -> int:
-    """Returns the size of the length and the header together.
+    """Returns the size of the length and the header together. See Note: [Contents in errors] in ``reading.py``.
 
     Args:
         start: The first 8 bytes of the file.
@@ -96,8 +96,8 @@ def header_size(start: bytes, size_bytes: int, where: str) -> int:
     length = int.from_bytes(start, "little")
     if len(start) < LENGTH_BYTES or length > min(size_bytes - LENGTH_BYTES, MAX_HEADER_BYTES):
         raise CorruptDataError(
-            f"{where} is not a safetensors file, or is truncated: {size_bytes} bytes, expected a header of "
-            f"{length} bytes after the first {LENGTH_BYTES}"
+            f"{where} is not a safetensors file, or is truncated: its header is longer than the file, or than the "
+            f"limit of {MAX_HEADER_BYTES} bytes"
         )
     return LENGTH_BYTES + length
 

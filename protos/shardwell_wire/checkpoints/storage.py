@@ -1,4 +1,4 @@
-"""Where checkpoints are stored: a local folder, or any URL that fsspec supports, such as ``s3://bucket/folder``.
+"""Where checkpoints are stored: a local folder, or a bucket, such as ``s3://bucket/folder``.
 
 All methods block. They may be called from any thread.
 """
@@ -58,6 +58,10 @@ class Storage(ABC):
     def where(self, path: str) -> str:
         """Returns a path with the folder, for messages."""
         return f"{self.url.rstrip('/')}/{path}" if path else self.url
+
+    @abstractmethod
+    def below(self, path: str) -> Storage:
+        """Returns a folder of this one, with the same restrictions."""
 
     @abstractmethod
     def names(self, folder: str = "") -> list[str]:

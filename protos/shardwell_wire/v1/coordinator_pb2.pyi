@@ -573,8 +573,9 @@ class RunConfig(google.protobuf.message.Message):
     num_layers: builtins.int
     """Number of layers to split over the pipeline stages. 0: not known."""
     checkpoint_dir: builtins.str
-    """Folder of the run's checkpoints: a path or an fsspec URL that the coordinator and all shard servers can write to.
-    The folder of a checkpoint is CHECKPOINT_DIR/RUN/step-... Not fixed: the last value that a trainer sends counts.
+    """Folder of the run's checkpoints: a path or a URL (file, s3, gs or az) that the coordinator and all shard servers
+    can write to, below a folder that their operator allows. The folder of a checkpoint is CHECKPOINT_DIR/RUN/step-...
+    Not fixed: the last value that a trainer sends counts.
     Empty: no checkpoints. Unset in a request: unchanged.
     """
     checkpoint_every: builtins.int
@@ -960,6 +961,7 @@ class JoinResponse(google.protobuf.message.Message):
     CHECKPOINT_URL_FIELD_NUMBER: builtins.int
     REPLICA_EPOCH_FIELD_NUMBER: builtins.int
     TOKEN_FIELD_NUMBER: builtins.int
+    NOTICES_FIELD_NUMBER: builtins.int
     started: builtins.bool
     """True: the run has started. False: repeat the request."""
     trainer: builtins.str
@@ -1008,6 +1010,10 @@ class JoinResponse(google.protobuf.message.Message):
     def state(self) -> global___RunState:
         """State at the last commit. Unset before the first."""
 
+    @property
+    def notices(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Notice]:
+        """The newest notices of the run, oldest first."""
+
     def __init__(
         self,
         *,
@@ -1028,12 +1034,41 @@ class JoinResponse(google.protobuf.message.Message):
         checkpoint_url: builtins.str = ...,
         replica_epoch: builtins.int = ...,
         token: builtins.str = ...,
+        notices: collections.abc.Iterable[global___Notice] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_state", b"_state", "config", b"config", "state", b"state", "work", b"work"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_state", b"_state", "checkpoint_url", b"checkpoint_url", "committed_step", b"committed_step", "config", b"config", "epoch", b"epoch", "lease_s", b"lease_s", "placement", b"placement", "protocol_version", b"protocol_version", "rank_assignments", b"rank_assignments", "replica_epoch", b"replica_epoch", "rollback_count", b"rollback_count", "run_id", b"run_id", "started", b"started", "state", b"state", "token", b"token", "trainer", b"trainer", "waiting_for", b"waiting_for", "work", b"work"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_state", b"_state", "checkpoint_url", b"checkpoint_url", "committed_step", b"committed_step", "config", b"config", "epoch", b"epoch", "lease_s", b"lease_s", "notices", b"notices", "placement", b"placement", "protocol_version", b"protocol_version", "rank_assignments", b"rank_assignments", "replica_epoch", b"replica_epoch", "rollback_count", b"rollback_count", "run_id", b"run_id", "started", b"started", "state", b"state", "token", b"token", "trainer", b"trainer", "waiting_for", b"waiting_for", "work", b"work"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_state", b"_state"]) -> typing.Literal["state"] | None: ...
 
 global___JoinResponse = JoinResponse
+
+@typing.final
+class Notice(google.protobuf.message.Message):
+    """What the users of a run should see in the logs of its trainers, such as that a checkpoint was not saved."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: builtins.int
+    MESSAGE_FIELD_NUMBER: builtins.int
+    CAUSE_FIELD_NUMBER: builtins.int
+    number: builtins.int
+    """Rises with every notice of the run, also when the coordinator restarts. A trainer shows each notice once."""
+    message: builtins.str
+    """The text."""
+    cause: builtins.str
+    """Equal for notices that say the same, such as that one disk is full, at different steps. A trainer need not show
+    each of them. Empty: this notice says something of its own.
+    """
+    def __init__(
+        self,
+        *,
+        number: builtins.int = ...,
+        message: builtins.str = ...,
+        cause: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cause", b"cause", "message", b"message", "number", b"number"]) -> None: ...
+
+global___Notice = Notice
 
 @typing.final
 class WantedResiduals(google.protobuf.message.Message):
@@ -1263,6 +1298,7 @@ class KeepMembershipResponse(google.protobuf.message.Message):
     RESIDUALS_FIELD_NUMBER: builtins.int
     REPLICA_EPOCH_FIELD_NUMBER: builtins.int
     CALLS_FIELD_NUMBER: builtins.int
+    NOTICES_FIELD_NUMBER: builtins.int
     committed_step: builtins.int
     """Number of committed steps."""
     placement: builtins.int
@@ -1277,6 +1313,10 @@ class KeepMembershipResponse(google.protobuf.message.Message):
     def calls(self) -> shardwell_wire.v1.common_pb2.CallPort:
         """Where the coordinator takes calls beside gRPC. Set in the first message of a stream. Unset: nowhere."""
 
+    @property
+    def notices(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Notice]:
+        """The notices of the run that this stream has not sent yet, oldest first."""
+
     def __init__(
         self,
         *,
@@ -1285,9 +1325,10 @@ class KeepMembershipResponse(google.protobuf.message.Message):
         residuals: global___WantedResiduals | None = ...,
         replica_epoch: builtins.int = ...,
         calls: shardwell_wire.v1.common_pb2.CallPort | None = ...,
+        notices: collections.abc.Iterable[global___Notice] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["calls", b"calls", "residuals", b"residuals"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["calls", b"calls", "committed_step", b"committed_step", "placement", b"placement", "replica_epoch", b"replica_epoch", "residuals", b"residuals"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["calls", b"calls", "committed_step", b"committed_step", "notices", b"notices", "placement", b"placement", "replica_epoch", b"replica_epoch", "residuals", b"residuals"]) -> None: ...
 
 global___KeepMembershipResponse = KeepMembershipResponse
 
@@ -2779,6 +2820,7 @@ class CheckpointSummary(google.protobuf.message.Message):
     LAST_FAILED_FIELD_NUMBER: builtins.int
     LOADING_FIELD_NUMBER: builtins.int
     ROLLBACK_COUNT_FIELD_NUMBER: builtins.int
+    PROBLEM_FIELD_NUMBER: builtins.int
     checkpoint_dir: builtins.str
     """RunConfig.checkpoint_dir. Empty: the run has no checkpoints."""
     checkpoint_every: builtins.int
@@ -2789,6 +2831,8 @@ class CheckpointSummary(google.protobuf.message.Message):
     """The checkpoint that the run is being loaded from, in one line. Empty: the run is not being loaded."""
     rollback_count: builtins.int
     """Number of times that the run was rolled back to a checkpoint."""
+    problem: builtins.str
+    """Why no checkpoint could be saved when this was tried last. Empty: it was not tried, or the last one was saved."""
     @property
     def in_flight(self) -> global___CheckpointProgress:
         """The checkpoint that is being written."""
@@ -2812,9 +2856,10 @@ class CheckpointSummary(google.protobuf.message.Message):
         last_failed: global___CheckpointProgress | None = ...,
         loading: builtins.str = ...,
         rollback_count: builtins.int = ...,
+        problem: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_in_flight", b"_in_flight", "_last_failed", b"_last_failed", "_last_saved", b"_last_saved", "in_flight", b"in_flight", "last_failed", b"last_failed", "last_saved", b"last_saved"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_in_flight", b"_in_flight", "_last_failed", b"_last_failed", "_last_saved", b"_last_saved", "checkpoint_dir", b"checkpoint_dir", "checkpoint_every", b"checkpoint_every", "checkpoint_keep", b"checkpoint_keep", "in_flight", b"in_flight", "last_failed", b"last_failed", "last_saved", b"last_saved", "loading", b"loading", "rollback_count", b"rollback_count"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_in_flight", b"_in_flight", "_last_failed", b"_last_failed", "_last_saved", b"_last_saved", "checkpoint_dir", b"checkpoint_dir", "checkpoint_every", b"checkpoint_every", "checkpoint_keep", b"checkpoint_keep", "in_flight", b"in_flight", "last_failed", b"last_failed", "last_saved", b"last_saved", "loading", b"loading", "problem", b"problem", "rollback_count", b"rollback_count"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_in_flight", b"_in_flight"]) -> typing.Literal["in_flight"] | None: ...
     @typing.overload

@@ -289,7 +289,10 @@ class CoordinatorServiceServicer(object):
         """Trainer: joins a run, and creates it if there is none of this name. Waits until enough trainers have joined.
 
         FAILED_PRECONDITION: the run exists with another world, seed, min_trainers or reduction_groups. ALREADY_EXISTS: a
-        live trainer has the name or the requested rank.
+        live trainer has the name or the requested rank. PERMISSION_DENIED: `resume` or `checkpoint_dir` is not below a
+        folder that the operator allows, or cannot be written. RESOURCE_EXHAUSTED: the disk of `checkpoint_dir` is full.
+        INVALID_ARGUMENT, NOT_FOUND: `checkpoint_dir` is not supported or cannot be made. DATA_LOSS: the checkpoint is
+        damaged.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 
-from shardwell_server import audit, authentication, encryption, process
+from shardwell_server import audit, authentication, checkpoint_roots, encryption, process
 from shardwell_server.call_server import CallServer
 from shardwell_server.coordinator.coordinator import Coordinator
 from shardwell_server.coordinator.servers.shard_client import GrpcShardCalls
@@ -86,6 +86,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default=env("SHARDWELL_MIN_SHARD_BYTES", f"{defaults.min_shard_bytes >> 20}MiB"),
         help="smallest shard into which a unit is cut (SHARDWELL_MIN_SHARD_BYTES, default %(default)s)",
     )
+    checkpoint_roots.add_argument(parser)
     authentication.add_argument(parser)
     audit.add_argument(parser)
     encryption.add_arguments(parser)
@@ -111,6 +112,7 @@ def _run(arguments: argparse.Namespace) -> int:
         lease_s=arguments.lease_s,
         min_servers=arguments.min_servers,
         min_shard_bytes=arguments.min_shard_bytes,
+        checkpoint_roots=checkpoint_roots.from_arguments(arguments, credentials),
         insecure=encryption.insecurity(endpoint.host, credentials, arguments),
     )
     audit.start(arguments.audit_log)

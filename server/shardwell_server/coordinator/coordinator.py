@@ -55,7 +55,7 @@ class Coordinator:
         self.server_leases = ServerLeases(state, calls)
         self.trainers = TrainerLeases(state, self.servers)
         self.placer = UnitPlacer(state, self.servers)
-        self.checkpoint_files = CheckpointFiles()
+        self.checkpoint_files = CheckpointFiles(state.settings.checkpoint_roots)
         self.filler = UnitFiller(state, self.servers, self.checkpoint_files)
         self.checkpoints = CheckpointSaver(state, self.servers, self.checkpoint_files, self.filler)
         self.restorer = RunRestorer(state, self.servers, self.placer, self.trainers, self.checkpoint_files)

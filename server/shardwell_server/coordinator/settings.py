@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from shardwell_wire.checkpoints.opening import CheckpointRoots
 from shardwell_wire.consistency import SYNCHRONOUS, Consistency
 from shardwell_wire.errors import InvalidRequestError, RunMismatchError, WorldError
 from shardwell_wire.topology import World, checked_groups
@@ -35,6 +36,8 @@ class Settings:
     min_shard_bytes: int = 2 << 20
     """Smallest shard in bytes into which a unit is cut. Each shard has requests of its own in every step, which take a
     trainer and a server longer than the bytes of a smaller shard on one host or a fast network."""
+    checkpoint_roots: CheckpointRoots = field(default_factory=CheckpointRoots)
+    """The folders below which checkpoints are opened."""
     insecure: str = ""
     """What the coordinator lacks although it listens on a network, for ``shardwell servers``. Empty: nothing."""
 

@@ -111,6 +111,16 @@ class CoordinatorState:
         existing = ", ".join(sorted(self.runs)[:10]) or "none"
         raise NotFoundError(f"run {name!r} does not exist; existing runs: {existing}", run=name)
 
+    def check_not_deleted(self, name: str, run_id: str) -> None:
+        """Raises RunDeletedError if the run of a token was deleted."""
+        if run_id in self._deleted_run_ids:
+            raise RunDeletedError(
+                f"run {name!r} was deleted (its id was {run_id}), and the token is for this run only: ask an operator "
+                "for a new token (`shardwell token --role trainer`)",
+                run=name,
+                run_id=run_id,
+            )
+
     def create_run(self, name: str, settings: RunSettings, run_id: str = "") -> Run:
         """Creates a run. Its epochs start above those of all deleted runs.
 
@@ -123,13 +133,7 @@ class CoordinatorState:
             RunDeletedError: The run with this id was deleted.
             CapacityError: There are too many runs.
         """
-        if run_id in self._deleted_run_ids:
-            raise RunDeletedError(
-                f"run {name!r} was deleted (its id was {run_id}), and the token is for this run only: ask an operator "
-                "for a new token (`shardwell token --role trainer`)",
-                run=name,
-                run_id=run_id,
-            )
+        self.check_not_deleted(name, run_id)
         if len(self.runs) >= MAX_RUNS:
             raise CapacityError(
                 f"run {name!r} cannot be created: {len(self.runs)} runs exist, expected at most {MAX_RUNS}; delete "

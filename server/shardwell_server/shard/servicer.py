@@ -33,6 +33,7 @@ from shardwell_server.shard.transports import batch_requests, gather_batches, sh
 from shardwell_server.shard.transports.base import ServerTransports, measurement_chunks
 from shardwell_server.shard.transports.shm_transport import ShmTransport
 from shardwell_wire import chunk_streams, fault_points
+from shardwell_wire.checkpoints.opening import CheckpointRoots
 from shardwell_wire.errors import InvalidRequestError, NotFoundError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.run_identity import RunIdentity
@@ -54,6 +55,7 @@ class ShardServicer:
         term: The term of the server's coordinator.
         transports: The transports that the server offers besides gRPC.
         peers: Calls other shard servers. None: the server cannot have backups elsewhere.
+        checkpoint_roots: The folders in which checkpoints may be opened. None: any.
     """
 
     def __init__(
@@ -64,10 +66,11 @@ class ShardServicer:
         term: CoordinatorTerm,
         transports: ServerTransports,
         peers: Peers | None = None,
+        checkpoint_roots: CheckpointRoots | None = None,
     ) -> None:
         self._server_id, self._incarnation, self._store, self._term = server_id, incarnation, store, term
         self._transports = transports
-        self._checkpoints = CheckpointRequests(server_id, store)
+        self._checkpoints = CheckpointRequests(server_id, store, checkpoint_roots or CheckpointRoots())
         self._replicator = Replicator(store, peers or NoPeers())
         self._stopping = asyncio.Event()
         self._standing = StandingStreams()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from shardwell_server.coordinator.checkpoints.files import CheckpointFiles
@@ -15,9 +16,10 @@ from shardwell_server.coordinator.settings import RunSettings
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.storage.records import CheckpointRecord
 from shardwell_server.coordinator.waiting import SharedCall
-from shardwell_wire.checkpoints.folder import Entry, RunFolder, entry_at
+from shardwell_wire.checkpoints.folder import Entry, entry_at
 from shardwell_wire.checkpoints.manifest import Manifest
-from shardwell_wire.checkpoints.reading import Checkpoint
+from shardwell_wire.checkpoints.reading import Checkpoint, read_manifest
+from shardwell_wire.checkpoints.storage import Storage
 from shardwell_wire.errors import AccessError, CorruptDataError, InvalidRequestError, NotFoundError, ShardwellError
 
 logger = logging.getLogger(__name__)
@@ -71,26 +73,21 @@ class CheckpointChooser:
         self, run_name: str, settings: RunSettings, options: CheckpointOptions, resume: str, *, own_only: bool
     ) -> Restore | None:
         if resume != LATEST:
-            manifest = await self._files(lambda: _open_named(resume, run_name, options.directory))
-            if own_only and manifest.run != run_name:
-                raise AccessError(
-                    f"the token is for run {run_name!r}, but checkpoint {resume} is of run {manifest.run!r}: an "
-                    "operator can resume from it",
-                    run=manifest.run,
-                )
+            only = run_name if own_only else None
+            manifest = await self._files(lambda: self._open_named(resume, run_name, options.directory, only))
             require_same_run(manifest, run_name, settings, resume)
             return Restore(url=resume, checkpoint_id=manifest.checkpoint_id, step=manifest.step)
         if not options.directory:
             raise InvalidRequestError(
                 'resume is "latest", but checkpoint_dir is not set: set the folder of checkpoints'
             )
-        entries = await self._files(lambda: RunFolder.of(options.directory, run_name).entries())
+        entries = await self._files(lambda: self._files.open_run(options.directory, run_name).entries())
         # A checkpoint whose manifest is damaged has no time: it comes last in the list, and may be the newest.
         usable = next((at for at in entries if at.manifest is not None and at.is_valid), None)
         damaged = [at for at in entries if not at.is_incomplete and not at.is_valid]
-        for entry in damaged:
-            if usable is None or entry.step >= usable.step:
-                self.report_damaged(run_name, entry.url, entry.problem)
+        newer = [at for at in damaged if usable is None or at.step >= usable.step]
+        for entry in newer:
+            self.report_damaged(run_name, entry.url, entry.problem)
         if usable is not None and usable.manifest is not None:
             require_same_run(usable.manifest, run_name, settings, usable.url)
             return Restore(
@@ -99,6 +96,7 @@ class CheckpointChooser:
                 step=usable.step,
                 may_fall_back=True,
                 damaged=tuple(entry.checkpoint_id for entry in damaged),
+                passed_over=tuple(f"{entry.url} ({entry.problem})" for entry in newer),
             )
         if damaged:
             raise CorruptDataError(
@@ -129,7 +127,7 @@ class CheckpointChooser:
         directory, saved = run.checkpoints.options.directory, list(run.checkpoints.saved)
         known = {at.checkpoint_id for at in saved}
         try:
-            entries = await self._files(lambda: _candidates(directory, run.name, saved))
+            entries = await self._files(lambda: self._candidates(directory, run.name, saved))
         except ShardwellError as problem:
             logger.warning("run %r: the folder of checkpoints cannot be listed: %s", run.name, problem)
             return restore
@@ -145,43 +143,77 @@ class CheckpointChooser:
         if not usable:
             return None
         before = usable[0]
-        return replace(restore, url=before.url, checkpoint_id=before.checkpoint_id, step=before.step, damaged=damaged)
+        return replace(
+            restore,
+            url=before.url,
+            checkpoint_id=before.checkpoint_id,
+            step=before.step,
+            damaged=damaged,
+            passed_over=(*restore.passed_over, f"{restore.url} ({error})"),
+        )
 
     def report_damaged(self, run_name: str, url: str, problem: str) -> None:
         logger.error("run %r: checkpoint %s cannot be loaded: %s", run_name, url, problem)
         self._state.events.add(EventKind.CHECKPOINT_DAMAGED, f"{url}: {problem}", run=run_name)
 
+    def _candidates(self, directory: str, run: str, saved: Sequence[CheckpointRecord]) -> list[Entry]:
+        """Returns the checkpoints in a run's folder, newest first, and those that the run has elsewhere. Blocks.
 
-def _candidates(directory: str, run: str, saved: Sequence[CheckpointRecord]) -> list[Entry]:
-    """Returns the checkpoints in a run's folder, newest first, and those that the run has elsewhere. Blocks.
+        A run may have been resumed from another folder, or have changed its folder.
+        """
+        found = self._files.open_run(directory, run).entries() if directory else []
+        listed = {entry.checkpoint_id for entry in found}
+        others = [record for record in reversed(saved) if record.checkpoint_id not in listed]
+        elsewhere = [entry_at(self._files.open(record.url)) for record in others]
+        return sorted([*found, *elsewhere], key=lambda entry: -entry.manifest.created if entry.manifest else 0.0)
 
-    A run may have been resumed from another folder, or have changed its folder.
-    """
-    found = RunFolder.of(directory, run).entries() if directory else []
-    listed = {entry.checkpoint_id for entry in found}
-    elsewhere = [entry_at(record.url) for record in reversed(saved) if record.checkpoint_id not in listed]
-    return sorted([*found, *elsewhere], key=lambda entry: -entry.manifest.created if entry.manifest else 0.0)
+    def _open_named(self, url: str, run: str, directory: str, only: str | None) -> Manifest:
+        """Returns the manifest of a checkpoint that the user named, for a run. Blocks.
+
+        Args:
+            url: The checkpoint.
+            run: Name of the run that is to be created.
+            directory: The folder of its checkpoints. Empty: it has none.
+            only: The run whose checkpoints the caller may read. None: any.
+        """
+        storage = self._files.open(url)
+        try:
+            if only is not None:
+                _require_of_run(storage, only)
+            return open_manifest(storage)
+        except CorruptDataError as error:
+            others = []
+            if directory:
+                entries = self._files.open_run(directory, run).entries()
+                others = [at.url for at in entries if at.is_valid and at.url != url]
+            offer = f". The newest other checkpoint of the run is {others[0]}: pass it as resume" if others else ""
+            raise CorruptDataError(f"{error}{offer}", **error.data) from error
 
 
-def open_manifest(url: str) -> Manifest:
+def open_manifest(storage: Storage) -> Manifest:
     """Returns the manifest of a checkpoint, after checks of all headers. Blocks.
 
     Raises:
         CorruptDataError: The checkpoint is damaged, or a file is missing.
     """
+    with _missing_is_damaged():
+        return Checkpoint(storage).manifest
+
+
+def _require_of_run(storage: Storage, run: str) -> None:
+    """Raises AccessError unless a checkpoint is of a run, before more than its manifest is read. Blocks."""
+    with _missing_is_damaged():
+        if read_manifest(storage).run == run:
+            return
+    raise AccessError(
+        f"the token is for run {run!r}, but checkpoint {storage.url} is of another run: an operator can resume from it",
+        run=run,
+    )
+
+
+@contextmanager
+def _missing_is_damaged() -> Iterator[None]:
     try:
-        return Checkpoint.open(url).manifest
+        yield
     except NotFoundError as error:
         raise CorruptDataError(str(error), **error.data) from error
-
-
-def _open_named(url: str, run: str, directory: str) -> Manifest:
-    """Returns the manifest of a checkpoint that the user named. Blocks."""
-    try:
-        return open_manifest(url)
-    except CorruptDataError as error:
-        others = []
-        if directory:
-            others = [at.url for at in RunFolder.of(directory, run).entries() if at.is_valid and at.url != url]
-        offer = f". The newest other checkpoint of the run is {others[0]}: pass it as resume" if others else ""
-        raise CorruptDataError(f"{error}{offer}", **error.data) from error

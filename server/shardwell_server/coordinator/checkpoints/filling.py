@@ -125,7 +125,7 @@ class UnitFiller:
 
     async def _manifest(self, source: CheckpointSource) -> Manifest:
         if source not in self._manifests:
-            manifest = await self._files(lambda: open_manifest(source.url))
+            manifest = await self._files(lambda: open_manifest(self._files.open(source.url)))
             wanted = {at.filled_from for at in self._state.runs.values()}
             self._manifests = {each: self._manifests[each] for each in self._manifests if each in wanted}
             self._manifests[source] = manifest

@@ -19,8 +19,8 @@ from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.waiting import poll
 from shardwell_wire.checkpoints.format import residual_state
 from shardwell_wire.checkpoints.manifest import FileRecord, Manifest
-from shardwell_wire.checkpoints.opening import open_storage
 from shardwell_wire.checkpoints.reading import read_index
+from shardwell_wire.checkpoints.storage import Storage
 from shardwell_wire.errors import NotFoundError, ShardwellError, StepStateError
 from shardwell_wire.v1 import coordinator_pb2
 
@@ -56,12 +56,12 @@ async def wait_for_reports(run: Run, checkpoint: CheckpointInFlight) -> Sequence
 
 
 def usable_files(
-    url: str, manifest: Manifest, reports: Iterable[tuple[str, ResidualReport]], replica_size: int
+    storage: Storage, manifest: Manifest, reports: Iterable[tuple[str, ResidualReport]], replica_size: int
 ) -> tuple[list[FileRecord], set[int], list[str]]:
     """Checks the files of trainers, because a checkpoint with an invalid file cannot be loaded. Blocks.
 
     Args:
-        url: The checkpoint.
+        storage: Folder of the checkpoint.
         manifest: Its manifest, without these files.
         reports: The reports with their trainers.
         replica_size: Number of trainers that have residuals of one data rank.
@@ -69,7 +69,7 @@ def usable_files(
     Returns:
         The files that are part of the checkpoint, the data ranks whose residuals they have, and why others are not.
     """
-    storage, files, reported, names = open_storage(url), list[FileRecord](), Counter[int](), set[str]()
+    files, reported, names = list[FileRecord](), Counter[int](), set[str]()
     problems = []
     for trainer, report in reports:
         problem = report.error

@@ -111,6 +111,7 @@ class RunRestorer:
             run.checkpoints.begin_restore(restore, run.clock())
             message = f"checkpoint {restore.url}, step {restore.step}"
             self._state.events.add(EventKind.RUN_LOADING, message, run=run.name)
+            self._notify_passed_over(run, restore)
             self.start(run)
         if run.checkpoints.set_options(run.checkpoints.options.changed_by(request.config)):
             run.touch()
@@ -207,7 +208,7 @@ class RunRestorer:
             CorruptDataError: The checkpoint is damaged, or a file is missing.
             ShardwellError: Another error. The caller tries again.
         """
-        manifest = await self._files(lambda: open_manifest(restore.url))
+        manifest = await self._files(lambda: open_manifest(self._files.open(restore.url)))
         if (manifest.checkpoint_id, manifest.step) != (restore.checkpoint_id, restore.step):
             raise CorruptDataError(
                 f"{restore.url} contains checkpoint {manifest.checkpoint_id} of step {manifest.step}, expected "
@@ -342,7 +343,17 @@ class RunRestorer:
         await self._state.save_or_retry(run)
         message = f"the checkpoint before it is used: step {before.step}, {before.url}"
         self._state.events.add(EventKind.RUN_LOADING, message, run=run.name)
+        self._notify_passed_over(run, before)
         return True
+
+    def _notify_passed_over(self, run: Run, restore: Restore) -> None:
+        """Tells the trainers that newer checkpoints than this one are damaged, and cannot be loaded."""
+        if restore.passed_over:
+            message = (
+                f"the run continues from the checkpoint of step {restore.step}, {restore.url}, because newer ones are "
+                f"damaged: {'; '.join(restore.passed_over)}"
+            )
+            run.notices.add(message, now=self._state.wall_clock())
 
 
 def _raise_if_deleted(error: Exception) -> None:

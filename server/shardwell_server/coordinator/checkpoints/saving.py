@@ -29,24 +29,29 @@ from shardwell_server.coordinator.runs.run import Run
 from shardwell_server.coordinator.servers.shard_servers import ShardServers
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.storage.records import CheckpointRecord
+from shardwell_server.coordinator.waiting import SharedCall
 from shardwell_wire import fault_points
 from shardwell_wire.checkpoints.folder import RunFolder, checkpoint_folder
 from shardwell_wire.checkpoints.manifest import MANIFEST_NAME, FileRecord, Manifest
-from shardwell_wire.checkpoints.opening import check_writable, open_storage
+from shardwell_wire.checkpoints.opening import check_writable
 from shardwell_wire.checkpoints.reading import read_manifest
+from shardwell_wire.checkpoints.storage import Storage
 from shardwell_wire.errors import (
     DeadlineError,
+    InvalidRequestError,
     ShardwellError,
     StepStateError,
     UnavailableError,
 )
 from shardwell_wire.run_identity import new_run_id
-from shardwell_wire.v1 import shard_pb2
+from shardwell_wire.v1 import coordinator_pb2, shard_pb2
 
 logger = logging.getLogger(__name__)
 
 _BEGIN_LIMIT_S = 5.0
 """Seconds that the servers have to begin. A commit may wait for this."""
+_CHECK_LIMIT_S = 10.0
+"""Longest time that a joining trainer waits until its folder for checkpoints is checked, in seconds."""
 _POLL_S = 2.0
 """Seconds that a server waits in ``DescribeCheckpoint`` for the end of its file."""
 _STALLED_S = 300.0
@@ -68,9 +73,46 @@ class CheckpointSaver:
         self, state: CoordinatorState, servers: ShardServers, files: CheckpointFiles, filler: UnitFiller
     ) -> None:
         self._state, self._servers, self._files, self._filler = state, servers, files, filler
+        self._checking: dict[str, SharedCall[None]] = {}
+        """Checks of folders that joining trainers name, by folder."""
+
+    async def check_new_directory(self, name: str, config: coordinator_pb2.RunConfig) -> None:
+        """Checks the folder for checkpoints that a trainer names and the run does not have yet.
+
+        Call it before the run is created or changed. A folder that does not answer within ``_CHECK_LIMIT_S`` passes:
+        ``check_directory`` then reports it.
+
+        Args:
+            name: Name of the run.
+            config: The settings in the trainer's request.
+
+        Raises:
+            AccessError: The folder is not below one of those that the operator allows, or cannot be written.
+            InvalidRequestError: The folder is not supported here, or the storage refuses it.
+            CapacityError: The disk is full.
+            NotFoundError: The folder, or the bucket, cannot be made.
+        """
+        run, directory = self._state.runs.get(name), config.checkpoint_dir
+        if not directory or (run is not None and run.checkpoints.options.directory == directory):
+            return
+        check = self._checking.setdefault(directory, SharedCall())
+        try:
+            async with asyncio.timeout(_CHECK_LIMIT_S) as limit:
+                await check(lambda: self._files(lambda: check_writable(self._files.open(directory))))
+        except TimeoutError:
+            if not limit.expired():
+                raise
+        except ShardwellError as error:
+            # A trainer would repeat a request if the coordinator were unavailable.
+            kind = InvalidRequestError if isinstance(error, UnavailableError) else type(error)
+            raise kind(f"checkpoints of run {name!r} cannot be saved: {error}", **error.data) from error
+        finally:
+            if not check.in_flight:
+                self._checking.pop(directory, None)
 
     def check_directory(self, run: Run) -> None:
-        """Reports in the background if a new folder for checkpoints cannot be written, long before the first one."""
+        """Opens a new folder for checkpoints in the background, and reports if it cannot be written, long before the
+        first checkpoint."""
         checkpoints = run.checkpoints
         if checkpoints.options.directory not in ("", checkpoints.checked_directory):
             checkpoints.checked_directory = checkpoints.options.directory
@@ -79,11 +121,17 @@ class CheckpointSaver:
     async def _check_directory(self, run: Run, directory: str) -> None:
         try:
             await self._folder(run)
-            await self._files(lambda: check_writable(directory))
+            await self._files(lambda: check_writable(self._files.open(directory)))
         except ShardwellError as error:
-            logger.warning("run %r: checkpoints cannot be saved: %s", run.name, error)
-            message = f"checkpoints cannot be saved: {error}. Training goes on"
-            self._state.events.add(EventKind.CHECKPOINT_FAILED, message, run=run.name)
+            self._report_failed(run, f"checkpoints cannot be saved: {error}. Training goes on", str(error))
+
+    def _report_failed(self, run: Run, message: str, cause: str) -> None:
+        """Tells operators and the trainers of a run that a checkpoint was not saved, or cannot be saved."""
+        logger.warning("run %r: %s", run.name, message)
+        self._state.events.add(EventKind.CHECKPOINT_FAILED, message, run=run.name)
+        run.checkpoints.note_problem(cause)
+        run.notices.add(message, now=self._state.wall_clock(), cause=cause)
+        run.tell(run.members)
 
     def start_if_due(self, run: Run) -> None:
         """Starts a checkpoint if enough steps were committed. Call it when all servers have updated."""
@@ -155,6 +203,7 @@ class CheckpointSaver:
         run.checkpoints.check_not_rolled_back(checkpoint)
         checkpoint.end(CheckpointState.SAVED, self._state.wall_clock())
         run.checkpoints.finish(record)
+        run.notices.forget_failures()
         took_s = self._state.clock() - started
         message = f"step {record.step}: {record.size_bytes} bytes in {took_s:.1f} s, {record.url}"
         self._state.events.add(EventKind.CHECKPOINT_SAVED, message, run=run.name)
@@ -168,7 +217,7 @@ class CheckpointSaver:
         """
         checkpoints, directory = run.checkpoints, run.checkpoints.options.directory
         if checkpoints.folder is None or checkpoints.folder[0] != directory:
-            opened = await self._files(lambda: RunFolder.of(directory, run.name))
+            opened = await self._files(lambda: self._files.open_run(directory, run.name))
             checkpoints.folder = directory, opened
             return opened
         return checkpoints.folder[1]
@@ -179,7 +228,9 @@ class CheckpointSaver:
         """Returns the complete manifest, once the trainers have written their residuals."""
         reports = await wait_for_reports(run, checkpoint)
         url, replica_size = checkpoint.url, run.settings.world.replica_size
-        written, ranks, problems = await self._files(lambda: usable_files(url, manifest, reports, replica_size))
+        written, ranks, problems = await self._files(
+            lambda: usable_files(self._files.open(url), manifest, reports, replica_size)
+        )
         report_missing(self._state, run, manifest.step, ranks, problems)
         return with_files(manifest, [*(FileRecord.from_dict(json.loads(file)) for file in files), *written], ranks)
 
@@ -273,8 +324,8 @@ class CheckpointSaver:
         following = f"the next follows after {every} commits" if every else "request another when this is fixed"
         message = f"{step}{error}. Training goes on; {following}"
         if not run.deleted:
-            logger.warning("run %r: a checkpoint failed: %s", run.name, message)
-            self._state.events.add(EventKind.CHECKPOINT_FAILED, message, run=run.name)
+            cause = error.replace(checkpoint.url, run.checkpoints.options.directory) if checkpoint.url else error
+            self._report_failed(run, f"the checkpoint was not saved: {message}", cause)
         run.changed.notify()
         if checkpoint.step is not None:
             await self._remove(run, checkpoint.checkpoint_id, checkpoint.step, checkpoint.url)
@@ -286,14 +337,15 @@ class CheckpointSaver:
                 await self._state.save_checkpoint(run, replace(record, is_complete=True))
                 run.checkpoints.add_saved(replace(record, is_complete=True))
                 continue
-            message = f"step {record.step}: the coordinator restarted while {record.url} was written. Training goes on"
-            self._state.events.add(EventKind.CHECKPOINT_FAILED, message, run=run.name)
+            cause = f"the coordinator restarted while {record.url} was written"
+            message = f"the checkpoint was not saved: step {record.step}: {cause}. Training goes on"
+            self._report_failed(run, message, cause)
             await self._remove(run, record.checkpoint_id, record.step, record.url)
 
     async def _is_complete(self, record: CheckpointRecord) -> bool:
         """True if the manifest was written before the former coordinator ended."""
         try:
-            await self._files(lambda: read_manifest(open_storage(record.url)))
+            await self._files(lambda: read_manifest(self._files.open(record.url)))
         except ShardwellError:
             return False
         return True
@@ -312,7 +364,7 @@ class CheckpointSaver:
 
         await asyncio.gather(*(abort(server_id) for server_id in run.units.servers))
         try:
-            await self._files(lambda: delete_checkpoint(url))
+            await self._files(lambda: delete_checkpoint(self._files.open(url)))
             await self._state.delete_checkpoints(run, {checkpoint_id})
         except ShardwellError as error:
             logger.warning("the incomplete checkpoint %s was not removed: %s", url, error)
@@ -324,7 +376,7 @@ class CheckpointSaver:
         lineage = (*run.checkpoints.lineage, run.identity.run_id)
 
         def delete() -> set[str]:
-            folder = RunFolder.of(options.directory, run.name)
+            folder = self._files.open_run(options.directory, run.name)
             return {name.rsplit("-", 1)[-1] for name in folder.keep_newest(options.keep, lineage=lineage)}
 
         try:
@@ -334,8 +386,7 @@ class CheckpointSaver:
             logger.warning("run %r: old checkpoints were not deleted: %s", run.name, error)
 
 
-def delete_checkpoint(url: str) -> None:
+def delete_checkpoint(storage: Storage) -> None:
     """Deletes the folder of a checkpoint: the manifest first, so that nobody finds half of it. Blocks."""
-    storage = open_storage(url)
     storage.delete(MANIFEST_NAME)
     storage.delete_folder("")

@@ -168,6 +168,7 @@ def _summarize_checkpoints(run: Run) -> coordinator_pb2.CheckpointSummary:
         last_failed=None if failed is None else _progress(failed),
         loading="" if restore is None else checkpoints.restoring.describe(restore),
         rollback_count=checkpoints.rollback_count,
+        problem=checkpoints.problem,
     )
 
 

@@ -39,6 +39,8 @@ def explain_stall(run: Run, cluster: Cluster, now: float) -> Stall:
         *_promotions(run),
         *(f"trainer {name!r}: has not joined again since the rollback" for name in run.members.returning),
     ]
+    if run.checkpoints.problem:
+        lines.append(f"no checkpoint is saved, though training goes on: {run.checkpoints.problem}")
     if phase == "idle":
         lines.append(
             f"no trainers: all have left or are gone. {run.committed_step} steps are committed; the run continues when "

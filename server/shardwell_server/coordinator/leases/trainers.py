@@ -78,14 +78,8 @@ class TrainerLeases:
             RunDeletedError: The run with this id was deleted, and none has this name now.
             RunMismatchError: The run has other settings.
         """
+        self.check_token(name, run_id)
         run = self._state.runs.get(name)
-        if run is not None and run_id not in ("", run.identity.run_id):  # created while this request waited
-            raise AccessError(
-                f"the token is for run {name!r} with id {run_id}, but this run has id {run.identity.run_id}: ask an "
-                "operator for a token of this run",
-                run=name,
-                run_id=run.identity.run_id,
-            )
         if run is None:
             run = self._state.create_run(name, settings, run_id)
             message = f"{settings.world}, seed {settings.seed}, starts with {settings.min_trainers} trainers"
@@ -94,6 +88,24 @@ class TrainerLeases:
             run.replace_settings(replace(settings, backups=settings.backups or run.settings.backups))
         run.settings.require_same(name, settings)
         return run
+
+    def check_token(self, name: str, run_id: str) -> None:
+        """Checks that a caller may join the run of this name, or create it. Arguments as of ``find_or_create_run``.
+
+        Raises:
+            AccessError: The run has another id.
+            RunDeletedError: The run with this id was deleted, and none has this name now.
+        """
+        run = self._state.runs.get(name)
+        if run is None:
+            self._state.check_not_deleted(name, run_id)
+        elif run_id not in ("", run.identity.run_id):
+            raise AccessError(
+                f"the token is for run {name!r} with id {run_id}, but this run has id {run.identity.run_id}: ask an "
+                "operator for a token of this run",
+                run=name,
+                run_id=run.identity.run_id,
+            )
 
     async def join(
         self, run: Run, applicant: Applicant, incarnation: str, wait_s: float, *, replaced_epoch: int = 0
@@ -211,7 +223,7 @@ class TrainerLeases:
             RunDeletedError: The run was deleted.
         """
         with self._connected(run, member):
-            told: tuple[int, int, int, coordinator_pb2.WantedResiduals | None] | None = None
+            told: tuple[int, int, int, coordinator_pb2.WantedResiduals | None, int] | None = None
             while not self._state.stopping:
                 news = member.connection.news.next_change()
                 if run.deleted or not run.members.is_current(member):
@@ -219,9 +231,16 @@ class TrainerLeases:
                 replica_epoch, wanted = run.replica_epoch_of(member.name), run.wanted_residuals(member)
                 if replica_epoch and (told is None or told[2] != replica_epoch):
                     await self._state.save_or_retry(run)  # a restarted coordinator must not issue the epoch again
-                if told != (told := (run.committed_step, run.relocations.announced, replica_epoch, wanted)):
+                now = (run.committed_step, run.relocations.announced, replica_epoch, wanted, run.notices.newest)
+                if told != now:
+                    notices = run.notices.after(0 if told is None else told[4])
+                    told = now
                     yield coordinator_pb2.KeepMembershipResponse(
-                        committed_step=told[0], placement=told[1], replica_epoch=replica_epoch, residuals=wanted
+                        committed_step=told[0],
+                        placement=told[1],
+                        replica_epoch=replica_epoch,
+                        residuals=wanted,
+                        notices=notices,
                     )
                 await news.wait()
 

@@ -31,6 +31,8 @@ class TrainerRpcs(CoordinatorRpcs):
         if request.run_id:
             self._state.require_run(request.run, request.run_id)
         token_run_id = call.caller.run_id if call.caller is not None else ""
+        self._coordinator.trainers.check_token(request.run, token_run_id)  # before anything that it names is opened
+        await self._coordinator.checkpoints.check_new_directory(request.run, request.config)
         run = await self._coordinator.restorer.find_or_create_run(request, settings, token_run_id)
         self._coordinator.checkpoints.check_directory(run)
         if request.config.HasField("backups"):
@@ -64,6 +66,7 @@ class TrainerRpcs(CoordinatorRpcs):
             run_id=run.identity.run_id,
             rollback_count=run.checkpoints.rollback_count,
             token=self._issuer.token(run, member),
+            notices=run.notices.after(0),
         )
         if not started:
             if run.started and run.is_waiting_spare(member.name):

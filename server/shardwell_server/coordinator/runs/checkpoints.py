@@ -28,7 +28,7 @@ class CheckpointOptions:
     """When and where checkpoints of a run are saved."""
 
     directory: str = ""
-    """Folder of all runs: a path or fsspec URL. Empty: the run saves no checkpoints."""
+    """Folder of all runs: a path or URL. Empty: the run saves no checkpoints."""
     every_commits: int = 0
     """Commits between two checkpoints. 0: only on request."""
     keep: int = 0
@@ -69,6 +69,8 @@ class Restore:
     """True if an older checkpoint may be used when this one is damaged."""
     damaged: tuple[str, ...] = ()
     """Ids of the checkpoints that turned out to be damaged."""
+    passed_over: tuple[str, ...] = ()
+    """Folders of newer checkpoints that are damaged, with the reason."""
     rewrap: bool = False
     """True if the run's units may differ from those of the checkpoint, also with the same tp and pp."""
 
@@ -200,6 +202,8 @@ class RunCheckpoints:
         """Ids of the runs that this run was resumed from, oldest first."""
         self._torn: list[CheckpointRecord] = []
         """Incomplete checkpoints of a former coordinator."""
+        self.problem = ""
+        """Why no checkpoint could be saved when this was tried last. Empty: it was not tried, or the last was saved."""
         self.failed: dict[str, CheckpointInFlight] = {}
         """Recent failures by checkpoint id, oldest first."""
         self.last_step = 0
@@ -250,7 +254,8 @@ class RunCheckpoints:
         self.lineage = tuple(facts["lineage"])
         self.rollback_count = facts["rollback_count"]
         if (restore := facts["restore"]) is not None:
-            self.begin_restore(Restore(**{**restore, "damaged": tuple(restore["damaged"])}), now)
+            lists = {name: tuple(restore.get(name, ())) for name in ("damaged", "passed_over")}
+            self.begin_restore(Restore(**{**restore, **lists}), now)
         self.first_items = tuple(facts.get("first_items", ()))
         if (source := facts.get("source")) is not None:
             self.set_source(CheckpointSource(**source))
@@ -265,6 +270,8 @@ class RunCheckpoints:
     def set_options(self, options: CheckpointOptions) -> bool:
         """Replaces the options. Returns True if they changed."""
         before, self.options = self.options, options
+        if before.directory != options.directory:
+            self.problem = ""
         return before != options
 
     # ---- saving ----
@@ -298,7 +305,7 @@ class RunCheckpoints:
 
     def finish(self, record: CheckpointRecord) -> None:
         """Records that the checkpoint in flight is complete."""
-        self.in_flight = None
+        self.in_flight, self.problem = None, ""
         self.add_saved(record)
 
     def add_saved(self, record: CheckpointRecord) -> None:
@@ -316,6 +323,10 @@ class RunCheckpoints:
         self.failed[checkpoint.checkpoint_id] = checkpoint
         while len(self.failed) > _REMEMBERED_FAILURES:
             del self.failed[next(iter(self.failed))]
+
+    def note_problem(self, problem: str) -> None:
+        """Records why no checkpoint can be saved."""
+        self.problem = problem
 
     def forget(self, checkpoint_ids: Collection[str]) -> None:
         """Removes checkpoints that were deleted or are damaged."""

@@ -18,6 +18,7 @@ from shardwell_server.coordinator.runs.checkpoints import CheckpointSource, RunC
 from shardwell_server.coordinator.runs.committed_steps import CommittedSteps
 from shardwell_server.coordinator.runs.copies import WorkTimes
 from shardwell_server.coordinator.runs.members import Member, Members, MemberState
+from shardwell_server.coordinator.runs.notices import Notices
 from shardwell_server.coordinator.runs.parallel_plan import require_same_plan
 from shardwell_server.coordinator.runs.proposals import committed_optimizer, require_same_algorithms
 from shardwell_server.coordinator.runs.rank_assignment import Applicant, RankAssignments, natural_key
@@ -83,6 +84,7 @@ class Run:
         self.work_times = WorkTimes()
         self.commits = CommittedSteps()
         self.checkpoints = RunCheckpoints()
+        self.notices = Notices()
         self.relocations = Relocations(self.units, self.checkpoints, self.changed, self.touch)
         self.fence_error = ""
         """Error of the last attempt to fence former trainers. Empty: it succeeded."""
@@ -168,7 +170,8 @@ class Run:
             require_same_plan(self.name, self.parallel_plan, trainer, plan)
 
     def tell(self, members: Iterable[Member]) -> None:
-        """Makes the membership streams of trainers send the committed step and the placement, if they have changed."""
+        """Makes the membership streams of trainers send the committed step, the placement and notices, if they have
+        changed."""
         for member in members:
             member.connection.news.notify()
 

@@ -16,6 +16,7 @@ from shardwell_server.shard.state.runs import HostedRun
 from shardwell_server.shard.state.shard_spec import Role
 from shardwell_server.shard.state.unit_shard import UnitShard
 from shardwell_wire import fault_points
+from shardwell_wire.checkpoints.opening import CheckpointRoots
 from shardwell_wire.checkpoints.reading import Checkpoint
 from shardwell_wire.errors import CorruptDataError, InternalError, NotFoundError, ShardwellError, UnavailableError
 
@@ -37,10 +38,12 @@ class StoredCheckpoint:
     """Version of the checkpoint, which the shards then have."""
     opened: dict[str, Checkpoint]
     """The checkpoint by ``url``, once it is open."""
+    roots: CheckpointRoots
+    """The folders that may be opened."""
 
     def open(self) -> Checkpoint:
         """Opens the checkpoint, unless it is open. Blocks. Raises as ``Checkpoint``."""
-        checkpoint = self.opened.get(self.url) or Checkpoint.open(self.url)
+        checkpoint = self.opened.get(self.url) or Checkpoint(self.roots.open(self.url))
         if checkpoint.manifest.step != self.version:
             raise CorruptDataError(
                 f"{self.url} has step {checkpoint.manifest.step}, expected {self.version}", path=self.url
@@ -50,9 +53,14 @@ class StoredCheckpoint:
 
 
 class OpenedCheckpoints:
-    """Keeps checkpoints open while their units are loaded. Used on the event loop."""
+    """Keeps checkpoints open while their units are loaded. Used on the event loop.
 
-    def __init__(self) -> None:
+    Args:
+        roots: The folders that may be opened.
+    """
+
+    def __init__(self, roots: CheckpointRoots) -> None:
+        self._roots = roots
         self._opened: dict[str, Checkpoint] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
@@ -61,7 +69,7 @@ class OpenedCheckpoints:
         if (timer := self._timers.pop(url, None)) is not None:
             timer.cancel()
         self._timers[url] = asyncio.get_running_loop().call_later(_KEEP_OPEN_S, self._close, url)
-        return StoredCheckpoint(url, version, self._opened)
+        return StoredCheckpoint(url, version, self._opened, self._roots)
 
     def _close(self, url: str) -> None:
         del self._timers[url]

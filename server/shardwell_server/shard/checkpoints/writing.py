@@ -16,7 +16,7 @@ import torch
 from shardwell_server.shard.state.version_capture import CapturedShard, VersionCapture
 from shardwell_wire import fault_points
 from shardwell_wire.checkpoints.format import FilePlan, Part, Piece
-from shardwell_wire.checkpoints.opening import open_storage
+from shardwell_wire.checkpoints.opening import CheckpointRoots
 from shardwell_wire.checkpoints.writing import CheckpointFileWriter
 from shardwell_wire.chunk_streams import memory_at
 from shardwell_wire.errors import ShardwellError, UnavailableError
@@ -78,11 +78,14 @@ class CheckpointWriting:
         checkpoint_id: Id of the checkpoint.
         capture: The shards.
         contents: What the file contains.
+        roots: The folders that may be opened.
     """
 
-    def __init__(self, checkpoint_id: str, capture: VersionCapture, contents: FileContents) -> None:
+    def __init__(
+        self, checkpoint_id: str, capture: VersionCapture, contents: FileContents, roots: CheckpointRoots
+    ) -> None:
         self.checkpoint_id, self.capture, self.progress = checkpoint_id, capture, FileProgress()
-        self._contents, self._loop = contents, asyncio.get_running_loop()
+        self._contents, self._roots, self._loop = contents, roots, asyncio.get_running_loop()
         self._remaining = list(range(len(capture.shards)))
         self._thread = threading.Thread(target=self._run, name="shardwell-checkpoint", daemon=True)
 
@@ -128,7 +131,7 @@ class CheckpointWriting:
             averages_begun=contents.averages_begun,
         )
         self.progress.note_planned(sum(piece.size_bytes for piece in plan.pieces))
-        writer = CheckpointFileWriter(open_storage(contents.url), contents.server_id, plan)
+        writer = CheckpointFileWriter(self._roots.open(contents.url), contents.server_id, plan)
         try:
             window = torch.empty(_WINDOW_BYTES, dtype=torch.uint8)
             while self._remaining:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from shardwell_server import audit, authentication, encryption, process
+from shardwell_server import audit, authentication, checkpoint_roots, encryption, process
 from shardwell_server.call_server import CallServer
 from shardwell_server.shard.memory.budget import default_budget_bytes
 from shardwell_server.shard.memory.shared_memory import SharedMemory
@@ -136,6 +136,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="longest time after SIGTERM in which the shards of the server move to other servers, before it exits; 0: "
         "they end with the server (SHARDWELL_DRAIN_S, default %(default)s)",
     )
+    checkpoint_roots.add_argument(parser)
     authentication.add_argument(parser)
     audit.add_argument(parser)
     encryption.add_arguments(parser)
@@ -178,7 +179,9 @@ def _run(arguments: argparse.Namespace) -> int:
             f"--processes {arguments.processes}"
         )
     # Before a group starts, whose members would each fail.
-    encryption.insecurity(endpoint.host, authentication.from_arguments(arguments), arguments)
+    credentials = authentication.from_arguments(arguments)
+    encryption.insecurity(endpoint.host, credentials, arguments)
+    checkpoint_roots.from_arguments(arguments, credentials)
     if arguments.processes > 1:
         return _run_group(arguments, endpoint)
     audit.start(arguments.audit_log)
@@ -218,7 +221,15 @@ async def serve(arguments: argparse.Namespace, endpoint: process.Endpoint) -> No
         transports = build_transports(server_id, resources)
         async with transports.serving():
             peers = GrpcPeers(credentials.of_role(Role.SERVER))
-            servicer = ShardServicer(server_id, registration.incarnation, store, registration.term, transports, peers)
+            servicer = ShardServicer(
+                server_id,
+                registration.incarnation,
+                store,
+                registration.term,
+                transports,
+                peers,
+                checkpoint_roots.from_arguments(arguments, credentials),
+            )
             await process.serve(
                 service,
                 servicer,

@@ -11,6 +11,7 @@ from shardwell_server.shard.state.portable_state import export
 from shardwell_server.shard.state.runs import HostedRun
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_server.shard.state.version_capture import CapturedShard, VersionCapture
+from shardwell_wire.checkpoints.opening import CheckpointRoots
 from shardwell_wire.errors import InvalidRequestError, NotFoundError, StaleEpochError, StepStateError
 from shardwell_wire.v1 import shard_pb2
 
@@ -21,17 +22,18 @@ class CheckpointRequests:
     Args:
         server_id: Name of this server.
         store: The server's runs.
+        roots: The folders that may be opened.
     """
 
-    def __init__(self, server_id: str, store: ShardStore) -> None:
-        self._server_id, self._store = server_id, store
+    def __init__(self, server_id: str, store: ShardStore, roots: CheckpointRoots) -> None:
+        self._server_id, self._store, self._roots = server_id, store, roots
         self._writing: dict[str, CheckpointWriting] = {}
         """The newest checkpoint of each run, by run id."""
         self._loading: dict[str, ShardLoading] = {}
         """The newest attempt to load all units of each run, by run id."""
         self._loading_units: dict[tuple[str, str], ShardLoading] = {}
         """Units that are being loaded one by one, by run id and name."""
-        self._opened = OpenedCheckpoints()
+        self._opened = OpenedCheckpoints(roots)
 
     # ---- writing ----
 
@@ -78,7 +80,7 @@ class CheckpointRequests:
             averages_begun=any(state.averages_begun for _, state in found),
             pieces=pieces,
         )
-        writing = CheckpointWriting(request.checkpoint_id, capture, contents)
+        writing = CheckpointWriting(request.checkpoint_id, capture, contents, self._roots)
         self._writing[run.identity.run_id] = writing
         run.set_capture(capture)
         writing.start()
