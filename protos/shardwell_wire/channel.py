@@ -12,6 +12,7 @@ import grpc
 import grpc.aio
 
 from shardwell_wire.errors import UsageError
+from shardwell_wire.names import is_address
 from shardwell_wire.tls import Certificates, Tls
 
 MAX_MESSAGE_BYTES = 16 << 20
@@ -188,6 +189,5 @@ def check_address(address: str) -> None:
 
     gRPC would try to resolve any other string as a name until the caller's deadline.
     """
-    host, _, port = address.rpartition(":")
-    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+    if not is_address(address):
         raise UsageError(f"{address!r} is not an address: expected HOST:PORT, such as localhost:50051")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from difflib import SequenceMatcher
 from functools import cache
 from typing import Any
 
@@ -20,6 +21,9 @@ MAX_PATH_LENGTH = 1000
 
 _SHOWN_LENGTH = 100
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
+_HOST = re.compile(r"\[[0-9A-Fa-f:.]+(%[^\]\s]+)?\]|[^:/\[\]\s]+")
+"""A name or an IPv4 address, or an IPv6 address in brackets."""
+_MAX_LISTED = 8
 
 
 def check_name(what: str, value: str, max_length: int = MAX_NAME_LENGTH) -> None:
@@ -44,6 +48,24 @@ def check_id(what: str, value: str) -> None:
     if len(value) > MAX_NAME_LENGTH or not _ID.fullmatch(value):
         expected = f"1 to {MAX_NAME_LENGTH} letters, digits, '.', '_', ':' and '-', starting with a letter or digit"
         raise _name_error(what, value, expected)
+
+
+def is_host(text: str) -> bool:
+    """Returns whether a text is a host name, an IPv4 address, or an IPv6 address in brackets."""
+    return _HOST.fullmatch(text) is not None
+
+
+def is_address(text: str) -> bool:
+    """Returns whether a text has the form ``host:port``."""
+    host, _, port = text.rpartition(":")
+    return is_host(host) and port.isdecimal() and 0 < int(port) < 1 << 16
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Returns some known names for the error about an unknown one, the most similar first."""
+    by_likeness = sorted(known, key=lambda each: (-SequenceMatcher(None, name, each).ratio(), each))
+    more = f" and {len(by_likeness) - _MAX_LISTED} more" if len(by_likeness) > _MAX_LISTED else ""
+    return ", ".join(map(repr, by_likeness[:_MAX_LISTED])) + more
 
 
 def _name_error(what: str, value: str, expected: str) -> InvalidRequestError:

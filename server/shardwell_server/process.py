@@ -33,6 +33,7 @@ from shardwell_server.rpc import add_service, unary_rpcs
 from shardwell_wire import temporary_folder
 from shardwell_wire.channel import SERVER_OPTIONS
 from shardwell_wire.credentials import NO_CREDENTIALS, Credentials
+from shardwell_wire.names import is_host
 from shardwell_wire.server_folders import DEFAULT_DIRECTORY, remove_remains
 from shardwell_wire.tls import Tls
 
@@ -71,6 +72,11 @@ class Endpoint:
         host, separator, port = self.bind.rpartition(":")
         if not separator or not host or not port.isdigit() or int(port) > 65535:
             raise ValueError(f"expected HOST:PORT to listen on, got {self.bind!r}")
+        if self.advertise and not is_host(self.advertise):
+            raise ValueError(
+                f"--advertise is {self.advertise!r}: expected a host name or an IP address without a port, an IPv6 "
+                "address in brackets; the port is that of --listen"
+            )
 
     @property
     def host(self) -> str:

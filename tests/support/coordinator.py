@@ -243,6 +243,12 @@ class Harness(Rpcs):
         await self.stop()
         await self.start()
 
+    async def add_server(self, name: str) -> None:
+        """Adds a fake server and registers it."""
+        self.addresses[name], self.shards[name] = f"{name}:1", FakeShard()
+        self._calls.shards[self.addresses[name]] = self.shards[name]
+        await self.register(name)
+
     async def register(self, name: str, incarnation: str = "1") -> int:
         response = await self.call(
             "RegisterServer",

@@ -26,6 +26,9 @@ from tests.support.lost_servers import until_lost
         ({"incarnation": ""}, "incarnation is ''"),
         ({"address": "nowhere"}, "address is 'nowhere': expected host:port"),
         ({"address": "h:99999"}, "expected host:port"),
+        ({"address": "127.0.0.1:1:2"}, "expected host:port"),
+        ({"address": "::1:50052"}, "expected host:port"),
+        ({"address": "http://h:1"}, "expected host:port"),
         ({"budget_bytes": 0}, "budget_bytes is 0"),
     ],
 )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwell.command import inspect_tables
 from shardwell_server.coordinator.servers.cluster import ServerState
 from shardwell_wire.errors import ConflictError, DuplicateError, NotFoundError, StaleEpochError, UnavailableError
 from shardwell_wire.process_identity import has_ended
@@ -17,7 +18,10 @@ from tests.support.coordinator import Harness, harness, run_async, unit
 
 async def states(cluster: Harness) -> dict[str, str]:
     listed = (await cluster.call("ListServers")).servers
-    return {server.server_id: ServerState(server.state).name for server in listed}
+    return {
+        server.server_id: coordinator_pb2.ServerState.Name(server.state).removeprefix("SERVER_STATE_")
+        for server in listed
+    }
 
 
 async def leave(cluster: Harness, name: str, epoch: int) -> None:
@@ -109,8 +113,8 @@ def test_no_unit_is_placed_on_an_unconfirmed_server(tmp_path: Path) -> None:
             await cluster.restart()
             assert await states(cluster) == dict.fromkeys(("s0", "s1", "s2"), "UNCONFIRMED")
             await cluster.call("HeartbeatServer", server_id="s2", epoch=3)
-            await cluster.until(lambda: len(cluster.state.cluster.live) == 2, "an answer of s0")
             cluster.shards["s2"].available = True
+            await cluster.until(lambda: len(cluster.state.cluster.live) == 2, "answers of s0 and s2")
             a, _ = await cluster.team("a", "b")
             assert {at.server_id for at in (await a.declare(unit("u", (64, 64)))).shards} == {"s0", "s2"}
             with pytest.raises(UnavailableError, match="another process at s1:1 has this id and may be alive"):
@@ -186,7 +190,6 @@ def test_ended_process_is_detected_by_its_identity_on_the_same_host_only() -> No
 
 
 def test_every_server_state_has_a_display_name() -> None:
-    names = {state.name.lower() for state in ServerState}
-    assert {f"SERVER_STATE_{name.upper()}" for name in names} == set(coordinator_pb2.ServerState.keys()) - {
-        "SERVER_STATE_UNSPECIFIED"
-    }
+    names = {f"SERVER_STATE_{state.name}" for state in ServerState} | {"SERVER_STATE_UNREACHABLE"}
+    assert names == set(coordinator_pb2.ServerState.keys()) - {"SERVER_STATE_UNSPECIFIED"}
+    assert {coordinator_pb2.ServerState.Value(name) for name in names} == set(inspect_tables._SERVER_STATES)

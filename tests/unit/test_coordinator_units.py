@@ -284,7 +284,7 @@ def test_declaration_waits_for_servers(tmp_path: Path, monkeypatch: pytest.Monke
             monkeypatch.setattr(changed, "next_change", next_change)
             waiting = asyncio.create_task(a.declare(unit("u", (64,))))
             await looking.wait()
-            await cluster.call("RegisterServer", server_id="s2", address="s0:1", incarnation="x", budget_bytes=1 << 30)
+            await cluster.add_server("s2")
             assert (await waiting).shards
             await cluster.call("DeleteRun", run="r", force=True)
             for shard in cluster.shards.values():

@@ -32,6 +32,7 @@ _SERVER_STATES = {
     coordinator_pb2.SERVER_STATE_LOST: "lost",
     coordinator_pb2.SERVER_STATE_ENDED: "ended",
     coordinator_pb2.SERVER_STATE_LEFT: "left",
+    coordinator_pb2.SERVER_STATE_UNREACHABLE: "unreachable",
 }
 
 
@@ -266,7 +267,12 @@ def servers(response: coordinator_pb2.ListServersResponse) -> RenderableType:
     insecure += [(f"server {server.server_id}", server.insecure) for server in response.servers if server.insecure]
     warnings = [Text(f"INSECURE: {name} listens on a network with {lacks}", "red") for name, lacks in insecure]
     table = _server_table(response) if response.servers else "no shard servers"
-    return Group(*warnings, table) if warnings else table
+    reasons = [
+        Text(f"server {server.server_id}: {server.unreachable_because}", "red")
+        for server in response.servers
+        if server.unreachable_because
+    ]
+    return Group(*warnings, table, *reasons) if warnings or reasons else table
 
 
 def _server_table(response: coordinator_pb2.ListServersResponse) -> Table:

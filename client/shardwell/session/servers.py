@@ -221,7 +221,10 @@ class ReachabilityProbe:
     def _run(self) -> None:
         try:
             while not self._stop.wait(_PROBE_INTERVAL_S):
-                for guard in list(self._guards()):
+                guards = list(self._guards())
+                for address in self._unreachable.keys() - {guard.address for guard in guards}:
+                    self._unreachable.pop(address)  # a former server
+                for guard in guards:
                     self._probe(guard)
         finally:
             for client in self._clients.values():

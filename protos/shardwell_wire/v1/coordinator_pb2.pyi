@@ -159,6 +159,10 @@ class _ServerStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """The process is known to have ended."""
     SERVER_STATE_LEFT: _ServerState.ValueType  # 5
     """The server deregistered before it stopped."""
+    SERVER_STATE_UNREACHABLE: _ServerState.ValueType  # 6
+    """Heartbeats arrive, but the coordinator has not reached the process at its address since it registered. No units are
+    placed on it.
+    """
 
 class ServerState(_ServerState, metaclass=_ServerStateEnumTypeWrapper):
     """Membership state of a shard server."""
@@ -177,6 +181,10 @@ SERVER_STATE_ENDED: ServerState.ValueType  # 4
 """The process is known to have ended."""
 SERVER_STATE_LEFT: ServerState.ValueType  # 5
 """The server deregistered before it stopped."""
+SERVER_STATE_UNREACHABLE: ServerState.ValueType  # 6
+"""Heartbeats arrive, but the coordinator has not reached the process at its address since it registered. No units are
+placed on it.
+"""
 global___ServerState = ServerState
 
 @typing.final
@@ -460,10 +468,13 @@ class HeartbeatServerResponse(google.protobuf.message.Message):
     DELETED_RUN_IDS_FIELD_NUMBER: builtins.int
     RETIRED_SHARDS_FIELD_NUMBER: builtins.int
     PROOF_FIELD_NUMBER: builtins.int
+    UNREACHABLE_BECAUSE_FIELD_NUMBER: builtins.int
     coordinator_epoch: builtins.int
     """Term of the coordinator."""
     proof: builtins.bytes
     """MAC of the nonce and of this message without the proof. Empty: the cluster has no key."""
+    unreachable_because: builtins.str
+    """ServerSummary.unreachable_because: why the server gets no units. Empty: the coordinator reaches the server."""
     @property
     def deleted_run_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Ids in the request that belong to no run. The server drops these runs."""
@@ -479,8 +490,9 @@ class HeartbeatServerResponse(google.protobuf.message.Message):
         deleted_run_ids: collections.abc.Iterable[builtins.str] | None = ...,
         retired_shards: collections.abc.Iterable[global___RetiredShard] | None = ...,
         proof: builtins.bytes = ...,
+        unreachable_because: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["coordinator_epoch", b"coordinator_epoch", "deleted_run_ids", b"deleted_run_ids", "proof", b"proof", "retired_shards", b"retired_shards"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["coordinator_epoch", b"coordinator_epoch", "deleted_run_ids", b"deleted_run_ids", "proof", b"proof", "retired_shards", b"retired_shards", "unreachable_because", b"unreachable_because"]) -> None: ...
 
 global___HeartbeatServerResponse = HeartbeatServerResponse
 
@@ -3579,6 +3591,7 @@ class ServerSummary(google.protobuf.message.Message):
     BACKUP_BYTES_FIELD_NUMBER: builtins.int
     REPLICATED_BYTES_FIELD_NUMBER: builtins.int
     INSECURE_FIELD_NUMBER: builtins.int
+    UNREACHABLE_BECAUSE_FIELD_NUMBER: builtins.int
     server_id: builtins.str
     """Id of the shard server."""
     address: builtins.str
@@ -3586,7 +3599,7 @@ class ServerSummary(google.protobuf.message.Message):
     epoch: builtins.int
     """Fencing number of the server process."""
     live: builtins.bool
-    """Whether the lease is valid."""
+    """Whether the lease is valid and the coordinator has reached the server at its address."""
     silent_s: builtins.float
     """Seconds since the last heartbeat."""
     budget_bytes: builtins.int
@@ -3611,6 +3624,8 @@ class ServerSummary(google.protobuf.message.Message):
     """Bytes that the process has sent to backups on other servers, as of its last heartbeat: copies of shards, and steps."""
     insecure: builtins.str
     """What the server lacks although it listens on a network: "no TLS", "no token" or both. Empty: nothing."""
+    unreachable_because: builtins.str
+    """Why the coordinator's last attempt to reach the server failed. Empty: it did not fail."""
     def __init__(
         self,
         *,
@@ -3630,8 +3645,9 @@ class ServerSummary(google.protobuf.message.Message):
         backup_bytes: builtins.int = ...,
         replicated_bytes: builtins.int = ...,
         insecure: builtins.str = ...,
+        unreachable_because: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "backup_bytes", b"backup_bytes", "backup_count", b"backup_count", "budget_bytes", b"budget_bytes", "draining", b"draining", "epoch", b"epoch", "insecure", b"insecure", "live", b"live", "primary_bytes", b"primary_bytes", "primary_count", b"primary_count", "replicated_bytes", b"replicated_bytes", "reserved_bytes", b"reserved_bytes", "server_id", b"server_id", "silent_s", b"silent_s", "state", b"state", "used_bytes", b"used_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "backup_bytes", b"backup_bytes", "backup_count", b"backup_count", "budget_bytes", b"budget_bytes", "draining", b"draining", "epoch", b"epoch", "insecure", b"insecure", "live", b"live", "primary_bytes", b"primary_bytes", "primary_count", b"primary_count", "replicated_bytes", b"replicated_bytes", "reserved_bytes", b"reserved_bytes", "server_id", b"server_id", "silent_s", b"silent_s", "state", b"state", "unreachable_because", b"unreachable_because", "used_bytes", b"used_bytes"]) -> None: ...
 
 global___ServerSummary = ServerSummary
 

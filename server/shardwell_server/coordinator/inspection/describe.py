@@ -349,12 +349,15 @@ def list_servers(cluster: Cluster, runs: Iterable[Run], now: float) -> coordinat
                 server_id=server.server_id,
                 address=server.address,
                 epoch=server.epoch,
-                live=server.live,
+                live=server.usable,
                 silent_s=round(max(0.0, now - server.last_seen_s), 3),
                 budget_bytes=server.budget_bytes,
                 reserved_bytes=server.reserved_bytes,
                 used_bytes=server.used_bytes,
-                state=server.state.value,
+                state=coordinator_pb2.SERVER_STATE_UNREACHABLE
+                if server.live and not server.reached
+                else server.state.value,
+                unreachable_because=server.unreachable_because,
                 draining=server.draining,
                 primary_count=primaries[server.server_id],
                 primary_bytes=primary_bytes[server.server_id],

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from shardwell_server.coordinator.runs.run import Run
 from shardwell_server.coordinator.runs.step import Step
 from shardwell_server.coordinator.runs.work_items import MemberWork, WorkItem, WorkState
-from shardwell_server.coordinator.servers.cluster import Cluster, ServerState
+from shardwell_server.coordinator.servers.cluster import Cluster, ServerState, describe_unreachable
 from shardwell_server.coordinator.servers.shard_servers import availability_errors
 
 MAX_LINES = 64
@@ -76,8 +76,8 @@ def _phase(run: Run, step: Step) -> tuple[str, float]:
 
 
 def _silent_servers(run: Run, cluster: Cluster) -> list[str]:
-    """Returns a line per silent server that ``availability_errors`` does not report."""
-    owners, lines = run.units.servers, []
+    """Returns a line per silent or unreachable server that ``availability_errors`` does not report."""
+    owners, lines = run.units.servers, [describe_unreachable(server) for server in cluster.unreachable]
     for server in cluster.servers.values():
         owns = "it owns shards of this run" if server.server_id in owners else "it owns no shards of this run"
         silent = f"has sent no heartbeat for {cluster.silent_s(server):.1f} s"
@@ -93,14 +93,15 @@ def _silent_servers(run: Run, cluster: Cluster) -> list[str]:
 
 
 def _cut_off_trainers(run: Run, cluster: Cluster, now: float) -> list[str]:
-    """Returns a line per server that a trainer reports as unreachable."""
-    names = {server.address: server.server_id for server in cluster.servers.values()}
+    """Returns a line per server that a trainer reports as unreachable. Addresses of former servers do not count."""
+    names = {server.address: server.server_id for server in cluster.servers.values() if not server.ended}
     return [
-        f"{member} has not reached server {names.get(cut.address, 'unknown')!r} at {cut.address} for "
+        f"{member} has not reached server {names[cut.address]!r} at {cut.address} for "
         f"{now - cut.since_s:.1f} s ({cut.reason}): check the network between them. The trainer's work is reassigned "
         "when a trainer that can reach the server waits in step.batches"
         for member in run.members.live.values()
         for cut in member.unreachable
+        if cut.address in names
     ]
 
 

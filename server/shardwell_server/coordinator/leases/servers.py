@@ -8,6 +8,9 @@ Note: [Lost and ended servers]
     another process of its id answers at its address or registers, or if it deregistered. Error messages advise to
     delete a run only in these cases.
 
+    A process that registers is probed first. If it does not answer at its address, it is registered, but it is
+    *unreachable*: no unit is placed on it until a probe succeeds. See ``Server.reached``.
+
     A server whose membership stream breaks is probed at once. If its host refuses the connection, the server is lost
     before its lease expires, and ``Server.refused`` is set. See Note: [Broken streams].
 """
@@ -22,11 +25,12 @@ from weakref import WeakValueDictionary
 
 from shardwell_server.coordinator.connection import ConnectionState
 from shardwell_server.coordinator.inspection.events import EventKind
-from shardwell_server.coordinator.servers.cluster import Server, ServerState
+from shardwell_server.coordinator.servers.cluster import Server, ServerState, describe_unreachable
 from shardwell_server.coordinator.servers.shard_client import REFUSED, ShardCalls
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_wire.errors import ConflictError, DuplicateError, ShardwellError, StaleEpochError, UnavailableError
 from shardwell_wire.process_identity import has_ended
+from shardwell_wire.retry import backoff
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
 logger = logging.getLogger(__name__)
@@ -84,6 +88,7 @@ class ServerLeases:
             former = cluster.servers.get(server_id)
             if former is not None and former.may_be_alive and former.incarnation != incarnation:
                 await self._require_ended(former)
+            await self._reach(server)
             # Store the server before units can be placed on it: every owner of shards must survive a restart.
             await self._state.storage.save_server(server.to_record())
             cluster.register(server)
@@ -93,8 +98,24 @@ class ServerLeases:
         elif former.incarnation != incarnation:
             memory = "" if holds_shards else f"; its memory is empty{self._losses(former)}"
             self._state.events.add(EventKind.SERVER_RESTARTED, message + memory)
+        if not server.reached:
+            logger.warning("%s", describe_unreachable(server))
+            self._start_probing(server)
         self._notify_runs()
         return server.epoch
+
+    async def _reach(self, server: Server) -> None:
+        """Probes a process that registers, and records whether it answers at its address."""
+        try:
+            self._note_reached(server, running=await self._calls.is_running(server))
+        except UnavailableError as error:
+            server.note_unreachable(str(error))
+
+    def _note_reached(self, server: Server, *, running: bool) -> None:
+        if running:
+            server.mark_reached()
+        else:
+            server.note_unreachable(f"another process of this id answers at {server.address}")
 
     def heartbeat(self, request: coordinator_pb2.HeartbeatServerRequest) -> None:
         """Renews a server's lease. Raises as ``Cluster.heartbeat``."""
@@ -216,7 +237,7 @@ class ServerLeases:
         for server in list(cluster.servers.values()):
             if server.may_be_alive and not server.connection.streams and has_ended(server.process):
                 self._note_ended(server)  # before it opened a stream
-            elif cluster.lease_expired(server):
+            elif cluster.lease_expired(server) or (server.live and not server.reached):
                 self._start_probing(server)
             left = server.state is ServerState.LEFT and server.server_id not in self._forgetting
             if left and not self._runs_on(server):
@@ -254,6 +275,7 @@ class ServerLeases:
     async def _probe(self, server: Server) -> None:
         """Probes a server until it is live, replaced, or has ended. See Note: [Lost and ended servers]."""
         lease_s = self._state.settings.lease_s
+        pauses = backoff(min(lease_s / 5, _MAX_PROBE_PAUSE_S), lease_s)
         try:
             while self._is_in_doubt(server):
                 try:
@@ -265,7 +287,8 @@ class ServerLeases:
                 if not self._is_in_doubt(server):
                     return
                 soon = server.state is ServerState.UNCONFIRMED or (server.live and server.suspected)
-                await asyncio.sleep(min(lease_s / 5, _MAX_PROBE_PAUSE_S) if soon else lease_s)
+                later_s = next(pauses) if server.live and not server.reached else lease_s
+                await asyncio.sleep(min(lease_s / 5, _MAX_PROBE_PAUSE_S) if soon else later_s)
         finally:
             self._probing.discard(server.epoch)
 
@@ -274,7 +297,8 @@ class ServerLeases:
         cluster = self._state.cluster
         unconfirmed_or_lost = server.state in (ServerState.UNCONFIRMED, ServerState.LOST)
         current = cluster.servers.get(server.server_id) is server
-        return current and (unconfirmed_or_lost or server.suspected or cluster.lease_expired(server))
+        doubtful = unconfirmed_or_lost or server.suspected or cluster.lease_expired(server)
+        return current and (doubtful or (server.live and not server.reached))
 
     def _note_unreachable(self, server: Server, reason: str, *, refused: bool) -> None:
         if not self._is_in_doubt(server):
@@ -293,7 +317,12 @@ class ServerLeases:
     def _note_probe_answered(self, server: Server, *, running: bool) -> None:
         if not self._is_in_doubt(server):
             return
-        if not running:
+        if server.live and not server.reached and not self._state.cluster.lease_expired(server):
+            self._note_reached(server, running=running)
+            if server.reached:
+                self._state.events.add(EventKind.SERVER_RETURNED, f"server {server.server_id!r} is reachable now")
+                self._notify_runs()
+        elif not running:
             self._note_ended(server)
         elif not server.renewed_by_probe:
             if server.live:

@@ -105,8 +105,7 @@ class UnitPlacer:
 
         if not await poll(cluster.changed, check, wait_s):
             raise UnavailableError(
-                f"run {run.name!r} waits for shard servers: {len(cluster.live)} of {wanted} are live; start more "
-                "(shardwell-server shard --coordinator ...), or lower --min-servers",
+                f"run {run.name!r} {cluster.describe_waiting(wanted)}",
             )
 
     async def _place(self, run: Run, layout: UnitLayout) -> Unit | None:

@@ -49,6 +49,7 @@ class ServerRpcs(CoordinatorRpcs):
             retired_shards=await self._coordinator.relocator.retired_shards(request.server_id, incarnation),
             coordinator_epoch=self._state.term,
             deleted_run_ids=self._coordinator.deleted_run_ids(request.run_ids),
+            unreachable_because="" if server.reached else server.unreachable_because,
         )
         return self._issuer.prove(response, request.nonce)
 

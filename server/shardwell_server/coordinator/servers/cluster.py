@@ -15,7 +15,7 @@ from shardwell_wire.errors import (
     NotFoundError,
     StaleEpochError,
 )
-from shardwell_wire.names import check_id, check_name
+from shardwell_wire.names import check_id, check_name, is_address, nearest
 from shardwell_wire.v1 import coordinator_pb2
 
 RESTART_WAIT_S = 20.0
@@ -65,6 +65,8 @@ class Server:
     state: ServerState = ServerState.LIVE
     unreachable_because: str = ""
     """Why the coordinator could not reach the server. Empty: it is reachable."""
+    reached: bool = False
+    """True once this process has answered the coordinator at its address. No unit is placed on it before."""
     suspected: bool = False
     """True if the server's membership stream broke and did not come back. The server is then probed."""
     refused: bool = False
@@ -84,6 +86,11 @@ class Server:
     def live(self) -> bool:
         """True if the lease is valid."""
         return self.state is ServerState.LIVE
+
+    @property
+    def usable(self) -> bool:
+        """True if the lease is valid and the process was reached at its address, so that units may be placed on it."""
+        return self.live and self.reached
 
     @property
     def may_be_alive(self) -> bool:
@@ -115,10 +122,18 @@ class Server:
     def renew_lease(self, now: float, *, by_probe: bool = False) -> ServerState:
         """Starts the lease again, after a request or an answered probe. Returns the former state."""
         before = self.state
-        self.last_seen_s, self.state, self.unreachable_because = now, ServerState.LIVE, ""
+        self.last_seen_s, self.state = now, ServerState.LIVE
+        if by_probe:
+            self.mark_reached()
+        elif self.reached:
+            self.unreachable_because = ""
         self.suspected = self.refused = False
         self.renewed_by_probe = by_probe
         return before
+
+    def mark_reached(self) -> None:
+        """Records that the process answered at its address."""
+        self.reached, self.unreachable_because = True, ""
 
     def mark_suspected(self) -> None:
         """Records that the server's membership stream broke and did not come back."""
@@ -198,7 +213,21 @@ class Cluster:
 
     @property
     def live(self) -> list[Server]:
-        return [server for server in self.servers.values() if server.live]
+        """The servers on which units may be placed."""
+        return [server for server in self.servers.values() if server.usable]
+
+    @property
+    def unreachable(self) -> list[Server]:
+        """The servers that send heartbeats but were not reached at their address yet."""
+        return [server for server in self.servers.values() if server.live and not server.reached]
+
+    def describe_waiting(self, wanted: int) -> str:
+        """Returns what a run waits for that needs ``wanted`` servers, and what to do."""
+        unreachable = "".join(f"; {describe_unreachable(server)}" for server in self.unreachable)
+        return (
+            f"waits for shard servers: {len(self.live)} of {wanted} are live; start more (shardwell-server shard "
+            f"--coordinator HOST:PORT), or lower --min-servers{unreachable}"
+        )
 
     def check(
         self,
@@ -221,9 +250,12 @@ class Cluster:
         """
         check_id("server_id", server_id)
         check_name("incarnation", incarnation)
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise InvalidRequestError(f"address is {address!r}: expected host:port", server=server_id)
+        if not is_address(address):
+            raise InvalidRequestError(
+                f"address is {address!r}: expected host:port, such as node0:50052: pass a host without a port to "
+                "--advertise",
+                server=server_id,
+            )
         if not 0 < budget_bytes < 1 << 63:
             raise InvalidRequestError(f"budget_bytes is {budget_bytes}: expected 1 to 2**63 - 1", server=server_id)
         current = self.servers.get(server_id)
@@ -244,6 +276,7 @@ class Cluster:
                 process=process,
                 state=ServerState.LIVE,
                 unreachable_because="",
+                reached=False,
                 suspected=False,
                 refused=False,
                 restartable=restartable,
@@ -323,7 +356,8 @@ class Cluster:
     def require(self, server_id: str) -> Server:
         """Returns a server by id. Raises NotFoundError if it is not registered."""
         if server_id not in self.servers:
-            raise NotFoundError(f"server {server_id!r} is not registered: register first", server=server_id)
+            others = f"the servers are {nearest(server_id, self.servers)}" if self.servers else "no server is"
+            raise NotFoundError(f"server {server_id!r} is not registered: {others}", server=server_id)
         return self.servers[server_id]
 
     def lease_expired(self, server: Server) -> bool:
@@ -365,3 +399,11 @@ class Cluster:
     def silent_s(self, server: Server) -> float:
         """Returns the seconds since the server's last request."""
         return self._clock() - server.last_seen_s
+
+
+def describe_unreachable(server: Server) -> str:
+    """Returns why a server that sends heartbeats gets no units, and what to do."""
+    return (
+        f"server {server.server_id!r} at {server.address} gets no units: {server.unreachable_because or 'not probed yet'}. "
+        "Start it with --advertise HOST, the host by which the coordinator and the trainers reach it"
+    )

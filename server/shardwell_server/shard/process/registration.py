@@ -90,6 +90,8 @@ class Registration:
         self.incarnation = uuid.uuid4().hex
         self._channel = open_aio_channel(coordinator, credentials.tls)
         self._reachable = True
+        self._unreachable_because = ""
+        """Why the coordinator cannot reach this server, as of the last heartbeat."""
         self._address, self._epoch, self._lease_s = "", 0, 0.0
         self.term = CoordinatorTerm(self._ask_term)
         self._dropping: set[str] = set()
@@ -281,9 +283,22 @@ class Registration:
         self._check_proof(request.nonce, response)
         self.term.learn(response.coordinator_epoch)
         self._keep_serving(sent_s, response)
+        self._log_unreachable_address(response.unreachable_because)
         if self.term.is_newest(response.coordinator_epoch):
             for run_id in set(response.deleted_run_ids) - self._dropping:
                 self._drop_deleted(run_id)
+
+    def _log_unreachable_address(self, reason: str) -> None:
+        if reason != self._unreachable_because:
+            self._unreachable_because = reason
+            if reason:
+                logger.warning(
+                    "this server gets no units: %s. Start it with --advertise HOST, the host by which the coordinator "
+                    "and the trainers reach it",
+                    reason,
+                )
+            else:
+                logger.info("the coordinator reaches this server at %s", self._address)
 
     def _drop_deleted(self, run_id: str) -> None:
         """Drops a run whose deletion this server missed. Runs in the background, after pending work on the run."""

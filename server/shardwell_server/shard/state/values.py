@@ -117,8 +117,8 @@ class Values:
         """Version that a started update is making in place."""
         self._failure: ShardwellError | None = None
         """Why the values have been dropped."""
-        self._waiting: set[asyncio.Event] = set()
-        """See ``waking``."""
+        self._waiting: dict[asyncio.Event, None] = {}
+        """See ``waking``. They are woken in the order in which they came."""
 
     # ---- reading ----
 
@@ -208,11 +208,11 @@ class Values:
     @contextmanager
     def waking(self, event: asyncio.Event) -> Iterator[None]:
         """Sets an event whenever ``readable`` may have changed while the block runs."""
-        self._waiting.add(event)
+        self._waiting[event] = None
         try:
             yield
         finally:
-            self._waiting.discard(event)
+            del self._waiting[event]
 
     def _overwritten(self, version: int, newest: int) -> VersionGoneError:
         return VersionGoneError(
