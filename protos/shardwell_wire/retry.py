@@ -25,6 +25,9 @@ Check = Callable[[Exception], None]
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
 
+MAX_CORRUPT = 3
+"""Attempts of one transfer whose bytes may arrive with a wrong checksum, one after the other, before it fails."""
+
 
 def backoff(first_s: float = FIRST_PAUSE_S, longest_s: float = LONGEST_PAUSE_S) -> Iterator[float]:
     """Yields growing pauses in seconds, without end.

@@ -66,3 +66,20 @@ def test_invalid_transport_report_is_rejected(
             assert not cluster.state.runs["r"].members.by_name["a"].transports
 
     run_async(scenario())
+
+
+def test_damaged_transfers_are_an_event_when_their_number_rises(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a = await cluster.join("a")
+            server_id, server = next(iter(cluster.state.cluster.servers.items()))
+            for count in (0, 2, 2, 3):
+                reported = [transport(address=server.address, corrupt_count=count)]
+                await cluster.call(
+                    "Heartbeat", run="r", run_id=a.run_id, trainer="a", epoch=a.epoch, transports=reported
+                )
+            messages = [message for kind, message in cluster.events() if kind == "transfers_corrupt"]
+            for count, message in zip((2, 3), messages, strict=True):
+                assert f"and server {server_id!r} at {server.address}: {count} transfers since" in message
+
+    run_async(scenario())

@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from shardwell.transport.server_guard import ServerGuard
+from shardwell.transport.server_guard import CorruptTransfers, ServerGuard
 from shardwell_wire.errors import (
     ConflictError,
+    CorruptDataError,
     NotFoundError,
     RunDeletedError,
     ShardwellError,
@@ -105,6 +106,32 @@ def test_unexplained_error_is_unchanged() -> None:
         ServerGuard("s:1", coordinator.ask, wait_limit_s=60).run("a transfer", failing(gone, FOREVER))
     assert caught.value is gone
     assert coordinator.asked == 1
+
+
+DAMAGED = CorruptDataError("gradient of unit 'u': the bytes have checksum 0x1, expected 0x2")
+
+
+@pytest.mark.parametrize("ask", [None, Coordinator().ask], ids=["reader", "trainer"])
+@pytest.mark.parametrize("repeat", [False, True])
+def test_damaged_transfer_is_repeated_twice(ask: Callable[[], None] | None, repeat: bool) -> None:
+    corrupt = CorruptTransfers()
+    guard = ServerGuard("s:1", ask, 60.0, corrupt)
+    assert guard.run("a transfer", failing(DAMAGED, 2), repeat=repeat) == "done"
+    assert corrupt.by_server() == {"s:1": 2}
+    with pytest.raises(CorruptDataError, match=r"and the shard server at s:1 was damaged 3 times in a row: gradient"):
+        guard.run("a transfer", failing(DAMAGED, FOREVER), repeat=repeat)
+    assert corrupt.by_server() == {"s:1": 5}
+
+
+def test_damaged_attempts_are_counted_in_a_row() -> None:
+    errors = [DAMAGED, DAMAGED, UnavailableError("refused"), DAMAGED, DAMAGED]
+
+    def action() -> str:
+        if errors:
+            raise errors.pop(0)
+        return "done"
+
+    assert ServerGuard("s:1", Coordinator().ask, wait_limit_s=60).run("a transfer", action) == "done"
 
 
 def test_close_stops_retries() -> None:

@@ -39,6 +39,8 @@ class PerformanceReport:
     """What slows the steps down, the most severe first."""
     unit_routes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Route of each unit's gradient, and why, by the unit's name; see ``TransferOptions.gradient_reduction``."""
+    corrupt_transfers: Mapping[str, int] = field(default_factory=dict)
+    """Transfers since ``join`` that were repeated because of a wrong checksum, by the servers' addresses."""
 
     @property
     def step_s(self) -> float:
@@ -130,6 +132,7 @@ class PerformanceReport:
             "in_place_bytes": self.in_place_bytes,
             "routes": self.routes,
             "unit_routes": {name: dict(at) for name, at in self.unit_routes.items()},
+            "corrupt_transfers": dict(self.corrupt_transfers),
             "model_bytes": self.model_bytes,
             "peak_gathered_bytes": self.peak_gathered_bytes,
             "freed_bytes": self.freed_bytes,
@@ -199,6 +202,11 @@ class PerformanceReport:
         ]
         chosen = Counter((at["route"], at["reason"]) for at in self.unit_routes.values())
         lines += [f"{count} units {route}: {reason}" for (route, reason), count in sorted(chosen.items())]
+        lines += [
+            f"damaged: {count} transfers with {server} since join had a wrong checksum and were repeated: check the "
+            "memory and the network interfaces of both hosts"
+            for server, count in sorted(self.corrupt_transfers.items())
+        ]
         if self.in_place_bytes:
             lines.append(f"in place: {format_size(round(self.in_place_bytes))} of weights read per step")
         lines.append(
@@ -219,5 +227,10 @@ def make_report(steps: Sequence[StepTimes], setup: MonitoredSetup) -> Performanc
         setup: Options and sizes of their session.
     """
     return PerformanceReport(
-        setup.trainer, tuple(steps), setup.model_bytes, find_bottlenecks(steps, setup), setup.routes
+        setup.trainer,
+        tuple(steps),
+        setup.model_bytes,
+        find_bottlenecks(steps, setup),
+        setup.routes,
+        setup.corrupt_transfers,
     )

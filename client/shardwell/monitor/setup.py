@@ -31,6 +31,8 @@ class MonitoredSetup:
     routes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Route and reason of each unit whose gradient was pushed, by the unit's name. Empty: all gradients are pushed
     directly."""
+    corrupt_transfers: Mapping[str, int] = field(default_factory=dict)
+    """Transfers since ``join`` whose bytes arrived with a wrong checksum, by the servers' addresses. Empty: none."""
 
     @property
     def model_bytes(self) -> int:

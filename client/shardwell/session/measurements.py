@@ -77,6 +77,7 @@ def describe_setup(trainer: str, store: RunStore, units: Units) -> MonitoredSetu
         unit_bytes=tuple(unit.size_bytes for unit in units),
         memory_bytes=_free_bytes(units) + units.live_bytes + units.memory.pool.idle_bytes,
         routes=store.routes,
+        corrupt_transfers=store.corrupt_transfers,
     )
 
 

@@ -152,11 +152,17 @@ class RunStore:
             **self._stats.as_dict(),
             "received_bytes": self._servers.received_bytes,
             "sent_bytes": self._servers.sent_bytes,
+            "corrupt_transfer_count": sum(self.corrupt_transfers.values()),
             **self._deltas.stats(),
             "cache_hit_bytes": self._mappings.cache_hit_bytes,
             "node_shared_bytes": self.gathers.node.shared_bytes if self.gathers.node is not None else 0,
             "node_summed_bytes": self.pushes.sums.node_summed_bytes if self.pushes.sums is not None else 0,
         }
+
+    @property
+    def corrupt_transfers(self) -> dict[str, int]:
+        """Transfers whose bytes arrived with a wrong checksum and were repeated, by the servers' addresses."""
+        return self._servers.corrupt_transfers
 
     @property
     def traffic(self) -> TrafficStats:

@@ -148,13 +148,17 @@ class UnitDeclarations:
             stop_bytes=shard.stop_bytes,
             draws=values.draws.values(),
         )
-        # Called without the server's guard, which would wait for this server: the unit may get another owner.
-        shard.server.client.initialize(
-            header,
-            lambda: itertools.chain.from_iterable(map(values.read, segments)),
-            sum(segment.size_bytes for segment in segments),
-            timeout_s=self._wait_limit_s,
-            retry_for_s=min(_UPLOAD_RETRY_S, self._wait_limit_s),
+        # The server's guard does not wait for this server: the unit may get another owner.
+        shard.server.transports.guard.run(
+            "an upload of initial values",
+            lambda: shard.server.client.initialize(
+                header,
+                lambda: itertools.chain.from_iterable(map(values.read, segments)),
+                sum(segment.size_bytes for segment in segments),
+                timeout_s=self._wait_limit_s,
+                retry_for_s=min(_UPLOAD_RETRY_S, self._wait_limit_s),
+            ),
+            repeat=False,
         )
 
 

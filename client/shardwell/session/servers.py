@@ -13,7 +13,7 @@ from shardwell.session.config import JoinConfig
 from shardwell.session.membership import Membership
 from shardwell.session.relocation import ShardRelocations
 from shardwell.transport.server_connection import OPEN_TIMEOUT_S, ServerConnection
-from shardwell.transport.server_guard import ServerGuard
+from shardwell.transport.server_guard import CorruptTransfers, ServerGuard
 from shardwell.transport.shard_client import ShardClient
 from shardwell_wire.credentials import Credentials
 from shardwell_wire.errors import DeadlineError, ShardwellError, UnavailableError
@@ -43,6 +43,7 @@ class ShardServers:
         """Moves shards to their present owners."""
         self._connections: dict[ServerKey, ServerConnection] = {}
         self._guards: dict[ServerKey, ServerGuard] = {}
+        self._corrupt = CorruptTransfers()
         self._connecting = threading.Lock()
         self._former_received_bytes = self._former_sent_bytes = 0
         self._former_moved: dict[str, tuple[int, int]] = {}
@@ -59,6 +60,11 @@ class ShardServers:
         """Bytes sent to all servers, in wire dtypes."""
         return self._former_sent_bytes + sum(at.counter.sent_bytes for at in self._present)
 
+    @property
+    def corrupt_transfers(self) -> dict[str, int]:
+        """Transfers whose bytes arrived with a wrong checksum, by the servers' addresses."""
+        return self._corrupt.by_server()
+
     def moved_bytes(self) -> dict[str, tuple[int, int]]:
         """Returns the bytes received and sent over each transport so far, in wire dtypes, by its name.
 
@@ -72,9 +78,13 @@ class ShardServers:
 
     def transport_reports(self) -> list[coordinator_pb2.TransportReport]:
         """Returns the transports for a heartbeat. Thread-safe."""
+        corrupt = self.corrupt_transfers
         return [
             coordinator_pb2.TransportReport(
-                address=server.address, kind=server.transport.kind, bytes_per_s=server.bytes_per_s
+                address=server.address,
+                kind=server.transport.kind,
+                bytes_per_s=server.bytes_per_s,
+                corrupt_count=corrupt.get(server.address, 0),
             )
             for server in self._present
         ]
@@ -110,7 +120,9 @@ class ShardServers:
         with self._connecting:
             if key not in self._connections:
                 membership, config = self._membership, self._config
-                guard = self._guards[key] = ServerGuard(shard.address, membership.ask, config.waits.wait_limit_s)
+                guard = self._guards[key] = ServerGuard(
+                    shard.address, membership.ask, config.waits.wait_limit_s, self._corrupt
+                )
                 self._connections[key] = guard.run(
                     "connecting",
                     lambda: ServerConnection(

@@ -258,7 +258,8 @@ class Session:
             ``gather_count``, ``gathered_bytes`` (copied to this trainer), ``in_place_bytes`` (read in place),
             ``gather_wait_s`` (the training thread waited for weights), ``push_count``, ``pushed_bytes``,
             ``push_wait_s``, ``push_copy_s`` (started pushes, which copies gradients to shared memory),
-            ``received_bytes`` and ``sent_bytes`` (in wire dtypes), ``cache_hit_bytes`` (found in the host cache),
+            ``received_bytes`` and ``sent_bytes`` (in wire dtypes), ``corrupt_transfer_count`` (transfers whose bytes
+            arrived with a wrong checksum, and were repeated), ``cache_hit_bytes`` (found in the host cache),
             ``delta_cache_bytes`` (memory of the kept streams), ``delta_stream_bytes`` and ``delta_received_bytes``
             (streams that were fetched with deltas: their size, and what was received), ``delta_ratio`` (of these two, 1
             without deltas), ``delta_reused_bytes`` (found in kept streams),

@@ -55,6 +55,7 @@ def push_together(
         )
     for position, part, result in zip(positions, request.parts, response.results, strict=True):
         accepted[position] = not result.status
+        transports.guard.note_rejected("a part of a batch of pushes", result.status)
         if part.HasField("stream"):
             counter.add(sent_bytes=len(part.stream) if accepted[position] else 0)
         elif shared is not None:

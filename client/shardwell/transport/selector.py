@@ -104,7 +104,9 @@ class TransportSelector:
                 self._shared = self._try_open(SHARED_TRANSPORTS, self._names[0])
             if self._shared is None:
                 self._stream = self._open_stream()
-            self.bytes_per_s = self.transport.measure(timeout_s=open_timeout_s)
+            self.bytes_per_s = guard.run(
+                "a measurement", lambda: self.transport.measure(timeout_s=open_timeout_s), repeat=False
+            )
         except BaseException:
             self.close()
             raise
@@ -198,6 +200,7 @@ class TransportSelector:
             "a batch of fetches",
             lambda: self.require_stream().fetch_batch(request, answers, timeout_s=timeout_s),
             repeat=False,
+            max_corrupt=1,
         )
 
     def push_batch(self, request: shard_pb2.ReduceBatchRequest, *, timeout_s: float) -> shard_pb2.ReduceBatchResponse:

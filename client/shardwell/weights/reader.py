@@ -78,8 +78,8 @@ class Reader:
         """Returns what this reader has received over sockets and gRPC.
 
         Returns:
-            ``received_bytes``, and as in ``Session.stats`` ``delta_cache_bytes``, ``delta_stream_bytes``,
-            ``delta_received_bytes``, ``delta_reused_bytes`` and ``delta_ratio``.
+            ``received_bytes``, and as in ``Session.stats`` ``corrupt_transfer_count``, ``delta_cache_bytes``,
+            ``delta_stream_bytes``, ``delta_received_bytes``, ``delta_reused_bytes`` and ``delta_ratio``.
         """
         return self._connections.stats()
 

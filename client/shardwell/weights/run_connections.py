@@ -10,6 +10,7 @@ from shardwell.data_plane.kept_streams import DeltaCache
 from shardwell.data_plane.remote_shard import RemoteShard, Wire
 from shardwell.transport.selector import TRANSPORT_NAMES
 from shardwell.transport.server_connection import ServerConnection
+from shardwell.transport.server_guard import CorruptTransfers, ServerGuard
 from shardwell.transport.shared_vector import CAN_MAP
 from shardwell_wire.chunk_streams import DEFAULT_CHUNK_BYTES
 from shardwell_wire.credentials import Credentials
@@ -46,6 +47,7 @@ class RunConnections:
         self.run, self._credentials, self._gather_dtype = run, credentials, gather_dtype
         # A reader learns of a rollback at any time, and then reads other values of the same version.
         self._deltas = DeltaCache(delta_cache_bytes, reads_again=False)
+        self._corrupt = CorruptTransfers()
         self._closed_bytes = 0
         """Bytes that closed connections have received."""
         self._lock = threading.Lock()
@@ -72,6 +74,7 @@ class RunConnections:
             transports=TRANSPORT_NAMES,
             chunk_bytes=DEFAULT_CHUNK_BYTES,
             credentials=self._credentials,
+            guard=ServerGuard(shard.address, corrupt=self._corrupt),
         )
         with self._lock:
             used = self._servers.setdefault(key, opened)
@@ -131,10 +134,11 @@ class RunConnections:
             ) from error
 
     def stats(self) -> dict[str, float]:
-        """Returns the bytes received in streams, and the counters of ``DeltaCache``."""
+        """Returns the bytes received in streams, the repeated transfers, and the counters of ``DeltaCache``."""
         with self._lock:
             received = sum(server.counter.received_bytes for server in self._servers.values()) + self._closed_bytes
-        return {"received_bytes": received, **self._deltas.stats()}
+        corrupt_count = sum(self._corrupt.by_server().values())
+        return {"received_bytes": received, "corrupt_transfer_count": corrupt_count, **self._deltas.stats()}
 
     def close(self) -> None:
         """Closes all connections. Reads in flight fail."""

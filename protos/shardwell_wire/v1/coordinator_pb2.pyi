@@ -1192,6 +1192,7 @@ class TransportReport(google.protobuf.message.Message):
     KIND_FIELD_NUMBER: builtins.int
     BYTES_PER_S_FIELD_NUMBER: builtins.int
     SERVER_ID_FIELD_NUMBER: builtins.int
+    CORRUPT_COUNT_FIELD_NUMBER: builtins.int
     address: builtins.str
     """host:port of the shard server."""
     kind: shardwell_wire.v1.common_pb2.TransportKind.ValueType
@@ -1200,6 +1201,10 @@ class TransportReport(google.protobuf.message.Message):
     """Bandwidth measured when the transport was opened. 0: not measured."""
     server_id: builtins.str
     """Id of the shard server at the address. Only set in responses. Empty: no registered server has the address."""
+    corrupt_count: builtins.int
+    """Transfers between the two whose bytes arrived with a wrong checksum since the trainer's process joined, in either
+    direction. They were repeated. Unset counts as 0.
+    """
     def __init__(
         self,
         *,
@@ -1207,8 +1212,9 @@ class TransportReport(google.protobuf.message.Message):
         kind: shardwell_wire.v1.common_pb2.TransportKind.ValueType = ...,
         bytes_per_s: builtins.float = ...,
         server_id: builtins.str = ...,
+        corrupt_count: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "bytes_per_s", b"bytes_per_s", "kind", b"kind", "server_id", b"server_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "bytes_per_s", b"bytes_per_s", "corrupt_count", b"corrupt_count", "kind", b"kind", "server_id", b"server_id"]) -> None: ...
 
 global___TransportReport = TransportReport
 

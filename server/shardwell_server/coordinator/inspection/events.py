@@ -49,6 +49,8 @@ class EventKind(StrEnum):
     """A trainer sent a request after its lease expired and before its work was reassigned."""
     TRAINER_CUT_OFF = "trainer_cut_off"
     """A trainer could not reach a live shard server, and its work was reassigned."""
+    TRANSFERS_CORRUPT = "transfers_corrupt"
+    """Transfers between a trainer and a shard server arrived with a wrong checksum, and were repeated."""
     LEASE_EXPIRED = "lease_expired"
     """A trainer was silent for longer than its lease. Its work may be reassigned."""
     WORK_LEASED = "work_leased"

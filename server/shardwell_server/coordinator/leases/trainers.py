@@ -26,7 +26,7 @@ from dataclasses import replace
 from shardwell_server.coordinator.connection import GRACE_S, ConnectionState
 from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.leases.items import ItemLeases
-from shardwell_server.coordinator.runs.members import Member, UnreachableServer
+from shardwell_server.coordinator.runs.members import Member, TransportReport, UnreachableServer
 from shardwell_server.coordinator.runs.rank_assignment import Applicant
 from shardwell_server.coordinator.runs.run import Run
 from shardwell_server.coordinator.runs.step import Step
@@ -276,6 +276,18 @@ class TrainerLeases:
         elif state is ConnectionState.DISCONNECTED:
             self._expire(run, member, "closed its connection")
             self.revoke_unfinished(run)
+
+    def report_corrupt(self, run: Run, member: Member, transport: TransportReport) -> None:
+        """Adds an event about transfers whose bytes arrived with a wrong checksum."""
+        servers = self._state.cluster.servers.values()
+        server = next((repr(at.server_id) for at in servers if at.address == transport.address), "")
+        self._state.events.add(
+            EventKind.TRANSFERS_CORRUPT,
+            f"{member} on host {member.host!r} and server {server} at {transport.address}: {transport.corrupt_count} "
+            "transfers since the trainer joined arrived with a wrong checksum and were repeated. Check the memory and "
+            "the network interfaces of both hosts",
+            run=run.name,
+        )
 
     # Renewal and expiry
 

@@ -95,7 +95,8 @@ class TrainerRpcs(CoordinatorRpcs):
         run, transports = self._exact_run(request), TransportReport.from_proto(request.transports)
         member = self._coordinator.trainers.require_member(run, request.trainer, request.epoch)
         with member.serving_rpc(self._state.clock):
-            member.note_connections(transports, request.unreachable, self._state.clock())
+            for transport in member.note_connections(transports, request.unreachable, self._state.clock()):
+                self._coordinator.trainers.report_corrupt(run, member, transport)
             if member.note_in_progress(_in_progress(request, self._state.clock())) and run.members.waiting_for_work:
                 run.changed.notify()
             check_recoverable(run, self._state.cluster)

@@ -49,6 +49,8 @@ class TransportReport:
     """A ``TransportKind``."""
     bytes_per_s: float
     """Bandwidth measured when the transport was opened. 0: not measured."""
+    corrupt_count: int = 0
+    """Transfers whose bytes arrived with a wrong checksum since the trainer's process joined."""
 
     @classmethod
     def from_proto(cls, transports: Sequence[coordinator_pb2.TransportReport]) -> tuple[Self, ...]:
@@ -71,7 +73,7 @@ class TransportReport:
                 raise InvalidRequestError(
                     f"transport to {transport.address}: bytes_per_s={transport.bytes_per_s}: expected at least 0"
                 )
-        return tuple(cls(transport.address, transport.kind, transport.bytes_per_s) for transport in transports)
+        return tuple(cls(each.address, each.kind, each.bytes_per_s, each.corrupt_count) for each in transports)
 
     def to_proto(self, server_id: str) -> coordinator_pb2.TransportReport:
         return coordinator_pb2.TransportReport(
@@ -79,6 +81,7 @@ class TransportReport:
             kind=common_pb2.TransportKind.ValueType(self.kind),
             bytes_per_s=round(self.bytes_per_s),
             server_id=server_id,
+            corrupt_count=self.corrupt_count,
         )
 
 
@@ -183,13 +186,19 @@ class Member:
         transports: tuple[TransportReport, ...],
         unreachable: Iterable[coordinator_pb2.UnreachableServer],
         now: float,
-    ) -> None:
-        """Records what a heartbeat reports about the connections to shard servers."""
+    ) -> list[TransportReport]:
+        """Records what a heartbeat reports about the connections to shard servers.
+
+        Returns:
+            The transports whose number of transfers with a wrong checksum has risen since the last heartbeat.
+        """
+        former = {transport.address: transport.corrupt_count for transport in self.transports}
         self.transports = transports
         self.unreachable = tuple(
             UnreachableServer(report.address, now - max(0.0, report.for_s), report.reason[:_MAX_REASON_LENGTH])
             for report in itertools.islice(unreachable, _MAX_UNREACHABLE)
         )
+        return [transport for transport in transports if transport.corrupt_count > former.get(transport.address, 0)]
 
     def note_in_progress(self, item: ItemInProgress | None) -> bool:
         """Records the item that a heartbeat reports. Returns True if it changed."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
@@ -32,13 +33,14 @@ from shardwell_server.shard.state.unit_shard import UnitShard
 from shardwell_wire import chunk_streams, fault_points
 from shardwell_wire.errors import (
     ConflictError,
+    CorruptDataError,
     InternalError,
     NotFoundError,
     ShardwellError,
     StepStateError,
     UnavailableError,
 )
-from shardwell_wire.retry import retry_async
+from shardwell_wire.retry import MAX_CORRUPT, retry_async
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
 logger = logging.getLogger(__name__)
@@ -139,8 +141,9 @@ class Replicator:
         pieces = [tensor_memory(tensor) for _, tensor in state.tensors()]
         left_s = deadline - asyncio.get_running_loop().time()
         fault_points.reach("server.copy_shard.before", unit=shard.index)
-        messages = chunk_streams.encode_stream(first, pieces)
-        sending = self._peers.stream(backup.address, "ReceiveShardState", messages, timeout_s=left_s)
+        sending = self._send_stream(
+            backup, "ReceiveShardState", lambda: chunk_streams.encode_stream(first, pieces), timeout_s=left_s
+        )
         await self._unless_silent(run, backup.address, sending)
         fault_points.reach("server.copy_shard.after", unit=shard.index)
         self._store.replicated_bytes += size_bytes
@@ -361,8 +364,7 @@ class Replicator:
         fault_points.reach("server.replicate.before", unit=shard.index, step=step)
         try:
             await retry_async(
-                lambda: self._peers.stream(backup.address, "ReplicateStep", messages(), timeout_s=timeout_s),
-                limit_s=_RETRY_S,
+                lambda: self._send_stream(backup, "ReplicateStep", messages, timeout_s=timeout_s), limit_s=_RETRY_S
             )
         except NotFoundError as error:
             if not header.path:
@@ -375,6 +377,21 @@ class Replicator:
             return
         fault_points.reach("server.replicate.after", unit=shard.index, step=step)
         self._store.replicated_bytes += size_bytes
+
+    async def _send_stream(
+        self, backup: Backup, rpc_name: str, messages: Callable[[], Iterator[bytes]], *, timeout_s: float
+    ) -> None:
+        """Sends a stream to a backup's server. Repeats it if its bytes arrived there with a wrong checksum."""
+        for attempt in range(1, MAX_CORRUPT + 1):
+            try:
+                await self._peers.stream(backup.address, rpc_name, messages(), timeout_s=timeout_s)
+                return
+            except CorruptDataError as error:
+                what = f"{rpc_name} from this host, {socket.gethostname()!r}, to server {backup.server_id!r} at "
+                what += f"{backup.address} was damaged {attempt} times in a row: {error}"
+                logger.warning("%s", what)
+                if attempt == MAX_CORRUPT:
+                    raise CorruptDataError(f"{what}. Check the memory and the network of both hosts") from error
 
     def _context(self, run: HostedRun, step: int) -> common_pb2.RequestContext:
         return common_pb2.RequestContext(run=run.name, run_id=run.identity.run_id, step=step)
