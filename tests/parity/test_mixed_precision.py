@@ -248,6 +248,68 @@ def test_accumulation_without_sync_sums_in_the_reduce_dtype(
         assert torch.equal(state[name], value), name
 
 
+class Recomputed(nn.Module):
+    """Blocks with a checkpoint between an embedding and a head. The last block and the embedding are in the root unit.
+
+    Args:
+        use_reentrant: Kind of the checkpoints.
+        twice: Whether the forward uses every block twice.
+    """
+
+    def __init__(self, use_reentrant: bool, *, twice: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(31, 16), nn.Linear(16, 31, bias=False)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(3))
+        self._use_reentrant, self._repeats = use_reentrant, 2 if twice else 1
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x: torch.Tensor = self.embedding(tokens)
+        for block in [*self.blocks] * self._repeats:
+            x = x + checkpoint(block, x, use_reentrant=self._use_reentrant)
+        return self.head(x)
+
+
+def gradients_of_two_backwards(use_reentrant: bool, policy: MixedPrecisionPolicy, *, twice: bool) -> list[Any]:
+    """Returns the parts of each unit's gradient that two backwards push, the first without sync."""
+    model: Any = Recomputed(use_reentrant, twice=twice)
+    store = InMemoryStore()
+    session: Any = SimpleNamespace(units=Units(store))
+    for block in model.blocks[:2]:
+        shardwell.fully_shard(block, session, mp_policy=policy)
+    shardwell.fully_shard(model, session, mp_policy=policy)
+    for number in range(2):
+        tokens = torch.randint(0, 31, (8, 5), generator=torch.Generator().manual_seed(number))
+        model.set_requires_gradient_sync(number == 1)
+        nn.functional.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.roll(1, 1).flatten()).backward()
+    session.units.finish_item()
+    return [unit.parts for unit in store.units]
+
+
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        MixedPrecisionPolicy(reduce_dtype=BF16),
+        MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32),
+        MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16),
+        MixedPrecisionPolicy(param_dtype=BF16, keep_low_precision_grads=True),
+    ],
+)
+def test_reentrant_checkpoints_push_accumulated_gradients_once(policy: MixedPrecisionPolicy, twice: bool) -> None:
+    """The backward of a reentrant checkpoint ends inside another one that still uses the root unit.
+
+    A part of a gradient that is pushed apart is added in the dtype of the servers, and not in that of the policy.
+    """
+    *_, root = gradients_of_two_backwards(True, policy, twice=twice)
+    assert len(root) == 1
+    if not twice:  # torch sums the gradients of two nested backwards in another order than those of one backward
+        pushed = [gradients_of_two_backwards(kind, policy, twice=False) for kind in (False, True)]
+        for one, other in zip(*pushed, strict=True):
+            for (_, expected), (_, got) in zip(one[0], other[0], strict=True):
+                assert torch.equal(expected, got)
+
+
 def test_unsynced_gradients_are_in_grad_only_with_keep_low_precision_grads(sharded: Sharded) -> None:
     kept, summed = mlp((7, 5)), mlp((7, 5))
     policy = MixedPrecisionPolicy(param_dtype=BF16)

@@ -131,14 +131,18 @@ class ForwardBackward:
     def _end_backward(self, units: Iterable[Unit]) -> None:
         """Ends a whole backward: pushes the remaining gradients of its units, and frees the units.
 
+        In the backward of a reentrant checkpoint, units that the outer backward uses stay: their gradients are not
+        complete.
+
         Checks all units that are read in place: the backward may have read units whose nodes have no hook.
         """
         used = list(units)
         check_versions(self._units)
         to_push = set(with_gradients(used))
         for unit in used:
-            if unit in to_push:  # its backward may have ended: a tied parameter's gradient may have come later
-                self._pushes.after_backward(unit, whole=True)
+            # Its backward may have ended before: a tied parameter's gradient may have come later.
+            if unit in to_push and not unit.usage.backward_calls:
+                self._pushes.after_backward(unit, whole=not self._backwards)
             if unit.state not in (UnitState.KEPT, UnitState.FREED):
                 self._free_after_backward(unit)
         if not self._backwards and self.is_last_backward:

@@ -45,12 +45,15 @@ class LocalGradients:
             index for index, parameter in enumerate(parameters) if getattr(parameter, "placements", None) is not None
         }
         """Indices of the parameters that are DTensors."""
+        self._accumulated: dict[int, int] = {}
+        """Version counters of the gradients that ``accumulate`` left in ``parameter.grad``, by parameter index."""
 
     def take(self, indices: Iterable[int] | None = None) -> list[tuple[int, torch.Tensor]]:
         """Removes and returns the gradients of all or some parameters, dense and in the dtypes of the servers."""
         taken = []
         with torch._C.DisableTorchFunctionSubclass():
             for index in range(len(self._parameters)) if indices is None else indices:
+                self._accumulated.pop(index, None)
                 parameter = self._parameters[index]
                 own = None if parameter.grad is None else _plain(parameter.grad)
                 if (gradient := self._precision.finish(index, own)) is not None:
@@ -71,14 +74,32 @@ class LocalGradients:
                 if self._memory.holds(local_part(gradient)):
                     parameter.grad = gradient.clone()
 
+    @property
+    def are_complete(self) -> bool:
+        """False if the running backward has not reached a parameter with an accumulated gradient.
+
+        The accumulated gradient must be pushed together with the new one: servers add pushes in another dtype.
+        """
+        sums, accumulated = self._precision.sums, self._accumulated
+        if not sums and not accumulated:
+            return True
+        with torch._C.DisableTorchFunctionSubclass():
+            gradients = [self._parameters[index].grad for index in (*sums, *accumulated)]
+        return all(
+            gradient is not None and accumulated.get(index) != gradient._version
+            for index, gradient in zip((*sums, *accumulated), gradients, strict=True)
+        )
+
     def accumulate(self) -> None:
         """Adds the gradients to sums in the reduce dtype, if it differs from the gradients' dtype."""
-        if not self._precision.sums_apart:
-            return
         with torch._C.DisableTorchFunctionSubclass():
             for index, parameter in enumerate(self._parameters):
-                if parameter.grad is not None and self._precision.accumulate(index, _plain(parameter.grad)):
+                if (gradient := parameter.grad) is None:
+                    continue
+                if self._precision.sums_apart and self._precision.accumulate(index, _plain(gradient)):
                     parameter.grad = None
+                else:
+                    self._accumulated[index] = gradient._version
 
     def divide(self, divisor: int) -> None:
         """Divides all gradients, also those that are summed in another dtype."""
@@ -94,6 +115,7 @@ class LocalGradients:
         self._precision.drop(indices)
         with torch._C.DisableTorchFunctionSubclass():
             for index in range(len(self._parameters)) if indices is None else indices:
+                self._accumulated.pop(index, None)
                 self._parameters[index].grad = None
 
 
@@ -163,11 +185,14 @@ class GradientPushes:
 
         Args:
             unit: The unit.
-            whole: True if the whole backward has ended: some replicas push only then.
+            whole: True if the whole backward has ended. Otherwise some replicas do not push yet, nor do units whose
+                gradients are not complete.
         """
         if not unit.settings.requires_gradient_sync:
             unit.gradients.accumulate()
-        elif whole or not unit.is_replica or unit.settings.replica.push_during_backward:
+        elif whole or (
+            unit.gradients.are_complete and (not unit.is_replica or unit.settings.replica.push_during_backward)
+        ):
             self.push(unit)
 
     def push(self, unit: GradientUnit, indices: Sequence[int] | None = None) -> None:

@@ -193,4 +193,6 @@ class RunningBackwards:
     def _end(self, task: int) -> None:
         backward = self._by_task.pop(task, RunningBackward())
         backward.end()
+        if self._by_task:  # the backward of a reentrant checkpoint: what it leaves to push ends with the outer one
+            next(reversed(self._by_task.values())).units.update(backward.units)
         self._ended(reversed(backward.units))
