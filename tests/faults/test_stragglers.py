@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import shardwell
+from shardwell_server.coordinator.storage.records import KEPT_COMMITS
 from tests.support.cluster import events, wait_until
 from tests.support.processes import TrainerProcess
 from tests.support.reference import undisturbed_sha256
@@ -62,4 +63,23 @@ def test_item_is_late_while_its_gradient_is_pushed(tmp_path: Path) -> None:
         proceed.touch()
         results = [straggler.finish(), other.finish()]
     expected = undisturbed_sha256(dp=2, steps=STEPS)
+    assert [result.get("sha256") for result in results] == [expected] * len(results), results
+
+
+def test_late_trainer_that_clips_goes_on() -> None:
+    """The norms of the steps that the other trainer commits meanwhile are no longer kept."""
+    run, steps, late_by = uuid.uuid4().hex, 30, 2 * KEPT_COMMITS
+    options = ("--dp", 2, "--steps", steps, "--min-trainers", 2, "--clip", 1e9)
+    with (
+        shardwell.LocalCluster(num_shards=1, lease_s=LEASE_S) as cluster,
+        TrainerProcess(
+            cluster.address, run, *options, "--global-rank", 1, "--stop-at-step", STOP_AT, "--stop-after-s", 1.0
+        ) as straggler,
+        TrainerProcess(cluster.address, run, *options, "--global-rank", 0) as other,
+    ):
+        straggler.wait_stopped()
+        other.wait_for_step(STOP_AT + late_by)
+        straggler.resume()
+        results = [straggler.finish(), other.finish()]
+    expected = undisturbed_sha256(dp=2, steps=steps)
     assert [result.get("sha256") for result in results] == [expected] * len(results), results

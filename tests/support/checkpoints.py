@@ -121,7 +121,6 @@ def _commit(step: int, units: Sequence[UnitLayout], optimizer: Mapping[str, Any]
         "clip_coefficient": 1.0,
         "unit_order": [index for index, unit in enumerate(units) if not unit.holds_buffers],
         "grad_norm": float("inf"),
-        "norm_type": None,
-        "other_norm": None,
+        "other_norms": [],
         "skipped": False,
     }

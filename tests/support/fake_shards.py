@@ -242,7 +242,9 @@ class FakeShard:
             raise IncompleteStepError(f"unit 'u': rank {lost} missing", step=step)
         run.prepared = request
         norms = [
-            shard_pb2.UnitNorm(unit_index=index, square_partials=self.square_partials, max_abs=2.0)
+            shard_pb2.UnitNorm(
+                unit_index=index, square_partials=self.square_partials, max_abs=min(2.0, request.norm_bound or 2.0)
+            )
             for index in sorted({unit.index for unit in run.primaries})
         ]
         changed = [

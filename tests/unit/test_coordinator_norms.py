@@ -11,6 +11,7 @@ import pytest
 
 from shardwell_wire.errors import (
     HyperparameterMismatchError,
+    InvalidRequestError,
     NonFiniteError,
     StepRestartedError,
     StepStateError,
@@ -41,11 +42,20 @@ def test_norm_is_computed_once_and_does_not_commit(tmp_path: Path) -> None:
             assert (await b.prepare(0, norm_type=math.inf)).other_norm == 2.0
             assert all(shard.calls["PrepareStep"] == 2 for shard in cluster.shards.values())
             assert not cluster.state.runs["r"].commits.records
+            assert (await a.prepare(0, norm_type=math.inf, norm_bound=0.5)).other_norm == 0.5
+            assert (await b.prepare(0, norm_type=math.inf)).other_norm == 2.0
+            assert all(shard.calls["PrepareStep"] == 3 for shard in cluster.shards.values()), "known norms are kept"
             await a.commit(0, wait_s=5, clip_coefficient=0.25)
-            late = await b.prepare(0, norm_type=math.inf)
-            assert (late.grad_norm, late.other_norm) == (math.sqrt(8.0), 2.0), (
-                "a slow trainer gets the norm after the commit"
-            )
+            for bound, norm in ((0.0, 2.0), (0.5, 0.5)):
+                late = await b.prepare(0, norm_type=math.inf, norm_bound=bound)
+                assert (late.grad_norm, late.other_norm) == (math.sqrt(8.0), norm), (
+                    "a slow trainer gets the norms after the commit"
+                )
+            with pytest.raises(VersionGoneError, match=r"no trainer asked for its norm of type 3\.0 before"):
+                await b.prepare(0, norm_type=3.0)
+            for wrong in ({"norm_type": 0.0}, {"norm_type": 1.0, "norm_bound": -1.0}):
+                with pytest.raises(InvalidRequestError, match="norm_bound is"):
+                    await b.prepare(0, **{"norm_bound": 1.0} | wrong)
             with pytest.raises(HyperparameterMismatchError, match=r"clip coefficient is 0\.25 at rank 0"):
                 await b.commit(0)
 
@@ -254,7 +264,7 @@ def test_norm_requested_during_the_commit_does_not_prepare_the_next_step(tmp_pat
             # The commit record is stored, but the commit is not finished.
             await written.wait()
             resume.set()
-            with pytest.raises(VersionGoneError, match="its norms are no longer kept"):
+            with pytest.raises(VersionGoneError, match=r"no trainer asked for its norm of type 3\.0"):
                 await b.prepare(0, norm_type=3.0)
             assert (await committing).committed
             await cluster.settle()
@@ -291,12 +301,12 @@ def test_reset_during_the_previous_update_cancels_the_preparation(tmp_path: Path
 
 
 def test_norm_may_be_infinite_if_its_norm_type_is_near_0() -> None:
-    from shardwell_server.coordinator.runs.gradient_norms import PreparedGradients
+    from shardwell_server.coordinator.runs.gradient_norms import NormKind, PreparedGradients
 
-    prepared = PreparedGradients.combine([shard_pb2.UnitNorm(square_partials=[4.0], power_partials=[1e5])], 1e-3)
+    kind = NormKind(1e-3)
+    prepared = PreparedGradients.combine([shard_pb2.UnitNorm(square_partials=[4.0], power_partials=[1e5])], kind)
     assert prepared.grad_norm == 2.0
-    assert prepared.other_norm is not None
-    assert prepared.other_norm.value == math.inf
+    assert prepared.find(kind) == math.inf
 
 
 def test_reset_recomputes_a_dead_trainers_non_finite_gradient(tmp_path: Path) -> None:

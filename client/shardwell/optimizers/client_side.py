@@ -80,7 +80,8 @@ class PartitionOptimizer(ShardedOptimizer):
                 f"on the trainers cannot alternate with others. Use one {name} for all parameters, or optimizers "
                 "of shardwell.optim"
             )
-        update, clip_value = super()._make_update(), self._scaling.clip_value
+        update = super()._make_update()
+        clip_value = update.optimizer.clip_value if update.optimizer.HasField("clip_value") else None
         clipping = _Clipping(update.clip_coefficient, clip_value)
         return replace(update, update_partitions=lambda work: self._update_partitions(update.optimizer, work, clipping))
 

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -13,9 +14,10 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from shardwell.module.freed_parameter import USE_SHARDED_SCALER, is_called_from
 from shardwell.module.unit import owner_of
+from shardwell.optimizers.gradient_scaling import GradientScaling
 from shardwell.session.session import Session, session_of
 from shardwell.session.step_commit import StepUpdate
-from shardwell_wire.errors import NonFiniteError, UsageError
+from shardwell_wire.errors import NonFiniteError, StaleEpochError, StepRestartedError, UsageError
 from shardwell_wire.optimizers import KEPT_GROUP, NO_GROUP, OPTIMIZERS
 from shardwell_wire.partitions import runs_on_trainers
 from shardwell_wire.v1 import common_pb2
@@ -24,18 +26,6 @@ logger = logging.getLogger(__name__)
 
 _CLIP_EPSILON = 1e-6
 """Added to the norm before the division, as in ``torch.nn.utils.clip_grad_norm_``."""
-
-
-@dataclass(slots=True)
-class _Scaling:
-    """How the gradients of one step are scaled and clipped."""
-
-    coefficient: float = 1.0
-    """Factor from clipping by norm."""
-    norm_attempts: int | None = None
-    """``GradNorm.attempts`` of the norm that ``coefficient`` was computed from. None: no norm was requested."""
-    clip_value: float | None = None
-    loss_scale: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +58,7 @@ class ShardedOptimizer(Optimizer):
         self._session = self._find_session()
         self._session.declare_buffers()
         self._session.optimizers.add(self)
-        self._scaling = _Scaling()
+        self._latest_scaling: GradientScaling | None = None
         self.skipped = False
         """True if the last step changed no parameter because a gradient of a scaled loss was not finite."""
         self.repeats = False
@@ -131,19 +121,21 @@ class ShardedOptimizer(Optimizer):
     ) -> torch.Tensor:
         """Clips the step's mean gradient to a global norm over all units, servers and ranks.
 
-        Call it between the backward and ``step``. It waits for the gradients of all ranks.
+        Call it between the backward and ``step``. It waits for the gradients of all ranks. As in torch, another call in
+        the same step, also of ``clip_grad_value_``, clips the gradient that the calls before have left. All ranks must
+        clip alike. ``max_norm=float("inf")`` changes nothing and returns the norm: any rank may call it at any time.
 
         Args:
             max_norm: Largest norm. A gradient with a larger norm is scaled by ``max_norm / (norm + 1e-6)``.
-            norm_type: Type p of the norm: a positive number or infinity, or ``"inf"`` as in torch. Must be the same on
-                all ranks.
+            norm_type: Type p of the norm: a positive number or infinity, or ``"inf"`` as in torch.
             error_if_nonfinite: Must be True: a step with a non-finite gradient is never committed.
             foreach: Ignored; for compatibility with torch.
 
         Returns:
-            The norm before clipping: a 0-dim float64 tensor, the same on every trainer. After ``GradScaler.unscale_``,
-            the norm of the unscaled gradient, or infinity if the step will be skipped. NaN if the step was committed
-            before this trainer joined, or if ``session.steps`` is going to yield the step again.
+            The norm before this call clips: a 0-dim float64 tensor, the same on every trainer. After
+            ``GradScaler.unscale_``, the norm of the unscaled gradient, or infinity if the step will be skipped. NaN if
+            it is not known: the step was committed without this trainer, or before any trainer had asked for a norm of
+            this type other than 2; or ``session.steps`` is going to yield the step again.
 
         Raises:
             NonFiniteError: A gradient has NaN or infinity; the message names the parameter and the ranks. Or the norm
@@ -156,49 +148,66 @@ class ShardedOptimizer(Optimizer):
             raise UsageError("clip_grad_norm_(error_if_nonfinite=False): a non-finite gradient is never committed")
         if not max_norm > 0:
             raise UsageError(f"clip_grad_norm_({max_norm!r}): expected a positive norm")
-        if self._scaling.clip_value is not None:
-            raise UsageError("clip_grad_norm_ after clip_grad_value_: clip a step by norm or by value, not both")
-        self._session.in_flight.settle()
-        norm = self._grad_norm(float(norm_type))
-        # NaN: the step was committed before this trainer joined, so the norm is no longer known.
-        if math.isinf(norm) and self._scaling.loss_scale is None:
+        scaling = self._scaling()
+        try:
+            norm = scaling.norm(float(norm_type), partial(self._mean_norm, scaling))
+        except (StepRestartedError, StaleEpochError):
+            self._drop_clipping()
+            raise
+        if math.isinf(norm) and scaling.loss_scale is None:
             raise NonFiniteError(
                 f"the norm of type {norm_type} overflows a double, although the gradient is finite: "
                 "use a smaller norm_type, or infinity"
             )
-        self._scaling.coefficient = min(1.0, max_norm / (norm + _CLIP_EPSILON)) if math.isfinite(norm) else 1.0
+        if math.isfinite(norm):  # otherwise the norm is not known, or the step will be skipped
+            scaling.multiply(min(1.0, max_norm / (norm + _CLIP_EPSILON)))
         return torch.tensor(norm, dtype=torch.float64)
 
     def clip_grad_value_(self, clip_value: float, foreach: bool | None = None) -> None:
         """Clamps every element of the step's mean gradient, as ``torch.nn.utils.clip_grad_value_``.
 
-        Call it between the backward and ``step``. It returns immediately: the servers clip when they apply the step.
+        Call it between the backward and ``step``, on all ranks. The servers clip when they apply the step. As in torch,
+        another call in the same step, also of ``clip_grad_norm_``, clips the gradient that the calls before have left.
 
         Args:
-            clip_value: Elements are clamped to ``[-clip_value, clip_value]``. Must be the same on all ranks.
+            clip_value: Elements are clamped to ``[-clip_value, clip_value]``.
             foreach: Ignored; for compatibility with torch.
 
         Raises:
-            UsageError: ``clip_value`` is not a positive number, or the step's gradient is already clipped by norm.
+            UsageError: ``clip_value`` is not a positive number.
         """
         self._refuse_if_combined("clip_grad_value_")
         if not float(clip_value) > 0:
             raise UsageError(f"clip_grad_value_({clip_value!r}): expected a positive number")
-        if self._scaling.norm_attempts is not None:
-            raise UsageError("clip_grad_value_ after clip_grad_norm_: clip a step by norm or by value, not both")
-        self._scaling.clip_value = float(clip_value)
+        scaling = self._scaling()
+        self._session.in_flight.end_backwards(scaling.step)
+        scaling.clamp(float(clip_value))
 
-    def _grad_norm(self, norm_type: float) -> float:
-        """Returns the norm of the unscaled mean gradient."""
-        loss_scale = self._scaling.loss_scale
+    def _scaling(self, *, settle: bool = True) -> GradientScaling:
+        """Returns how the gradients of the loop's step are scaled so far, after an interrupted step is settled."""
+        if settle:
+            self._session.in_flight.settle()
+        step, latest = self._session.loop.step, self._latest_scaling
+        if latest is None or latest.step != step:  # an interrupted step may have been committed since
+            latest = self._latest_scaling = GradientScaling(step)
+        return latest
+
+    def _drop_clipping(self) -> None:
+        """Forgets how the step was clipped, because its gradient is computed again. The scale of the loss stays."""
+        if (latest := self._latest_scaling) is not None:
+            self._latest_scaling = GradientScaling(latest.step, loss_scale=latest.loss_scale)
+
+    def _mean_norm(self, scaling: GradientScaling, norm_type: float, bound: float) -> float:
+        """Returns a norm of the mean gradient. See ``GradientScaling.norm``."""
         try:
-            norm = self._session.in_flight.grad_norm(self._session.loop.step, norm_type, *self._counted_units())
+            norm = self._session.in_flight.grad_norm(scaling.step, norm_type, bound, *self._counted_units())
         except NonFiniteError:
-            if loss_scale is None:
+            if scaling.loss_scale is None:
                 raise
             return math.inf
-        self._scaling.norm_attempts = norm.attempts
-        return norm.value if loss_scale is None else norm.value / loss_scale
+        if scaling.norm_attempts is None:
+            scaling.norm_attempts = norm.attempts
+        return norm.value
 
     def unscale(self, loss_scale: float) -> None:
         """Divides the gradients of this step by the scale of the loss.
@@ -207,7 +216,7 @@ class ShardedOptimizer(Optimizer):
         the update instead of raising NonFiniteError.
         """
         self._refuse_if_combined("unscale")
-        self._scaling.loss_scale = loss_scale
+        self._scaling().unscale(loss_scale)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Commits the step. Returns when the gradients of all ranks are reduced and the commit is durable.
@@ -232,12 +241,16 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        updated = self._session.loop.commit(self._make_update())
+        try:
+            updated = self._session.loop.commit(self._make_update())
+        except (StepRestartedError, StaleEpochError):
+            self._drop_clipping()
+            raise
         self.repeats = self._session.loop.repeats_step
         self.skipped = not updated and not self.repeats
         if self.repeats:
             self._warn_about_schedulers()
-        self._scaling = _Scaling()
+        self._latest_scaling = None
         return loss
 
     def _warn_about_schedulers(self) -> None:
@@ -252,9 +265,8 @@ class ShardedOptimizer(Optimizer):
 
     def _make_update(self) -> StepUpdate:
         """Returns the update that this step proposes to commit."""
-        scaling = self._scaling
-        coefficient = scaling.coefficient / (scaling.loss_scale or 1.0)
-        return StepUpdate(self._to_proto(), coefficient, scaling.norm_attempts)
+        scaling = self._scaling(settle=False)  # ``commit`` continues an interrupted step itself
+        return StepUpdate(self._to_proto(scaling), scaling.factor, scaling.norm_attempts)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients of this work item, including those that are already on the servers.
@@ -262,7 +274,7 @@ class ShardedOptimizer(Optimizer):
         Use it after an exception in the backward. After the loop over ``step.batches`` it drops the gradients of all
         items that this trainer computed, and ``step`` commits without them.
         """
-        self._scaling = _Scaling()
+        self._latest_scaling = None
         if not self._other_optimizers():
             self._session.in_flight.zero_grad()
         elif self._session.loop.step == self._session.step:  # False if a committed step is repeated
@@ -333,13 +345,13 @@ class ShardedOptimizer(Optimizer):
     def _group_to_proto(self, number: int) -> common_pb2.ParameterGroup:
         return common_pb2.ParameterGroup(hyperparameters=self._hyperparameters(self.param_groups[number]))
 
-    def _to_proto(self) -> common_pb2.OptimizerStep:
+    def _to_proto(self, scaling: GradientScaling) -> common_pb2.OptimizerStep:
         step = common_pb2.OptimizerStep(
             algorithm=self.algorithm,
             groups=[self._group_to_proto(number) for number in range(len(self.param_groups))],
             ema_decay=self._ema_decay,
-            clip_value=self._scaling.clip_value,
-            skip_non_finite=self._scaling.loss_scale is not None,
+            clip_value=scaling.clip_value,
+            skip_non_finite=scaling.loss_scale is not None,
         )
         step.MergeFrom(self._units_to_proto())
         return step

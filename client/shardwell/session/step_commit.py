@@ -144,16 +144,18 @@ class StepCommitter:
         self,
         step: int,
         norm_type: float,
+        bound: float = 0.0,
         counted: Sequence[int] = (),
         kept: Sequence[int] = (),
         *,
         item: coordinator_pb2.ItemName | None = None,
     ) -> GradNorm:
-        """Returns the norm, before clipping, of the mean gradient of a step whose work is finished.
+        """Returns a norm of the mean gradient of a step whose work is finished.
 
         Args:
             step: Number of the step.
             norm_type: The norm's p.
+            bound: Elements count as clamped to ``[-bound, bound]``. 0: not clamped.
             counted: Units of this trainer to include. Empty: all units of the run.
             kept: Units of this trainer to leave out.
             item: This trainer's item, in an asynchronous run.
@@ -166,7 +168,8 @@ class StepCommitter:
         request = coordinator_pb2.PrepareGradientsRequest(
             context=self._membership.context(step),
             trainer=self._membership.trainer,
-            norm_type=0.0 if norm_type == 2.0 else norm_type,
+            norm_type=0.0 if norm_type == 2.0 and not bound else norm_type,
+            norm_bound=bound,
             unit_indices=counted if kept else (),
             kept_unit_indices=kept,
             item=item,

@@ -183,30 +183,42 @@ class StepInFlight:
 
     # ---- the commit ----
 
-    def grad_norm(self, step: int, norm_type: float, counted: Sequence[int] = (), kept: Sequence[int] = ()) -> GradNorm:
-        """Returns the norm of a step's mean gradient before clipping. Finishes the work of the step in flight first.
+    def end_backwards(self, step: int) -> None:
+        """Ends this trainer's item in a plain loop, so that a later backward of the step raises."""
+        in_plain_loop = step == self.state.position and not self.state.in_batches
+        if in_plain_loop and self.state.current is not None and self._units.used and not self._membership.lapsed:
+            self.items.end_item()
+
+    def grad_norm(
+        self,
+        step: int,
+        norm_type: float,
+        bound: float = 0.0,
+        counted: Sequence[int] = (),
+        kept: Sequence[int] = (),
+    ) -> GradNorm:
+        """Returns a norm of a step's mean gradient. Finishes the work of the step in flight first.
 
         Args:
             step: Number of the step, as in ``StepState.position``.
             norm_type: The norm's p.
+            bound: Elements count as clamped to ``[-bound, bound]``. 0: not clamped.
             counted: Units of this trainer to include. Empty: all units of the run.
             kept: Units of this trainer to leave out.
 
         Returns:
-            The norm; NaN if the loop's iteration has lost its effect; 0 if the other trainers have committed the step
-            long ago with a copy of this trainer's work.
+            The norm; NaN if it is not known, because the loop's iteration has lost its effect or the step is committed.
         """
         try:
             if not self.voided and self.rejoining.join_again():
                 if step == self.state.position:
                     self._finish_plain_loop()
                     step = self.state.number
-                norm = partial(self._committer.grad_norm, step, norm_type, counted, kept, item=self.state.item_name)
+                item = self.state.item_name
+                norm = partial(self._committer.grad_norm, step, norm_type, bound, counted, kept, item=item)
                 return self.items.after_reports(norm)
-        except VersionGoneError:
-            if not self.state.in_batches:
-                raise
-            return GradNorm(0.0, 0)  # nothing is clipped: the step was committed without this trainer
+        except VersionGoneError as error:
+            logger.info("the gradient norm of step %d is not known: %s", step, error)
         except (StepRestartedError, StaleEpochError) as error:
             self._restarted(error)
         return GradNorm(math.nan, 0)

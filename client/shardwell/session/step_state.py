@@ -412,8 +412,8 @@ class StepState:
             )
         if any(state.finished for state in self.items.values()):
             raise UsageError(
-                f"a backward ran after the work of step {self.number} was finished by optimizer.clip_grad_norm_() or "
-                "by an optimizer.step() that raised: call optimizer.step() to commit the step, or "
+                f"a backward ran after the work of step {self.number} was finished by optimizer.clip_grad_norm_(), "
+                "clip_grad_value_() or an optimizer.step() that raised: call optimizer.step() to commit the step, or "
                 "optimizer.zero_grad() to drop its gradient and compute another batch"
             )
         if not self.items:

@@ -1853,12 +1853,17 @@ class PrepareGradientsRequest(google.protobuf.message.Message):
     UNIT_INDICES_FIELD_NUMBER: builtins.int
     KEPT_UNIT_INDICES_FIELD_NUMBER: builtins.int
     ITEM_FIELD_NUMBER: builtins.int
+    NORM_BOUND_FIELD_NUMBER: builtins.int
     trainer: builtins.str
     """Name of the trainer."""
     norm_type: builtins.float
     """Type p of another norm to return besides the Euclidean norm: a positive number or infinity. 0: none."""
     wait_s: builtins.float
     """Longest time to wait, in seconds. 0: do not wait."""
+    norm_bound: builtins.float
+    """Elements of the mean gradient count as clamped to [-norm_bound, norm_bound] in the norm of type norm_type. The Euclidean
+    norm is not affected. Only with a norm_type; at least 0. 0: not clamped.
+    """
     @property
     def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
         """Run, epoch of the membership, step and request id."""
@@ -1887,9 +1892,10 @@ class PrepareGradientsRequest(google.protobuf.message.Message):
         unit_indices: collections.abc.Iterable[builtins.int] | None = ...,
         kept_unit_indices: collections.abc.Iterable[builtins.int] | None = ...,
         item: global___ItemName | None = ...,
+        norm_bound: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_item", b"_item", "context", b"context", "item", b"item"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_item", b"_item", "context", b"context", "item", b"item", "kept_unit_indices", b"kept_unit_indices", "norm_type", b"norm_type", "trainer", b"trainer", "unit_indices", b"unit_indices", "wait_s", b"wait_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_item", b"_item", "context", b"context", "item", b"item", "kept_unit_indices", b"kept_unit_indices", "norm_bound", b"norm_bound", "norm_type", b"norm_type", "trainer", b"trainer", "unit_indices", b"unit_indices", "wait_s", b"wait_s"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_item", b"_item"]) -> typing.Literal["item"] | None: ...
 
 global___PrepareGradientsRequest = PrepareGradientsRequest
@@ -1906,7 +1912,7 @@ class PrepareGradientsResponse(google.protobuf.message.Message):
     grad_norm: builtins.float
     """Euclidean norm of the mean gradient, over the units and all servers."""
     other_norm: builtins.float
-    """The norm of type norm_type. Only set if requested."""
+    """The norm of type norm_type, of the gradient clamped to norm_bound. Only set if requested."""
     attempts: builtins.int
     """Sum of the attempts of all work items. Identifies the gradient that the norm belongs to."""
     prepared: builtins.bool

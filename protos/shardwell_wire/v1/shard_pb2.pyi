@@ -1585,6 +1585,7 @@ class PrepareStepRequest(google.protobuf.message.Message):
     NORM_TYPE_FIELD_NUMBER: builtins.int
     SKIP_FIELD_NUMBER: builtins.int
     OPTIMIZER_FIELD_NUMBER: builtins.int
+    NORM_BOUND_FIELD_NUMBER: builtins.int
     dp: builtins.int
     """Number of logical data ranks in `ranks`: the divisor of the mean."""
     norm_type: builtins.float
@@ -1593,6 +1594,8 @@ class PrepareStepRequest(google.protobuf.message.Message):
     """True: prepare the step as if no rank had pushed a gradient, because a gradient was not finite. No norm is
     returned. Buffers are stored as usual.
     """
+    norm_bound: builtins.float
+    """As in PrepareGradientsRequest."""
     @property
     def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
         """Run, coordinator term, step and request id."""
@@ -1614,9 +1617,10 @@ class PrepareStepRequest(google.protobuf.message.Message):
         norm_type: builtins.float = ...,
         skip: builtins.bool = ...,
         optimizer: shardwell_wire.v1.common_pb2.OptimizerStep | None = ...,
+        norm_bound: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["context", b"context", "optimizer", b"optimizer"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["context", b"context", "dp", b"dp", "norm_type", b"norm_type", "optimizer", b"optimizer", "ranks", b"ranks", "skip", b"skip"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["context", b"context", "dp", b"dp", "norm_bound", b"norm_bound", "norm_type", b"norm_type", "optimizer", b"optimizer", "ranks", b"ranks", "skip", b"skip"]) -> None: ...
 
 global___PrepareStepRequest = PrepareStepRequest
 
@@ -1633,7 +1637,7 @@ class UnitNorm(google.protobuf.message.Message):
     unit_index: builtins.int
     """Index of the unit in the run."""
     max_abs: builtins.float
-    """Largest absolute value. Only set if norm_type is infinity."""
+    """Largest absolute value, at most norm_bound. Only set if norm_type is infinity."""
     @property
     def square_partials(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
         """A few doubles whose exact sum is the exact sum of all block terms. A block term is the fp64 sum of squares of the
@@ -1642,7 +1646,9 @@ class UnitNorm(google.protobuf.message.Message):
 
     @property
     def power_partials(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """As square_partials, for absolute values to the power norm_type. Only set if norm_type is finite and not 0."""
+        """As square_partials, for absolute values to the power norm_type, of elements clamped to norm_bound. Only set if
+        norm_type is finite and not 0.
+        """
 
     def __init__(
         self,

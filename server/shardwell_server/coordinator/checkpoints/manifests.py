@@ -162,7 +162,6 @@ def _commit_to_dict(record: CommitRecord) -> dict[str, Any]:
 def _commit_from_dict(content: Mapping[str, Any]) -> CommitRecord:
     fields = dict(content)
     optimizer = message_from_dict(fields.pop("optimizer"), common_pb2.OptimizerStep())
-    norm_type, other_norm = fields.pop("norm_type"), fields.pop("other_norm")
     return CommitRecord(
         step=int(fields["step"]),
         time=float(fields["time"]),
@@ -171,8 +170,9 @@ def _commit_from_dict(content: Mapping[str, Any]) -> CommitRecord:
         clip_coefficient=float(fields["clip_coefficient"]),
         unit_order=tuple(map(int, fields["unit_order"])),
         grad_norm=float(fields["grad_norm"]),
-        norm_type=None if norm_type is None else float(norm_type),
-        other_norm=None if other_norm is None else float(other_norm),
+        other_norms=tuple(
+            (float(of), float(bound), float(value)) for of, bound, value in fields.get("other_norms", ())
+        ),
         skipped=bool(fields["skipped"]),
         trainer=str(fields.get("trainer", "")),
         dp_rank=int(fields.get("dp_rank", 0)),

@@ -15,7 +15,7 @@ from shardwell_server.coordinator.commit.requested_steps import named_step
 from shardwell_server.coordinator.inspection.stall import explain_stall
 from shardwell_server.coordinator.leases.trainers import TrainerLeases
 from shardwell_server.coordinator.runs.asynchronous_work import AsynchronousWork
-from shardwell_server.coordinator.runs.gradient_norms import OtherNorm, PreparedGradients
+from shardwell_server.coordinator.runs.gradient_norms import NormKind, OtherNorm, PreparedGradients
 from shardwell_server.coordinator.runs.members import Member
 from shardwell_server.coordinator.runs.proposals import (
     StepProposal,
@@ -64,7 +64,7 @@ class CommitRequests:
         number: int,
         item: coordinator_pb2.ItemName | None = None,
         *,
-        norm_type: float,
+        kind: NormKind | None,
         wait_s: float,
         counted: Sequence[int] = (),
         kept: Sequence[int] = (),
@@ -76,7 +76,7 @@ class CommitRequests:
             member: The trainer that sent the request.
             number: Number of the step.
             item: The trainer's item, in an asynchronous run.
-            norm_type: Type of another norm to compute besides the Euclidean norm. 0: none.
+            kind: Another norm to compute besides the Euclidean norm. None: none.
             wait_s: Longest time to wait in seconds.
             counted: Units of this trainer over which to compute the norms. Empty: all units of the run.
             kept: Units of this trainer whose gradients another optimizer will use. If there are any, the norms wait
@@ -85,7 +85,7 @@ class CommitRequests:
         Raises:
             NonFiniteError: A gradient is not finite.
             StepRestartedError: The caller must still compute work of the step.
-            VersionGoneError: The step is committed and its norms are no longer kept.
+            VersionGoneError: The step is committed, and its norms are no longer kept or no trainer asked for this one.
         """
         step = named_step(run, member, number, item)
         if step is not None and kept and step.note_counted(counted, kept):
@@ -94,12 +94,12 @@ class CommitRequests:
         async def check() -> PreparedGradients | None:
             run.require_member(member.name, member.epoch)
             if step is None or not run.work.is_in_flight(step):
-                return _committed_norms(run, number, item, norm_type)
+                return _committed_norms(run, number, item, kind)
             self._servers.require_available(run)
             step.require_finished(member.name)
             if not step.all_finished or (kept and step.uncounted(run.units.layouts)):
                 return None
-            prepared = await self._preparer.prepare(run, step, norm_type=norm_type)
+            prepared = await self._preparer.prepare(run, step, kind=kind)
             return prepared if prepared is None or not kept else prepared.restricted_to(step.counted)
 
         prepared = await poll(run.changed, check, wait_s)
@@ -108,11 +108,10 @@ class CommitRequests:
             if kept and step is not None and (missing := step.uncounted(run.units.layouts)):
                 lines = [*lines, f"clip_grad_norm_ in the trainers that hold unit {missing[0]!r}"]
             return coordinator_pb2.PrepareGradientsResponse(waiting_for=lines)
-        other = prepared.other_norm
         return coordinator_pb2.PrepareGradientsResponse(
             prepared=True,
             grad_norm=prepared.grad_norm,
-            other_norm=other.value if other is not None and norm_type else 0.0,
+            other_norm=(prepared.find(kind) if kind is not None else None) or 0.0,
             attempts=step.attempts if step is not None else 0,
         )
 
@@ -210,10 +209,10 @@ class CommitRequests:
         if isinstance(run.work, AsynchronousWork):
             run.work.start_item(member.name)
         elif record is not None:
-            # A trainer that joined after the commit repeats the step without its gradients. It cannot compute the norm
-            # behind the committed clip coefficient, so its own coefficient is accepted.
-            clip = record.clip_coefficient if number >= member.joined_step else proposal.clip_coefficient
-            require_same_proposal(StepProposal.from_record(record, clip), proposal, run.units.layouts)
+            # A trainer that joined after the commit repeats the step without its gradients. It may not know the norms
+            # from which the committed clipping was computed, so its own clipping is accepted.
+            committed, is_known = StepProposal.from_record(record), number >= member.joined_step
+            require_same_proposal(committed, proposal, run.units.layouts, clipping=is_known)
         response = coordinator_pb2.CommitStepResponse(
             committed=True,
             placement=run.relocations.announced,
@@ -243,19 +242,18 @@ def _record_of(run: Run, number: int, item: coordinator_pb2.ItemName | None) -> 
 
 
 def _committed_norms(
-    run: Run, number: int, item: coordinator_pb2.ItemName | None, norm_type: float
+    run: Run, number: int, item: coordinator_pb2.ItemName | None, kind: NormKind | None
 ) -> PreparedGradients:
-    record = _record_of(run, number, item)
-    prepared = None if record is None else PreparedGradients(record.grad_norm, _other_norm(record))
-    if prepared is None or not prepared.has(norm_type):
+    if (record := _record_of(run, number, item)) is None:
         raise VersionGoneError(
             f"step {number} is committed and its norms are no longer kept: step {run.committed_step} is in flight",
             step=number,
         )
+    norms = tuple(OtherNorm(NormKind(norm_type, bound), value) for norm_type, bound, value in record.other_norms)
+    prepared = PreparedGradients(record.grad_norm, norms)
+    if kind is not None and prepared.find(kind) is None:
+        raise VersionGoneError(
+            f"step {number} is committed, and no trainer asked for its norm of type {kind.norm_type} before",
+            step=number,
+        )
     return prepared
-
-
-def _other_norm(record: CommitRecord) -> OtherNorm | None:
-    if record.norm_type is None or record.other_norm is None:
-        return None
-    return OtherNorm(record.norm_type, record.other_norm)

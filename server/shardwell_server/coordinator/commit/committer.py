@@ -104,7 +104,6 @@ class Committer:
         """Writes the commit record and starts the next step."""
         if len(counted := units_that_count(proposal.optimizer, len(run.units))) < len(run.units):
             prepared = prepared.restricted_to(counted)
-        other = prepared.other_norm
         record = CommitRecord(
             step=run.committed_step,
             time=self._state.wall_clock(),
@@ -113,8 +112,7 @@ class Committer:
             clip_coefficient=proposal.clip_coefficient,
             unit_order=proposal.unit_order,
             grad_norm=prepared.grad_norm,
-            norm_type=other.norm_type if other is not None else None,
-            other_norm=other.value if other is not None else None,
+            other_norms=tuple((norm.kind.norm_type, norm.kind.bound, norm.value) for norm in prepared.other_norms),
             skipped=step.skipped,
             **_asynchronous_facts(run, step),
         )

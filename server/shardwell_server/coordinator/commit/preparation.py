@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from shardwell_server.coordinator.inspection.events import EventKind
-from shardwell_server.coordinator.runs.gradient_norms import PreparedGradients
+from shardwell_server.coordinator.runs.gradient_norms import NormKind, PreparedGradients
 from shardwell_server.coordinator.runs.module_buffers import changed_buffers
 from shardwell_server.coordinator.runs.proposals import committed_optimizer
 from shardwell_server.coordinator.runs.run import Run
@@ -36,8 +36,8 @@ class StepPreparer:
     def __init__(self, state: CoordinatorState, servers: ShardServers) -> None:
         self._state, self._servers = state, servers
 
-    async def prepare(self, run: Run, step: Step, *, norm_type: float = 0.0) -> PreparedGradients | None:
-        """Prepares a finished step on the servers. Concurrent callers share one call.
+    async def prepare(self, run: Run, step: Step, *, kind: NormKind | None = None) -> PreparedGradients | None:
+        """Prepares a finished step on the servers, and has one more norm computed. Concurrent callers share one call.
 
         In an asynchronous run, the next preparation of another step replaces this one. See ``prepare_in_turn``.
 
@@ -50,22 +50,22 @@ class StepPreparer:
             StepStateError: A unit was declared but not published.
             ShardwellError: Another error of a server. The next call tries again.
         """
-        # The shared call may have prepared another norm type or a former generation: check again after each call.
+        # The shared call may have prepared another norm or a former generation: check again after each call.
         while run.work.is_in_flight(step) and step.all_finished:
             if step.failure is not None:
                 # A new exception for each caller: raising one instance again would extend its traceback every time.
                 raise type(step.failure)(str(step.failure), **step.failure.data)
-            if step.prepared is not None and step.prepared.has(norm_type):
+            if step.prepared is not None and step.prepared.find(kind) is not None:
                 return step.prepared
-            await run.calls.preparing(partial(self._prepare_alone, run, step, norm_type))
+            await run.calls.preparing(partial(self._prepare_alone, run, step, kind))
         return None
 
-    async def _prepare_alone(self, run: Run, step: Step, norm_type: float) -> None:
+    async def _prepare_alone(self, run: Run, step: Step, kind: NormKind | None) -> None:
         if not run.asynchronous:
-            await self._prepare(run, step, norm_type)
+            await self._prepare(run, step, kind)
             return
         async with run.calls.turn:
-            await self._prepare(run, step, norm_type)
+            await self._prepare(run, step, kind)
 
     async def prepare_in_turn(self, run: Run, step: Step) -> PreparedGradients | None:
         """As ``prepare_or_skip``, for a caller that holds ``StepCalls.turn`` until it has written the commit record."""
@@ -73,7 +73,7 @@ class StepPreparer:
             try:
                 if step.failure is not None:
                     raise type(step.failure)(str(step.failure), **step.failure.data)
-                await self._prepare(run, step, 0.0)
+                await self._prepare(run, step, None)
             except NonFiniteError as error:
                 self._skip_or_raise(run, step, error)
         return step.prepared if run.work.is_in_flight(step) and step.all_finished else None
@@ -84,7 +84,7 @@ class StepPreparer:
         A failure is raised to the trainers that later ask for the norm or commit. They also prepare the step if the
         preparation of a former generation is still in flight here.
         """
-        run.calls.preparing.start(partial(self._prepare_alone, run, step, 0.0))
+        run.calls.preparing.start(partial(self._prepare_alone, run, step, None))
 
     async def prepare_or_skip(self, run: Run, step: Step) -> PreparedGradients | None:
         """Calls ``prepare``. With scaled losses, skips a gradient that is not finite and prepares the step again."""
@@ -103,7 +103,7 @@ class StepPreparer:
             raise error
         step.skip()
 
-    async def _prepare(self, run: Run, step: Step, norm_type: float) -> None:
+    async def _prepare(self, run: Run, step: Step, kind: NormKind | None) -> None:
         generation = step.generation
         if unpublished := run.units.unpublished:
             raise StepStateError(
@@ -138,7 +138,8 @@ class StepPreparer:
                 context=self._servers.context(run, run.committed_step),
                 ranks=_manifest(run, step, server_id),
                 dp=len(step.items),
-                norm_type=norm_type,
+                norm_type=0.0 if kind is None else kind.norm_type,
+                norm_bound=0.0 if kind is None else kind.bound,
                 skip=step.skipped,
                 optimizer=optimizer,
             )
@@ -157,14 +158,14 @@ class StepPreparer:
             return
         self.note_failed_backups(run, responses)
         prepared = (
-            PreparedGradients.skipped(norm_type)
+            PreparedGradients.skipped(kind)
             if step.skipped
-            else PreparedGradients.combine((norm for at in responses.values() for norm in at.units), norm_type)
+            else PreparedGradients.combine((norm for at in responses.values() for norm in at.units), kind)
         )
         ready = optimizer is not None and all(response.update_ready for response in responses.values())
         step.record_prepared(
             replace(
-                prepared,
+                prepared.add_norms(step.prepared),
                 memory_ready_for=allocation_key(optimizer) if optimizer and ready else None,
                 changed_buffers=changed_buffers(responses.values(), run.units.layouts),
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardwell_server.coordinator.rpcs.base import CoordinatorRpcs, wait_limit
+from shardwell_server.coordinator.runs.gradient_norms import NormKind
 from shardwell_server.coordinator.runs.proposals import StepProposal
 from shardwell_server.coordinator.runs.run import Run
 from shardwell_server.rpc import Call
@@ -54,7 +55,7 @@ class StepRpcs(CoordinatorRpcs):
                 member,
                 request.context.step,
                 _item_name(run, request),
-                norm_type=_norm_type(request.norm_type),
+                kind=_norm_kind(request),
                 wait_s=wait_limit(call, request.wait_s),
                 counted=request.unit_indices,
                 kept=request.kept_unit_indices,
@@ -97,7 +98,14 @@ def _item_name(
     return request.item if run.asynchronous and request.HasField("item") else None
 
 
-def _norm_type(value: float) -> float:
-    if not value >= 0:
-        raise InvalidRequestError(f"norm_type is {value}: expected a number above 0, infinity, or 0 for none")
-    return value
+def _norm_kind(request: coordinator_pb2.PrepareGradientsRequest) -> NormKind | None:
+    """Returns the norm that a request asks for besides the Euclidean norm. None: there is none."""
+    norm_type, bound = request.norm_type, request.norm_bound
+    if not norm_type >= 0:
+        raise InvalidRequestError(f"norm_type is {norm_type}: expected a number above 0, infinity, or 0 for none")
+    if not bound >= 0 or (bound and not norm_type):
+        raise InvalidRequestError(
+            f"norm_bound is {bound} with norm_type {norm_type}: expected a number above 0 together with a norm_type, "
+            "or 0 for no bound"
+        )
+    return NormKind(norm_type, bound) if norm_type else None

@@ -18,6 +18,14 @@ from shardwell_wire.optimizers import KEPT_GROUP
 from shardwell_wire.partitions import runs_on_trainers
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
+_CLIPPING = ("clip coefficient", "clip value")
+"""Names of the differences between proposals that come from clipping."""
+
+_CLIP_ALIKE = (
+    "call clip_grad_norm_ and clip_grad_value_ with the same arguments and in the same order in every trainer. To log "
+    'a norm in some of them only, call clip_grad_norm_(float("inf")), which changes nothing'
+)
+
 
 @dataclass(frozen=True, slots=True)
 class StepProposal:
@@ -35,10 +43,10 @@ class StepProposal:
     """``Step.attempts`` of the norm from which ``clip_coefficient`` was computed. None: not computed from a norm."""
 
     @classmethod
-    def from_record(cls, record: CommitRecord, clip_coefficient: float) -> StepProposal:
+    def from_record(cls, record: CommitRecord) -> StepProposal:
         """Returns the proposal that was committed, for comparison with other proposals."""
         optimizer = committed_optimizer(record.optimizer)
-        return cls(record.leader, record.leader, optimizer, clip_coefficient, record.unit_order, None)
+        return cls(record.leader, record.leader, optimizer, record.clip_coefficient, record.unit_order, None)
 
     @property
     def updates_on_trainers(self) -> bool:
@@ -239,17 +247,21 @@ def require_same_algorithms(
                 )
 
 
-def require_same_proposal(leader: StepProposal, other: StepProposal, layouts: Sequence[UnitLayout]) -> None:
+def require_same_proposal(
+    leader: StepProposal, other: StepProposal, layouts: Sequence[UnitLayout], *, clipping: bool = True
+) -> None:
     """Raises HyperparameterMismatchError, naming the first difference, if a proposal differs from the leader's.
 
-    Parameter groups are compared on the units that the trainers of the proposal's place in the grid hold.
+    Parameter groups are compared on the units that the trainers of the proposal's place in the grid hold. Clipping is
+    compared only if ``clipping`` is True.
     """
-    difference = _first_difference(leader, other, layouts)
+    difference = _first_difference(leader, other, layouts, clipping=clipping)
     if difference is not None:
         what, expected, got = difference
+        advice = _CLIP_ALIKE if what in _CLIPPING else "set the same value in every trainer"
         raise HyperparameterMismatchError(
             f"{what} is {expected} at {leader.trainer_and_ranks}, whose proposal is committed, but {got} at "
-            f"{other.trainer_and_ranks}: set the same value in every trainer",
+            f"{other.trainer_and_ranks}: {advice}",
             name=what,
             expected=expected,
             actual=got,
@@ -257,7 +269,7 @@ def require_same_proposal(leader: StepProposal, other: StepProposal, layouts: Se
 
 
 def _first_difference(
-    leader: StepProposal, other: StepProposal, layouts: Sequence[UnitLayout]
+    leader: StepProposal, other: StepProposal, layouts: Sequence[UnitLayout], *, clipping: bool = True
 ) -> tuple[str, object, object] | None:
     ours, theirs = leader.optimizer, other.optimizer
     if leader is other or (ours == theirs and leader.clip_coefficient == other.clip_coefficient):
@@ -273,13 +285,13 @@ def _first_difference(
             if expected != got:
                 return f"{name} of parameter group {index}", expected, got
     whole_step = {
-        "clip coefficient": (leader.clip_coefficient, other.clip_coefficient),
+        _CLIPPING[0]: (leader.clip_coefficient, other.clip_coefficient),
         "skip_non_finite": (ours.skip_non_finite, theirs.skip_non_finite),
-        "clip value": (_optional(ours, "clip_value"), _optional(theirs, "clip_value")),
+        _CLIPPING[1]: (_optional(ours, "clip_value"), _optional(theirs, "clip_value")),
         "ema_decay": (_optional(ours, "ema_decay"), _optional(theirs, "ema_decay")),
     }
     for what, (expected, got) in whole_step.items():
-        if expected != got:
+        if expected != got and (clipping or what not in _CLIPPING):
             return what, expected, got
     return _first_group_difference(_groups(ours), _groups(theirs), layouts)
 

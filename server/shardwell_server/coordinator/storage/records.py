@@ -212,9 +212,8 @@ class CommitRecord(Row):
     clip_coefficient: float
     unit_order: tuple[int, ...]
     grad_norm: float
-    norm_type: float | None = None
-    """Type of ``other_norm``. None: no other norm was requested."""
-    other_norm: float | None = None
+    other_norms: tuple[tuple[float, float, float], ...] = ()
+    """Type, bound and value of the norms that were requested besides the Euclidean norm. Bound 0: not clamped."""
     skipped: bool = False
     """True if a gradient was not finite and the step changed no parameter."""
     trainer: str = ""
@@ -232,15 +231,18 @@ class CommitRecord(Row):
         return self.step - self.base_version if self.trainer else None
 
     def to_row(self) -> tuple[object, ...]:
-        """Returns the values of the columns. The unit order is stored as text."""
+        """Returns the values of the columns. Sequences are stored as text."""
         columns = {field.name: getattr(self, field.name) for field in fields(self)}
         columns["unit_order"] = " ".join(map(str, self.unit_order))
+        columns["other_norms"] = " ".join(repr(value) for norm in self.other_norms for value in norm)
         return tuple(columns.values())
 
     @classmethod
     def from_row(cls, row: Sequence[Any]) -> Self:
         columns = dict(zip((field.name for field in fields(cls)), row, strict=True))
         columns["unit_order"] = tuple(map(int, columns["unit_order"].split()))
+        norms = [float(value) for value in columns["other_norms"].split()]
+        columns["other_norms"] = tuple(zip(norms[::3], norms[1::3], norms[2::3], strict=True))
         columns["skipped"] = bool(columns["skipped"])
         return cls(**columns)
 

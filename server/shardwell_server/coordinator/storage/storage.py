@@ -32,7 +32,7 @@ from shardwell_server.coordinator.storage.records import (
 )
 from shardwell_wire.errors import UnavailableError
 
-SCHEMA_VERSION = 16
+SCHEMA_VERSION = 17
 
 FILE_NAME = "coordinator.sqlite"
 
@@ -81,8 +81,8 @@ CREATE TABLE backups (
 ) WITHOUT ROWID;
 CREATE TABLE commits (
     run TEXT NOT NULL, step INTEGER NOT NULL, time REAL NOT NULL, leader TEXT NOT NULL, optimizer BLOB NOT NULL,
-    clip_coefficient REAL NOT NULL, unit_order TEXT NOT NULL, grad_norm REAL NOT NULL, norm_type REAL,
-    other_norm REAL, skipped INTEGER NOT NULL, trainer TEXT NOT NULL, dp_rank INTEGER NOT NULL,
+    clip_coefficient REAL NOT NULL, unit_order TEXT NOT NULL, grad_norm REAL NOT NULL,
+    other_norms TEXT NOT NULL, skipped INTEGER NOT NULL, trainer TEXT NOT NULL, dp_rank INTEGER NOT NULL,
     item INTEGER NOT NULL, base_version INTEGER NOT NULL,
     PRIMARY KEY (run, step)
 ) WITHOUT ROWID;
@@ -196,7 +196,7 @@ class Storage:
         writes = [
             *(_clear(table, run) for table in ("units", "shards", "backups", "commits", "states")),
             *_unit_writes(run, units),
-            (_upsert("commits", 15), [(run, *commit.to_row()) for commit in commits]),
+            (_upsert("commits", 14), [(run, *commit.to_row()) for commit in commits]),
         ]
         if state is not None:
             writes.append((_upsert("states", 3), [(run, commits[-1].step if commits else 0, state)]))
@@ -236,7 +236,7 @@ class Storage:
         changed: tuple[RunRecord, Sequence[UnitRecord]] | None,
     ) -> None:
         writes: list[Write] = [
-            (_upsert("commits", 15), [(run, *record.to_row())]),
+            (_upsert("commits", 14), [(run, *record.to_row())]),
             ("DELETE FROM commits WHERE run = ? AND step <= ?", [(run, record.step - KEPT_COMMITS)]),
         ]
         if state is not None:

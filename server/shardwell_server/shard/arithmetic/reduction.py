@@ -16,6 +16,7 @@ from itertools import chain
 import torch
 
 from shardwell_server.shard.arithmetic.squares import SLICE_BYTES, SquarePlan, square_plan
+from shardwell_server.shard.arithmetic.update_pieces import Clipping
 from shardwell_wire.layout import BLOCK_BYTES
 from shardwell_wire.sum_order import Scratch, SumOrder, Term
 
@@ -39,19 +40,21 @@ class Reduced:
         values = (torch.aminmax(gradient) for gradient in self.gradients if gradient is not None and gradient.numel())
         return max((abs(float(value)) for pair in values for value in pair), default=0.0)
 
-    def power_partials(self, first_bytes: Sequence[int], norm_type: float) -> list[float]:
+    def power_partials(self, first_bytes: Sequence[int], norm_type: float, bound: float | None = None) -> list[float]:
         """Returns this shard's share of another norm, in the form of ``square_partials``.
 
         Args:
             first_bytes: First byte of each segment in the flat vector.
             norm_type: Type of the norm, positive and finite.
+            bound: Elements are clamped to ``[-bound, bound]`` first. None: they are not.
         """
+        clipping = Clipping(value=bound)
         powers: list[float] = []
         for gradient, first_byte in zip(self.gradients, first_bytes, strict=True):
             if gradient is not None:
                 for here in _slices(gradient, first_byte):
                     start = first_byte + here.start * gradient.element_size()
-                    powers += block_powers(gradient[here], start, norm_type)
+                    powers += block_powers(clipping.apply(gradient[here]), start, norm_type)
         return exact_partials(powers)
 
 

@@ -94,25 +94,28 @@ async def _prepare(
 ) -> shard_pb2.PrepareStepResponse:
     step, manifest = request.context.step, _manifest(request)
     attempts = {rank.dp_rank: rank.attempt for rank in request.ranks}
-    if not request.norm_type >= 0:
-        raise InvalidRequestError(f"norm_type is {request.norm_type}, expected a number above 0, or 0 for no norm")
+    norm = request.norm_type, request.norm_bound
+    if not min(norm) >= 0:
+        raise InvalidRequestError(
+            f"norm_type and norm_bound are {norm}, expected numbers above 0, or 0 for no norm and for no bound"
+        )
     former = run.prepared
     if former is not None and (former.step, former.manifest) == (step, manifest):
         assert former.answer is not None
-        if former.norm_type == request.norm_type:
+        if former.norm == norm:
             return former.answer
     else:
         _check_complete(run, request)
         _allocate_held(run, step, attempts.keys())
         # Pushes are rejected from here on.
-        run.set_prepared(PreparedStep(step, manifest, attempts, request.norm_type, None))
+        run.set_prepared(PreparedStep(step, manifest, attempts, norm, None))
     try:
         answer = await _reduced(run, in_thread, request)
     except BaseException:
         if run.prepared is not former:
             run.clear_prepared()
         raise
-    run.set_prepared(PreparedStep(step, manifest, attempts, request.norm_type, answer))
+    run.set_prepared(PreparedStep(step, manifest, attempts, norm, answer))
     return answer
 
 
@@ -133,10 +136,11 @@ async def _reduced(
         reduced = await shard.reduce(in_thread)
         norm = shard_pb2.UnitNorm(unit_index=shard.index, square_partials=reduced.square_partials)
         if request.norm_type == math.inf:
-            norm.max_abs = await in_thread(reduced.max_abs)
+            norm.max_abs = min(await in_thread(reduced.max_abs), request.norm_bound or math.inf)
         elif request.norm_type:
             starts = [segment.start_bytes for segment in shard.segments]
-            norm.power_partials.extend(await in_thread(partial(reduced.power_partials, starts, request.norm_type)))
+            powers = partial(reduced.power_partials, starts, request.norm_type, request.norm_bound or None)
+            norm.power_partials.extend(await in_thread(powers))
         answer.units.append(norm)
         await shard.record_prepared(in_thread)
     return answer
@@ -380,5 +384,6 @@ def _manifest(request: shard_pb2.PrepareStepRequest) -> bytes:
     copy.CopyFrom(request)
     copy.ClearField("context")
     copy.ClearField("norm_type")
+    copy.ClearField("norm_bound")
     copy.ClearField("optimizer")
     return copy.SerializeToString(deterministic=True)

@@ -40,8 +40,8 @@ class PreparedStep:
     """The contributions that the coordinator named, and whether to skip them, in serialised form."""
     attempts: Mapping[int, int]
     """The attempt that counts, by dp rank."""
-    norm_type: float
-    """Type of the norms in the answer."""
+    norm: tuple[float, float]
+    """Type and bound of the other norms in the answer. Type 0: there are none."""
     answer: shard_pb2.PrepareStepResponse | None
     """None until the gradients are reduced."""
 
@@ -270,7 +270,7 @@ class HostedRun:
         step = self.step
         waiting = [shard for shard in self.published if shard.version == step]
         if waiting and all(shard.reduced is not None for shard in waiting):
-            self.prepared = PreparedStep(step, b"", {}, 0.0, shard_pb2.PrepareStepResponse(version=step))
+            self.prepared = PreparedStep(step, b"", {}, (0.0, 0.0), shard_pb2.PrepareStepResponse(version=step))
             return
         for shard in waiting:
             shard.drop_contributions()
