@@ -1,7 +1,7 @@
 """Folders of shard servers in shared memory: how a server finds its own again, and when one is removed.
 
-A running server holds the lock of its folder, and the kernel releases the lock of a dead process. The folder of a
-server with an owner file may contain shards. A new process of the same server takes the folder up. Other processes
+A running server holds the lock of its folder, and the kernel releases the lock of a process that has ended. The folder
+of a server with an owner file may contain shards. A new process of the same server takes the folder up. Other processes
 remove it only if no such process is expected: its supervisor has ended, it contains no shard, or nothing changed for a
 day.
 """
@@ -18,6 +18,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,7 @@ DEFAULT_DIRECTORY = Path("/dev/shm")
 RECORD_SUFFIX = ".shard"
 """End of the name of a file that describes a shard."""
 KEPT_S = 24 * 3600.0
-"""Seconds after its last change when the folder of a dead server is removed although it contains shards."""
+"""Seconds after its last change when the folder of a server that has ended is removed although it contains shards."""
 
 _LOCK, _OWNER = "lock", "owner.json"
 _UNFINISHED_SUFFIX = ".new"
@@ -68,31 +69,49 @@ class LockedFolder:
         """Names of the files that belong to the folder itself."""
         return _LOCK, _OWNER
 
+    @property
+    def has_shards(self) -> bool:
+        """True if the folder contains the record of a shard."""
+        return any(self.path.glob(f"*{RECORD_SUFFIX}"))
+
     def remove(self) -> None:
         """Removes the folder and releases the lock."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self.lock)
 
+    def leave(self) -> None:
+        """Leaves the folder to the next process of the server: releases the lock."""
+        os.close(self.lock)
 
-def make_folder(directory: Path, owner: FolderOwner | None) -> LockedFolder:
+
+def make_folder(
+    directory: Path, owner: FolderOwner | None, fill: Callable[[Path], object] = lambda _: None
+) -> LockedFolder:
     """Makes and locks a new folder. The name is random: another user could occupy a name that is known in advance.
 
     Args:
         directory: Directory in a memory file system.
         owner: Server that may take the folder up again. None: nobody does.
+        fill: Makes the first files. If it raises, or the process ends, nobody takes the folder up.
     """
     made = Path(tempfile.mkdtemp(prefix=f".{SERVER_FOLDER_PREFIX}", dir=directory))
     with opened(open_folder(made)) as folder:
         lock = _lock(folder, create=True)
-    if owner is not None:
-        _write_owner(made, owner)
     # The folder gets its final name, for which other processes look, only once it is locked.
     prefix = SERVER_FOLDER_PREFIX if owner is None else owner.prefix
-    return LockedFolder(made.rename(directory / f"{prefix}{secrets.token_hex(8)}"), lock)
+    made_folder = LockedFolder(made.rename(directory / f"{prefix}{secrets.token_hex(8)}"), lock)
+    try:
+        fill(made_folder.path)
+        if owner is not None:
+            _write_owner(made_folder.path, owner)  # last: a folder without an owner is removed
+    except BaseException:
+        made_folder.remove()
+        raise
+    return made_folder
 
 
 def take_folder(directory: Path, owner: FolderOwner) -> LockedFolder | None:
-    """Locks the folder that a dead process of the same server left; None if there is none.
+    """Locks the folder that a former process of the same server left; None if there is none.
 
     If there are several, the newest is taken, and the others are removed.
     """
@@ -114,7 +133,7 @@ def take_folder(directory: Path, owner: FolderOwner) -> LockedFolder | None:
 
 
 def remove_remains(directory: Path) -> None:
-    """Removes the folders of this user's dead servers that no process will take up.
+    """Removes the folders of this user's ended servers that no process will take up.
 
     Another user can make a folder with such a name, or put a FIFO in place of the lock file. Neither is opened.
     """
@@ -123,9 +142,23 @@ def remove_remains(directory: Path) -> None:
 
 
 def remove_folders(directory: Path, coordinator: str) -> None:
-    """Removes the folders of this user's dead servers of one cluster, which has ended."""
+    """Removes the folders of this user's ended servers of one cluster, which has ended."""
     for path in directory.glob(f"{SERVER_FOLDER_PREFIX}*"):
         _remove_if(path, lambda owner: owner.get("coordinator") == coordinator)
+
+
+def folders_of(directory: Path, owner: FolderOwner) -> list[Path]:
+    """Returns the folders of a server, whether it runs or not."""
+    return sorted(directory.glob(f"{owner.prefix}*"))
+
+
+def size_of(folder: Path) -> int:
+    """Returns the size of the files in a folder, in bytes. Files that are removed meanwhile do not count."""
+    sizes = []
+    for path in folder.iterdir():
+        with suppress(FileNotFoundError):
+            sizes.append(path.stat().st_size)
+    return sum(sizes)
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -151,11 +184,11 @@ def _remove_if(path: Path, condition: Callable[[Mapping[str, Any]], bool]) -> No
                 shutil.rmtree(path)
     except OSError:
         return  # its server runs, or another user owns it, or another process is making or removing it
-    logger.info("removed %s, the folder of a killed server", path)
+    logger.info("removed %s, the folder of a server that has ended", path)
 
 
 def _is_garbage(path: Path, owner: Mapping[str, Any]) -> bool:
-    """Returns whether no process will take up the folder of a dead server."""
+    """Returns whether no process will take up the folder of a server that has ended."""
     if not owner or owner.get("boot") != boot_id() or has_ended(str(owner.get("supervisor", ""))):
         return True
     return not any(path.glob(f"*{RECORD_SUFFIX}")) or time.time() - _changed_at(path) > KEPT_S

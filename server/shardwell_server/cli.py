@@ -1,4 +1,4 @@
-"""The ``shardwell-server`` command: starts a server, checks the health of one, or makes certificates."""
+"""The ``shardwell-server`` command: starts a server, checks or discards one, or makes certificates."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from shardwell_wire.errors import ShardwellError
 _COMMAND_MODULES = {
     "coordinator": "shardwell_server.coordinator.command",
     "shard": "shardwell_server.shard.process.command",
+    "discard": "shardwell_server.shard.process.discard",
     "health": "shardwell_server.health",
     "certs": "shardwell_server.certificates",
 }

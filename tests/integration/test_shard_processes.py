@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psutil
@@ -18,8 +18,7 @@ import pytest
 
 from shardwell_server.cli import main
 from shardwell_server.process import Endpoint
-from shardwell_server.shard.process import process_group
-from shardwell_server.shard.process.process_group import command_line, member_settings
+from shardwell_server.shard.process.process_group import ProcessGroup, command_line, member_settings
 from shardwell_wire.channel import open_channel
 from shardwell_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 from tests.support.cluster import descendants, wait_gone, wait_until
@@ -117,17 +116,46 @@ def test_group_stops_cleanly_on_signal(how: str) -> None:
         wait_gone(children)
 
 
-def test_death_of_a_member_stops_the_group_and_is_reported() -> None:
-    with server("shard", "--coordinator", NOBODY, "--processes", "3", "--id", "host") as group:
-        children = wait_started(group, 3)
-        (victim,) = [child for child in children if "--id=host-1" in child.cmdline()]
-        victim.kill()
-        assert group.wait(60) == 1
-        wait_gone(children)
-        assert group.stderr is not None
-        errors = group.stderr.read()
-    assert f"host-1 (process {victim.pid}) ended by SIGKILL; stopping the other 2" in errors
+def test_a_member_that_is_killed_is_started_again_alone() -> None:
+    with server("coordinator", "--listen", "127.0.0.1:0") as coordinator:
+        (address,) = ready_addresses(coordinator, 1)
+        with server("shard", "--coordinator", address, "--processes", "3", "--id", "host") as group:
+            before = sorted(ready_addresses(group, 3))
+            children = descendants(group.pid)
+            (victim,) = [child for child in children if "--id=host-1" in child.cmdline()]
+            victim.kill()
+            (again,) = ready_addresses(group, 1)
+            assert again in before, "the port stays, also one that was free"
+            after = descendants(group.pid)
+            assert {child.pid for child in children} - {child.pid for child in after} == {victim.pid}
+            group.send_signal(signal.SIGTERM)
+            _, errors = group.communicate(timeout=60)
+    assert group.returncode == 0
+    assert f"host-1 (process {victim.pid}) ended by SIGKILL; starting it again" in errors
     assert "Traceback" not in errors
+
+
+def test_a_member_that_fails_at_every_start_ends_the_group(caplog: pytest.LogCaptureFixture) -> None:
+    members = [{"coordinator": NOBODY, "id": f"host-{number}", "exit_with_parent": True} for number in range(2)]
+    before = set(descendants(os.getpid()))
+
+    def members_now() -> list[psutil.Process]:
+        return [each for each in descendants(os.getpid()) if each not in before]
+
+    async def scenario() -> int:
+        group = asyncio.ensure_future(ProcessGroup(members).run(Endpoint()))
+        while not group.done():
+            for child in members_now():
+                with suppress(psutil.Error):
+                    if "--id=host-1" in child.cmdline():
+                        child.kill()
+            await asyncio.sleep(0)
+        return group.result()
+
+    assert asyncio.run(asyncio.wait_for(scenario(), 60)) == 1
+    wait_gone(members_now())
+    assert "ended by SIGKILL at its start for the 5th time in a row" in caplog.text
+    assert "stopping the other 1" in caplog.text
 
 
 def test_cleanly_stopped_member_leaves_the_others_running() -> None:
@@ -150,16 +178,17 @@ def test_members_stop_when_the_parent_is_killed() -> None:
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_frozen_member_is_killed_and_a_starting_member_ends_cleanly(
-    frozen: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    frozen: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(process_group, "_KILL_AFTER_S", 0.2 if frozen else 60.0)
     before = set(descendants(os.getpid()))
     members = [{"coordinator": NOBODY, "id": "host-0", "exit_with_parent": True}]
 
     async def scenario() -> tuple[int, list[psutil.Process]]:
-        group = asyncio.ensure_future(process_group.ProcessGroup(members).run(Endpoint()))
-        while not (children := [each for each in descendants(os.getpid()) if each not in before]):
+        started = ProcessGroup(members, stop_limit_s=0.2 if frozen else 60.0)
+        group = asyncio.ensure_future(started.run(Endpoint()))
+        while started.members[0].process is None:
             await asyncio.sleep(0)
+        children = [each for each in descendants(os.getpid()) if each not in before]
         if frozen:
             children[0].suspend()
             wait_until(lambda: children[0].status() == psutil.STATUS_STOPPED, "stop")
@@ -179,7 +208,7 @@ def test_occupied_port_ends_the_group() -> None:
             _, errors = group.communicate(timeout=60)
     assert group.returncode == 1
     assert f"cannot listen on 127.0.0.1:{port + 1}" in errors
-    assert "ended with exit code 1; stopping the other 1" in errors
+    assert "ended with exit code 1 before it was ready" in errors and "stopping the other 1" in errors
 
 
 @pytest.mark.parametrize(
@@ -203,8 +232,11 @@ def test_error_names_an_invalid_setting(
 def test_members_differ_in_name_and_port_only() -> None:
     settings: dict[str, Any] = {"processes": 3, "coordinator": "c:1", "listen": "0.0.0.0:7", "threads": 2, "id": ""}
     settings["audit_log"] = "/audit"
-    members = member_settings(settings, server_id="host", memory_budget_bytes=100, bind="0.0.0.0:7")
+    members = member_settings(
+        settings, server_id="host", memory_budget_bytes=100, bind="0.0.0.0:7", supervisor="boot/ns/1/2"
+    )
     common = {"processes": 1, "coordinator": "c:1", "threads": 2, "memory_budget": 33, "exit_with_parent": True}
+    common["supervisor"] = "boot/ns/1/2"
     assert members == [
         {**common, "id": f"host-{n}", "listen": f"0.0.0.0:{7 + n}", "audit_log": f"/audit-{n}"} for n in range(3)
     ]

@@ -14,7 +14,7 @@ from shardwell_server.coordinator.storage.records import BackupState
 from shardwell_wire.consistency import SYNCHRONOUS, Consistency
 from shardwell_wire.errors import StepRestartedError
 from shardwell_wire.topology import World
-from shardwell_wire.v1 import coordinator_pb2
+from shardwell_wire.v1 import coordinator_pb2, shard_pb2
 from tests.support.coordinator import Harness, Trainer, config
 
 
@@ -117,7 +117,7 @@ def held(cluster: Harness, name: str, *, version: int, can_update: bool = False)
             stop_bytes=shard.stop_bytes,
             version=version,
             can_update=can_update,
-            backup=shard.backup,
+            role=shard_pb2.SHARD_ROLE_BACKUP if shard.backup else shard_pb2.SHARD_ROLE_PRIMARY,
         )
         for shard in run.shards.values()
     ]

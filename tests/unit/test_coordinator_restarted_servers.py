@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardwell_wire.errors import ConflictError, UnavailableError
+from shardwell_wire.v1 import shard_pb2
 from tests.support.coordinator import harness, run_async
 from tests.support.fake_shards import fail_times
 from tests.support.relocation import (
@@ -120,7 +121,7 @@ def test_restarted_process_has_the_backups_of_its_predecessor(tmp_path: Path) ->
             await cluster.settle()
             for server in cluster.shards.values():
                 server.fail = fail_times("ReserveUnit", 10**6, UnavailableError("no new copies"))
-            reported = [shard for shard in held(cluster, "s0", version=1) if not shard.backup]
+            reported = [at for at in held(cluster, "s0", version=1) if at.role == shard_pb2.SHARD_ROLE_PRIMARY]
             shards = cluster.shards["s0"].runs["r"].shards
             for key, shard in list(shards.items()):
                 if shard.backup:

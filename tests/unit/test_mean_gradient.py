@@ -163,15 +163,35 @@ def test_shards_that_cannot_be_reduced_together_release_their_memory(memory: Mem
 
 def test_received_mean_replaces_the_former_one(memory: Memory, mean: MeanGradient) -> None:
     for value in (1.0, 2.0):
-        buffer, received = mean.acquire([1])
+        buffer, received = mean.acquire([1], lambda: None)
         assert buffer is not None
         received[0].fill_(value)
         mean.set(buffer, [1])
         assert memory.pool.taken_bytes == SIZE
     assert mean.present == [1]
-    assert mean.acquire([]) == (None, [])
+    assert mean.acquire([], lambda: None) == (None, [])
     mean.set(None, (), skipped=True)
     assert mean.reduced is not None and mean.reduced.skipped and memory.pool.taken_bytes == 0
+
+
+def test_received_mean_is_in_the_file_unless_the_file_is_in_use(memory: Memory, mean: MeanGradient) -> None:
+    file = torch.zeros(SIZE, dtype=torch.uint8)
+    first, received = mean.acquire([0, 1], lambda: file)
+    second, _ = mean.acquire([1], lambda: file)
+    assert first is file and second is not file and mean.filling is file
+    mean.release(second)
+    received[0].fill_(3.0)
+    mean.set(first, [0, 1])
+    assert mean.in_file and mean.filling is None and memory.pool.taken_bytes == 0
+    assert views(file)[0].eq(3.0).all()
+    third, _ = mean.acquire([1], lambda: file)
+    assert third is not file, "a stream that fails must not damage the mean"
+    mean.set(third, [1])
+    assert not mean.in_file and mean.present == [1]
+    mean.discard()
+    again, _ = mean.acquire([1], lambda: file)
+    mean.release(again)
+    assert again is file and mean.filling is None and memory.pool.taken_bytes == 0
 
 
 def test_mean_of_a_former_process_stays_in_its_file(memory: Memory, mean: MeanGradient) -> None:

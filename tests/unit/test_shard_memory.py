@@ -55,8 +55,8 @@ def test_a_reservation_grows_with_the_optimizer_and_is_released_with_the_run() -
     with pytest.raises(CapacityError):
         memory.reserve(("s", "v", 0), 50, 1)
     assert memory.reserved_bytes == 850
-    assert memory.release("r") == 600
-    assert (memory.reserved_bytes, memory.used_bytes, memory.release("r")) == (250, 0, 0)
+    assert memory.release([("r", "u", 0)]) == 600
+    assert (memory.reserved_bytes, memory.used_bytes, memory.release([])) == (250, 0, 0)
 
 
 def test_unreserved_memory_in_use_counts_against_the_memory_set_aside() -> None:

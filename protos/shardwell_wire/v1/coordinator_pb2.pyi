@@ -11,6 +11,7 @@ import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import google.protobuf.timestamp_pb2
 import shardwell_wire.v1.common_pb2
+import shardwell_wire.v1.shard_pb2
 import sys
 import typing
 
@@ -125,6 +126,10 @@ class _BackupStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """The server has the committed version and receives every prepared step. It can replace the primary."""
     BACKUP_STATE_RELEASING: _BackupState.ValueType  # 3
     """The server must release its copy."""
+    BACKUP_STATE_FORMER: _BackupState.ValueType  # 4
+    """Was the primary or in sync when the last step was committed, and gets no further step. It can replace the primary
+    until the next commit, or until the primary has confirmed that it has the shard.
+    """
 
 class BackupState(_BackupState, metaclass=_BackupStateEnumTypeWrapper):
     """State of a backup."""
@@ -137,6 +142,10 @@ BACKUP_STATE_IN_SYNC: BackupState.ValueType  # 2
 """The server has the committed version and receives every prepared step. It can replace the primary."""
 BACKUP_STATE_RELEASING: BackupState.ValueType  # 3
 """The server must release its copy."""
+BACKUP_STATE_FORMER: BackupState.ValueType  # 4
+"""Was the primary or in sync when the last step was committed, and gets no further step. It can replace the primary
+until the next commit, or until the primary has confirmed that it has the shard.
+"""
 global___BackupState = BackupState
 
 class _ServerState:
@@ -247,8 +256,8 @@ global___RetiredShard = RetiredShard
 
 @typing.final
 class HeldShard(google.protobuf.message.Message):
-    """A shard that a new process of a server took up from the memory of its predecessor. The process does not serve the shard
-    before the coordinator has adopted it.
+    """A copy of a shard that a new process of a server took up from its predecessor, whatever the role of the copy was. The
+    process serves nothing of it before the coordinator has answered the registration.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -262,8 +271,8 @@ class HeldShard(google.protobuf.message.Message):
     VERSION_FIELD_NUMBER: builtins.int
     CAN_UPDATE_FIELD_NUMBER: builtins.int
     UPDATING_FIELD_NUMBER: builtins.int
-    BACKUP_FIELD_NUMBER: builtins.int
     PLACEMENT_FIELD_NUMBER: builtins.int
+    ROLE_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run."""
     run_id: builtins.str
@@ -282,10 +291,12 @@ class HeldShard(google.protobuf.message.Message):
     """Whether Update for the step with this number still works: the step was prepared, or its update was interrupted."""
     updating: builtins.bool
     """Whether the update to the next version was interrupted. Then no version is readable until Update is repeated."""
-    backup: builtins.bool
-    """Whether the shard was a backup."""
     placement: builtins.int
     """Number of the placement that the shard belongs to."""
+    role: shardwell_wire.v1.shard_pb2.ShardRole.ValueType
+    """In RegisterServerRequest: what the predecessor did with the copy. In RegisterServerResponse: what the process does
+    with it from now on.
+    """
     def __init__(
         self,
         *,
@@ -298,10 +309,10 @@ class HeldShard(google.protobuf.message.Message):
         version: builtins.int = ...,
         can_update: builtins.bool = ...,
         updating: builtins.bool = ...,
-        backup: builtins.bool = ...,
         placement: builtins.int = ...,
+        role: shardwell_wire.v1.shard_pb2.ShardRole.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["backup", b"backup", "can_update", b"can_update", "placement", b"placement", "run", b"run", "run_id", b"run_id", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit", "unit_index", b"unit_index", "updating", b"updating", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["can_update", b"can_update", "placement", b"placement", "role", b"role", "run", b"run", "run_id", b"run_id", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit", "unit_index", b"unit_index", "updating", b"updating", "version", b"version"]) -> None: ...
 
 global___HeldShard = HeldShard
 
@@ -346,8 +357,8 @@ class RegisterServerRequest(google.protobuf.message.Message):
 
     @property
     def held(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___HeldShard]:
-        """Shards that this process took up from its predecessor. The same in every registration of the process, until one
-        succeeds.
+        """Copies that this process took up from its predecessor, of any role. The same in every registration of the process,
+        until one succeeds.
         """
 
     def __init__(
@@ -397,7 +408,10 @@ class RegisterServerResponse(google.protobuf.message.Message):
 
     @property
     def adopted(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___HeldShard]:
-        """Those of RegisterServerRequest.held that the process owns from now on. The server drops the others."""
+        """Those of RegisterServerRequest.held that the process keeps, each with its role from now on. The server drops the
+        others. A copy with SHARD_ROLE_BACKUP is kept as it is, whatever it was before: it serves no trainer, and nothing
+        updates it. Later, PromoteShards makes it a primary, or ReleaseShards or a RetiredShard drops it.
+        """
 
     def __init__(
         self,
@@ -539,17 +553,23 @@ class DeregisterServerRequest(google.protobuf.message.Message):
 
     SERVER_ID_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
+    KEEPS_COPIES_FIELD_NUMBER: builtins.int
     server_id: builtins.str
     """Id of the shard server."""
     epoch: builtins.int
     """RegisterServerResponse.epoch."""
+    keeps_copies: builtins.bool
+    """Whether the process leaves its copies for the next process of this server_id, for example in shared memory. Then
+    runs wait for that process as after a crash. False: the copies end with the process.
+    """
     def __init__(
         self,
         *,
         server_id: builtins.str = ...,
         epoch: builtins.int = ...,
+        keeps_copies: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "server_id", b"server_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "keeps_copies", b"keeps_copies", "server_id", b"server_id"]) -> None: ...
 
 global___DeregisterServerRequest = DeregisterServerRequest
 

@@ -266,8 +266,9 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DeregisterServer(self, request, context):
-        """Shard server: announces that the process is about to end and its memory will be lost. The coordinator places
-        units without values on other servers, and reports the loss to runs that have values on the server.
+        """Shard server: announces that the process is about to end. The coordinator places units without values on other
+        servers. Runs that have values on the server wait for its next process if the copies are kept, and otherwise learn
+        of the loss.
 
         ABORTED: another process has registered the server_id.
         """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
@@ -324,17 +324,13 @@ class Memory:
         self._shared_bytes += size_bytes
         self._update_elsewhere()
 
-    def release(self, run: str) -> int:
-        """Releases all reservations of a run; returns the bytes that became free."""
+    def release(self, keys: Iterable[ShardKey]) -> int:
+        """Releases the reservations of shards; returns the bytes that became free."""
         before = self.reserved_bytes
-        self._reservations = {key: value for key, value in self._reservations.items() if key[0] != run}
+        for key in keys:
+            del self._reservations[key]
         self._update_limits()
         return before - self.reserved_bytes
-
-    def release_shard(self, key: ShardKey) -> None:
-        """Releases the reservation of one shard."""
-        del self._reservations[key]
-        self._update_limits()
 
     # ---- buffers ----
 

@@ -11,18 +11,24 @@ import time
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from shardwell_server.shard.memory.saved_files import SavedFiles
 from shardwell_wire.chunk_streams import memory_at
 from shardwell_wire.errors import CapacityError
+from shardwell_wire.process_identity import has_ended
 from shardwell_wire.server_folders import (
     DEFAULT_DIRECTORY,
+    KEPT_S,
     RECORD_SUFFIX,
     FolderOwner,
+    LockedFolder,
     make_folder,
     remove_remains,
+    size_of,
     take_folder,
     write_whole,
 )
@@ -74,6 +80,11 @@ class ShmReserve:
         reserved_bytes = int(min(max(total_bytes * _RESERVED_SHARE, _MIN_RESERVED_BYTES), _MAX_RESERVED_BYTES))
         self.size_bytes = reserved_bytes if shared else 0
         self.total_bytes = total_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """Size of the files that may still be made."""
+        return max(0, _total_and_free_bytes(self._directory)[1] - self.size_bytes)
 
     def problem(self, size_bytes: int) -> str | None:
         """Returns why a file of this size must not be made. None if it fits."""
@@ -165,27 +176,46 @@ class ShardFile:
 
 
 class SharedMemory:
-    """Makes files that this process and trainers map. The files are removed when the process ends.
+    """Makes files that this process and trainers map.
 
-    If the process is killed and the folder has an owner, the next process of the same server takes the folder up, with
-    the files that its shards need. Each server locks its folder, and the kernel releases the lock of a dead process.
-    See ``server_folders.py``.
+    However the process ends, the files stay if the folder has an owner and records of shards. The next process of the
+    same server takes the folder up, with the files that its shards need. Each server locks its folder, and the kernel
+    releases the lock of a process that has ended. See ``server_folders.py``.
 
     Args:
         directory: Directory in a memory file system.
-        owner: The server whose next process may take up the shards. None: the folder of a killed process is garbage.
+        owner: The server whose next process may take up the shards. None: nothing outlives the process.
+        saved: Files on disk, which are used if shared memory has no shards of the server. None: there are none.
+
+    Raises:
+        CapacityError: The saved files do not fit the shared memory.
+        CorruptDataError: The saved files are damaged.
     """
 
-    def __init__(self, directory: Path = DEFAULT_DIRECTORY, owner: FolderOwner | None = None) -> None:
+    def __init__(
+        self, directory: Path = DEFAULT_DIRECTORY, owner: FolderOwner | None = None, saved: SavedFiles | None = None
+    ) -> None:
+        self._owner, self._saved = owner, saved
+        self._reserve = ShmReserve(directory, DEFAULT_DIRECTORY)
         taken = None if owner is None else take_folder(directory, owner)
         remove_remains(directory)
-        self._folder = taken or make_folder(directory, owner)
+        self._folder = self._filled(directory, taken) or taken or make_folder(directory, owner)
         self._directory = self._folder.path
         self.restartable = owner is not None
         """True if the next process of this server can take up shards from the files."""
-        self._reserve = ShmReserve(directory, DEFAULT_DIRECTORY)
         self._warned = False
         self._noted_at = time.monotonic()
+
+    def _filled(self, directory: Path, taken: LockedFolder | None) -> LockedFolder | None:
+        """Returns a folder with the saved files. None: nothing is saved, or the folder that was taken has shards."""
+        source = None if self._saved is None or (taken and taken.has_shards) else self._saved.find()
+        if source is None or self._saved is None:
+            return None
+        if taken is not None:
+            taken.remove()
+        return make_folder(
+            directory, self._owner, partial(self._saved.fill, source, free_bytes=self._reserve.free_bytes)
+        )
 
     def offered(self) -> bool:
         """Returns True if there is free space beyond the reserve; logs a warning otherwise."""
@@ -293,9 +323,53 @@ class SharedMemory:
             if path.name not in names and path.name not in self._folder.own_files:
                 path.unlink()
 
+    # ---- the end of the process ----
+
+    @property
+    def keeps_shards(self) -> bool:
+        """True if the folder has shards that the next process of this server can take up."""
+        if self._owner is None or has_ended(self._owner.supervisor):
+            return False
+        return self._folder.has_shards
+
+    def save(self, names: Collection[str]) -> None:
+        """Writes files to disk, unless those that were taken up are still there. Logs an error: nothing is lost yet."""
+        if self._saved is None or self._saved.find() is not None:
+            return
+        size_bytes, began_s = sum((self._directory / name).stat().st_size for name in names), time.monotonic()
+        logger.info("saving %d bytes of shards in %s", size_bytes, self._saved.directory)
+        try:
+            self._saved.write(self._directory, names)
+        except OSError as error:
+            logger.error(
+                "the shards of this server are not saved in %s: %s. They are in shared memory only, and end with it",
+                self._saved.directory,
+                error,
+            )
+            return
+        logger.info("saved %d bytes of shards in %.1f s", size_bytes, time.monotonic() - began_s)
+
+    def remove_saved(self) -> None:
+        """Removes the files on disk. Call once the shards may change: the files are obsolete then."""
+        if self._saved is not None:
+            self._saved.remove()
+
     def close(self) -> None:
-        """Removes all files. Existing mappings stay valid."""
-        self._folder.remove()
+        """Leaves the files to the next process of this server, or removes them. Existing mappings stay valid."""
+        if not self.keeps_shards:
+            self._folder.remove()
+            return
+        assert self._owner is not None
+        logger.info(
+            "left %d shards with %d bytes in %s: the next process of %r takes them up. Another server removes them "
+            "after %g hours, and `shardwell-server discard` at once",
+            len(self.names(RECORD_SUFFIX)),
+            size_of(self._directory),
+            self._directory,
+            self._owner.server_id,
+            KEPT_S / 3600,
+        )
+        self._folder.leave()
 
 
 def new_record_name() -> str:

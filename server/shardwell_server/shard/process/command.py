@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
 import os
 import socket
@@ -16,24 +17,27 @@ import torch
 from shardwell_server import audit, authentication, checkpoint_roots, encryption, process
 from shardwell_server.call_server import CallServer
 from shardwell_server.shard.memory.budget import default_budget_bytes
+from shardwell_server.shard.memory.saved_files import SavedFiles
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.process.peers import GrpcPeers
-from shardwell_server.shard.process.process_group import ProcessGroup, member_settings
+from shardwell_server.shard.process.process_group import STOP_S, ProcessGroup, member_settings
 from shardwell_server.shard.process.registration import Registration
 from shardwell_server.shard.servicer import ShardServicer
 from shardwell_server.shard.state.store import ShardStore
+from shardwell_server.shard.state.taking_up import recorded_files
 from shardwell_server.shard.transports.registry import TransportResources, build_transports
 from shardwell_server.sizes import parse_size
 from shardwell_wire import fault_points
-from shardwell_wire.process_identity import parent_identity
+from shardwell_wire.process_identity import own_identity, parent_identity
 from shardwell_wire.secret_files import inherited_pipe
-from shardwell_wire.server_folders import DEFAULT_DIRECTORY, FolderOwner
+from shardwell_wire.server_folders import DEFAULT_DIRECTORY, FolderOwner, remove_remains
 from shardwell_wire.tokens import Role
 from shardwell_wire.v1 import shard_pb2
 
 logger = logging.getLogger(__name__)
 
 _LONGEST_DRAIN_S = 86400.0
+_REMAINS_EVERY_S = 1800.0
 
 _EXAMPLES = """\
 examples:
@@ -47,12 +51,16 @@ SHARDWELL_TOKEN_FILE, or pass --insecure.
 The throughput of one process is limited by its Python interpreter, so run several processes per host. On a host
 dedicated to shards, raise --processes until the network is saturated, up to one process per core. The processes
 divide --memory-budget, are called NAME-0, NAME-1 and so on, and listen on consecutive ports (with port 0: on free
-ports). Each prints a line of JSON when it is ready. If one fails, all stop and the command fails, so that a
-supervisor can restart it.
+ports). Each prints a line of JSON when it is ready. One that fails is started again with its name and port, and takes
+up its shards; the others go on. The command fails if one cannot be started.
 
 SIGTERM drains the server: its shards move to other servers with enough memory, while training goes on. Then it exits
-with code 0. A second SIGTERM, SIGINT, or the end of --drain-s stops it with the shards that are left. A supervisor
-must wait longer than --drain-s before it sends SIGKILL.
+with code 0. A second SIGTERM, SIGINT, or the end of --drain-s stops it with the shards that are left.
+
+However a server with --id ends, the shards that are left stay in shared memory, and its next process takes them up.
+With --state-dir, a stop also writes them to disk, from where they are taken up if shared memory is lost, as by a reboot
+or `docker compose down`. `shardwell-server discard` deletes the shards of a stopped server, `shardwell delete-run`
+those of a run. A supervisor must wait longer than --drain-s, and the time of the writing, before it sends SIGKILL.
 """
 
 
@@ -134,9 +142,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=float,
         default=env("SHARDWELL_DRAIN_S", "20"),
         help="longest time after SIGTERM in which the shards of the server move to other servers, before it exits; 0: "
-        "they end with the server (SHARDWELL_DRAIN_S, default %(default)s)",
+        "they do not move (SHARDWELL_DRAIN_S, default %(default)s)",
     )
     checkpoint_roots.add_argument(parser)
+    parser.add_argument(
+        "--state-dir",
+        metavar="DIR",
+        default=env("SHARDWELL_STATE_DIR", ""),
+        help="directory on a disk in which a stop saves the shards that are left; needs --id and shared memory "
+        "(SHARDWELL_STATE_DIR, default: they are in shared memory only)",
+    )
+    parser.add_argument("--supervisor", default=None, help=argparse.SUPPRESS)
     authentication.add_argument(parser)
     audit.add_argument(parser)
     encryption.add_arguments(parser)
@@ -178,6 +194,8 @@ def _run(arguments: argparse.Namespace) -> int:
             f"--token-file {arguments.token_file} is a pipe, which one process can read: name a file for "
             f"--processes {arguments.processes}"
         )
+    if arguments.state_dir and (not arguments.id or arguments.shm_dir == "none"):
+        raise ValueError(f"--state-dir {arguments.state_dir} needs --id and --shm-dir: only shared memory is saved")
     # Before a group starts, whose members would each fail.
     credentials = authentication.from_arguments(arguments)
     encryption.insecurity(endpoint.host, credentials, arguments)
@@ -197,8 +215,10 @@ def _run_group(arguments: argparse.Namespace, endpoint: process.Endpoint) -> int
         server_id=arguments.id or f"{socket.gethostname()}-{os.getpid()}",
         memory_budget_bytes=arguments.memory_budget or default_budget_bytes(arguments.servers_on_host),
         bind=endpoint.bind,
+        # Without a name of its own, no later group has the same members.
+        supervisor=_supervisor(arguments) if arguments.id else own_identity(),
     )
-    group = ProcessGroup(members, drain_s=arguments.drain_s)
+    group = ProcessGroup(members, stop_limit_s=None if arguments.state_dir else arguments.drain_s + STOP_S)
     return process.run(group.run(endpoint), log_level=arguments.log_level)
 
 
@@ -210,8 +230,9 @@ async def serve(arguments: argparse.Namespace, endpoint: process.Endpoint) -> No
     insecure = encryption.insecurity(endpoint.host, credentials, arguments)
     encryption.warn(endpoint.bind, insecure)
     with ExitStack() as stack:
+        shared = stack.enter_context(_shared_memory(arguments))
+        # Left before shared memory: the next process may take up the files once no thread changes them any more.
         threads = stack.enter_context(ThreadPoolExecutor(2, thread_name_prefix="tensor-work"))
-        shared = stack.enter_context(_shared_memory(arguments.shm_dir, _folder_owner(arguments)))
         budget_bytes = arguments.memory_budget or default_budget_bytes(arguments.servers_on_host)
         store = ShardStore(budget_bytes, threads, shared, credentials.key)
         calls = CallServer(endpoint.host)
@@ -248,22 +269,45 @@ def _folder_owner(arguments: argparse.Namespace) -> FolderOwner | None:
     """Returns the owner of the server's shared memory. None without ``--id``: no later process has the same id."""
     if not arguments.id:
         return None
-    supervisor = parent_identity() if arguments.exit_with_parent else ""
-    return FolderOwner(server_id=arguments.id, coordinator=arguments.coordinator, supervisor=supervisor)
+    return FolderOwner(server_id=arguments.id, coordinator=arguments.coordinator, supervisor=_supervisor(arguments))
+
+
+def _supervisor(arguments: argparse.Namespace) -> str:
+    """Returns the identity of the process that starts the server again. Empty: not known."""
+    if arguments.supervisor is not None:
+        return str(arguments.supervisor)
+    return parent_identity() if arguments.exit_with_parent else ""
 
 
 @contextmanager
-def _shared_memory(directory: str, owner: FolderOwner | None) -> Iterator[SharedMemory | None]:
-    if directory == "none":
+def _shared_memory(arguments: argparse.Namespace) -> Iterator[SharedMemory | None]:
+    owner = _folder_owner(arguments)
+    if arguments.shm_dir == "none":
         yield None
         return
+    saved = SavedFiles(Path(arguments.state_dir), owner) if arguments.state_dir and owner is not None else None
     try:
-        shared = SharedMemory(Path(directory), owner)
+        shared = SharedMemory(Path(arguments.shm_dir), owner, saved)
     except OSError as error:
+        if saved is not None and saved.find() is not None:
+            raise
         logger.warning("shared memory is disabled, trainers on this host use the network: %s", error)
         yield None
         return
+    cleaning = asyncio.ensure_future(_remove_remains(Path(arguments.shm_dir)))
     try:
-        yield shared if shared.offered() else None
+        yield shared if shared.keeps_shards or shared.offered() else None
     finally:
+        cleaning.cancel()
+        if shared.keeps_shards:
+            files = recorded_files(shared)
+            shared.remove_all_but(files)
+            shared.save(files)
         shared.close()
+
+
+async def _remove_remains(directory: Path) -> None:
+    """Removes the folders of other servers that nobody takes up again, from time to time."""
+    while True:
+        await asyncio.sleep(_REMAINS_EVERY_S)
+        await asyncio.to_thread(remove_remains, directory)

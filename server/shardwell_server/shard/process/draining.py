@@ -1,4 +1,4 @@
-"""What a shard server does between SIGTERM and its end: it waits until other servers have its shards."""
+"""What a shard server does first when it is stopped: it waits until other servers have its shards."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def drain(ask: Callable[[], Awaitable[coordinator_pb2.DrainServerResponse]
 
     Returns:
         True if the server has no shards left. False if the coordinator cannot be reached, no other server can take the
-        rest, or the time is over. The shards that are left then end with this process.
+        rest, or the time is over.
     """
     loop = asyncio.get_running_loop()
     now = loop.time()
@@ -40,10 +40,10 @@ async def drain(ask: Callable[[], Awaitable[coordinator_pb2.DrainServerResponse]
         except (UnavailableError, DeadlineError, TimeoutError) as error:
             now = loop.time()
             if last_answer_s < 0 or now > min(deadline, last_answer_s + _SILENCE_S):
-                logger.warning("the shards of this server are not moved, because the coordinator is gone: %s", error)
+                logger.warning("the shards of this server do not move, because the coordinator is gone: %s", error)
                 return False
         except ShardwellError as error:
-            logger.warning("the shards of this server are not moved: %s", error)
+            logger.warning("the shards of this server do not move: %s", error)
             return False
         else:
             last_answer_s = now = loop.time()
@@ -54,9 +54,9 @@ async def drain(ask: Callable[[], Awaitable[coordinator_pb2.DrainServerResponse]
             if answer.shard_count != left:
                 left, last_progress_s = answer.shard_count, now
             if answer.waiting_for and now - last_progress_s > _STUCK_S:
-                logger.warning("%d shards end with this server: %s", left, "; ".join(answer.waiting_for))
+                logger.warning("%d shards stay on this server: %s", left, "; ".join(answer.waiting_for))
                 return False
             if now > deadline:
-                logger.warning("%d shards end with this server: they were not moved within %g s", left, limit_s)
+                logger.warning("%d shards stay on this server: they were not moved within %g s", left, limit_s)
                 return False
         await asyncio.sleep(_POLL_S)

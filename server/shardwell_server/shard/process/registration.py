@@ -46,6 +46,8 @@ _SERVICE = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"]
 _TIMEOUT_S = 5.0
 _NONCE_BYTES = 16
 _LEAVE_TIMEOUT_S = 2.0
+_FINISH_S = 5.0
+"""Longest wait for updates in progress before the process ends. The next process continues an interrupted one."""
 _LONGEST_PAUSE_S = 2.0
 _LONGEST_SILENT_PAUSE_S = 0.5
 """Longest pause between heartbeats while the coordinator does not answer. Trainers wait when the lease has expired."""
@@ -249,8 +251,15 @@ class Registration:
             await self._register()
 
     async def _leave(self) -> None:
-        """Deregisters. If the coordinator does not answer, the lease expires instead."""
-        request = coordinator_pb2.DeregisterServerRequest(server_id=self._server_id, epoch=self._epoch)
+        """Deregisters, once no shard changes any more. If the coordinator does not answer, the lease expires."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_FINISH_S):
+                await self._store.finish_work()
+        if ending := self._store.describe_ending():
+            logger.warning("%s", ending)
+        request = coordinator_pb2.DeregisterServerRequest(
+            server_id=self._server_id, epoch=self._epoch, keeps_copies=self._store.keeps_shards
+        )
         try:
             await self._call("DeregisterServer", request, timeout_s=_LEAVE_TIMEOUT_S)
         except ShardwellError as error:

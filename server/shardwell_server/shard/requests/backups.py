@@ -187,14 +187,15 @@ async def _confirm(
             known = dict(zip(shard_pb2.StepContent.values(), shard_pb2.StepContent.keys(), strict=True))
             names = ", ".join(sorted(known.get(content, f"content {content}") for content in missing))
             raise StepStateError(f"the backup of {shard.what} lacks {names} of step {step}", unit=shard.unit)
-        if _GRADIENT not in item.contents and (shard.reduced is None or not shard.reduced.skipped):
-            shard.mean.set(None, (), skipped=True)
+        if _GRADIENT not in item.contents:
+            shard.set_no_mean()
         if optimizer is not None:
             groups = next((unit.group_indices for unit in optimizer.units if unit.unit_index == shard.index), None)
             if not runs_on_trainers(optimizer.algorithm) or _PARTITIONS in item.contents:
                 shard.check_update(step, optimizer, groups)
             key = optimizer_checks.allocation_key(optimizer)
             await shard.prepare_update(store.in_thread, optimizer, groups, key)
+        await shard.record_prepared(store.in_thread)
         # Content of a later generation may have arrived meanwhile.
         if open_replica(run, shard, item, step) is not replica:
             raise StaleEpochError(f"the gradient of {shard.what} has since been replaced", unit=shard.unit)

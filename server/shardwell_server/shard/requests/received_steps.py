@@ -99,7 +99,7 @@ async def _receive_gradient(
     what: str,
 ) -> None:
     numbers = _numbers(shard, header.gradient_indices, what)
-    buffer, views = shard.mean.acquire(numbers)
+    buffer, views = shard.mean.acquire(numbers, shard.acquire_mean_file)
     try:
         memory = [tensor_memory(view) for view in views]
         await incoming.into([] if header.path else memory, what)

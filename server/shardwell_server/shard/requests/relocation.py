@@ -15,14 +15,12 @@ from shardwell_server.shard.requests.peers import tensor_memory
 from shardwell_server.shard.state.portable_state import export
 from shardwell_server.shard.state.replication import Backup
 from shardwell_server.shard.state.runs import HostedRun
-from shardwell_server.shard.state.shard_spec import Role
+from shardwell_server.shard.state.shard_spec import ROLES, Role
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_server.shard.state.unit_shard import UnitShard
 from shardwell_wire import fault_points
 from shardwell_wire.errors import NotFoundError, StepStateError
 from shardwell_wire.v1 import shard_pb2
-
-_ROLES = {Role.PRIMARY: shard_pb2.SHARD_ROLE_PRIMARY, Role.BACKUP: shard_pb2.SHARD_ROLE_BACKUP}
 
 
 async def promote(run: HostedRun, in_thread: InThread, request: shard_pb2.PromoteShardsRequest) -> None:
@@ -50,11 +48,11 @@ async def promote(run: HostedRun, in_thread: InThread, request: shard_pb2.Promot
     for shard in shards:
         was_backup = shard.role is Role.BACKUP
         if was_backup:
-            shard.promote()
             if shard.version == step:
                 shard.drop_replica()
             else:
                 await shard.record_prepared(in_thread)  # no other server has the step that is about to be applied
+            shard.take_role(Role.PRIMARY)
         if was_backup or request.placement > shard.backups.placement:
             shard.backups.take_over(request.placement, backups[shard.unit, shard.start_bytes])
     steps.fence(run, shard_pb2.FenceRequest(context=request.context, ranks=request.fences))
@@ -105,7 +103,7 @@ async def hash_shards(
                 unit=shard.unit,
                 start_bytes=shard.start_bytes,
                 stop_bytes=shard.stop_bytes,
-                role=_ROLES[shard.role],
+                role=ROLES[shard.role],
                 version=shard.version or 0,
             )
             for name, tensor in export(shard).tensors():

@@ -64,6 +64,9 @@ class BufferShard(UnitShard):
         if self.reduced is None:
             self.mean.set_empty(skipped=False)
 
+    def set_no_mean(self) -> None:
+        self.skip_reduction()
+
     def check_partitions(self) -> None:
         """Does nothing: optimizers that run on the trainers stage nothing for buffers."""
 

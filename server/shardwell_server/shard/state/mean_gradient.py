@@ -45,6 +45,8 @@ class MeanGradient:
         """True if the shard's record names the mean."""
         self.from_former = False
         """True if a former process of the server computed the mean, so that this one has no contributions."""
+        self.filling: torch.Tensor | None = None
+        """The file that a stream of a primary fills. None: no stream fills one."""
         self._is_small = size_bytes <= MAX_BYTES
         """False if ``reduce_small`` cannot reduce the shard."""
         self._file: tuple[torch.Tensor, list[torch.Tensor]] | None = None
@@ -166,21 +168,35 @@ class MeanGradient:
 
     # ---- received from a primary, or taken up from a former process ----
 
-    def acquire(self, numbers: Collection[int]) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+    def acquire(
+        self, numbers: Collection[int], file: Callable[[], torch.Tensor | None]
+    ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
         """Returns memory for a mean that a primary sends: the buffer, and the views of some segments.
+
+        It is the shard's file, unless the file contains a mean or another stream fills it.
+
+        Args:
+            numbers: The segments that the primary sends.
+            file: Returns the file. None: there is none.
 
         Raises:
             CapacityError: The operating system has no memory.
         """
         if not numbers:
             return None, []
-        buffer = self._memory.pool.acquire(self._size_bytes)
-        views = self._views(buffer)
+        buffer = file() if self.filling is None and not self.in_file else None
+        if buffer is None:
+            buffer = self._memory.pool.acquire(self._size_bytes)
+            views = self._views(buffer)
+        else:
+            self.filling, views = buffer, self._views_of_file(buffer)
         return buffer, [views[number] for number in sorted(numbers)]
 
     def release(self, buffer: torch.Tensor | None) -> None:
         """Releases memory that ``acquire`` returned and ``set`` did not take."""
-        if buffer is not None:
+        if buffer is not None and buffer is self.filling:
+            self.filling = None
+        elif buffer is not None:
             self._memory.pool.release(buffer)
 
     def set(self, buffer: torch.Tensor | None, numbers: Collection[int], *, skipped: bool = False) -> None:
@@ -192,7 +208,11 @@ class MeanGradient:
             skipped: True if the step is skipped.
         """
         self._release_buffer()
-        self.reduced = Reduced(self._gradients(buffer, numbers), buffer, [], skipped=skipped)
+        gradients = self._gradients(buffer, numbers)
+        self.in_file, self.recorded = buffer is not None and buffer is self.filling, False
+        if self.in_file:
+            self.filling = buffer = None
+        self.reduced = Reduced(gradients, buffer, [], skipped=skipped)
 
     def take_up(self, file: torch.Tensor | None, numbers: Collection[int], *, skipped: bool) -> None:
         """Sets the mean that a former process of the server left in its file."""

@@ -22,6 +22,7 @@ from shardwell_wire.errors import (
     RunDeletedError,
     ShardwellError,
     StaleEpochError,
+    UnavailableError,
 )
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.v1 import common_pb2, shard_pb2
@@ -82,6 +83,7 @@ class HostedRun:
         self.differing_duplicate_count = 0
         self.dropped = asyncio.Event()
         """Set when the run has been deleted."""
+        self._stopping = False
         self.restore = 0
         """Number of the newest attempt to load the run from a checkpoint."""
         self._capture: VersionCapture | None = None
@@ -287,11 +289,20 @@ class HostedRun:
 
         Raises:
             RunDeletedError: The run was deleted while the work waited for the lock.
+            UnavailableError: The server is about to stop.
         """
         async with self._lock:
             if self.dropped.is_set():
                 raise RunDeletedError(f"run {self.name!r} was deleted", run=self.name)
+            if self._stopping:
+                raise UnavailableError("this server is about to stop: try again")
             return await work()
+
+    async def finish_work(self) -> None:
+        """Waits for the work in progress, and rejects further work, because the process ends."""
+        self._stopping = True
+        async with self._lock:
+            pass
 
     def schedule(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Starts ``exclusively`` in the background; logs errors."""
@@ -301,6 +312,9 @@ class HostedRun:
                 await self.exclusively(work)
             except RunDeletedError:
                 return
+            except UnavailableError:
+                if not self._stopping:
+                    raise
 
         task = asyncio.ensure_future(run())
         self._tasks.add(task)
@@ -311,15 +325,12 @@ class HostedRun:
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("background work on run %r failed", self.name, exc_info=error)
 
-    def drop(self) -> None:
-        """Drops all shards. Call within ``exclusively``."""
+    def end(self) -> None:
+        """Ends the run on this server, after all its shards were removed. Call within ``exclusively``."""
+        assert not self.shards
         self.dropped.set()
         if self._capture is not None:
             self._capture.fail(NotFoundError(f"run {self.name!r} was deleted", run=self.name))
-        deleted = RunDeletedError(f"run {self.name!r} was deleted", run=self.name)
-        for shard in self.shards.values():
-            shard.drop(deleted)
-        self.shards.clear()
         self.joint_updates.close()
         if self.files is not None:
             self.files.close()

@@ -24,7 +24,7 @@ from shardwell_server.shard.state.shard_record import (
     TensorPlace,
     encode_spec,
 )
-from shardwell_server.shard.state.shard_spec import ShardSpec
+from shardwell_server.shard.state.shard_spec import Role, ShardSpec
 from shardwell_server.shard.state.step_word import MAX_UPDATES, Prepared, StepWord, next_generation
 from shardwell_server.shard.state.undo_area import SharedProgress, UndoArea, area_bytes
 from shardwell_wire import fault_points
@@ -38,6 +38,16 @@ _ALIGNMENT = 64
 
 class DescribedShard(Protocol):
     """What a record says about a shard."""
+
+    @property
+    def role(self) -> Role:
+        """What the server does with the shard."""
+        ...
+
+    @property
+    def relocation(self) -> int:
+        """``UnitShard.relocation``."""
+        ...
 
     @property
     def version(self) -> int | None:
@@ -143,8 +153,8 @@ class ShardFiles:
         self._spec, self._run = spec, run
         self._shared, self._memory = run.shared, run.memory
         self._name = new_record_name()
-        self._exists = False
-        """Whether there is a record."""
+        self.has_record = False
+        """True if there is a record."""
         self._generation = 0
         """Generation of the last record."""
         self._recorded: _Recorded | None = None
@@ -190,6 +200,14 @@ class ShardFiles:
                 return None
             self._memory.note_shared(self._spec.size_bytes)
         return self.mean.tensor
+
+    def replace_mean(self, shard: DescribedShard) -> None:
+        """Removes the file of the mean gradient, because a stream that is no longer wanted still fills it."""
+        former, self.mean = self.mean, None
+        self.save(shard, prepared=False)  # names the file no longer
+        if former is not None:
+            former.unlink()
+            self._memory.note_shared(-self._spec.size_bytes)
 
     def enlarge_undo(self, copied_bytes: int) -> None:
         """Makes the undo area large enough for the next update. Without one, the update cannot be continued."""
@@ -244,7 +262,7 @@ class ShardFiles:
     def can_save_update(self, shard: DescribedShard) -> bool:
         """True if ``save_update`` can describe the shard after the update of the prepared step."""
         if not shard.is_described:
-            return not self._exists
+            return not self.has_record
         recorded = self._recorded
         return (
             self._prepared
@@ -271,9 +289,9 @@ class ShardFiles:
     def remove_record(self) -> None:
         """Removes the record: another process cannot take up the shard."""
         self._recorded, self._word, self._prepared = None, None, False
-        if self._exists:
+        if self.has_record:
             self._shared.remove_record(self._name)
-            self._exists = False
+            self.has_record = False
 
     def close(self) -> None:
         """Removes the record and the files."""
@@ -299,7 +317,7 @@ class ShardFiles:
     def _content(self, shard: DescribedShard) -> tuple[object, ...]:
         optimizer = shard.optimizer
         state = None if optimizer is None else (optimizer.revision, optimizer.averages.has_started)
-        return shard.values_file, self.mean, self._run.undo, optimizer, state
+        return shard.role, shard.relocation, shard.values_file, self.mean, self._run.undo, optimizer, state
 
     def _write_word(self, values: ShardFile, word: StepWord) -> None:
         if word != self._word:
@@ -324,6 +342,8 @@ class ShardFiles:
         buffers = [*arenas, *([self.mean] if self.mean else []), *([undo.shared] if undo else [])]
         description = ShardDescription(
             spec=self._spec,
+            role=shard.role,
+            relocation=shard.relocation,
             version=version,
             values=values.name,
             files={buffer.name: buffer.tensor.numel() for buffer in buffers},
@@ -337,7 +357,7 @@ class ShardFiles:
             counted=() if shard.optimizer is None else shard.optimizer.counted,
         )
         try:
-            self._exists = True
+            self.has_record = True
             self._shared.write_record(self._name, description.encode(self._encoded_spec))
         except OSError as error:
             logger.warning("%s cannot be taken up after a restart: cannot write its record: %s", self._spec.what, error)
@@ -411,7 +431,7 @@ class ShardFiles:
 
     def take_up(self, name: str, record: ShardDescription) -> None:
         """Opens the files of a record that a former process wrote. Raises OSError or ValueError if one is missing."""
-        self._name, self._exists, self._generation = name, True, record.generation
+        self._name, self.has_record, self._generation = name, True, record.generation
         self._prepared = record.prepared is not None
         special = {record.mean, record.undo}
         self._arenas = [self._shared.open(file, size) for file, size in record.files.items() if file not in special]

@@ -12,13 +12,13 @@ import torch
 import xxhash
 
 from shardwell_server.shard.arithmetic.update_pieces import SLICE_BYTES
-from shardwell_server.shard.state.shard_spec import ShardSpec
+from shardwell_server.shard.state.shard_spec import Role, ShardSpec
 from shardwell_server.shard.state.step_word import Prepared, StepWord
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.v1 import common_pb2
 
-FORMAT = 6
+FORMAT = 7
 """Changes with every change of the record or of the pieces of updates."""
 
 
@@ -79,6 +79,9 @@ class ShardDescription:
     """The state of a shard between two updates."""
 
     spec: ShardSpec
+    role: Role = Role.PRIMARY
+    relocation: int = 0
+    """``UnitShard.relocation``."""
     version: int
     values: str
     """File of the values."""
@@ -128,6 +131,8 @@ class ShardDescription:
 
 _NUMBERS = ("index", "start_bytes", "stop_bytes", "dp", "placement")
 _FIELDS = (
+    "role",
+    "relocation",
     "version",
     "values",
     "files",
@@ -179,13 +184,17 @@ def decode(data: bytes) -> ShardDescription:
         **numbers,
     )
     fields = {name: content[name] for name in _FIELDS}
+    fields["role"] = Role(content["role"])
     fields["parts"] = [_part(part) for part in content["parts"]]
     fields["prepared"] = None if content["prepared"] is None else PreparedRecord(**content["prepared"])
     return ShardDescription(spec=spec, **fields)
 
 
-def _fields_of(record: Any) -> dict[str, Any]:
-    """Returns the fields of a dataclass of this module. Much faster than ``asdict``, which copies every value."""
+def _fields_of(record: Any) -> Any:
+    """Returns the value of a role, or the fields of a dataclass of this module. Much faster than ``asdict``, which
+    copies every value."""
+    if isinstance(record, Role):
+        return record.value
     return {name: getattr(record, name) for name in record.__slots__}
 
 

@@ -10,6 +10,7 @@ import torch
 
 from shardwell_wire.layout import Segment, UnitLayout
 from shardwell_wire.run_identity import RunIdentity
+from shardwell_wire.v1 import shard_pb2
 
 
 class Role(enum.Enum):
@@ -21,6 +22,10 @@ class Role(enum.Enum):
     """Keeps a copy, which the primary brings to every step."""
     RETIRED = "retired"
     """Belongs to another server now. The memory is about to be released."""
+
+
+ROLES = {Role.PRIMARY: shard_pb2.SHARD_ROLE_PRIMARY, Role.BACKUP: shard_pb2.SHARD_ROLE_BACKUP}
+"""Roles as messages name them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

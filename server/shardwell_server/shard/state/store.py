@@ -24,6 +24,7 @@ from shardwell_wire.errors import (
     InvalidRequestError,
     NotFoundError,
     RunDeletedError,
+    ShardwellError,
     StaleEpochError,
     StepStateError,
     UnitMismatchError,
@@ -200,8 +201,7 @@ class ShardStore:
         for shard in replaced:
             if shard.unchanging.locked():  # a thread may use its memory
                 raise StepStateError(f"{shard.what} is being updated or read: reserve it again later", unit=spec.unit)
-        for shard in replaced:
-            self._release(run, shard)
+        self._drop_copies(run, replaced, _unreserved)
         shard = self._new_shard(run, spec, role)
         self.runs.setdefault(identity.run_id, run)
         return shard
@@ -230,15 +230,49 @@ class ShardStore:
         return HostedRun(identity, files)
 
     def adopt(self, adopted: Iterable[coordinator_pb2.HeldShard]) -> None:
-        """Drops the shards of a former process that the coordinator did not adopt."""
-        for shard in [] if self.of_former is None else self.of_former.settle(adopted):
+        """Gives the shards of a former process their roles, and drops those that the coordinator did not adopt."""
+        settled = {} if self.of_former is None else self.of_former.settle(adopted)
+        for shard, role in settled.items():
+            if role is not None:
+                shard.take_role(role)
+                continue
             logger.info("dropped %s at version %s, which this server does not own any more", shard.what, shard.version)
-            run = self.runs[shard.run.run_id]
-            self._release(run, shard)
-            if not run.shards:
-                run.drop()
-                del self.runs[shard.run.run_id]
+            self._drop_copies(self.runs[shard.run.run_id], [shard], _unreserved)
+        for run_id in {shard.run.run_id for shard in settled}:
+            run = self.runs[run_id]
+            if run.shards:
+                run.take_up_step()
+            else:
+                run.end()
+                del self.runs[run_id]
+        if self._shared is not None:
+            self._shared.remove_saved()
         self.lease.confirm()
+
+    @property
+    def keeps_shards(self) -> bool:
+        """True if the next process of this server can take up shards that are here."""
+        return self._shared is not None and self._shared.keeps_shards
+
+    def describe_ending(self) -> str:
+        """Returns which shards end with this process, and why. Empty: none do."""
+        shards = [shard for run in self.runs.values() for shard in run.shards.values() if shard.version is not None]
+        ending = [shard for shard in shards if not (self.keeps_shards and shard.is_recorded)]
+        if not ending:
+            return ""
+        if self._shared is None:
+            why = "the server offers no shared memory"
+        elif not self._shared.restartable:
+            why = "a server without --id cannot be taken up"
+        elif not self.keeps_shards:
+            why = "the process that would start this server again has ended"
+        else:
+            why = "shared memory is full, or their optimizer or kept gradients are not recorded"
+        return f"{len(ending)} of {len(shards)} shards end with this process, such as {ending[0].what}: {why}"
+
+    async def finish_work(self) -> None:
+        """Waits for the exclusive work in progress, and rejects further work, because the process ends."""
+        await asyncio.gather(*(run.finish_work() for run in self.runs.values()))
 
     def release(self, request: NamesRun, unit: str, placement: int) -> None:
         """Releases the reservations of a unit's shards, except those with a higher placement number. Idempotent.
@@ -256,14 +290,11 @@ class ShardStore:
                 f"the reservation of {updated[0].what} cannot be released: it is at version {updated[0].version}",
                 unit=unit,
             )
-        for shard in released:
-            self._release(run, shard)
+        self._drop_copies(run, released, _unreserved)
 
     def empty(self, run: HostedRun, shard: UnitShard) -> UnitShard:
         """Replaces a shard by one without content, under the same reservation, because it is filled anew."""
-        why = StaleEpochError(f"{shard.what} is filled anew on this server", unit=shard.unit)
-        run.remove_shard(shard, why)
-        self.memory.release_shard(shard.spec.memory_key)
+        self._drop_copies(run, [shard], _filled_anew)
         return self._new_shard(run, shard.spec, shard.role)
 
     def retire(self, run_id: str, unit: str, start_bytes: int, placement: int) -> None:
@@ -287,20 +318,24 @@ class ShardStore:
         """Drops a shard of any role, because another server has it now or nobody needs it. Call within
         ``HostedRun.exclusively``."""
         run.note_released(shard.unit, shard.placement)
-        why = NotFoundError(
-            f"this server no longer has {shard.what}, [{shard.start_bytes}, {shard.stop_bytes}): the shard was moved "
-            "to another server, which the coordinator names",
-            unit=shard.unit,
-        )
-        run.remove_shard(shard, why)
-        self.memory.release_shard(shard.spec.memory_key)
+        self._drop_copies(run, [shard], _moved)
 
-    def _release(self, run: HostedRun, shard: UnitShard) -> None:
-        why = NotFoundError(
-            f"{shard.what} is no longer reserved on this server: declare the unit again", unit=shard.unit
-        )
-        run.remove_shard(shard, why)
-        self.memory.release_shard(shard.spec.memory_key)
+    def _drop_copies(
+        self, run: HostedRun, shards: Iterable[UnitShard], why: Callable[[UnitShard], ShardwellError]
+    ) -> int:
+        """Drops copies of shards with their records and files; returns the bytes of the budget that became free.
+
+        Every copy that a server drops is dropped here.
+
+        Args:
+            run: The run.
+            shards: The copies.
+            why: Returns the error that readers and senders of a copy get.
+        """
+        dropped = list(shards)
+        for shard in dropped:
+            run.remove_shard(shard, why(shard))
+        return self.memory.release(shard.spec.memory_key for shard in dropped)
 
     async def begin_restore(self, request: NamesRun, restore: int, min_epoch: int) -> None:
         """Drops all shards of a run that is about to be loaded from a checkpoint. Idempotent.
@@ -325,8 +360,7 @@ class ShardStore:
                 )
             if restore == run.restore:
                 return
-            for shard in list(run.shards.values()):
-                self._release(run, shard)
+            self._drop_copies(run, run.shards.values(), _unreserved)
             self.memory.pool.trim()
             run.begin_restore(restore, min_epoch)
 
@@ -342,9 +376,9 @@ class ShardStore:
             return 0
 
         async def drop() -> int:
-            run.drop()
+            freed = self._drop_copies(run, run.shards.values(), _deleted)
+            run.end()
             del self.runs[run_id]
-            freed = self.memory.release(str(run.identity))
             self.memory.pool.trim()
             return freed
 
@@ -366,6 +400,26 @@ def named_identity(request: NamesRun) -> RunIdentity:
 
 def _ignore(run: HostedRun, shard: UnitShard) -> None:
     """Does nothing."""
+
+
+def _unreserved(shard: UnitShard) -> ShardwellError:
+    return NotFoundError(f"{shard.what} is no longer reserved on this server: declare the unit again", unit=shard.unit)
+
+
+def _filled_anew(shard: UnitShard) -> ShardwellError:
+    return StaleEpochError(f"{shard.what} is filled anew on this server", unit=shard.unit)
+
+
+def _moved(shard: UnitShard) -> ShardwellError:
+    return NotFoundError(
+        f"this server no longer has {shard.what}, [{shard.start_bytes}, {shard.stop_bytes}): the shard was moved to "
+        "another server, which the coordinator names",
+        unit=shard.unit,
+    )
+
+
+def _deleted(shard: UnitShard) -> ShardwellError:
+    return RunDeletedError(f"run {shard.run.name!r} was deleted", run=shard.run.name)
 
 
 def _named_run(request: NamesRun) -> tuple[str, str]:

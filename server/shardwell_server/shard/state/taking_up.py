@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from shardwell_server.shard.arithmetic.optimizer_content import OptimizerContent, PartContent
@@ -11,16 +12,18 @@ from shardwell_server.shard.memory.budget import Grant, Memory
 from shardwell_server.shard.memory.shared_memory import ShardFile, SharedMemory
 from shardwell_server.shard.state import shard_record
 from shardwell_server.shard.state.buffer_shard import BufferShard
+from shardwell_server.shard.state.joint_undo import SUFFIX as JOINT_SUFFIX
 from shardwell_server.shard.state.joint_undo import restore_interrupted
 from shardwell_server.shard.state.runs import HostedRun
 from shardwell_server.shard.state.shard_files import RunFiles, ShardFiles
 from shardwell_server.shard.state.shard_record import PartRecord, ShardDescription
+from shardwell_server.shard.state.shard_spec import ROLES, Role
 from shardwell_server.shard.state.step_word import StepWord
 from shardwell_server.shard.state.undo_area import UndoArea
 from shardwell_server.shard.state.unit_shard import UnitShard
 from shardwell_wire.errors import ShardwellError
 from shardwell_wire.shared_segment import HEAD_BYTES, UPDATING
-from shardwell_wire.v1 import coordinator_pb2
+from shardwell_wire.v1 import coordinator_pb2, shard_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -50,14 +53,15 @@ class TakenShard:
             can_update=self.can_update,
             updating=shard.values.updating,
             placement=shard.placement,
+            role=ROLES[shard.role],
         )
 
 
 class ShardsOfFormer:
-    """The shards that a former process of this server left. Requests find them as soon as they are taken up.
+    """The shards that a former process of this server left, primaries and backups.
 
-    Trainers are refused until the server is registered. The response to the registration says which of the shards this
-    process owns.
+    Requests find them as soon as they are taken up. Trainers are refused until the server is registered. The response
+    to the registration says which of the shards this process keeps, and the role of each.
 
     Args:
         shared: Shared memory, whose folder a former process may have left.
@@ -84,8 +88,6 @@ class ShardsOfFormer:
             run.add_shard(taken.shard)
             if taken.shard.spec.asynchronous:  # older versions are lost, and work items start again
                 run.read_by_rank().start_at(taken.shard.version or 0)
-        for run in runs.values():
-            run.take_up_step()
         if self._shards:
             logger.info("took up %d shards of the former process from shared memory", len(self._shards))
 
@@ -93,12 +95,19 @@ class ShardsOfFormer:
         """Returns the shards that the coordinator is asked to adopt."""
         return [taken.describe() for taken in self._shards.values()]
 
-    def settle(self, adopted: Iterable[coordinator_pb2.HeldShard]) -> list[UnitShard]:
-        """Returns the shards that the coordinator did not adopt. The caller drops them. Later calls return nothing."""
-        keys = {(held.run_id, held.unit, held.start_bytes) for held in adopted}
-        others = [taken.shard for key, taken in self._shards.items() if key not in keys]
+    def settle(self, adopted: Iterable[coordinator_pb2.HeldShard]) -> Mapping[UnitShard, Role | None]:
+        """Returns the shards with their roles. None: the coordinator did not adopt the shard, and the caller drops it.
+
+        Later calls return nothing.
+        """
+        backup = shard_pb2.SHARD_ROLE_BACKUP
+        roles = {
+            (held.run_id, held.unit, held.start_bytes): Role.BACKUP if held.role == backup else Role.PRIMARY
+            for held in adopted
+        }
+        settled = {taken.shard: roles.get(key) for key, taken in self._shards.items()}
         self._shards.clear()
-        return others
+        return settled
 
     def _take(self, name: str, data: bytes) -> None:
         record, values = read(self._shared, data)
@@ -111,7 +120,8 @@ class ShardsOfFormer:
         self._open_undo(run, record)
         files = ShardFiles(spec, run)
         kind = BufferShard if spec.layout.holds_buffers else UnitShard
-        shard = kind(spec, self._memory, self._shared, files=files)
+        shard = kind(spec, self._memory, self._shared, record.role, files)
+        shard.backups.placement = record.relocation
         self._memory.reserve(
             spec.memory_key,
             spec.size_bytes,
@@ -122,7 +132,7 @@ class ShardsOfFormer:
         try:
             self._restore(shard, files, name, record, values)
         except BaseException:
-            self._memory.release_shard(spec.memory_key)
+            self._memory.release([spec.memory_key])
             raise
         self._shards[key] = TakenShard(shard, can_update=record.prepared is not None)
 
@@ -143,6 +153,16 @@ class ShardsOfFormer:
         parts = [_part(files, part) for part in record.parts]
         content = OptimizerContent(parts, record.averages_started)
         shard.take_up(content, None if files.mean is None else files.mean.tensor, record.prepared)
+
+
+def recorded_files(shared: SharedMemory) -> set[str]:
+    """Returns the names of the files that the next process of this server needs, as their records name them."""
+    found = set(shared.names(JOINT_SUFFIX))
+    for name, data in shared.records().items():
+        with suppress(ValueError, LookupError, TypeError):  # the next process cannot read it either, and says so
+            record = shard_record.decode(data)
+            found |= {file for file in (name, record.values, *record.files) if shared.has(file)}
+    return found
 
 
 def read(shared: SharedMemory, data: bytes) -> tuple[ShardDescription, ShardFile]:

@@ -291,12 +291,22 @@ class UnitShard(ShardGradients):
     # ---- files that outlive the process ----
 
     def acquire_mean_file(self) -> torch.Tensor | None:
-        return None if self._files is None else self._files.acquire_mean(self)
+        files = self._files
+        if files is None:
+            return None
+        if files.mean is not None and files.mean.tensor is self.mean.filling:
+            files.replace_mean(self)
+        return files.acquire_mean(self)
 
     @property
     def is_described(self) -> bool:
         """False if the shard has state that its record cannot describe."""
-        return self.role is Role.PRIMARY and not (self.kept.ranks or self.partitions.states)
+        return self.role is not Role.RETIRED and not (self.kept.ranks or self.partitions.states)
+
+    @property
+    def relocation(self) -> int:
+        """Of a backup: the relocation that made the server of its primary the primary's. Else 0."""
+        return self.backups.placement if self.role is Role.BACKUP else 0
 
     @property
     def recorded_segments(self) -> list[int] | None:
@@ -305,6 +315,11 @@ class UnitShard(ShardGradients):
             return None
         present = self.mean.present
         return present if self.mean.in_file or not present else None
+
+    @property
+    def is_recorded(self) -> bool:
+        """True if another process of the server can take up the shard."""
+        return self._files is not None and self._files.has_record
 
     def record(self) -> None:
         """Describes the shard's state, from which another process of the server can then continue."""
@@ -315,7 +330,7 @@ class UnitShard(ShardGradients):
         """As ``record``, once the gradients of a step are reduced. Repeated calls have no effect."""
         if self._files is None or self.mean.recorded:
             return
-        if self.recorded_segments is None and (file := self._files.acquire_mean(self)) is not None:
+        if self.recorded_segments is None and (file := self.acquire_mean_file()) is not None:
             await self._write_mean(in_thread, file)
         self._files.save(self)
         self.mean.recorded = True
@@ -331,7 +346,7 @@ class UnitShard(ShardGradients):
         ``HostedRun.exclusively``. Does nothing without a mean gradient, or if shared memory is full."""
         if self.reduced is None or self._files is None or self.recorded_segments is not None:
             return
-        if (file := self._files.acquire_mean(self)) is not None:
+        if (file := self.acquire_mean_file()) is not None:
             await uninterrupted(self._write_mean(in_thread, file))
 
     async def _write_mean(self, in_thread: InThread, file: torch.Tensor) -> None:
@@ -375,6 +390,12 @@ class UnitShard(ShardGradients):
         if prepared is not None:
             self._take_up_gradients(mean, prepared)
             self.mean.in_file = self.mean.recorded = self.mean.from_former = True
+            self._confirm_replica()
+
+    def _confirm_replica(self) -> None:
+        """Lets a backup apply the prepared step of a former process. Anything that its primary sends replaces it."""
+        if self.role is Role.BACKUP and self.version is not None:
+            self.replica = Replica(self.version, self.backups.placement, generation=0, confirmed=True)
 
     def _take_up_gradients(self, mean: torch.Tensor | None, prepared: PreparedRecord) -> None:
         self.mean.take_up(mean, prepared.present, skipped=prepared.skipped)
@@ -404,9 +425,13 @@ class UnitShard(ShardGradients):
         """Rejects all later requests of trainers and all later steps: another server owns the shard."""
         self.role = Role.RETIRED
 
-    def promote(self) -> None:
-        """Makes a backup the primary. The prepared step stays, if there is one: its update may be due."""
-        self.role = Role.PRIMARY
+    def take_role(self, role: Role) -> None:
+        """Makes the shard a primary or a backup. The prepared step stays, if there is one: its update may be due."""
+        if role is self.role:
+            return
+        self.role = role
+        if self.reduced is not None:
+            self._confirm_replica()
         self.record()
 
     def begin_replica(self, replica: Replica) -> None:
@@ -416,12 +441,20 @@ class UnitShard(ShardGradients):
 
     def drop_replica(self) -> None:
         """Drops what a backup has of the step in flight."""
+        was_recorded = self.mean.recorded
         self.drop_contributions()
         self.replica = None
+        if was_recorded:
+            self.record()
 
     def has_prepared(self, step: int) -> bool:
         """True if this shard received the prepared step as a backup, and can apply it."""
         return self.replica is not None and self.replica.step == step and self.replica.confirmed
+
+    def set_no_mean(self) -> None:
+        """Records that the primary has no mean gradient of the step. What was received otherwise stays."""
+        if self.reduced is None or not self.reduced.skipped:
+            self.mean.set(None, (), skipped=True)
 
     def mark_out_of_sync(self, reason: str) -> None:
         """Records that this backup has missed a step. Its memory stays reserved until it is released or built anew."""
