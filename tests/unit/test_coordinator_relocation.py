@@ -409,12 +409,16 @@ def test_copies_are_neither_built_nor_released_while_the_run_is_loaded(tmp_path:
     async def scenario() -> None:
         async with harness(tmp_path, num_shards=3) as cluster:
             await started(cluster)
-            run, copies = run_of(cluster), cluster.coordinator.backups._copies
+            run, (unit, *_) = run_of(cluster), run_of(cluster).units
+            backup = run.units.set_backup_state(unit, unit.backups[0], BackupState.RELEASING)
+            server = cluster.state.cluster.servers[backup.server_id]
             run.checkpoints.begin_restore(RESTORE, 0.0)
-            (unit, *_), before = run.units, [shard.calls.copy() for shard in cluster.shards.values()]
-            for change in (copies.build, copies.release):
-                with pytest.raises(StepStateError, match="is being loaded"):
-                    await change(run, unit, unit.backups[0])
+            before = [shard.calls.copy() for shard in cluster.shards.values()]
+            with pytest.raises(StepStateError, match="is being loaded"):
+                await cluster.coordinator.backups._builder.build(run, unit, backup)
+            await cluster.coordinator.releases.release(run, backup.process)
+            answer = await cluster.call("HeartbeatServer", server_id=server.server_id, epoch=server.epoch)
+            assert not answer.retired_shards
             assert [shard.calls for shard in cluster.shards.values()] == before
 
     run_async(scenario())

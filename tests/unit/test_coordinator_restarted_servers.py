@@ -11,6 +11,7 @@ from shardwell_wire.v1 import shard_pb2
 from tests.support.coordinator import harness, run_async
 from tests.support.fake_shards import fail_times
 from tests.support.relocation import (
+    confirmed,
     held,
     histories,
     in_sync,
@@ -44,9 +45,7 @@ def test_restarted_process_keeps_its_shards_and_the_step_is_repeated(tmp_path: P
                 await take_step(trainers, 1)
             await a.finish(2 if interrupted else 1)
             kill(cluster, "s0")
-            with pytest.raises(
-                UnavailableError, match="its shards of units 'u0', 'u1' of this run are in shared memory"
-            ):
+            with pytest.raises(UnavailableError, match="its shards of units 'u0', 'u1' of this run on its host"):
                 await a.finish(2 if interrupted else 1)
             await a.heartbeat()
             cluster.shards["s0"].fail = lambda rpc_name, request: None
@@ -145,7 +144,7 @@ def test_restarted_process_does_not_keep_shards_that_a_backup_replaced(tmp_path:
             trainers = await started(cluster)
             reported = held(cluster, "s0", version=0)
             kill(cluster, "s0")
-            await cluster.until(lambda: owners(cluster) == {"s1"}, "the promotion")
+            await cluster.until(lambda: owners(cluster) == {"s1"} and confirmed(cluster), "the promotion")
             assert not (await register(cluster, "s0", "2", held=reported)).adopted
             cluster.shards["s0"].restart("2")
             await take_step(trainers, 0)

@@ -14,6 +14,7 @@ from shardwell_wire.errors import UnavailableError
 from tests.support.coordinator import harness, run_async
 from tests.support.fake_shards import fail_times
 from tests.support.relocation import (
+    confirmed,
     held,
     histories,
     in_sync,
@@ -49,7 +50,7 @@ def test_server_that_returns_is_told_which_shards_it_no_longer_owns(tmp_path: Pa
             cluster.clock.now += 0.2
             s1.renew_lease(cluster.clock.now)
             cluster.coordinator.expire()
-            await cluster.until(lambda: owners(cluster) == {"s1"}, "the promotion")
+            await cluster.until(lambda: owners(cluster) == {"s1"} and confirmed(cluster), "the promotion")
             answer = await cluster.call("HeartbeatServer", server_id="s0", epoch=epoch)
             retired = {(shard.unit, shard.start_bytes) for shard in answer.retired_shards}
             assert retired == before, "former primaries and backups: none of them follows the run any more"

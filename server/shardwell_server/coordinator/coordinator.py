@@ -15,6 +15,7 @@ from shardwell_server.coordinator.checkpoints.saving import CheckpointSaver
 from shardwell_server.coordinator.commit.commit_requests import CommitRequests
 from shardwell_server.coordinator.commit.committer import Committer
 from shardwell_server.coordinator.commit.preparation import StepPreparer
+from shardwell_server.coordinator.commit.releases import Releases
 from shardwell_server.coordinator.commit.updates import UpdateSender
 from shardwell_server.coordinator.commit.work_requests import WorkRequests
 from shardwell_server.coordinator.inspection.events import EventKind
@@ -27,6 +28,7 @@ from shardwell_server.coordinator.relocation.keeper import BackupKeeper
 from shardwell_server.coordinator.relocation.relocator import Relocator
 from shardwell_server.coordinator.relocation.verifier import RunVerifier
 from shardwell_server.coordinator.runs.run import Run
+from shardwell_server.coordinator.servers.copies import Copies
 from shardwell_server.coordinator.servers.promoter import Promoter
 from shardwell_server.coordinator.servers.shard_client import ShardCalls
 from shardwell_server.coordinator.servers.shard_servers import ShardServers
@@ -54,6 +56,8 @@ class Coordinator:
         self.servers = ShardServers(state.cluster, calls, term=state.term, lease_s=state.settings.lease_s)
         self.server_leases = ServerLeases(state, calls)
         self.trainers = TrainerLeases(state, self.servers)
+        self.copies = Copies(state.cluster)
+        self.releases = Releases(state, self.servers, self.copies)
         self.placer = UnitPlacer(state, self.servers)
         self.checkpoint_files = CheckpointFiles(state.settings.checkpoint_roots)
         self.filler = UnitFiller(state, self.servers, self.checkpoint_files)
@@ -61,15 +65,21 @@ class Coordinator:
         self.restorer = RunRestorer(state, self.servers, self.placer, self.trainers, self.checkpoint_files)
         self.promoter = Promoter(self.servers, state.cluster, state.tasks)
         self.preparer = StepPreparer(state, self.servers)
-        self.updates = UpdateSender(state, self.servers, self.checkpoints)
-        self.committer = Committer(state, self.servers, self.trainers, self.promoter, self.preparer, self.updates)
+        self.updates = UpdateSender(state, self.servers, self.checkpoints, self.releases)
+        self.committer = Committer(
+            state, self.servers, self.trainers, self.promoter, self.preparer, self.updates, self.copies
+        )
         self.work_requests = WorkRequests(state, self.servers, self.trainers, self.preparer)
         self.commit_requests = CommitRequests(
             state, self.servers, self.trainers, self.preparer, self.committer, self.filler
         )
-        self.relocator = Relocator(state, self.servers, self.promoter, self.trainers, self.restorer)
-        self.backups = BackupKeeper(state, self.servers, self.promoter, self.trainers, self.updates)
-        self.adoption = Adoption(state, self.servers, self.promoter, self.trainers, self.updates)
+        self.relocator = Relocator(
+            state, self.servers, self.promoter, self.trainers, self.copies, self.updates, self.restorer
+        )
+        self.backups = BackupKeeper(
+            state, self.servers, self.promoter, self.trainers, self.updates, self.copies, self.releases
+        )
+        self.adoption = Adoption(state, self.servers, self.promoter, self.trainers, self.updates, self.copies)
         self.drains = Drains(state, self.backups)
         self.verifier = RunVerifier(state, self.servers)
 

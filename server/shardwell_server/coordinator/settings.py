@@ -38,12 +38,17 @@ class Settings:
     trainer and a server longer than the bytes of a smaller shard on one host or a fast network."""
     checkpoint_roots: CheckpointRoots = field(default_factory=CheckpointRoots)
     """The folders below which checkpoints are opened."""
+    restart_wait_s: float = 20.0
+    """Seconds that a run with a checkpoint waits for the restart of a server that has left its only copies of shards,
+    before it goes back to the checkpoint. A run without a checkpoint waits without a limit."""
     insecure: str = ""
     """What the coordinator lacks although it listens on a network, for ``shardwell servers``. Empty: nothing."""
 
     def __post_init__(self) -> None:
         if not 0.1 <= self.lease_s <= 3600:
             raise ValueError(f"lease_s={self.lease_s!r}: expected 0.1 to 3600 seconds")
+        if not self.restart_wait_s >= 0:
+            raise ValueError(f"restart_wait_s={self.restart_wait_s!r}: expected at least 0 seconds")
         if self.min_servers < 1:
             raise ValueError(f"min_servers={self.min_servers!r}: expected at least 1")
         if self.min_shard_bytes < 1:

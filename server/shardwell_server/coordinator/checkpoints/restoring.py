@@ -5,9 +5,12 @@ Note: [Loading a run]
     run is not started, so no trainer observes a run that is partly loaded. The coordinator then
 
     1. makes every live server drop what it holds of the run, and reject the epochs of former trainers
-       (``BeginRestore``); a server that is silent now releases its shards when it returns,
-    2. places all units of the checkpoint, and has every server fill and publish its shards (``LoadShards``),
+       (``BeginRestore``),
+    2. places all units of the checkpoint on these servers, and has each fill and publish its shards (``LoadShards``),
     3. stores units, commit records, the run's state and the end of the restore in one transaction.
+
+    No server is told to release a copy meanwhile, because it may be loading the same shard. A server that is silent now
+    releases its copies when it returns after the end.
 
     After an error, and after a coordinator restart, everything starts again with a higher number. If a file is
     damaged, the checkpoint before it is used, unless the user named the checkpoint.
@@ -17,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from shardwell_server.coordinator.checkpoints.choosing import CheckpointChooser, open_manifest
@@ -221,22 +224,21 @@ class RunRestorer:
         await self._state.save(run)  # no other restore may get this number, even after a restart
         context = self._servers.context(run, restore.step)
         begin = shard_pb2.BeginRestoreRequest(context=context, restore=number, min_epoch=number)
-        answers = await self._servers.call_all(
-            [server.server_id for server in self._state.cluster.live], "BeginRestore", lambda _: begin
-        )
+        emptied = {server.server_id: server.incarnation for server in self._state.cluster.live}
+        answers = await self._servers.call_all(emptied, "BeginRestore", lambda _: begin)
         for server_id, answer in answers.items():
             self._state.cluster.servers[server_id].note_free(answer.free_bytes)
         # Otherwise the run has the units that its trainers have declared so far. See Note: [Resuming in another grid].
         same_units = not restore.rewrap and has_units_of(manifest, run.settings.world, run.units.layouts)
         units = [
-            Unit(index, layout, await self._placer.reserve(run, index, layout, placement=number), published=True)
+            Unit(index, layout, await self._placer.reserve(run, index, layout, number, emptied), published=True)
             for index, layout in enumerate(manifest.units if same_units else run.units.layouts)
         ]
-        self._keep_former(run, units, answers.keys())
+        self._keep_former(run, units, emptied)
         await self._load_shards(run, restore, number, units)
         await self._finish(run, restore, manifest, commits, units, same_units=same_units)
 
-    def _keep_former(self, run: Run, units: Sequence[Unit], emptied: Collection[str]) -> None:
+    def _keep_former(self, run: Run, units: Sequence[Unit], emptied: Mapping[str, str]) -> None:
         """Notes the shards of servers that may be alive and did not drop them. They must release these shards when
         they return, before they serve anyone."""
         for unit, former in zip(units, run.units, strict=False):
@@ -245,7 +247,7 @@ class RunRestorer:
             unit.backups = tuple(
                 BackupRecord(at.start_bytes, at.stop_bytes, at.server_id, at.incarnation, BackupState.RELEASING)
                 for at in (*former.shards, *former.backups)
-                if at.server_id not in emptied and not self._placer.has_ended(at)
+                if emptied.get(at.server_id) != at.incarnation and not self._placer.has_ended(at)
             )
 
     async def _wait_for_servers(self, restore: Restore) -> None:

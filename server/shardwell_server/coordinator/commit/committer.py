@@ -30,6 +30,7 @@ from shardwell_server.coordinator.runs.module_buffers import next_run_state
 from shardwell_server.coordinator.runs.proposals import StepProposal
 from shardwell_server.coordinator.runs.run import Run
 from shardwell_server.coordinator.runs.step import Step
+from shardwell_server.coordinator.servers.copies import Copies
 from shardwell_server.coordinator.servers.promoter import Promoter
 from shardwell_server.coordinator.servers.shard_servers import ShardServers
 from shardwell_server.coordinator.state import CoordinatorState
@@ -50,6 +51,7 @@ class Committer:
         promoter: Tells servers about shards that move to them with a commit.
         preparer: Prepares steps.
         updates: Sends the updates of committed steps.
+        copies: Ends the time of former copies with each commit.
     """
 
     def __init__(
@@ -60,9 +62,10 @@ class Committer:
         promoter: Promoter,
         preparer: StepPreparer,
         updates: UpdateSender,
+        copies: Copies,
     ) -> None:
         self._state, self._servers, self._trainers = state, servers, trainers
-        self._promoter, self._preparer, self._updates = promoter, preparer, updates
+        self._promoter, self._preparer, self._updates, self._copies = promoter, preparer, updates, copies
 
     async def commit(self, run: Run, step: Step) -> None:
         """Commits a step if every item is finished and the leader has proposed.
@@ -122,8 +125,10 @@ class Committer:
         try:
             step.recording = True
             with run.commits.writing_record():  # resets wait until the record is written
+                # Stored together with the record.
+                self._copies.end_former(run)
                 if moves := run.relocations.planned_promotions():
-                    # Stored together with the record. The targets have the prepared step and apply it.
+                    # The targets have the prepared step and apply it.
                     run.relocations.promote(moves)
                 started_s = self._state.clock()
                 await self._state.save_commit(run, step, record, state)

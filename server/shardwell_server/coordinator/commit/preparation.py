@@ -20,6 +20,7 @@ from shardwell_server.coordinator.runs.run import Run
 from shardwell_server.coordinator.runs.step import Step
 from shardwell_server.coordinator.servers.shard_servers import ShardServers, check_recoverable
 from shardwell_server.coordinator.state import CoordinatorState
+from shardwell_server.coordinator.storage.records import BackupState
 from shardwell_server.optimizer_checks import allocation_key, units_that_count
 from shardwell_wire.errors import IncompleteStepError, NonFiniteError, ShardwellError, StepStateError
 from shardwell_wire.v1 import common_pb2, shard_pb2
@@ -193,7 +194,7 @@ class StepPreparer:
             for response in responses.values()
             for status in response.failed_backups
         }
-        if run.relocations.fail_backups(failed):
+        if run.relocations.fail_backups(failed, BackupState.FORMER):
             message = (
                 f"{len(failed)} backups missed step {run.committed_step} and are built again: {min(failed.values())}"
             )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from shardwell_server.coordinator.checkpoints.saving import CheckpointSaver
+from shardwell_server.coordinator.commit.releases import Releases
 from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.runs.committed_steps import PendingUpdate
 from shardwell_server.coordinator.runs.proposals import committed_optimizer
 from shardwell_server.coordinator.runs.run import Run
 from shardwell_server.coordinator.servers.shard_servers import ShardServers
 from shardwell_server.coordinator.state import CoordinatorState
+from shardwell_server.coordinator.storage.records import BackupState
 from shardwell_wire import fault_points
 from shardwell_wire.errors import NotFoundError, ShardwellError, UnavailableError
 from shardwell_wire.retry import retry_async
@@ -28,10 +30,13 @@ class UpdateSender:
         state: State of the coordinator.
         servers: The shard servers.
         checkpoints: Saves checkpoints between two steps.
+        releases: Releases the copies of shards that have moved to other servers.
     """
 
-    def __init__(self, state: CoordinatorState, servers: ShardServers, checkpoints: CheckpointSaver) -> None:
-        self._state, self._servers, self._checkpoints = state, servers, checkpoints
+    def __init__(
+        self, state: CoordinatorState, servers: ShardServers, checkpoints: CheckpointSaver, releases: Releases
+    ) -> None:
+        self._state, self._servers, self._checkpoints, self._releases = state, servers, checkpoints, releases
 
     def start_all(self, run: Run) -> None:
         """Sends the update of the last commit to every server, in the background."""
@@ -42,9 +47,11 @@ class UpdateSender:
             for server_id, pending in run.commits.pending_updates.items():
                 self._state.tasks.start(self._send(run, request, server_id, pending))
 
-    def start(self, run: Run, server_id: str, pending: PendingUpdate) -> None:
-        """Sends a pending update to its server, in the background."""
-        self._state.tasks.start(self._send(run, self._request(run), server_id, pending))
+    def repeat(self, run: Run, process: tuple[str, str]) -> None:
+        """Sends the update of the last commit to one server process, in the background. It may have missed it."""
+        run.commits.expect_update(process, self._state.clock())
+        if (pending := run.commits.pending_updates.get(process[0])) is not None:
+            self._state.tasks.start(self._send(run, self._request(run), process[0], pending))
 
     def _request(self, run: Run) -> shard_pb2.UpdateRequest:
         """Returns the update of the last commit."""
@@ -65,19 +72,26 @@ class UpdateSender:
         process, cluster, reported = (server_id, pending.incarnation), self._state.cluster, False
         step = request.context.step
 
+        def is_pending() -> bool:
+            return run.commits.pending_updates.get(server_id) is pending and not run.deleted
+
         async def attempt() -> None:
-            if run.commits.pending_updates.get(server_id) is not pending:
-                return  # the run was loaded from a checkpoint, or the server was replaced
-            # A new primary applies the update only after it knows that it is the primary.
-            while server_id in run.relocations.unconfirmed and not run.deleted and not cluster.is_gone(process):
+            # A new primary applies the update only after it knows that it is the primary. A server with a former copy
+            # first learns whether it must drop it: otherwise it would create the next version of it, and accept
+            # gradients from trainers that do not know the new primary yet.
+            while (
+                is_pending()
+                and not cluster.is_gone(process)
+                and (server_id in run.relocations.unconfirmed or self._releases.are_open(run, process))
+            ):
                 await run.changed.wait(_RECHECK_S)
-            if run.deleted:
-                return
+            if not is_pending():
+                return  # the run was loaded from a checkpoint or deleted, or the server was replaced
             if cluster.is_gone(process):
                 if cluster.may_return(process) and run.units.needs_updates(process):
                     raise UnavailableError("the server is lost, and no other server has its shards")
                 return
-            await self._release_retired(run, process)
+            await self._releases.release(run, process)
             try:
                 response = await self._servers.call(server_id, "Update", request, retry_for_s=0.0)
             except NotFoundError:
@@ -102,32 +116,13 @@ class UpdateSender:
             if not run.commits.pending_updates:
                 self._checkpoints.start_if_due(run)
 
-    async def _release_retired(self, run: Run, process: tuple[str, str]) -> None:
-        """Makes a server drop the shards that moved to other servers with the commit, before it updates the others.
-
-        Otherwise it would create the next version of them, and accept gradients from trainers that do not know the new
-        servers yet.
-        """
-        if retired := run.units.retired_on(process):
-            request = shard_pb2.ReleaseShardsRequest(
-                context=self._servers.context(run, run.committed_step),
-                placement=run.last_epoch,
-                shards=[
-                    shard_pb2.ShardReference(
-                        unit=unit.layout.unit, start_bytes=backup.start_bytes, stop_bytes=backup.stop_bytes
-                    )
-                    for unit, backup in retired
-                ],
-            )
-            await self._servers.call(process[0], "ReleaseShards", request, retry_for_s=0.0)
-
     def _note_stale_backups(self, run: Run, server_id: str, response: shard_pb2.UpdateResponse) -> None:
         """Marks the backups on a server that lacked the step."""
         stale = {
             (status.unit_index, status.start_bytes, server_id): status.error or "the step was missing"
             for status in response.stale_backups
         }
-        if run.relocations.fail_backups(stale):
+        if run.relocations.fail_backups(stale, BackupState.BUILDING):
             message = f"{len(stale)} backups on {server_id!r} lacked step {run.committed_step - 1} and are built again"
             self._state.events.add(EventKind.BACKUPS_LOST, message, run=run.name)
 

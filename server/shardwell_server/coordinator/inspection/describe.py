@@ -26,6 +26,7 @@ MAX_LISTED_GROUP_MEMBERS = 1 << 20
 _BACKUP_STATES = {
     BackupState.BUILDING: coordinator_pb2.BACKUP_STATE_BUILDING,
     BackupState.IN_SYNC: coordinator_pb2.BACKUP_STATE_IN_SYNC,
+    BackupState.FORMER: coordinator_pb2.BACKUP_STATE_FORMER,
     BackupState.RELEASING: coordinator_pb2.BACKUP_STATE_RELEASING,
 }
 

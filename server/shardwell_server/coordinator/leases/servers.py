@@ -4,9 +4,10 @@ Note: [Lost and ended servers]
     A server whose lease expires is probed. If it answers, its lease is renewed once. If it is unreachable, or answers
     but sends no heartbeat within the renewed lease, it is *lost*: without heartbeats it refuses trainers. A lost server
     may still run: it may be suspended, disconnected, or behind a proxy that refuses connections. Runs wait for it. A
-    server has *ended*, together with its memory, only if its process is gone from the coordinator's own host, if
-    another process of its id answers at its address or registers, or if it deregistered. Error messages advise to
-    delete a run only in these cases.
+    server has *ended* only if its process is gone from the coordinator's own host, if another process of its id
+    answers at its address or registers, or if it deregistered. A *restartable* server leaves its copies of shards to
+    the next process of its id, also when it deregisters and keeps them. Its memory is gone when that process has
+    registered without them. Error messages advise to delete a run only when memory is gone.
 
     A process that registers is probed first. If it does not answer at its address, it is registered, but it is
     *unreachable*: no unit is placed on it until a probe succeeds. See ``Server.reached``.
@@ -184,8 +185,13 @@ class ServerLeases:
             was_silent = cluster.silent_s(server) > self._state.settings.lease_s / 2
             self._state.tasks.start(watch(server, was_silent))
 
-    async def deregister(self, server_id: str, epoch: int) -> None:
-        """Marks a shard server as left before its process ends. Repeating it is harmless.
+    async def deregister(self, server_id: str, epoch: int, *, keeps_copies: bool = False) -> None:
+        """Marks a shard server as stopped before its process ends. Repeating it is harmless.
+
+        Args:
+            server_id: Id of the server.
+            epoch: Its epoch.
+            keeps_copies: True if the next process of the id takes up the copies. Otherwise the server has left.
 
         Raises:
             NotFoundError: The server is not registered.
@@ -199,12 +205,13 @@ class ServerLeases:
                 server=server_id,
                 epoch=server.epoch,
             )
-        if server.state is ServerState.LEFT:
+        if server.ended:
             return
         # Mark the server before storing it, so that no unit is placed on it meanwhile.
-        self._state.cluster.deregister(server)
+        self._state.cluster.deregister(server, keeps_copies=keeps_copies)
         await self._state.storage.save_server(server.to_record())
-        message = f"server {server_id!r} at {server.address} was stopped and left the cluster{self._losses(server)}"
+        left = "keeps its copies for its next start" if keeps_copies else f"left the cluster{self._losses(server)}"
+        message = f"server {server_id!r} at {server.address} was stopped and {left}"
         self._state.events.add(EventKind.SERVER_LEFT, message)
         self._notify_runs()
 
@@ -333,7 +340,8 @@ class ServerLeases:
 
     def _note_ended(self, server: Server) -> None:
         server.mark_ended()
-        message = f"server {server.server_id!r} at {server.address} has ended{self._losses(server)}"
+        losses = "" if server.restartable else self._losses(server)
+        message = f"server {server.server_id!r} at {server.address} has ended{losses}"
         self._state.events.add(EventKind.SERVER_ENDED, message)
         self._notify_runs()
 

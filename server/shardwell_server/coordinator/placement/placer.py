@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 
 from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.placement.ranges import Candidate, place
@@ -188,7 +189,9 @@ class UnitPlacer:
             raise
         return shards
 
-    async def reserve(self, run: Run, index: int, layout: UnitLayout, *, placement: int) -> tuple[ShardRecord, ...]:
+    async def reserve(
+        self, run: Run, index: int, layout: UnitLayout, placement: int, servers: Mapping[str, str]
+    ) -> tuple[ShardRecord, ...]:
         """Chooses servers for a unit that is loaded from a checkpoint, and reserves memory. Stores nothing.
 
         Args:
@@ -196,12 +199,13 @@ class UnitPlacer:
             index: Index of the unit.
             layout: Layout of the unit.
             placement: A number that the run has not used for a placement of the unit.
+            servers: Server processes to choose from: incarnations by server id. They have no other copies of the run.
 
         Raises:
             CapacityError: A server has no memory for its shard.
             UnavailableError: A server is unreachable, or none is live.
         """
-        shards = self._choose_servers(layout)
+        shards = self._choose_servers(layout, servers)
         await self._request_memory(run, index, layout, shards, placement)
         return shards
 
@@ -227,11 +231,12 @@ class UnitPlacer:
         for server_id, response in responses.items():
             self._note_free(server_id, response.free_bytes)
 
-    def _choose_servers(self, layout: UnitLayout) -> tuple[ShardRecord, ...]:
+    def _choose_servers(self, layout: UnitLayout, among: Mapping[str, str] | None = None) -> tuple[ShardRecord, ...]:
         cluster, shards = self._state.cluster, []
-        if not cluster.live:  # the last one was lost while other units were placed
+        live = [at for at in cluster.live if among is None or among.get(at.server_id) == at.incarnation]
+        if not live:  # the last one was lost while other units were placed
             raise UnavailableError("no shard server is live: start one (shardwell-server shard --coordinator ...)")
-        staying = [server for server in cluster.live if not server.draining] or cluster.live
+        staying = [server for server in live if not server.draining] or live
         candidates = [Candidate(server.server_id, server.free_bytes, server.budget_bytes) for server in staying]
         for piece in place(layout, candidates, self._state.settings.min_shard_bytes):
             server = cluster.servers[piece.server_id]
@@ -310,8 +315,15 @@ class UnitPlacer:
         shards = unit.shards
         await self._servers.call_all(unit.owners, "PublishUnit", lambda _: request)
         async with run.units.placement_lock:
-            if unit.shards != shards:
-                return  # the unit was placed again, because an owner ended: its new owners have no values yet
+            if unit.shards != shards or any(map(self.has_ended, shards)):
+                # An owner ended, and its values with it. The unit is placed again, or was already: its new owners have
+                # no values yet.
+                raise StaleEpochError(
+                    f"unit {unit.layout.unit!r}: a shard server ended before all initial values were published: "
+                    "declare the unit again",
+                    unit=unit.layout.unit,
+                    epoch=epoch,
+                )
             await self._state.save_unit(run, unit, published=True)
             unit.mark_published()
         self._state.events.add(EventKind.UNIT_PUBLISHED, f"unit {unit.layout.unit!r} is version 0", run=run.name)

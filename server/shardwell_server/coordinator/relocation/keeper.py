@@ -21,14 +21,16 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from shardwell_server.coordinator.commit.releases import Releases
 from shardwell_server.coordinator.commit.updates import UpdateSender
 from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.leases.trainers import TrainerLeases
-from shardwell_server.coordinator.relocation.copies import ShardCopies
+from shardwell_server.coordinator.relocation.builder import BackupBuilder
 from shardwell_server.coordinator.relocation.targets import OwnedShard, ShardKey, choose_server, plan_moves
 from shardwell_server.coordinator.runs.run import Run
 from shardwell_server.coordinator.runs.units import Unit
 from shardwell_server.coordinator.servers.cluster import Server
+from shardwell_server.coordinator.servers.copies import Copies
 from shardwell_server.coordinator.servers.promoter import Promoter
 from shardwell_server.coordinator.servers.shard_servers import ShardServers
 from shardwell_server.coordinator.state import CoordinatorState
@@ -77,6 +79,8 @@ class BackupKeeper:
         promoter: Tells servers about moved shards.
         trainers: Fences former attempts.
         updates: Sends updates to new backups.
+        copies: Decides which copies may be released.
+        releases: Releases them.
     """
 
     def __init__(
@@ -86,9 +90,12 @@ class BackupKeeper:
         promoter: Promoter,
         trainers: TrainerLeases,
         updates: UpdateSender,
+        copies: Copies,
+        releases: Releases,
     ) -> None:
         self._state, self._servers, self._promoter, self._trainers = state, servers, promoter, trainers
-        self._copies = ShardCopies(state, servers, updates)
+        self._copies, self._releases = copies, releases
+        self._builder = BackupBuilder(state, servers, updates, copies)
         self._notes: dict[str, _Notes] = {}
         """By run id."""
         self._drained: set[tuple[str, str]] = set()
@@ -159,6 +166,7 @@ class BackupKeeper:
             return False
         if not self._concerns(run):
             return False
+        self._copies.settle(run)
         return any(self.unwanted(run)) or bool(self._missing(run)) or self._update_moves(run)
 
     def _concerns(self, run: Run) -> bool:
@@ -203,30 +211,31 @@ class BackupKeeper:
             return
 
     async def _release_unwanted(self, run: Run) -> None:
-        for unit, backup in list(self.unwanted(run)):
-            if backup.in_sync and not await self._servers.is_running(unit.shard_at(backup.start_bytes)):
-                continue  # it may have to replace its primary
-            if backup not in unit.backups:
-                continue  # it has become the primary meanwhile
-            if backup.state is not BackupState.RELEASING:
-                backup = run.units.set_backup_state(unit, backup, BackupState.RELEASING)  # noqa: PLW2901
-                run.touch()
-            if (server := self._state.cluster.servers.get(backup.server_id)) is None or not server.live:
+        # One server after the other: until its copies are released, those on others may replace a lost primary.
+        for process in dict.fromkeys(backup.process for _, backup in [*self.unwanted(run)]):
+            for unit, backup in [each for each in self.unwanted(run) if each[1].process == process]:
+                primary = unit.shard_at(backup.start_bytes)
+                if not backup.is_wanted or (backup.in_sync and not await self._servers.is_running(primary)):
+                    continue  # it is to be released already, or may have to replace its primary
+                if backup in unit.backups and self._copies.is_confirmed(run, primary):
+                    run.units.set_backup_state(unit, backup, BackupState.RELEASING)
+                    run.touch()
+            if (server := self._state.cluster.servers.get(process[0])) is None or not server.live:
                 continue
             problems = self._note(run).release_problems
             try:
-                await self._copies.release(run, unit, backup)
+                await self._releases.release(run, process)
             except ShardwellError as error:
-                if problems.get(backup.server_id) != str(error):
-                    problems[backup.server_id] = str(error)
-                    logger.warning("run %r: a copy on %r is not released: %s", run.name, backup.server_id, error)
+                if problems.get(process[0]) != str(error):
+                    problems[process[0]] = str(error)
+                    logger.warning("run %r: copies on %r are not released: %s", run.name, process[0], error)
             else:
-                problems.pop(backup.server_id, None)
+                problems.pop(process[0], None)
 
     async def _build(self, run: Run, unit: Unit, backup: BackupRecord) -> bool:
         notes, key = self._note(run), (unit.index, backup.start_bytes)
         try:
-            done = await self._copies.build(run, unit, backup)
+            done = await self._builder.build(run, unit, backup)
         except ShardwellError as error:
             if isinstance(error, CapacityError):
                 notes.refused[key, backup.server_id] = self._state.clock() + _REFUSED_FOR_S
@@ -264,12 +273,8 @@ class BackupKeeper:
                     yield unit, shard
 
     def _good(self, unit: Unit, shard: ShardRecord) -> list[BackupRecord]:
-        """Returns the copies that count: not being released, on a live server that stays."""
-        return [
-            backup
-            for backup in unit.backups_of(shard)
-            if backup.state is not BackupState.RELEASING and not self._is_draining(backup)
-        ]
+        """Returns the backups that count: in sync or being built, on a server that stays."""
+        return [backup for backup in unit.backups_of(shard) if backup.is_wanted and not self._is_draining(backup)]
 
     def _is_draining(self, shard: ShardRecord) -> bool:
         server = self._state.cluster.servers.get(shard.server_id)
@@ -316,7 +321,7 @@ class BackupKeeper:
             yield from ((unit, backup) for backup in others[wanted:])
             enough = sum(at.in_sync for at in good) >= wanted or not self._can_take(run, unit, shard)
             for backup in unit.backups_of(shard):
-                if self._is_draining(backup) and backup.state is not BackupState.RELEASING and enough:
+                if self._is_draining(backup) and backup.is_wanted and enough:
                     yield unit, backup
 
     def _can_be_asked(self, backup: BackupRecord) -> bool:

@@ -35,7 +35,7 @@ class ServerRpcs(CoordinatorRpcs):
             coordinator_epoch=self._state.term,
             adopted=adopted,
             protocol_version=version,
-            retired_shards=await self._coordinator.relocator.retired_shards(request.server_id, request.incarnation),
+            retired_shards=await self._coordinator.releases.named(request.server_id, request.incarnation),
         )
         return self._issuer.prove(response, request.nonce)
 
@@ -46,7 +46,7 @@ class ServerRpcs(CoordinatorRpcs):
         server = self._state.cluster.require(request.server_id)
         incarnation, server.insecure = server.incarnation, request.insecure
         response = coordinator_pb2.HeartbeatServerResponse(
-            retired_shards=await self._coordinator.relocator.retired_shards(request.server_id, incarnation),
+            retired_shards=await self._coordinator.releases.named(request.server_id, incarnation),
             coordinator_epoch=self._state.term,
             deleted_run_ids=self._coordinator.deleted_run_ids(request.run_ids),
             unreachable_because="" if server.reached else server.unreachable_because,
@@ -65,5 +65,6 @@ class ServerRpcs(CoordinatorRpcs):
     async def DeregisterServer(
         self, request: coordinator_pb2.DeregisterServerRequest, call: Call
     ) -> coordinator_pb2.DeregisterServerResponse:
-        await self._coordinator.server_leases.deregister(request.server_id, request.epoch)
+        leases = self._coordinator.server_leases
+        await leases.deregister(request.server_id, request.epoch, keeps_copies=request.keeps_copies)
         return coordinator_pb2.DeregisterServerResponse()

@@ -87,18 +87,22 @@ class Relocations:
             if (backup.start_bytes, backup.server_id) == (start_bytes, server_id) and backup.in_sync
         ]
 
-    def fail_backups(self, failed: Collection[tuple[int, int, str]]) -> bool:
+    def fail_backups(self, failed: Collection[tuple[int, int, str]], state: BackupState) -> bool:
         """Marks backups, given as (unit index, start, server id), that missed a step. Returns True if any was in sync.
 
         Backups that are being built are marked again, so that the build in progress does not count.
+
+        Args:
+            failed: The backups.
+            state: New state of those in sync: FORMER if the step is not committed yet, else BUILDING.
         """
         any_in_sync, units = False, list(self._units)
         for index, start_bytes, server_id in failed:
             for backup in units[index].backups if index < len(units) else ():
                 key = (backup.start_bytes, backup.server_id)
-                if key == (start_bytes, server_id) and backup.state is not BackupState.RELEASING:
+                if key == (start_bytes, server_id) and backup.is_wanted:
                     any_in_sync = any_in_sync or backup.in_sync
-                    self._units.set_backup_state(units[index], backup, BackupState.BUILDING)
+                    self._units.set_backup_state(units[index], backup, state if backup.in_sync else backup.state)
                     self._touch()
         return any_in_sync
 

@@ -60,7 +60,7 @@ class Promotion:
     unit: Unit
     backup: BackupRecord
     keep_former: bool
-    """True if the process of the former primary may be alive. It must then release its copy."""
+    """True if the copy of the former primary may come back. It then becomes a former copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +85,7 @@ class DeclaredUnits:
         self._units_of_parameter: dict[str, list[Unit]] = {}
         self._processes: list[tuple[str, str]] | None = None
         self._holders: list[tuple[str, str]] | None = None
+        self._former: list[tuple[Unit, BackupRecord]] | None = None
         self.unsaved: set[int] = set()
         """Indices of the units whose shards or backups changed since they were stored."""
         self.initializers: dict[int, Initializer] = {}
@@ -141,8 +142,16 @@ class DeclaredUnits:
         return self._holders
 
     @property
+    def former(self) -> list[tuple[Unit, BackupRecord]]:
+        """The former copies, with their units."""
+        if self._former is None:
+            self._former = [(at, copy) for at in self for copy in at.backups if copy.state is BackupState.FORMER]
+        return self._former
+
+    @property
     def updated_processes(self) -> list[tuple[str, str]]:
-        """Server processes that receive every update: those with primaries, or with backups that are kept."""
+        """Server processes that receive every update: those with primaries, or with backups that are kept. Also those
+        with former copies, which they release before."""
         kept = {backup.process for unit in self for backup in unit.backups if backup.state is not BackupState.RELEASING}
         return sorted({*self.processes, *kept})
 
@@ -167,7 +176,7 @@ class DeclaredUnits:
         """Adds the unit with the next index."""
         assert unit.index == len(self)
         self._units.append(unit)
-        self._processes = self._holders = None
+        self._processes = self._holders = self._former = None
         self._by_name[unit.layout.unit] = unit
         for name in unit.layout.index_by_name:
             self._units_of_parameter.setdefault(name, []).append(unit)
@@ -195,14 +204,19 @@ class DeclaredUnits:
         rest = [each for each in unit.backups if each is not backup]
         if promotion.keep_former:
             copy = BackupRecord(former.start_bytes, former.stop_bytes, former.server_id, former.incarnation)
-            rest.append(replace(copy, state=BackupState.RELEASING))
+            rest.append(replace(copy, state=BackupState.FORMER))
         unit.backups = tuple(rest)
         self._note_relocated(unit)
 
-    def adopt(self, unit: Unit, shard: ShardRecord, incarnation: str) -> None:
-        """Records that a restarted process of the same server has a shard's primary."""
-        adopted = replace(shard, incarnation=incarnation)
-        unit.shards = tuple(adopted if each is shard else each for each in unit.shards)
+    def adopt(self, unit: Unit, copy: ShardRecord, incarnation: str) -> None:
+        """Records that a restarted process of the same server has a copy. A copy other than the primary is a former
+        one from now on."""
+        if isinstance(copy, BackupRecord):
+            adopted = replace(copy, incarnation=incarnation, state=BackupState.FORMER)
+            unit.backups = tuple(adopted if each is copy else each for each in unit.backups)
+        else:
+            primary = replace(copy, incarnation=incarnation)
+            unit.shards = tuple(primary if each is copy else each for each in unit.shards)
         self._note_relocated(unit)
 
     def add_backup(self, unit: Unit, backup: BackupRecord) -> None:
@@ -225,7 +239,7 @@ class DeclaredUnits:
         self._note_relocated(unit)
 
     def _note_relocated(self, unit: Unit) -> None:
-        self._processes = self._holders = None
+        self._processes = self._holders = self._former = None
         self.unsaved.add(unit.index)
 
     def set_initializer(self, global_rank: int, initializer: Initializer | None) -> None:

@@ -18,10 +18,6 @@ from shardwell_wire.errors import (
 from shardwell_wire.names import check_id, check_name, is_address, nearest
 from shardwell_wire.v1 import coordinator_pb2
 
-RESTART_WAIT_S = 20.0
-"""How long runs wait for the restart of a server process that has ended with shards in shared memory, in seconds since
-its last request."""
-
 PROMOTION_MARGIN_S = 0.5
 """Extra silence beyond the lease before the shards of a silent server get another primary, in seconds. The server stops
 serving when its lease is over by its own clock."""
@@ -37,7 +33,7 @@ class ServerState(Enum):
     LOST = coordinator_pb2.SERVER_STATE_LOST
     """The lease expired and the server is unreachable. It may be alive and come back with its shards."""
     ENDED = coordinator_pb2.SERVER_STATE_ENDED
-    """The process has ended for certain. Its memory is gone."""
+    """The process has ended for certain. Its memory is gone, unless the server is restartable."""
     LEFT = coordinator_pb2.SERVER_STATE_LEFT
     """The server deregistered. Its memory is gone."""
 
@@ -76,7 +72,10 @@ class Server:
     """True if the lease was last renewed by an answered probe instead of a heartbeat."""
     connection: MembershipConnection = field(default_factory=MembershipConnection)
     restartable: bool = False
-    """True if another process of this id can take up the shards after this one has ended."""
+    """True if another process of this id can take up the copies of shards after this one has ended."""
+    unheard: bool = False
+    """True if the server was loaded from storage and sent no heartbeat since. Its process may then be a new one, whose
+    registration was stored before it got the copies of its predecessor."""
     draining: bool = False
     """True if the server must hand all its shards to other servers. It gets no new shards."""
     leaving: bool = False
@@ -159,6 +158,11 @@ class Server:
         """Marks the server as ended for certain."""
         self.state = ServerState.ENDED
 
+    def mark_stopped(self, *, keeps_copies: bool) -> None:
+        """Marks the server as stopped by itself. With ``keeps_copies``, its next process takes up its copies."""
+        self.state = ServerState.ENDED if keeps_copies else ServerState.LEFT
+        self.restartable = keeps_copies
+
     def to_record(self) -> ServerRecord:
         has_left = self.state is ServerState.LEFT
         return ServerRecord(
@@ -187,6 +191,7 @@ class Server:
             state=ServerState.LEFT if record.has_left else ServerState.UNCONFIRMED,
             draining=record.draining,
             restartable=record.restartable,
+            unheard=True,
         )
 
 
@@ -210,6 +215,8 @@ class Cluster:
         self.servers: dict[str, Server] = {at.server_id: Server.from_record(at, clock()) for at in stored}
         self.last_epoch = max([last_epoch, *(server.epoch for server in self.servers.values())])
         """Highest epoch that any server has had."""
+        self._served_since_s = clock()
+        """Clock time since which at least one server is live. If none is: since which one was."""
 
     @property
     def live(self) -> list[Server]:
@@ -280,6 +287,7 @@ class Cluster:
                 suspected=False,
                 refused=False,
                 restartable=restartable,
+                unheard=False,
             )
         # If the server cannot be stored, this epoch is skipped. It is never reused.
         self.last_epoch += 1
@@ -297,14 +305,15 @@ class Cluster:
     def register(self, server: Server) -> None:
         """Adds a server that ``check`` returned. It replaces a former process of its id."""
         former = self.servers.get(server.server_id)
+        self._note_served()
         self.servers[server.server_id] = server
         if former is not None and former.incarnation != server.incarnation:
             self._superseded.add((former.server_id, former.incarnation))
             former.connection.news.notify()
 
-    def deregister(self, server: Server) -> None:
-        """Marks a server as left. A delayed retry of its registration is rejected."""
-        server.state = ServerState.LEFT
+    def deregister(self, server: Server, *, keeps_copies: bool = False) -> None:
+        """Marks a server as stopped. Delayed requests of its process are rejected."""
+        server.mark_stopped(keeps_copies=keeps_copies)
         self._superseded.add((server.server_id, server.incarnation))
         server.connection.news.notify()
 
@@ -325,6 +334,8 @@ class Cluster:
             used_bytes=request.used_bytes,
             replicated_bytes=request.replicated_bytes,
         )
+        server.unheard = False
+        self._note_served()
         return server.renew_lease(self._clock())
 
     def require_epoch(self, server_id: str, epoch: int) -> Server:
@@ -339,13 +350,19 @@ class Cluster:
                 server=server_id,
                 epoch=server.epoch,
             )
-        if server.state is ServerState.LEFT:
+        if (server_id, server.incarnation) in self._superseded or server.state is ServerState.LEFT:
             raise StaleEpochError(f"server {server_id!r} has left the cluster", server=server_id)
         return server
 
     def renew_lease(self, server: Server) -> ServerState:
         """Renews the lease of a server that answered a probe. Returns its former state."""
+        self._note_served()
         return server.renew_lease(self._clock(), by_probe=True)
+
+    def _note_served(self) -> None:
+        """Call before a server becomes live."""
+        if not self.live:
+            self._served_since_s = self._clock()
 
     def renew_all(self) -> None:
         """Starts every lease again, after the coordinator could not receive heartbeats."""
@@ -389,12 +406,29 @@ class Cluster:
         return server is not None and server.incarnation == incarnation and not server.ended
 
     def awaits_restart(self, process: tuple[str, str]) -> bool:
-        """True if a server process, given as (server id, incarnation), may still be replaced by one with its shards."""
+        """True if a server process, given as (server id, incarnation), has ended or is unreachable, and the next
+        process of its id can take up its copies."""
         server_id, incarnation = process
         server = self.servers.get(server_id)
-        if server is None or server.incarnation != incarnation or not server.restartable:
+        if server is None or not server.restartable:
             return False
-        return server.state in (ServerState.ENDED, ServerState.LOST) and self.silent_s(server) < RESTART_WAIT_S
+        if server.incarnation != incarnation:
+            return server.unheard
+        return server.state in (ServerState.ENDED, ServerState.LOST)
+
+    def may_have_copies(self, process: tuple[str, str]) -> bool:
+        """True if the copies of a server process, given as (server id, incarnation), may come back: with the process,
+        or with the next one of its id. False: its memory is known to be gone."""
+        return self.may_return(process) or self.awaits_restart(process)
+
+    def restart_awaited_s(self, process: tuple[str, str]) -> float:
+        """Returns for how many seconds the restart of a server process has been awaited while other servers are live.
+
+        Servers that are all stopped and started again have this time from the first that is live.
+        """
+        server = self.servers.get(process[0])
+        since_s = self._served_since_s if server is None else max(self._served_since_s, server.last_seen_s)
+        return self._clock() - since_s
 
     def silent_s(self, server: Server) -> float:
         """Returns the seconds since the server's last request."""

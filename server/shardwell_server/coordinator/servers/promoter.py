@@ -57,8 +57,9 @@ class Promoter:
         if process is None:
             run.relocations.note_confirmed(server_id, placement)  # it owns no shards any more
             return True
-        if self._cluster.is_gone(process):
-            return False  # it may come back, and must learn of its shards then; or the next relocation replaces it
+        if run.relocations.announced < placement or self._cluster.is_gone(process):
+            # Not stored yet. Or the server may come back, and must learn of its shards then; or it is replaced.
+            return False
         owned = [
             (unit, shard) for unit in run.units for shard in unit.shards if unit.published and shard.process == process
         ]

@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 from shardwell_server.coordinator.runs.run import Run
 from shardwell_server.coordinator.runs.units import Unit
 from shardwell_server.coordinator.servers.cluster import Cluster, ServerState
+from shardwell_server.coordinator.servers.copies import Copies
 from shardwell_server.coordinator.servers.shard_client import ShardCalls
 from shardwell_server.coordinator.storage.records import ShardRecord
 from shardwell_wire.errors import ConflictError, ShardwellError, StaleEpochError, UnavailableError
@@ -150,34 +151,44 @@ def check_recoverable(run: Run, cluster: Cluster) -> None:
 
 def _availability_error(run: Run, cluster: Cluster, process: tuple[str, str]) -> ShardwellError | None:
     server_id, _ = process
-    restarted, server = cluster.has_restarted(*process), cluster.servers.get(server_id)
-    serves = server is not None and server.may_be_alive and not restarted
-    if serves or _is_replaceable(run, cluster, process):  # replaceable: its backups are being promoted
+    server, copies = cluster.servers.get(server_id), Copies(cluster)
+    if server is not None and server.may_be_alive and not cluster.has_restarted(*process):
         return None
-    owned = run.units.owned_by(process)
-    if restarted or server is None or server.ended:
-        # A unit without initial values loses nothing: the next declaration places it on other servers.
-        owned = [unit for unit in owned if unit.published]
-        return _loss_error(run, cluster, process, _names(owned)) if owned else None
-    units = _names(owned)
+    # A unit without initial values loses nothing: the next declaration places it on other servers.
+    lost = [
+        (unit, shard)
+        for unit in run.units.owned_by(process)
+        for shard in unit.shards
+        if unit.published and shard.process == process and copies.replacement(unit, shard) is None
+    ]
+    if server is None or not cluster.may_return(process):
+        return _loss_error(run, cluster, process, lost) if lost else None
+    if not lost and cluster.is_gone(process):
+        return None  # other copies are being promoted
     reason = f" ({server.unreachable_because})" if server.unreachable_because else ""
     return UnavailableError(
         f"server {server_id!r} at {server.address} has sent no heartbeat for {cluster.silent_s(server):.1f} s{reason}: "
-        f"it owns shards of {units} of this run. The run continues when the server is reachable again: check its "
-        "process and the network. If its process has ended, start the server again under its id",
+        f"it owns shards of {_names(run.units.owned_by(process))} of this run. The run continues when the server is "
+        "reachable again: check its process and the network. If its process has ended, start the server again on its "
+        "host, under its id",
         run=run.name,
         server=server_id,
     )
 
 
-def _loss_error(run: Run, cluster: Cluster, process: tuple[str, str], units: str) -> ShardwellError:
+def _loss_error(
+    run: Run, cluster: Cluster, process: tuple[str, str], lost: Sequence[tuple[Unit, ShardRecord]]
+) -> ShardwellError:
     """Returns the error for a server process that has ended. It is an UnavailableError if the run will continue."""
     server_id, server = process[0], cluster.servers.get(process[0])
-    restarted, facts = cluster.has_restarted(*process), {"run": run.name, "server": server_id}
-    if server is not None and cluster.awaits_restart(process):
+    facts = {"run": run.name, "server": server_id}
+    units = _names(list({unit.index: unit for unit, _ in lost}.values()))
+    sources = [Copies(cluster).sources(*each) for each in lost]
+    if all(sources):
+        names = sorted({repr(source.server_id) for found in sources for source in found})
         return UnavailableError(
-            f"server {server_id!r} at {server.address} has ended; its shards of {units} of this run are in shared "
-            "memory of its host. The run continues when the server is started again there, under its id",
+            f"server {server_id!r} has ended and has left its shards of {units} of this run on its host. The run "
+            f"continues when server {' or '.join(names)} is started again on its host, under its id",
             **facts,
         )
     if run.checkpoints.saved:
@@ -185,7 +196,7 @@ def _loss_error(run: Run, cluster: Cluster, process: tuple[str, str], units: str
             f"server {server_id!r} has lost its shards of {units} of this run, which goes back to its last checkpoint",
             **facts,
         )
-    if server is None or restarted:
+    if server is None or cluster.has_restarted(*process):
         what = f"server {server_id!r} was restarted and has lost its shards of {units} of this run"
     elif server.state is ServerState.LEFT:
         what = (
@@ -195,16 +206,6 @@ def _loss_error(run: Run, cluster: Cluster, process: tuple[str, str], units: str
     else:
         what = f"server {server_id!r} at {server.address} has ended, and its shards of {units} of this run are lost"
     return ConflictError(f"{what}: delete the run (shardwell delete-run {run.name}) and start it again", **facts)
-
-
-def _is_replaceable(run: Run, cluster: Cluster, process: tuple[str, str]) -> bool:
-    """True if a server process is gone and every shard with values that it owns has a backup in sync."""
-    return cluster.is_gone(process) and all(
-        any(backup.in_sync and not cluster.is_gone(backup.process) for backup in unit.backups_of(shard))
-        for unit in run.units.owned_by(process)
-        for shard in unit.shards
-        if unit.published and shard.process == process
-    )
 
 
 def _names(units: Sequence[Unit]) -> str:

@@ -165,8 +165,11 @@ class BackupState(StrEnum):
     """The server does not have the committed version, or missed a step. The backup is built again."""
     IN_SYNC = "in sync"
     """The server has the committed version and receives every prepared step. It can replace the primary."""
+    FORMER = "former"
+    """The copy was the primary or in sync when the last step was committed, and gets no further step. It can replace
+    the primary until the primary is confirmed, or the next step is committed."""
     RELEASING = "releasing"
-    """The server must release its copy. Also the former primary after a relocation."""
+    """The server must release its copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +184,11 @@ class BackupRecord(ShardRecord):
     def from_row(cls, row: Sequence[Any]) -> Self:
         record = cls(*row)
         return replace(record, state=BackupState(record.state))
+
+    @property
+    def is_wanted(self) -> bool:
+        """True if the backup is in sync or to be built."""
+        return self.state in (BackupState.BUILDING, BackupState.IN_SYNC)
 
     @property
     def in_sync(self) -> bool:

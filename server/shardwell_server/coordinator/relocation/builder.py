@@ -1,10 +1,12 @@
-"""Builds and releases single backups on the shard servers."""
+"""Builds single backups on the shard servers."""
 
 from __future__ import annotations
 
+from shardwell_server.coordinator.commit.releases import reference
 from shardwell_server.coordinator.commit.updates import UpdateSender
 from shardwell_server.coordinator.runs.run import Run
 from shardwell_server.coordinator.runs.units import Unit
+from shardwell_server.coordinator.servers.copies import Copies
 from shardwell_server.coordinator.servers.shard_servers import ShardServers
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.storage.records import BackupRecord, BackupState, ShardRecord
@@ -13,29 +15,33 @@ from shardwell_wire.errors import StepStateError
 from shardwell_wire.v1 import shard_pb2
 
 
-class ShardCopies:
-    """Builds and releases backups.
+class BackupBuilder:
+    """Builds backups.
 
     Args:
         state: State of the coordinator.
         servers: The shard servers.
         updates: Sends the last update to a backup that was copied before it.
+        copies: Says whether the primary can be copied.
     """
 
-    def __init__(self, state: CoordinatorState, servers: ShardServers, updates: UpdateSender) -> None:
-        self._state, self._servers, self._updates = state, servers, updates
+    def __init__(self, state: CoordinatorState, servers: ShardServers, updates: UpdateSender, copies: Copies) -> None:
+        self._state, self._servers, self._updates, self._copies = state, servers, updates, copies
 
     async def build(self, run: Run, unit: Unit, backup: BackupRecord) -> bool:
         """Copies a shard from its primary to a backup, which is in sync afterwards. Replaces an outdated copy.
 
         Returns:
-            False if the backup missed a step meanwhile, or the shard has another primary. It must be built again.
+            False if the primary is not confirmed, or the backup missed a step meanwhile, or the shard has another
+            primary. It must be built again.
 
         Raises:
             CapacityError: The server has no memory for the backup.
             ShardwellError: A server is unavailable, or refused.
         """
         primary, relocations = unit.shard_at(backup.start_bytes), run.relocations.count
+        if not self._copies.is_confirmed(run, primary):
+            return False
         # First drop what an earlier attempt has left. A reservation with a higher number is then a new one.
         await self._release_copy(run, unit, backup)
         placement = _next_number(run)
@@ -66,7 +72,7 @@ class ShardCopies:
             "CopyShard",
             shard_pb2.CopyShardRequest(
                 context=self._servers.context(run, run.committed_step),
-                shard=_reference(unit, backup),
+                shard=reference(unit, backup),
                 placement=placement,
                 target_server_id=backup.server_id,
                 target_address=target.address,
@@ -79,8 +85,7 @@ class ShardCopies:
         if copied.version < run.committed_step:
             # The commit of this step came before the copy, so the backup's server may have acknowledged the update
             # without it.
-            run.commits.expect_update(backup.process, self._state.clock())
-            self._updates.start(run, backup.server_id, run.commits.pending_updates[backup.server_id])
+            self._updates.repeat(run, backup.process)
         run.units.set_backup_state(unit, backup, BackupState.IN_SYNC, placement=placement)
         run.touch()
         await self._state.save(run)
@@ -92,19 +97,11 @@ class ShardCopies:
         unchanged = any(each is backup for each in unit.backups) and any(each is primary for each in unit.shards)
         return unchanged and not run.deleted
 
-    async def release(self, run: Run, unit: Unit, backup: BackupRecord) -> None:
-        """Releases the memory of a backup that is not wanted any more, and then its record."""
-        await self._release_copy(run, unit, backup)
-        if any(each is backup for each in unit.backups):
-            run.units.remove_backup(unit, backup)
-            run.touch()
-            await self._state.save(run)
-
     async def _release_copy(self, run: Run, unit: Unit, backup: BackupRecord) -> None:
         request = shard_pb2.ReleaseShardsRequest(
             context=self._servers.context(run, run.committed_step),
             placement=_next_number(run),
-            shards=[_reference(unit, backup)],
+            shards=[reference(unit, backup)],
         )
         await self._state.save(run)
         response = await self._servers.call(backup.server_id, "ReleaseShards", request, retry_for_s=0.0)
@@ -122,7 +119,3 @@ def _next_number(run: Run) -> int:
     if run.checkpoints.restore is not None:
         raise StepStateError(f"run {run.name!r} is being loaded from a checkpoint", run=run.name)
     return run.next_epoch()
-
-
-def _reference(unit: Unit, shard: ShardRecord) -> shard_pb2.ShardReference:
-    return shard_pb2.ShardReference(unit=unit.layout.unit, start_bytes=shard.start_bytes, stop_bytes=shard.stop_bytes)
