@@ -17,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -106,7 +105,7 @@ class Server:
         self._batches = []
         for rank in range(self._dp):
             opened = await stack.enter_async_context(shm.open(RUN, None))
-            name = session_name(opened.transport_id, Path(opened.shm.path).read_bytes())
+            name = session_name(opened.transport_id, (shared.folder / opened.shm.file).read_bytes())
             self._batches += self._make_batches(rank, name, shm.session(name, RUN))
 
     def _make_batches(self, rank: int, name: str, session: ShmSession) -> list[shard_pb2.ReduceBatchRequest]:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwell_wire.process_identity import boot_id, has_ended
+from shardwell_wire.shared_descriptors import SOCKET_NAME
 from shardwell_wire.shared_files import SERVER_FOLDER_PREFIX, open_file, open_folder, opened
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,9 @@ KEPT_S = 24 * 3600.0
 
 _LOCK, _OWNER = "lock", "owner.json"
 _UNFINISHED_SUFFIX = ".new"
+
+_FOLDER_MODE = 0o711
+"""Other users may enter a folder, to reach the server's socket, and do nothing else."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +71,7 @@ class LockedFolder:
     @property
     def own_files(self) -> tuple[str, ...]:
         """Names of the files that belong to the folder itself."""
-        return _LOCK, _OWNER
+        return _LOCK, _OWNER, SOCKET_NAME
 
     @property
     def has_shards(self) -> bool:
@@ -97,6 +101,7 @@ def make_folder(
     made = Path(tempfile.mkdtemp(prefix=f".{SERVER_FOLDER_PREFIX}", dir=directory))
     with opened(open_folder(made)) as folder:
         lock = _lock(folder, create=True)
+        os.fchmod(folder, _FOLDER_MODE)
     # The folder gets its final name, for which other processes look, only once it is locked.
     prefix = SERVER_FOLDER_PREFIX if owner is None else owner.prefix
     made_folder = LockedFolder(made.rename(directory / f"{prefix}{secrets.token_hex(8)}"), lock)
@@ -125,6 +130,7 @@ def take_folder(directory: Path, owner: FolderOwner) -> LockedFolder | None:
         candidate = LockedFolder(path, lock)
         if taken is None and found.get("boot") == boot_id():
             taken = candidate
+            path.chmod(_FOLDER_MODE)
             _write_owner(path, owner)
         else:
             candidate.remove()

@@ -3,8 +3,10 @@
 Note: [Trust between users]
     A process that maps a file gets SIGBUS if another process truncates the file, and writes to a mapping change the
     file. This is harmless between processes of one user, which can kill and trace each other anyway, but must not be
-    possible between users. Every mapped file therefore belongs to the user of this process, in a folder that only this
-    user can enter. Files that a peer names are never created or truncated.
+    possible between users. Every file that is opened by its path therefore belongs to the user of this process, in a
+    folder that only this user can list and write to. Files that a peer names are never created or truncated. Files of a
+    server of another user are not opened by their paths; see Note: [Descriptors, not paths] in
+    ``shared_descriptors.py``.
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ SERVER_FOLDER_PREFIX = "shardwell-"
 _SAFE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 """Symbolic links are not followed. A FIFO or device that is created after the check does not block."""
 
+_FOLDER_BITS = 0o066
+"""Permissions that other users must not have for a folder. They may enter it, to reach a server's socket."""
+
 _KINDS = (
     (stat.S_ISREG, "a regular file"),
     (stat.S_ISDIR, "a folder"),
@@ -36,10 +41,10 @@ class UntrustedFileError(PermissionError):
 
 
 def open_folder(path: str | os.PathLike[str]) -> int:
-    """Opens a folder that only the user of this process can enter, and returns its descriptor.
+    """Opens a folder that only the user of this process can list and write to, and returns its descriptor.
 
     Raises:
-        UntrustedFileError: The path is no folder, belongs to another user, or other users can enter it.
+        UntrustedFileError: The path is no folder, belongs to another user, or other users can list it or write to it.
         OSError: The folder cannot be opened.
     """
     name = os.fspath(path)
@@ -110,13 +115,6 @@ def server_folder(path: str) -> str:
     return str(pure.parent)
 
 
-def require_folder(path: str, folder: str) -> str:
-    """Returns ``path``. Raises UntrustedFileError unless the file is in ``folder``."""
-    if server_folder(path) != folder:
-        raise UntrustedFileError(errno.EPERM, f"expected a file in {folder}, the shard server's folder", path)
-    return path
-
-
 def file_size(size_bytes: int) -> int:
     """Returns the size of the file for a buffer. Empty files cannot be mapped, so an empty buffer has one byte."""
     return max(size_bytes, 1)
@@ -145,7 +143,7 @@ def _require(name: str, found: os.stat_result, problem: Callable[[os.stat_result
 
 
 def _folder_problem(found: os.stat_result) -> str | None:
-    return _owner_problem(found, stat.S_ISDIR, "a folder", 0o077)
+    return _owner_problem(found, stat.S_ISDIR, "a folder", _FOLDER_BITS)
 
 
 def _file_problem(found: os.stat_result, size_bytes: int | None) -> str | None:
@@ -168,5 +166,5 @@ def _owner_problem(found: os.stat_result, is_kind: Callable[[int], bool], kind: 
         actual = f"one with mode {stat.S_IMODE(found.st_mode):04o}"
     else:
         return None
-    access = "use" if forbidden == 0o077 else "write to"
+    access = "list or write to" if forbidden == _FOLDER_BITS else "write to"
     return f"expected {kind} of user {user} that no other user can {access}, found {actual}"

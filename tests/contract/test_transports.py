@@ -100,8 +100,9 @@ class Opened:
         """The shard, mapped if the transport shares memory."""
         address = address_of(one or self.one)
         if isinstance(self.transport, SharedTransport):
-            path = self.transport.locate(address, None, timeout_s=20.0, retry_for_s=0.0).segment.path
-            address.window = SharedVector("u", [SegmentLocation(path, address.start_bytes, address.stop_bytes)])
+            file = self.transport.locate(address, None, timeout_s=20.0, retry_for_s=0.0).segment.file
+            place = SegmentLocation(file, address.start_bytes, address.stop_bytes, self.transport.open_file)
+            address.window = SharedVector("u", [place])
         return address
 
     def fetch(

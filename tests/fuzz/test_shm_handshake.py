@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, closing
 from functools import partial
@@ -62,25 +63,27 @@ def test_only_the_exact_name_opens_a_session(connected: ConnectedUnit, choice: s
     assert FAILURES.last == ""
 
 
-def offers(offer: shard_pb2.SharedMemoryOffer, folder: Path) -> st.SearchStrategy[tuple[str, bytes]]:
+def offers(offer: shard_pb2.SharedMemoryOffer, folder: Path) -> st.SearchStrategy[tuple[str, str, bytes]]:
     """Returns offers of a rogue server."""
     elsewhere = [
         "/proc/self/mem",
         "/dev/zero",
         "/dev/shm",
         "/etc/passwd",
-        str(folder / "fifo"),
-        str(folder / "link"),
+        *(str(folder / name) for name in ("fifo", "link", "socket", "stream")),
         "",
     ]
-    name = Path(offer.path).name
-    beside = [f"{offer.path}/", f"{offer.path}/../{name}", offer.path.replace("/", "//"), str(Path(offer.path).parent)]
-    paths = st.one_of(st.sampled_from([*elsewhere, *beside]), variants(offer.path))
+    path = offer.socket
+    beside = [f"{path}/", f"{path}/../socket", path.replace("/", "//"), str(Path(path).parent), f"{path}/../lock"]
+    paths = st.one_of(st.sampled_from([*elsewhere, *beside]), variants(path)).filter(lambda found: found != path)
+    files = variants(offer.file).filter(lambda found: found != offer.file)
     proofs = st.one_of(st.binary(max_size=64), st.integers(0, 31).map(lambda at: offer.proof[:at]))
+    proofs = proofs.filter(lambda found: found != offer.proof)
+    right = (st.just(path), st.just(offer.file), st.just(offer.proof))
+    wrong = (paths, files, proofs)
     return st.one_of(
-        st.tuples(paths.filter(lambda path: path != offer.path), st.just(offer.proof)),
-        st.tuples(st.just(offer.path), proofs.filter(lambda proof: proof != offer.proof)),
-        st.tuples(paths, proofs.filter(lambda proof: proof != offer.proof)),
+        st.tuples(*(bad if number & at else good for at, good, bad in zip((1, 2, 4), right, wrong, strict=True)))
+        for number in range(1, 8)
     )
 
 
@@ -89,20 +92,23 @@ def offers(offer: shard_pb2.SharedMemoryOffer, folder: Path) -> st.SearchStrateg
 def test_trainer_maps_only_the_file_with_the_proof(
     connected: ConnectedUnit, tmp_path_factory: pytest.TempPathFactory, choice: st.DataObject
 ) -> None:
-    folder = tmp_path_factory.getbasetemp() / "rogue"
+    folder = tmp_path_factory.getbasetemp() / "shardwell-rogue"
     if not folder.exists():
         folder.mkdir()
         os.mkfifo(folder / "fifo")
         (folder / "link").symlink_to("/etc/passwd")
+        for name, kind in (("socket", socket.SOCK_SEQPACKET), ("stream", socket.SOCK_STREAM)):
+            with socket.socket(socket.AF_UNIX, kind) as closed:
+                closed.bind(f"/proc/self/fd/{os.open(folder, os.O_RDONLY)}/{name}")
     shm = connected.server.shm
     honest, offer = shm.open, shard_pb2.SharedMemoryOffer()
     offer.CopyFrom(connected.transport._rpc.answer.shm)
-    path, proof = choice.draw(offers(offer, folder))
+    path, file, proof = choice.draw(offers(offer, folder))
 
     @asynccontextmanager
     async def rogue(*arguments: Any) -> AsyncIterator[shard_pb2.OpenTransportResponse]:
         async with honest(*arguments) as answer:
-            answer.shm.path, answer.shm.proof = path, proof
+            answer.shm.socket, answer.shm.file, answer.shm.proof = path, file, proof
             yield answer
 
     with pytest.MonkeyPatch.context() as patched:

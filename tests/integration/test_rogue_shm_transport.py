@@ -1,8 +1,9 @@
-"""Tests of a rogue shard server that names files of the trainer's user: the trainer does not map them."""
+"""Tests of a rogue shard server or a rogue process of this host: the trainer maps only what it expects."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -13,8 +14,7 @@ import torch
 from shardwell.data_plane.remote_shard import RemoteShard, Wire
 from shardwell.transport.base import ignore
 from shardwell.transport.server_connection import ServerConnection
-from shardwell_server.shard.memory.shared_memory import ShardFile, SharedBuffer, SharedMemory
-from shardwell_server.shard.transports.shm_buffers import SharedGradientBuffer
+from shardwell_server.shard.memory.shared_memory import SharedBuffer, SharedMemory
 from shardwell_wire.errors import UnavailableError
 from shardwell_wire.shared_files import UntrustedFileError
 from tests.support.shard_server import PLAIN, OneUnit, ShardServer, error_of, unit
@@ -28,21 +28,6 @@ def server() -> Iterator[ShardServer]:
         yield running
 
 
-@pytest.fixture(params=["elsewhere", "a folder with a server's name", "linked"])
-def victim(request: pytest.FixtureRequest, tmp_path: Path, server: ShardServer) -> tuple[Path, str]:
-    """Returns a file of this user with the expected size, and the path under which a rogue server names it."""
-    folder = tmp_path / ("shardwell-a" if request.param == "a folder with a server's name" else "work")
-    folder.mkdir(mode=0o700)
-    path = folder / "thesis"
-    path.write_bytes(b"precious".ljust(PLAIN.size_bytes, b"!"))
-    if request.param != "linked":
-        return path, str(path)
-    assert server._shared is not None
-    link = Path(server._shared.create(1, "a file").path).with_name("link")
-    link.symlink_to(path)
-    return path, str(link)
-
-
 def push(connection: ServerConnection, one: OneUnit) -> None:
     shard = RemoteShard(one.identity, PLAIN, connection, one.start, one.stop, Wire(wait_limit_s=20.0))
     header = part_header(context=one.context(0, 1, "push"))
@@ -50,46 +35,76 @@ def push(connection: ServerConnection, one: OneUnit) -> None:
     shard.prepare_push(header, flats)(ignore)
 
 
-def test_gradient_buffer_outside_the_servers_folder_is_not_mapped(
-    server: ShardServer, victim: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+def _device(_: Path) -> int:
+    return os.open("/dev/zero", os.O_RDWR)
+
+
+def _pipe(folder: Path) -> int:
+    os.mkfifo(folder / "fifo")
+    return os.open(folder / "fifo", os.O_RDWR)
+
+
+def _folder(folder: Path) -> int:
+    return os.open(folder, os.O_RDONLY)
+
+
+def _short_file(folder: Path) -> int:
+    """Reading a mapping of it beyond its end would kill the trainer."""
+    (folder / "short").write_bytes(bytes(PLAIN.size_bytes - 1))
+    return os.open(folder / "short", os.O_RDWR)
+
+
+@pytest.fixture(params=[_device, _pipe, _folder, _short_file], ids=lambda make: make.__name__.strip("_"))
+def wrong(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[SharedBuffer], int]:
+    """Returns a descriptor of something that is not the file."""
+    return lambda _: request.param(tmp_path)
+
+
+def test_gradient_buffer_of_another_kind_is_not_mapped(
+    server: ShardServer, wrong: Callable[[SharedBuffer], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, named = victim
-    before, one = path.read_bytes(), unit(server)
+    one = unit(server)
     connection = ServerConnection(
         server.client.address, one.identity, transports=("shm", "socket"), chunk_bytes=64 << 10
     )
     with closing(connection), monkeypatch.context() as patched:
-        patched.setattr(SharedGradientBuffer, "path", property(lambda _: named))
+        patched.setattr(SharedBuffer, "open_for_trainer", wrong)
         push(connection, one)
         assert not connection.copies_gradients, "the gradient was streamed"
     one.prepare(0, (0, 0, 1))
-    assert path.read_bytes() == before
 
 
-def test_shard_outside_the_servers_folder_is_not_mapped(
-    server: ShardServer, victim: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+def test_shard_of_another_kind_is_not_mapped(
+    server: ShardServer, wrong: Callable[[SharedBuffer], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ConnectedUnit(unit(server)) as connected, monkeypatch.context() as patched:
-        patched.setattr(ShardFile, "path", property(lambda _: victim[1]))
+        patched.setattr(SharedBuffer, "open_for_trainer", wrong)
         with pytest.raises(UntrustedFileError):
             connected.vector()
 
 
-def test_proof_outside_the_servers_folder_is_rejected(
-    server: ShardServer, victim: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The rogue may know the start of the file, so matching bytes alone prove nothing."""
-    path, named = victim
-    if path.parent.name.startswith("shardwell-"):
-        path.parent.chmod(0o755)
-    one, make = unit(server), server.shm._shared.create
+def test_file_of_another_user_is_not_mapped(server: ShardServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ConnectedUnit(unit(server)) as connected:
+        connected.transport._offer.user_id += 1
+        with pytest.raises(UntrustedFileError, match="expected a folder that only user"):
+            connected.vector()
 
-    def make_elsewhere(size_bytes: int, what: str) -> SharedBuffer:
-        return SharedBuffer(named, make(size_bytes, what).tensor)
 
+@pytest.mark.parametrize("mode", [0o770, 0o703, 0o1777])
+def test_socket_in_a_folder_that_others_can_write_to_is_not_used(server: ShardServer, mode: int) -> None:
+    """Such as one that another user made where the server is on another host: it would get the token."""
+    one = unit(server)
+    assert server._shared is not None
+    server._shared.folder.chmod(mode)
+    error = error_of(partial(ConnectedUnit, one))
+    assert isinstance(error, UnavailableError)
+    assert f"found one of user {os.geteuid()} with mode {mode:04o}" in str(error)
+
+
+def test_proof_file_with_other_bytes_is_rejected(server: ShardServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, token_bytes = unit(server), bytes(32)
     with monkeypatch.context() as patched:
-        patched.setattr(server.shm._shared, "create", make_elsewhere)
-        patched.setattr("secrets.token_bytes", lambda count: path.read_bytes()[:count])
+        patched.setattr("shardwell_server.shard.transports.shm_transport.PROOF_BYTES", len(token_bytes) - 1)
         error = error_of(partial(ConnectedUnit, one))
     assert isinstance(error, UnavailableError)
-    assert "offers shared memory at" in str(error)
+    assert "on this host is not its socket" in str(error)

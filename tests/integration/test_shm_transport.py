@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
@@ -26,6 +27,7 @@ from shardwell_wire.errors import (
     StepStateError,
     VersionGoneError,
 )
+from shardwell_wire.shared_files import opened
 from shardwell_wire.shared_proof import NONCE_BYTES
 from shardwell_wire.v1 import common_pb2, shard_pb2
 from tests.support.shard_server import (
@@ -63,10 +65,19 @@ def connected(server: ShardServer, request: pytest.FixtureRequest) -> Iterator[C
         yield made
 
 
-def fill(path: str, value: float) -> None:
+def fill(connected: ConnectedUnit, file: str, value: float) -> None:
     """Fills a gradient buffer."""
-    size = Path(path).stat().st_size
-    torch.from_file(path, shared=True, size=size, dtype=torch.uint8).view(torch.float32).fill_(value)
+    with opened(connected.transport.open_file(file, size_bytes=connected.one.size)) as descriptor:
+        os.pwrite(descriptor, torch.full((connected.one.size // 4,), value).numpy().tobytes(), 0)
+
+
+def is_offered(connected: ConnectedUnit, file: str) -> bool:
+    """Returns whether the server sends the trainer a descriptor of a file."""
+    try:
+        os.close(connected.transport._receive(file))
+    except FileNotFoundError:
+        return False
+    return True
 
 
 # Reading.
@@ -82,14 +93,14 @@ def test_mapped_shard_shows_updates_in_place(connected: ConnectedUnit) -> None:
     assert_all(one.split(vector.bytes), -1.0)
     with pytest.raises(VersionGoneError):
         vector.check(0)
-    assert connected.locate().segment.path == connected.locate(1).segment.path
+    assert connected.locate().segment.file == connected.locate(1).segment.file
 
 
 def test_segment_of_a_deleted_run_shows_no_version(connected: ConnectedUnit) -> None:
-    vector, path = connected.vector(), connected.locate().segment.path
+    vector, file = connected.vector(), connected.locate().segment.file
     connected.one.drop()
     assert not vector.shows(0)
-    assert not Path(path).exists()
+    assert not is_offered(connected, file)
     assert isinstance(error_of(connected.locate), NotFoundError)
 
 
@@ -137,7 +148,7 @@ def test_buffer_of_an_interrupted_push_is_reused(connected: ConnectedUnit) -> No
 def test_buffer_of_a_duplicate_push_stays_free(connected: ConnectedUnit) -> None:
     connected.one.push(connected.one.filled(1.0))
     gradient_buffer = connected.open_gradient_buffer()
-    fill(gradient_buffer.path, 5.0)
+    fill(connected, gradient_buffer.file, 5.0)
     answer = connected.reduce(gradient_buffer.gradient_buffer_id)
     assert (answer.duplicate, answer.adopted) == (True, False)
     connected.one.push(connected.one.filled(1.0), rank=1)
@@ -151,7 +162,7 @@ def test_repeated_request_returns_the_same_answer(connected: ConnectedUnit, part
     for number in range(part):
         connected.one.push(connected.one.filled(1.0), part=number)
     gradient_buffer = connected.open_gradient_buffer()
-    fill(gradient_buffer.path, 1.0)
+    fill(connected, gradient_buffer.file, 1.0)
     answers = [connected.reduce(gradient_buffer.gradient_buffer_id, part=part) for _ in range(2)]
     assert [answer.duplicate for answer in answers] == [False, True]
     assert [answer.adopted for answer in answers] == [part == 0] * 2
@@ -268,12 +279,13 @@ def test_empty_requests_are_rejected(connected: ConnectedUnit) -> None:
 
 
 def test_close_releases_the_buffers(connected: ConnectedUnit) -> None:
-    paths = [connected.open_gradient_buffer().path for _ in range(3)]
+    files = [connected.open_gradient_buffer().file for _ in range(3)]
+    assert all(is_offered(connected, file) for file in files)
     assert shared_bytes(connected.server) == 4 * connected.one.size
     assert connected.server.unreserved_bytes() == connected.one.size, "the reservation covers two buffers"
     connected.transport.close()
     assert_only_parameters(connected.one)
-    assert not any(Path(path).exists() for path in paths)
+    assert not any(is_offered(connected, file) for file in files)
     assert isinstance(error_of(connected.open_gradient_buffer), ConflictError)
 
 
@@ -286,7 +298,7 @@ def test_sessions_share_one_proof_file_removed_with_the_last(connected: Connecte
     before, count = server.evaluate(lambda: memory.used_bytes), len(list(folder.iterdir()))
     transports = [server.client.open("OpenTransport", request, timeout_s=20.0) for _ in range(20)]
     assert len({transport.answer.transport_id for transport in transports}) == 20
-    assert {transport.answer.shm.path for transport in transports} == {server.evaluate(lambda: server.shm._proof.path)}  # type: ignore[union-attr]
+    assert {transport.answer.shm.file for transport in transports} == {server.evaluate(lambda: server.shm._proof.name)}  # type: ignore[union-attr]
     assert (server.evaluate(lambda: memory.used_bytes), len(list(folder.iterdir()))) == (before, count)
     for transport in transports:
         transport.end()
@@ -318,15 +330,15 @@ def test_client_that_cannot_read_the_servers_files_uses_no_session(connected: Co
             assert "with this nonce is open on this server" in str(error)
             assert nonce not in str(error)
     assert connected.server.evaluate(lambda: connected.server.store.memory.used_bytes) == used_bytes
-    assert connected.open_gradient_buffer().path
+    assert connected.open_gradient_buffer().file
 
 
 def test_contribution_outlives_its_session(connected: ConnectedUnit) -> None:
     one = connected.one
     connected.push(one.filled(3.0))
-    (path,) = [gradient_buffer.path for gradient_buffer in connected.gradient_buffers()]
+    (buffer,) = [gradient_buffer.file for gradient_buffer in connected.gradient_buffers()]
     connected.transport.close()
-    connected.server.until(lambda: not Path(path).exists(), "the gradient buffer's name is gone")
+    connected.server.until(lambda: buffer.sealed is not None and buffer.sealed.closed, "the buffer is closed")
     assert shared_bytes(connected.server) == 2 * one.size, "the contribution's memory is still in use"
     one.push(one.filled(1.0), rank=1)
     one.prepare(0)

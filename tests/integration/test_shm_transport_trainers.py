@@ -80,7 +80,7 @@ def test_gradients_are_streamed_with_one_warning_when_memory_is_full(
     assert connected.server._shared is not None
     one = connected.one
     with closing(connect(one)) as connection:
-        monkeypatch.setattr(connected.server._shared, "create", full)
+        monkeypatch.setattr(connected.server._shared, "create_sealed", full)
         for rank in (0, 1):
             remote(one, connection).prepare_push(part_header(connected.header(rank=rank)), flats(one, 1.0))(ignore)
     one.prepare(0)
@@ -115,7 +115,7 @@ def test_wrong_proof_file_falls_back_to_grpc(
     with closing(connect(one)) as connection:
         assert connection.transport.name == "grpc"
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert "on this host is not its file" in warning
+    assert "on this host is not its socket" in warning
     server.until(lambda: not server.shm._open, "the unusable session is closed")
 
 

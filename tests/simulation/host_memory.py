@@ -57,6 +57,9 @@ class SimulatedSharedMemory(SharedMemory):
         tensor = self._host.files[name] = torch.zeros(size_bytes, dtype=torch.uint8)
         return _Buffer(str(_FOLDER / name), tensor, self._host)
 
+    def create_sealed(self, size_bytes: int, what: str) -> SharedBuffer:
+        return self.create(size_bytes, what)
+
     def open(self, name: str, size_bytes: int) -> SharedBuffer:
         tensor = self._host.files.get(name)
         if tensor is None or tensor.numel() != size_bytes:

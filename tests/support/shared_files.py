@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 
+from shardwell_wire.shared_descriptors import SOCKET_NAME
 from tests.support.cluster import wait_until
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -20,11 +21,13 @@ def folder_of(pid: int) -> Path:
 
 
 def files_of(pid: int) -> set[str]:
-    """Returns the names of a running server's files: shards, gradient buffers and one file per open session.
+    """Returns the names of a running server's files: shards, buffers of trainers, and one file for open sessions.
 
     Files that only a new process of the server needs are left out: they have a suffix.
     """
-    return {path.name for path in folder_of(pid).iterdir() if not path.suffix} - {"lock"}
+    links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()]
+    buffers = {link for link in links if link.startswith("/memfd:shardwell-")}
+    return buffers | {path.name for path in folder_of(pid).iterdir() if not path.suffix} - {"lock", SOCKET_NAME}
 
 
 def shared_folders() -> dict[Path, set[int]]:

@@ -60,8 +60,9 @@ class ConnectedUnit:
         return self.transport.locate(address_of(self.one), version, timeout_s=timeout_s, retry_for_s=0.0)
 
     def vector(self) -> SharedVector:
-        path = self.locate().segment.path
-        return SharedVector(self.one.layout.unit, [SegmentLocation(path, self.one.start, self.one.stop)])
+        file = self.locate().segment.file
+        place = SegmentLocation(file, self.one.start, self.one.stop, self.transport.open_file)
+        return SharedVector(self.one.layout.unit, [place])
 
     def header(self, **options: Any) -> shard_pb2.ReduceScatterHeader:
         return header(self.one, **options)

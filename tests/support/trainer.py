@@ -13,6 +13,7 @@ after N segments of partitions are updated, while other segments are read ahead 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import signal
@@ -31,6 +32,8 @@ from tests.support import transformer
 from tests.support.cluster import join_options, wait_until
 from tests.support.mortal_optimizers import client_side
 from tests.support.reference import ADAMW, sha256
+
+_PR_SET_DUMPABLE = 4
 
 
 def adamw(parameters: Iterable[torch.nn.Parameter]) -> shardwell.optim.ShardedOptimizer:
@@ -115,7 +118,15 @@ def main() -> None:
     parser.add_argument("--kill-in-update", type=int)
     parser.add_argument("--after", type=int, default=2)
     parser.add_argument("--backwards", type=int, default=1)
+    parser.add_argument(
+        "--user", type=int, help="become this user, after the imports, which it may not be able to read"
+    )
     options = parser.parse_args()
+    if options.user is not None:
+        os.setgroups([])
+        os.setresgid(*[options.user] * 3)
+        os.setresuid(*[options.user] * 3)
+        ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 1)  # a process that has changed its user cannot read its page map
     session = shardwell.join(
         options.address,
         run=options.run,

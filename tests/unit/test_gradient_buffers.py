@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -17,6 +18,7 @@ from shardwell_server.shard.state.unit_shard import UnitShard
 from shardwell_server.shard.transports import shm_buffers as server
 from shardwell_wire.errors import ConflictError, InvalidRequestError, StepStateError
 from shardwell_wire.run_identity import RunIdentity
+from shardwell_wire.shared_files import opened
 from tests.support.shard_server import PLAIN, layout_of
 
 # The trainer's side.
@@ -76,7 +78,8 @@ def test_release_rank_frees_only_the_buffers_of_the_rank() -> None:
 def test_writes_to_a_buffer_reach_the_file_of_the_server(tmp_path: Path) -> None:
     path = tmp_path / "gradient_buffer"
     path.write_bytes(b"\xff" * 8192)
-    gradient_buffer = client.GradientBuffer.open(7, str(path), 8192)
+    with opened(os.open(path, os.O_RDWR)) as descriptor:
+        gradient_buffer = client.GradientBuffer.map(7, descriptor, 8192)
     gradient_buffer.memory[256:260] = b"abcd"
     assert path.read_bytes() == b"\xff" * 256 + b"abcd" + b"\xff" * 7932
 
@@ -85,7 +88,8 @@ def test_mapped_buffer_keeps_no_file_open(tmp_path: Path) -> None:
     """A large model has more buffers than a process may have open files."""
     path = tmp_path / "gradient_buffer"
     path.write_bytes(bytes(8192))
-    gradient_buffer = client.GradientBuffer.open(7, str(path), 8192)
+    with opened(os.open(path, os.O_RDWR)) as descriptor:
+        gradient_buffer = client.GradientBuffer.map(7, descriptor, 8192)
     assert str(path) not in [file.path for file in psutil.Process().open_files()]
     assert str(path) in [mapped.path for mapped in psutil.Process().memory_maps()]
     del gradient_buffer
@@ -115,7 +119,7 @@ class Serving:
     def gradient_buffer(self) -> server.SharedGradientBuffer:
         size = self.shard.size_bytes
         room = self.memory.grant(size, self.shard.contribution_quota, "a gradient buffer")
-        return server.SharedGradientBuffer(self.shard, self._shared.create(size, "a gradient buffer"), room)
+        return server.SharedGradientBuffer(self.shard, self._shared.create_sealed(size, "a gradient buffer"), room)
 
     @property
     def used(self) -> tuple[int, int, int]:
@@ -140,7 +144,8 @@ def test_buffer_counts_against_the_budget_until_it_is_closed(serving: Serving) -
     assert serving.used == (1, 0, 1)
     covered.close()
     assert serving.used == (0, 0, 0)
-    assert not Path(covered.path).exists()
+    with pytest.raises(FileNotFoundError):
+        covered.file.open_for_trainer()
 
 
 def test_contribution_moves_to_the_reservation_when_there_is_room(serving: Serving) -> None:
@@ -176,7 +181,8 @@ def test_closed_buffer_is_freed_with_its_contribution(serving: Serving) -> None:
     gradient_buffer = serving.gradient_buffer()
     kept = gradient_buffer.claim().fill_(5)
     gradient_buffer.close()
-    assert not Path(gradient_buffer.path).exists()
+    with pytest.raises(FileNotFoundError):
+        gradient_buffer.file.open_for_trainer()
     assert serving.used == (1, 0, 1)
     assert int(kept[-1]) == 5
     gradient_buffer.release()

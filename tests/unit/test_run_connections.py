@@ -97,7 +97,7 @@ def test_shard_whose_file_vanishes_before_it_is_mapped_is_read_over_another_conn
     connections: RunConnections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def vanished(_: _Shard, location: SegmentLocation) -> None:
-        raise FileNotFoundError(2, "No such file or directory", location.path)
+        raise FileNotFoundError(2, "No such file or directory", location.file)
 
     monkeypatch.setattr(run_connections, "CAN_MAP", True)
     with monkeypatch.context() as patch:

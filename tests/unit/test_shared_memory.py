@@ -91,9 +91,9 @@ def test_unlinked_file_stays_mapped(shared: SharedMemory, tmp_path: Path) -> Non
 
 def test_shard_file_shows_no_version_before_publication_and_after_close(shared: SharedMemory, tmp_path: Path) -> None:
     segment = shared.create_shard_file(100, "a shard")
-    head = memoryview(Path(segment.path).read_bytes())
+    head = memoryview(Path(segment.shared.path).read_bytes())
     assert (len(head), read_version(head)) == (HEAD_BYTES + 100, UPDATING)
-    with open(segment.path, "rb", buffering=0) as reader:
+    with open(segment.shared.path, "rb", buffering=0) as reader:
         for version in (0, 1 << 40):
             segment.show(version)
             assert read_version(memoryview(os.pread(reader.fileno(), 8, 0))) == version

@@ -36,14 +36,14 @@ class Shards:
             segment.buffer.copy_(torch.arange(start_bytes, start_bytes + size) % 251)
             segment.show(version)
             self.segments.append(segment)
-            self.places.append(SegmentLocation(segment.path, start_bytes, start_bytes + size))
+            self.places.append(SegmentLocation(segment.shared.path, start_bytes, start_bytes + size))
             start_bytes += size
 
     def vector(self) -> SharedVector:
         return SharedVector("u", self.places)
 
     def in_files(self) -> list[bytes]:
-        return [Path(segment.path).read_bytes()[HEAD_BYTES:] for segment in self.segments]
+        return [Path(segment.shared.path).read_bytes()[HEAD_BYTES:] for segment in self.segments]
 
     def show(self, *versions: int) -> None:
         for segment, version in zip(self.segments, versions, strict=True):
@@ -176,7 +176,7 @@ def test_write_of_the_same_value_is_detected(shared: SharedMemory) -> None:
 
 def test_memory_is_unmapped_with_the_last_view(shared: SharedMemory) -> None:
     shards = Shards(shared, BLOCK_BYTES, 100)
-    paths = [segment.path for segment in shards.segments]
+    paths = [segment.shared.path for segment in shards.segments]
     servers = maps_of(paths)
     vector = shards.vector()
     assert maps_of(paths) == servers + 4, "two mappings per segment: its bytes and its header"
@@ -192,7 +192,7 @@ def test_memory_is_unmapped_with_the_last_view(shared: SharedMemory) -> None:
 
 def test_segment_that_cannot_be_opened_raises(shared: SharedMemory) -> None:
     shards = Shards(shared, BLOCK_BYTES, 100)
-    paths = [segment.path for segment in shards.segments]
+    paths = [segment.shared.path for segment in shards.segments]
     before = maps_of(paths)
     shards.segments[1].close()
     with pytest.raises(FileNotFoundError):

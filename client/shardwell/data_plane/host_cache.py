@@ -126,7 +126,7 @@ class CachedShard:
     def _fetch_or_wait(self, version: int, fetch: Fetch) -> bool:
         """Waits for the lock, or until another trainer has fetched the version; returns whether this call fetched."""
         # A lock belongs to an open file. Opening the file again also excludes other threads of this process.
-        descriptor = open_in_folder(self.location.path, write=True)
+        descriptor = open_in_folder(self.location.file, write=True)
         try:
             for _ in polls(self._use.wait_limit_s, self._use.closed):
                 if self._shows(version):
@@ -142,7 +142,7 @@ class CachedShard:
             raise UnavailableError(f"unit {self._unit!r}: this trainer left the host cache", unit=self._unit)
         raise DeadlineError(
             f"version {version} of unit {self._unit!r} was not in the host cache after {self._use.wait_limit_s:.0f} s: "
-            f"another trainer of this host is fetching it into {self.location.path}",
+            f"another trainer of this host is fetching it into {self.location.file}",
             unit=self._unit,
             version=version,
         )

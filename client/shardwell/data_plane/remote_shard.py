@@ -143,8 +143,7 @@ class RemoteShard:
         Args:
             version: Waits until the segment shows this version or a newer one. None: does not wait.
         """
-        path = self.server.locate(self._address, version, wait_limit_s=self._wire.wait_limit_s)
-        return None if path is None else SegmentLocation(path, self.start_bytes, self.stop_bytes)
+        return self.server.locate(self._address, version, wait_limit_s=self._wire.wait_limit_s)
 
     def map(self, location: SegmentLocation, *, ask: Callable[[], None] = lambda: None) -> None:
         """Maps the shard's segment, so that fetches copy from it.

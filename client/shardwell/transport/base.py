@@ -389,8 +389,11 @@ class SharedTransport(Transport):
             VersionGoneError: A newer version has replaced this one.
             DeadlineError: The version did not exist in time.
             ConflictError: The shard is not in shared memory.
-            UntrustedFileError: The server names a file outside its folder.
         """
+
+    @abstractmethod
+    def open_file(self, name: str, /, *, size_bytes: int) -> int:
+        """Returns a descriptor of a file that the server has named; see ``receive_descriptor``."""
 
     @abstractmethod
     def prepare_push(self, push: PreparedPush) -> PreparedPush:

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from shardwell.transport.shared_vector import map_shared
+from shardwell.transport.shared_vector import OpenFile, map_shared
 from shardwell_wire import chunk_streams
 from shardwell_wire.errors import UsageError
 from shardwell_wire.layout import DTYPE_NAMES, DTYPE_NUMBERS, Segment, UnitLayout
 from shardwell_wire.partitions import state_places, values_offset
-from shardwell_wire.shared_files import file_size, open_in_folder, opened
+from shardwell_wire.shared_files import opened
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
 _NUMBER_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
@@ -181,10 +181,11 @@ class StagingBuffer:
 
     Args:
         location: The partition.
+        open_file: Opens a file of the server for reading and writing.
     """
 
-    def __init__(self, location: PartitionLocation) -> None:
-        self._location = location
+    def __init__(self, location: PartitionLocation, open_file: OpenFile) -> None:
+        self._location, self._open_file = location, open_file
         self._mapped: dict[str, torch.Tensor] = {}
         self.buffer_id = 0
         """Identifies the buffer to the server. 0: there is none yet."""
@@ -203,18 +204,20 @@ class StagingBuffer:
         self.buffer_id = answer.staging_buffer_id
         values_at = values_offset(location.start_bytes, location.stop_bytes)
         state_ranges, state_bytes = state_places(header.state)
-        sizes = {answer.path: values_at + location.stop_bytes - location.start_bytes}
-        if answer.state_path:
-            sizes.update({answer.state_path: state_bytes, answer.new_state_path: state_bytes})
+        sizes = {answer.file: values_at + location.stop_bytes - location.start_bytes}
+        if answer.state_file:
+            sizes.update({answer.state_file: state_bytes, answer.new_state_file: state_bytes})
         # Files of the step before that the server no longer names are unmapped.
-        self._mapped = {path: self._mapped[path] if path in self._mapped else _map(path, sizes[path]) for path in sizes}
-        gradients = self._mapped[answer.path]
+        self._mapped = {
+            file: self._mapped[file] if file in self._mapped else self._map(file, sizes[file]) for file in sizes
+        }
+        gradients = self._mapped[answer.file]
         new_values = gradients[values_at:]
         new_values.copy_(values)
-        if answer.state_path:
-            self._mapped[answer.new_state_path].copy_(self._mapped[answer.state_path])
+        if answer.state_file:
+            self._mapped[answer.new_state_file].copy_(self._mapped[answer.state_file])
         shared_state = [
-            _view(self._mapped[answer.new_state_path][start:stop], DTYPE_NAMES[entry.dtype], tuple(entry.shape))
+            _view(self._mapped[answer.new_state_file][start:stop], DTYPE_NAMES[entry.dtype], tuple(entry.shape))
             for entry, (start, stop) in zip(header.state, state_ranges, strict=True)
         ]
         segments = {segment.parameter_index: segment for segment in location.segments}
@@ -229,6 +232,12 @@ class StagingBuffer:
             shared_values=shared_values,
             shared_state=shared_state,
         )
+
+    def _map(self, file: str, size_bytes: int) -> torch.Tensor:
+        """Maps a whole file for reading and writing. uint8. [size_bytes]"""
+        with opened(self._open_file(file, size_bytes=size_bytes)) as descriptor:
+            memory = map_shared(descriptor, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
+        return torch.frombuffer(memory, dtype=torch.uint8)
 
     def _cut(self, memory: torch.Tensor, segment: Segment) -> torch.Tensor:
         start = segment.start_bytes - self._location.start_bytes
@@ -274,9 +283,3 @@ def _view(memory: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Ten
 def _copy_unless_same(tensor: torch.Tensor, place: torch.Tensor) -> None:
     if tensor.data_ptr() != place.data_ptr():
         place.copy_(tensor)
-
-
-def _map(path: str, size_bytes: int) -> torch.Tensor:
-    """Maps a whole file for reading and writing. uint8. [size_bytes]"""
-    with opened(open_in_folder(path, write=True, size_bytes=file_size(size_bytes))) as descriptor:
-        return torch.frombuffer(map_shared(descriptor, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE), dtype=torch.uint8)

@@ -26,6 +26,7 @@ from shardwell.transport.push_batch import push_together
 from shardwell.transport.selector import TransportSelector
 from shardwell.transport.server_guard import ServerGuard
 from shardwell.transport.shard_client import ShardClient
+from shardwell.transport.shared_vector import SegmentLocation
 from shardwell_wire.credentials import Credentials
 from shardwell_wire.errors import (
     CapacityError,
@@ -223,8 +224,8 @@ class ServerConnection:
             lambda shared: shared.locate(shard, version, timeout_s=wait_s, retry_for_s=retry_for_s)
         ).version
 
-    def locate(self, shard: ShardAddress, version: int | None = None, *, wait_limit_s: float) -> str | None:
-        """Returns the file in which the server stores a shard, or None if this process cannot map it.
+    def locate(self, shard: ShardAddress, version: int | None = None, *, wait_limit_s: float) -> SegmentLocation | None:
+        """Returns where the server stores a shard in shared memory, or None if this process cannot map it.
 
         Args:
             shard: The shard.
@@ -234,15 +235,18 @@ class ServerConnection:
         if self.transports.shared is None:
             return None
         try:
-            found = self.transports.over_shared(
-                lambda shared: shared.locate(shard, version, timeout_s=wait_limit_s, retry_for_s=wait_limit_s)
+            found, open_file = self.transports.over_shared(
+                lambda shared: (
+                    shared.locate(shard, version, timeout_s=wait_limit_s, retry_for_s=wait_limit_s),
+                    shared.open_file,
+                )
             )
         except VersionGoneError:
             return self.locate(shard, wait_limit_s=wait_limit_s)
         except ConflictError as error:
             logger.warning("unit %r is fetched instead of read in place: %s", shard.layout.unit, error)
             return None
-        return found.segment.path
+        return SegmentLocation(found.segment.file, shard.start_bytes, shard.stop_bytes, open_file)
 
     # ---- gradients ----
 

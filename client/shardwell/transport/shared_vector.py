@@ -8,7 +8,8 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -32,13 +33,21 @@ CAN_MAP = mmap.PAGESIZE == BLOCK_BYTES and CAN_READ_PAGE_MAP
 shards side by side. The page map, which containers may hide, is needed to detect writes."""
 
 
+class OpenFile(Protocol):
+    """Opens a file that other processes write, for reading; returns its descriptor. Raises OSError."""
+
+    def __call__(self, name: str, /, *, size_bytes: int) -> int: ...
+
+
 @dataclass(frozen=True, slots=True)
 class SegmentLocation:
     """The file of a shared segment, of a server or of the host cache, and its range of the flat vector."""
 
-    path: str
+    file: str
+    """The path of the file, or the name by which its server knows it."""
     start_bytes: int
     stop_bytes: int
+    open: OpenFile = field(default=open_in_folder, compare=False)
 
 
 class SharedVector:
@@ -123,7 +132,7 @@ class SharedVector:
 
     def _map_segment(self, place: SegmentLocation) -> memoryview:
         size_bytes = place.stop_bytes - place.start_bytes
-        with opened(open_in_folder(place.path, size_bytes=HEAD_BYTES + size_bytes)) as descriptor:
+        with opened(place.open(place.file, size_bytes=HEAD_BYTES + size_bytes)) as descriptor:
             _map(
                 self._address + place.start_bytes - self._start_bytes,
                 size_bytes,

@@ -7,7 +7,6 @@ buffers. Messages, which carry no tensor data, go over rpcs or over the transpor
 from __future__ import annotations
 
 import mmap
-import os
 import threading
 import time
 from collections import defaultdict
@@ -39,7 +38,8 @@ from shardwell.transport.shard_client import ShardClient
 from shardwell.transport.shared_vector import map_shared
 from shardwell_wire.errors import UnavailableError
 from shardwell_wire.run_identity import RunIdentity
-from shardwell_wire.shared_files import file_size, open_in_folder, opened, require_folder, server_folder
+from shardwell_wire.shared_descriptors import receive_descriptor
+from shardwell_wire.shared_files import opened
 from shardwell_wire.shared_proof import NONCE_BYTES, PROOF_BYTES, session_name
 from shardwell_wire.v1 import common_pb2, shard_pb2
 from shardwell_wire.wire_dtypes import AS_STORED
@@ -69,15 +69,9 @@ class GradientBuffer:
     memory: memoryview
 
     @classmethod
-    def open(cls, buffer_id: int, path: str, size_bytes: int) -> GradientBuffer:
-        """Maps a buffer that the server created.
-
-        Raises:
-            UntrustedFileError: The file has another size, or other users can write to it.
-            OSError: The file cannot be mapped.
-        """
-        with opened(open_in_folder(path, write=True, size_bytes=file_size(size_bytes))) as descriptor:
-            return cls(buffer_id, map_shared(descriptor, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE))
+    def map(cls, buffer_id: int, descriptor: int, size_bytes: int) -> GradientBuffer:
+        """Maps a buffer that the server created. Raises OSError if it cannot be mapped."""
+        return cls(buffer_id, map_shared(descriptor, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE))
 
 
 ShardKey = tuple[str, int]
@@ -224,21 +218,29 @@ class ShmTransport(SharedTransport):
     def _verify(self, offer: shard_pb2.SharedMemoryOffer) -> mmap.mmap:
         """Maps the file that the server offers; raises UnavailableError unless the file contains the server's proof.
 
-        The path may name another file in this process: on a host of the same name, or in another container.
+        The socket may be another server's: on a host of the same name, or in another container.
         """
+        self._offer = offer
         try:
-            self._folder = server_folder(offer.path)
-            with opened(open_in_folder(offer.path)) as descriptor:
-                if os.fstat(descriptor).st_size > _MAX_PROOF_FILE_BYTES:
-                    raise ValueError(f"the file with the proof has more than {_MAX_PROOF_FILE_BYTES} bytes")
+            with opened(self._receive(offer.file, max_bytes=_MAX_PROOF_FILE_BYTES)) as descriptor:
                 proof = mmap.mmap(descriptor, 0, mmap.MAP_SHARED, mmap.PROT_READ)
         except (OSError, ValueError) as error:
-            raise UnavailableError(f"{self._client.peer} offers shared memory at {offer.path}, but {error}") from error
+            raise UnavailableError(
+                f"{self._client.peer} offers shared memory at {offer.socket}, but {error}"
+            ) from error
         if len(offer.proof) != PROOF_BYTES or proof[:PROOF_BYTES] != offer.proof:
             raise UnavailableError(
-                f"{self._client.peer} offers shared memory, but {offer.path} on this host is not its file"
+                f"{self._client.peer} offers shared memory, but {offer.socket} on this host is not its socket"
             )
         return proof
+
+    def open_file(self, name: str, /, *, size_bytes: int) -> int:
+        """See ``SharedTransport``."""
+        return self._receive(name, size_bytes=size_bytes)
+
+    def _receive(self, name: str, **limits: int) -> int:
+        offer = self._offer
+        return receive_descriptor(offer.socket, offer.user_id, offer.token, name, **limits)
 
     # ---- weights ----
 
@@ -272,7 +274,6 @@ class ShmTransport(SharedTransport):
         answer: shard_pb2.LocateShardResponse = self._client.call(
             "LocateShard", request, timeout_s=timeout_s, retry_for_s=retry_for_s
         )
-        require_folder(answer.segment.path, self._folder)
         return answer
 
     # ---- gradients ----
@@ -335,19 +336,18 @@ class ShmTransport(SharedTransport):
             start_bytes=start_bytes,
         )
         answer: shard_pb2.OpenGradientBufferResponse = self._client.call("OpenGradientBuffer", request)
-        path = require_folder(answer.path, self._folder)
-        with self._mapping():
-            return GradientBuffer.open(answer.gradient_buffer_id, path, self._sizes[shard])
+        size_bytes = self._sizes[shard]
+        with self._mapping(), opened(self.open_file(answer.file, size_bytes=size_bytes)) as descriptor:
+            return GradientBuffer.map(answer.gradient_buffer_id, descriptor, size_bytes)
 
     @contextmanager
     def _mapping(self) -> Iterator[None]:
-        """Raises UnavailableError if the server has removed a file that it named, because it or the session ended."""
+        """Raises UnavailableError if the server does not send a file that it named, because it or the session ended."""
         try:
             yield
-        except FileNotFoundError as error:
+        except (FileNotFoundError, TimeoutError) as error:
             raise UnavailableError(
-                f"{self._client.peer} has removed {error.filename}, a file of its shared memory, before this process "
-                "could map it: the server or this session has ended"
+                f"{self._client.peer} did not send {error.filename}, a file of its shared memory: {error.strerror}"
             ) from error
 
     def release(self, dp_rank: int | None = None) -> None:
@@ -378,14 +378,13 @@ class ShmTransport(SharedTransport):
         answer: shard_pb2.OpenStagingBufferResponse = self._client.call(
             "OpenStagingBuffer", request, timeout_s=timeout_s, retry_for_s=timeout_s
         )
-        for path in (answer.path, answer.state_path, answer.new_state_path):
-            if path:
-                require_folder(path, self._folder)
         window = shard.require_window()
         values = window.bytes[location.start_bytes - shard.start_bytes : location.stop_bytes - shard.start_bytes]
         key = location.layout.unit, location.dp_rank, location.start_bytes
         with self._mapping():
-            segment = self._staging_buffers.setdefault(key, StagingBuffer(location)).lay_out(answer, values)
+            segment = self._staging_buffers.setdefault(key, StagingBuffer(location, self.open_file)).lay_out(
+                answer, values
+            )
         window.check(answer.header.version)
         return segment
 

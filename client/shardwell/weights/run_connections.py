@@ -161,7 +161,7 @@ class RunConnections:
                 try:
                     remote.map(location)
                 except FileNotFoundError as error:
-                    raise UnavailableError(f"it has removed the file {location.path} of the shard") from error
+                    raise UnavailableError(f"it has removed the file {location.file} of the shard") from error
             with self._lock:
                 remote = self._shards.setdefault(key, remote)
         return remote

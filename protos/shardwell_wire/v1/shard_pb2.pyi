@@ -567,7 +567,8 @@ global___StreamDeltas = StreamDeltas
 
 @typing.final
 class SharedSegment(google.protobuf.message.Message):
-    """A file in shared memory that contains a shard.
+    """A file in shared memory that contains a shard. The trainer receives a read-only descriptor of it, see
+    SharedMemoryOffer.
 
     The first 4096 bytes are its header, which starts with the readable version: a little-endian signed 64-bit integer,
     or -1 while the next version is written. The bytes of the shard follow. A reader loads the version before and after
@@ -576,19 +577,19 @@ class SharedSegment(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    PATH_FIELD_NUMBER: builtins.int
+    FILE_FIELD_NUMBER: builtins.int
     SIZE_BYTES_FIELD_NUMBER: builtins.int
-    path: builtins.str
-    """Path on the server's host."""
+    file: builtins.str
+    """Name of the file."""
     size_bytes: builtins.int
     """Size of the shard, without the header."""
     def __init__(
         self,
         *,
-        path: builtins.str = ...,
+        file: builtins.str = ...,
         size_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["path", b"path", "size_bytes", b"size_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["file", b"file", "size_bytes", b"size_bytes"]) -> None: ...
 
 global___SharedSegment = SharedSegment
 
@@ -1004,28 +1005,47 @@ global___OpenTransportRequest = OpenTransportRequest
 
 @typing.final
 class SharedMemoryOffer(google.protobuf.message.Message):
-    """How to use a shm transport."""
+    """How to use a shm transport.
+
+    The server sends descriptors of its files over a Unix socket of type SOCK_SEQPACKET. For each file, the trainer
+    connects, sends one packet, the token and the file's name in UTF-8, and receives one packet with a descriptor
+    (SCM_RIGHTS). If the server has not named the file in an answer to this transport, or has removed it, it closes the
+    connection without a packet.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    PATH_FIELD_NUMBER: builtins.int
     PROOF_FIELD_NUMBER: builtins.int
-    path: builtins.str
-    """Absolute path of a file on the server's host, in the server's folder. The folder contains every file that the
-    server offers later. The folder's name starts with "shardwell-". A trainer opens a file only if the trainer's user
-    owns it and no other user can enter the folder.
-    """
+    SOCKET_FIELD_NUMBER: builtins.int
+    USER_ID_FIELD_NUMBER: builtins.int
+    TOKEN_FIELD_NUMBER: builtins.int
+    FILE_FIELD_NUMBER: builtins.int
     proof: builtins.bytes
-    """The first 32 bytes of the file, which are random. A trainer that reads them shares memory with the server. The next 16
+    """The first 32 bytes of `file`, which are random. A trainer that reads them shares memory with the server. The next 16
     bytes are random, too. The trainer sends them in its requests, which proves to the server that it can read its files.
     """
+    socket: builtins.str
+    """Absolute path of the socket on the server's host, in the server's folder, whose name starts with "shardwell-".
+    Empty: the server speaks an older version of this transport, which a trainer must not use.
+    """
+    user_id: builtins.int
+    """User id of the server. A trainer connects only if this user owns the folder and no other user can write to it, and
+    uses only files of this user.
+    """
+    token: builtins.bytes
+    """Token of the transport: 32 random bytes."""
+    file: builtins.str
+    """Name of the file with the proof. Its descriptor is read-only."""
     def __init__(
         self,
         *,
-        path: builtins.str = ...,
         proof: builtins.bytes = ...,
+        socket: builtins.str = ...,
+        user_id: builtins.int = ...,
+        token: builtins.bytes = ...,
+        file: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["path", b"path", "proof", b"proof"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["file", b"file", "proof", b"proof", "socket", b"socket", "token", b"token", "user_id", b"user_id"]) -> None: ...
 
 global___SharedMemoryOffer = SharedMemoryOffer
 
@@ -1192,18 +1212,20 @@ class OpenGradientBufferResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     GRADIENT_BUFFER_ID_FIELD_NUMBER: builtins.int
-    PATH_FIELD_NUMBER: builtins.int
+    FILE_FIELD_NUMBER: builtins.int
     gradient_buffer_id: builtins.int
     """Identifies the shared gradient buffer within its transport."""
-    path: builtins.str
-    """Path of the buffer's file on the server's host. The file has the size and layout of the shard."""
+    file: builtins.str
+    """Name of the buffer's file, which has the size and layout of the shard. The trainer receives a writable descriptor
+    of it, see SharedMemoryOffer.
+    """
     def __init__(
         self,
         *,
         gradient_buffer_id: builtins.int = ...,
-        path: builtins.str = ...,
+        file: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["gradient_buffer_id", b"gradient_buffer_id", "path", b"path"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["file", b"file", "gradient_buffer_id", b"gradient_buffer_id"]) -> None: ...
 
 global___OpenGradientBufferResponse = OpenGradientBufferResponse
 
@@ -2047,21 +2069,22 @@ class OpenStagingBufferResponse(google.protobuf.message.Message):
 
     HEADER_FIELD_NUMBER: builtins.int
     STAGING_BUFFER_ID_FIELD_NUMBER: builtins.int
-    PATH_FIELD_NUMBER: builtins.int
-    STATE_PATH_FIELD_NUMBER: builtins.int
-    NEW_STATE_PATH_FIELD_NUMBER: builtins.int
+    FILE_FIELD_NUMBER: builtins.int
+    STATE_FILE_FIELD_NUMBER: builtins.int
+    NEW_STATE_FILE_FIELD_NUMBER: builtins.int
     staging_buffer_id: builtins.int
     """Identifies the shared staging buffer within its transport."""
-    path: builtins.str
-    """Path of a file on the server's host. It contains the gradients and, from the next multiple of 4096, room for the
-    new values. Both have the layout of the partition's range in the flat vector.
+    file: builtins.str
+    """Name of a file. It contains the gradients and, from the next multiple of 4096, room for the new values. Both have
+    the layout of the partition's range in the flat vector. The trainer receives writable descriptors of this file and
+    the next two, see SharedMemoryOffer.
     """
-    state_path: builtins.str
-    """Path of a read-only file with the current state: the tensors in the header's order, each at a multiple of 64
-    bytes. Empty: there is no state.
+    state_file: builtins.str
+    """Name of a file with the current state, which the trainer must not change: the tensors in the header's order, each at
+    a multiple of 64 bytes. Empty: there is no state.
     """
-    new_state_path: builtins.str
-    """Path of a file with room for the new state, in the same layout. Empty: there is no state."""
+    new_state_file: builtins.str
+    """Name of a file with room for the new state, in the same layout. Empty: there is no state."""
     @property
     def header(self) -> global___ReadPartitionHeader:
         """As in ReadPartition."""
@@ -2071,12 +2094,12 @@ class OpenStagingBufferResponse(google.protobuf.message.Message):
         *,
         header: global___ReadPartitionHeader | None = ...,
         staging_buffer_id: builtins.int = ...,
-        path: builtins.str = ...,
-        state_path: builtins.str = ...,
-        new_state_path: builtins.str = ...,
+        file: builtins.str = ...,
+        state_file: builtins.str = ...,
+        new_state_file: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["header", b"header", "new_state_path", b"new_state_path", "path", b"path", "staging_buffer_id", b"staging_buffer_id", "state_path", b"state_path"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["file", b"file", "header", b"header", "new_state_file", b"new_state_file", "staging_buffer_id", b"staging_buffer_id", "state_file", b"state_file"]) -> None: ...
 
 global___OpenStagingBufferResponse = OpenStagingBufferResponse
 

@@ -1,8 +1,13 @@
-"""Memory that trainers on this host can map: files in a memory file system such as ``/dev/shm``."""
+"""Memory that trainers on this host can map: files in a memory file system such as ``/dev/shm``, and sealed buffers.
+
+Trainers receive descriptors of both; see Note: [Descriptors, not paths] in ``shared_descriptors.py``.
+"""
 
 from __future__ import annotations
 
 import errno
+import fcntl
+import io
 import logging
 import mmap
 import os
@@ -10,7 +15,7 @@ import secrets
 import time
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -104,22 +109,47 @@ def _total_and_free_bytes(directory: Path) -> tuple[int, int]:
     return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_MFD_NOEXEC_SEAL = 0x8
+
+
+class _SealedFile(io.FileIO):
+    """A file without a path, whose size nobody can change. Closed when nothing refers to it."""
+
+    def __del__(self) -> None:
+        self.close()
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class SharedBuffer:
     """A file in shared memory, and its bytes as a tensor."""
 
     path: str
+    """Path of the file. A name without a folder if the file has no path."""
     tensor: torch.Tensor
     """The whole file. Mapped while the tensor or a view of it exists. uint8. [size_bytes]"""
+    sealed: _SealedFile | None = field(default=None, kw_only=True)
+    """The file, if it has no path. Trainers may write to it."""
 
     @property
     def name(self) -> str:
         """Name of the file in the server's folder."""
         return self.path.rpartition("/")[2]
 
+    def open_for_trainer(self) -> int:
+        """Returns a new descriptor, read-only unless the file is sealed. Raises OSError after ``unlink``."""
+        if self.sealed is None:
+            return os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        if self.sealed.closed:
+            raise FileNotFoundError(errno.ENOENT, "the buffer is closed", self.path)
+        return os.dup(self.sealed.fileno())
+
     def unlink(self) -> None:
         """Removes the file's name. The kernel frees the memory when the last mapping ends."""
-        Path(self.path).unlink(missing_ok=True)
+        if self.sealed is None:
+            Path(self.path).unlink(missing_ok=True)
+        else:
+            self.sealed.close()
 
 
 class ShardFile:
@@ -143,8 +173,9 @@ class ShardFile:
             self.show(UPDATING)
 
     @property
-    def path(self) -> str:
-        return self._shared.path
+    def shared(self) -> SharedBuffer:
+        """The file."""
+        return self._shared
 
     @property
     def name(self) -> str:
@@ -252,16 +283,48 @@ class SharedMemory:
             raise self._no_space(what, size_bytes, str(error.strerror), error.errno) from error
         return SharedBuffer(str(path), torch.frombuffer(mapped, dtype=torch.uint8)[:size_bytes])
 
+    def create_sealed(self, size_bytes: int, what: str) -> SharedBuffer:
+        """Makes a new buffer of zeros that a trainer may write to. It has no path and ends with this process.
+
+        Raises:
+            CapacityError: There is no memory, or the process has no file descriptor.
+        """
+        name = f"shardwell-{secrets.token_hex(8)}"
+        try:
+            descriptor = _make_sealed(name, file_size(size_bytes))
+        except OSError as error:
+            if error.errno not in _ADVICE:
+                raise
+            advice = _MORE_FILES if error.errno in (errno.EMFILE, errno.ENFILE) else "lower --memory-budget"
+            text = f"{what}: {size_bytes} bytes of shared memory cannot be allocated ({error.strerror}): {advice}"
+            raise self._refusal(text) from error
+        # Unlike mmap, torch does not keep a second descriptor.
+        sealed, size = _SealedFile(descriptor, "r+"), file_size(size_bytes)
+        try:
+            mapped = torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=size, dtype=torch.uint8)
+        except BaseException:
+            sealed.close()
+            raise
+        return SharedBuffer(name, mapped[:size_bytes], sealed=sealed)
+
+    @property
+    def folder(self) -> Path:
+        """The server's folder."""
+        return self._directory
+
     def _advice(self, number: int) -> str:
         advice = _ADVICE[number]
         return advice + _HOW_IN_DOCKER[self._directory.parent == DEFAULT_DIRECTORY] if advice is _ENLARGE else advice
 
     def _no_space(self, what: str, size_bytes: int, why: str, code: int) -> CapacityError:
-        """Returns the error to raise. Logs the first one only, because trainers fall back to streams."""
-        error = CapacityError(
+        return self._refusal(
             f"{what}: {size_bytes} bytes do not fit the shared memory at {self._directory.parent} ({why}): "
             f"{self._advice(code)} or start the server with --shm-dir none"
         )
+
+    def _refusal(self, text: str) -> CapacityError:
+        """Returns the error to raise. Logs the first one only, because trainers fall back to streams."""
+        error = CapacityError(text)
         if not self._warned:
             self._warned = True
             logger.warning("%s. The server uses ordinary memory and sockets where shared memory is full", error)
@@ -375,6 +438,23 @@ class SharedMemory:
 def new_record_name() -> str:
     """Returns the name of a new record."""
     return f"{secrets.token_hex(8)}{RECORD_SUFFIX}"
+
+
+def _make_sealed(name: str, size_bytes: int) -> int:
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        descriptor = os.memfd_create(name, flags | _MFD_NOEXEC_SEAL)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # kernels before 6.3
+            raise
+        descriptor = os.memfd_create(name, flags)
+    try:
+        os.posix_fallocate(descriptor, 0, size_bytes)  # as in ``_map_new``
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        return descriptor
+    except BaseException:
+        os.close(descriptor)
+        raise
 
 
 def _map_new(path: Path, size_bytes: int) -> mmap.mmap:

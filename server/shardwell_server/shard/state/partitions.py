@@ -188,7 +188,7 @@ class Partitions:
         _, size_bytes = state_places(tensors)
         if share and self._shared is not None and size_bytes:
             try:
-                shared = self._shared.create(size_bytes, f"state of {self._what}")
+                shared = self._shared.create_sealed(size_bytes, f"state of {self._what}")
                 return PartitionState(tensors, shared.tensor, shared, request_id=request_id)
             except CapacityError:
                 pass  # SharedMemory logs the reason; ordinary memory works too

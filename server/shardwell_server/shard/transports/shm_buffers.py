@@ -37,8 +37,8 @@ class SharedGradientBuffer:
         grant.memory.note_shared(grant.size_bytes)
 
     @property
-    def path(self) -> str:
-        return self._shared.path
+    def file(self) -> SharedBuffer:
+        return self._shared
 
     @property
     def buffer(self) -> torch.Tensor:
@@ -113,8 +113,9 @@ class SharedStagingBuffer:
         self._staged = self._closed = False
 
     @property
-    def path(self) -> str:
-        return self._file.path
+    def file(self) -> SharedBuffer:
+        """The gradients, and from ``values_offset`` the values."""
+        return self._file
 
     @property
     def staged(self) -> bool:
@@ -218,7 +219,7 @@ class SharedStagingBuffer:
     def _allocate(self, size_bytes: int) -> tuple[SharedBuffer, Grant]:
         grant = self._memory.grant(size_bytes, BufferQuota(0), self._what)
         try:
-            made = self._shared.create(size_bytes, self._what)
+            made = self._shared.create_sealed(size_bytes, self._what)
         except BaseException:
             grant.release()
             raise

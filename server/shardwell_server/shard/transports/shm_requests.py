@@ -28,7 +28,7 @@ async def locate_shard(
     """
     store.lease.check()
     run = store.exact_run(request)
-    shm.session(request.transport_id, run.identity)
+    session = shm.session(request.transport_id, run.identity)
     shard = run.primary(request.unit, request.start_bytes if request.HasField("start_bytes") else None)
     wanted = request.version if request.HasField("version") else None
     version, source = await shard.values.read(wanted, wait_s)
@@ -41,7 +41,7 @@ async def locate_shard(
         raise ConflictError(
             f"{shard.what} cannot be mapped: its newest version changes while work items read it. Use another transport"
         )
-    segment = shard_pb2.SharedSegment(path=live.file.path, size_bytes=shard.size_bytes)
+    segment = shard_pb2.SharedSegment(file=session.offer(live.file.shared), size_bytes=shard.size_bytes)
     return shard_pb2.LocateShardResponse(version=version, segment=segment)
 
 
@@ -54,7 +54,7 @@ def open_gradient_buffer(
     session = shm.session(request.transport_id, run.identity)
     shard = run.primary(request.unit, request.start_bytes if request.HasField("start_bytes") else None)
     number, gradient_buffer = session.open_gradient_buffer(shard)
-    return shard_pb2.OpenGradientBufferResponse(gradient_buffer_id=number, path=gradient_buffer.path)
+    return shard_pb2.OpenGradientBufferResponse(gradient_buffer_id=number, file=session.offer(gradient_buffer.file))
 
 
 def close_shared_buffers(
@@ -141,9 +141,9 @@ async def open_staging_buffer(
     return shard_pb2.OpenStagingBufferResponse(
         header=header,
         staging_buffer_id=number,
-        path=staging_buffer.path,
-        state_path="" if state.shared is None else state.shared.path,
-        new_state_path="" if new_state is None else new_state.path,
+        file=session.offer(staging_buffer.file),
+        state_file="" if state.shared is None else session.offer(state.shared),
+        new_state_file="" if new_state is None else session.offer(new_state),
     )
 
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import os
 import secrets
 from collections.abc import AsyncIterator, Iterable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import ClassVar
+from weakref import WeakValueDictionary
 
 from shardwell_server.shard.memory.budget import Memory
 from shardwell_server.shard.memory.shared_memory import SharedBuffer, SharedMemory
 from shardwell_server.shard.state.unit_shard import UnitShard
 from shardwell_server.shard.transports.shm_buffers import SharedGradientBuffer, SharedStagingBuffer
+from shardwell_server.shard.transports.shm_descriptors import DescriptorSocket
 from shardwell_wire.chunk_streams import memory_at
 from shardwell_wire.errors import ConflictError
 from shardwell_wire.run_identity import RunIdentity
+from shardwell_wire.shared_descriptors import TOKEN_BYTES
 from shardwell_wire.shared_proof import NONCE_BYTES, PROOF_BYTES, session_name
 from shardwell_wire.tokens import Identity
 from shardwell_wire.v1 import common_pb2, shard_pb2
@@ -37,6 +42,19 @@ class ShmSession:
         self._gradient_buffers: dict[int, SharedGradientBuffer] = {}
         self._staging_buffers: dict[int, tuple[UnitShard, int, SharedStagingBuffer]] = {}
         self._numbers = itertools.count(1)
+        self._offered: WeakValueDictionary[str, SharedBuffer] = WeakValueDictionary()
+
+    def offer(self, file: SharedBuffer) -> str:
+        """Returns the name by which the trainer can ask for a descriptor of a file from now on."""
+        self._offered[file.name] = file
+        return file.name
+
+    def open_offered(self, name: str) -> int | None:
+        """Returns a new descriptor of a file for the trainer. None: the file was not offered, or has been removed."""
+        try:
+            return None if (file := self._offered.get(name)) is None else file.open_for_trainer()
+        except FileNotFoundError:
+            return None
 
     def check_run(self, run: RunIdentity) -> None:
         """Raises ConflictError unless the session belongs to this run, by name and id."""
@@ -55,7 +73,7 @@ class ShmSession:
         what = f"a gradient buffer for {shard.what}"
         grant = self._memory.grant(shard.size_bytes, shard.contribution_quota, what)
         try:
-            shared = self._shared.create(shard.size_bytes, what)
+            shared = self._shared.create_sealed(shard.size_bytes, what)
         except BaseException:
             grant.release()
             raise
@@ -136,23 +154,34 @@ class ShmTransport:
         self._shared, self._memory = shared, memory
         self._open: dict[str, ShmSession] = {}
         """Open sessions, by ``session_name``."""
+        self._by_token: dict[bytes, ShmSession] = {}
+        """Open sessions, by the digest of their token: how long a search takes then reveals nothing about a token."""
+        self._socket = DescriptorSocket(shared.folder, self._open_offered)
         self._proof: SharedBuffer | None = None
 
     def serving(self) -> AbstractAsyncContextManager[None]:
-        """Does nothing: requests come over rpcs and sockets."""
-        return nullcontext()
+        """Sends descriptors while the block runs. Other requests come over rpcs and sockets."""
+        return self._socket.serving()
 
     @asynccontextmanager
     async def open(self, run: RunIdentity, caller: Identity | None) -> AsyncIterator[shard_pb2.OpenTransportResponse]:
         """Opens a session; see ``ServerTransport.open``."""
         transport_id, proof = secrets.token_hex(8), self._proof or self._make_proof()
         name = session_name(transport_id, _start_of(proof))
-        session = self._open[name] = ShmSession(run, self._shared, self._memory)
+        token = secrets.token_bytes(TOKEN_BYTES)
+        session = ShmSession(run, self._shared, self._memory)
+        self._open[name] = self._by_token[_digest(token)] = session
         try:
-            offer = shard_pb2.SharedMemoryOffer(path=proof.path, proof=bytes(_start_of(proof)[:PROOF_BYTES]))
+            offer = shard_pb2.SharedMemoryOffer(
+                proof=bytes(_start_of(proof)[:PROOF_BYTES]),
+                socket=self._socket.path,
+                user_id=os.geteuid(),
+                token=token,
+                file=session.offer(proof),
+            )
             yield shard_pb2.OpenTransportResponse(transport_id=transport_id, shm=offer)
         finally:
-            del self._open[name]
+            del self._open[name], self._by_token[_digest(token)]
             session.close()
             if not self._open:
                 proof.unlink()
@@ -165,6 +194,10 @@ class ShmTransport:
         _start_of(self._proof)[:] = secrets.token_bytes(PROOF_BYTES + NONCE_BYTES)
         self._memory.note_shared(PROOF_FILE_BYTES)
         return self._proof
+
+    def _open_offered(self, token: bytes, name: str) -> int | None:
+        session = self._by_token.get(_digest(token))
+        return None if session is None else session.open_offered(name)
 
     def session(self, name: str, run: RunIdentity) -> ShmSession:
         """Returns an open session of a run.
@@ -181,6 +214,10 @@ class ShmTransport:
             )
         session.check_run(run)
         return session
+
+
+def _digest(token: bytes) -> bytes:
+    return hashlib.blake2b(token).digest()
 
 
 def _start_of(file: SharedBuffer) -> memoryview:
