@@ -1,8 +1,9 @@
 """The audit log: a line of JSON for each refused request, and for each that changes members, runs or placements.
 
-A line has the time, the rpc, the peer's address, the caller's role, run and trainer, and the names in the request. It
-has no tokens, keys or values. Requests that are repeated in every step, such as heartbeats, pushes and reads, are
-recorded only if they are refused. The size of the log is limited, and so is the number of refusals per second.
+A line has the time, the rpc, the peer's address, the caller's role, run and trainer, and the names, folders and
+addresses in the request. It has no tokens, keys or values. Requests that are repeated in every step, such as
+heartbeats, pushes and reads, are recorded only if they are refused. The size of the log is limited, and so is the
+number of refusals per second.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ _RECORDED = frozenset(
         "DropRun",
         "BeginRestore",
         "BeginCheckpoint",
+        "LoadShards",
         "CopyShard",
         "PromoteShards",
         "ReleaseShards",
@@ -60,8 +62,11 @@ _RECORDED = frozenset(
 )
 """Rpcs that are recorded when they are admitted."""
 
-_NAMES = ("run", "run_id", "trainer", "server_id", "unit")
-"""Fields of requests that are recorded."""
+_NAMES = ("run", "run_id", "trainer", "server_id", "unit", "target_server_id")
+_PLACES = ("resume", "checkpoint_dir", "url", "address", "target_address")
+"""Fields of requests that are recorded: names, and what the server opens or connects to."""
+_LONGEST = 4096
+"""Characters of a field that are recorded."""
 
 _logger = logging.getLogger(__name__)
 
@@ -127,15 +132,15 @@ def _write(outcome: str, path: str, peer: str, **facts: Any) -> None:
 
 
 def _names_in(request: Message) -> dict[str, str]:
-    """Returns the names of runs, trainers and servers in a request."""
+    """Returns the names of runs, trainers and servers in a request, and the folders and addresses."""
     fields, names = request.DESCRIPTOR.fields_by_name, dict[str, str]()
-    for outer in ("context", "header"):
+    for outer in ("context", "header", "config"):
         if outer in fields:
             names |= _names_in(getattr(request, outer))
-    for name in _NAMES:
+    for name in (*_NAMES, *_PLACES):
         field = fields.get(name)
         if field is not None and field.message_type is None and (value := getattr(request, name)):
-            names[name] = str(value)
+            names[name] = str(value)[:_LONGEST]
     return names
 
 

@@ -33,7 +33,7 @@ def test_log_has_what_every_caller_did(tmp_path: Path) -> None:
     key_file, at_coordinator, at_shard = tmp_path / "key", tmp_path / "coordinator.jsonl", tmp_path / "shard.jsonl"
     key_file.touch(mode=0o600)
     key_file.write_text(key.secret)
-    options = ("--token-file", str(key_file))
+    options = ("--token-file", str(key_file), "--checkpoint-root", str(tmp_path))
     with server_process(
         "coordinator", "--listen", "127.0.0.1:0", *options, "--audit-log", str(at_coordinator)
     ) as server:
@@ -42,7 +42,10 @@ def test_log_has_what_every_caller_did(tmp_path: Path) -> None:
         with server_process(*shard) as second:
             ready_address(second)
             socket = shardwell.TransferOptions(transports="socket")
-            with small_run(address, "gpt", token_file=str(key_file), transfers=socket) as session:
+            folder = str(tmp_path / "checkpoints")
+            places = {"checkpoint_dir": folder, "resume": "latest"}
+            with small_run(address, "gpt", token_file=str(key_file), transfers=socket, **places) as session:
+                url = session.save_checkpoint(wait=True)
                 run_id = session._membership.identity.run_id
                 reader = Credentials(text=key.mint(Role.READER, run="gpt", run_id=run_id))
                 delete = coordinator_pb2.DeleteRunRequest(run="gpt", force=True)
@@ -58,10 +61,13 @@ def test_log_has_what_every_caller_did(tmp_path: Path) -> None:
             assert line["peer"].startswith(("ipv4:127.0.0.1:", "127.0.0.1:"))
             by_rpc.setdefault((line["rpc"].rpartition("/")[2], line["outcome"]), []).append(line)
     (registered,) = of_coordinator["RegisterServer", "admitted"]
+    address_of_shard = registered["names"].pop("address")
+    assert address_of_shard.startswith("127.0.0.1:")
     assert (registered["caller"], registered["names"]) == ({"role": "server"}, {"server_id": "one"})
     joined = of_coordinator["Join", "admitted"][0]
     assert joined["caller"] == {"role": "operator"}
-    assert joined["names"] == {"run": "gpt", "trainer": "tester"}
+    assert joined["names"] == {"run": "gpt", "trainer": "tester", **places}
+    assert of_shard["BeginCheckpoint", "admitted"][0]["names"]["url"] == url
     (left,) = of_coordinator["Leave", "admitted"]
     assert left["names"]["run_id"] == run_id
     assert left["caller"] == {"role": "trainer", "run": "gpt", "run_id": run_id, "trainer": "tester"}

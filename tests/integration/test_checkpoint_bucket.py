@@ -50,7 +50,7 @@ def bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> It
 
 
 def test_a_checkpoint_is_written_listed_verified_and_read(capsys: pytest.CaptureFixture[str]) -> None:
-    check_writable(URL)
+    check_writable(open_storage(URL))
     url = write_checkpoint(URL, 42, run="a run/with é")
     checkpoint = Checkpoint.open(url)
     for tensors in state_tensors(42):
@@ -93,7 +93,7 @@ def test_a_damaged_object_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_missing_bucket_is_reported() -> None:
     with pytest.raises(NotFoundError, match=r"cannot write s3://nowhere/x/.*: .*bucket does not exist"):
-        check_writable("s3://nowhere/x")
+        check_writable(open_storage("s3://nowhere/x"))
     for look in (RunFolder.of("s3://nowhere/x", RUN).newest, RunFolder.of("s3://nowhere", RUN).entries):
         with pytest.raises(NotFoundError, match=r"cannot list s3://nowhere/.*: .*bucket does not exist"):
             look()
@@ -112,7 +112,7 @@ def test_an_unreachable_server_is_reported(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     s3fs.S3FileSystem.clear_instance_cache()
     with pytest.raises(UnavailableError, match=r"cannot write s3://other/x/\.probe"):
-        check_writable("s3://other/x")
+        check_writable(open_storage("s3://other/x"))
 
 
 def test_a_full_spool_folder_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,10 +182,6 @@ def test_a_run_is_saved_to_a_bucket_and_resumed_from_it(
         assert sha256(train(session, steps=3)) == sha256(plain(3)[0])
 
 
-@pytest.mark.usefixtures("one_thread")
-def test_an_unreachable_bucket_stops_no_training(running: shardwell.LocalCluster, run_name: str) -> None:
-    with join(running.address, run_name, "s3://nowhere/runs", checkpoint_every=1) as session:
-        state = train(session, steps=2)
-        assert sha256(state) == sha256(plain(2)[0])
-        with pytest.raises(UnavailableError, match=r"was not written: .*bucket does not exist"):
-            session.save_checkpoint(wait=True)
+def test_a_bucket_that_does_not_exist_is_refused_at_join(running: shardwell.LocalCluster, run_name: str) -> None:
+    with pytest.raises(NotFoundError, match=r"cannot be saved: cannot write .*bucket does not exist"):
+        join(running.address, run_name, "s3://nowhere/runs", checkpoint_every=1)

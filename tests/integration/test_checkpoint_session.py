@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Iterator
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,11 @@ import shardwell
 from shardwell.command.cli import main
 from shardwell.session import residuals
 from shardwell.session.config import JoinConfig
+from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell_wire.checkpoints.folder import RunFolder
 from shardwell_wire.checkpoints.storage import Storage
 from shardwell_wire.errors import AccessError, StepStateError, UsageError
+from shardwell_wire.v1 import coordinator_pb2
 from tests.support.cluster import events, small_run, wait_until
 from tests.support.named_training import join, plain, train
 from tests.support.reference import sha256
@@ -171,14 +174,38 @@ def test_shardwell_checkpoint_saves_during_training(
 
 
 def test_a_folder_that_cannot_be_written_stops_no_training(
-    cluster: shardwell.LocalCluster, run_name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    cluster: shardwell.LocalCluster, run_name: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "file").write_text("")
-    with join(cluster.address, run_name, tmp_path / "file", checkpoint_every=1) as session:
+    folder = tmp_path / "folder"
+    with join(cluster.address, run_name, folder, checkpoint_every=1) as session:
+        wait_until(lambda: folder.is_dir() and not list(folder.iterdir()), "the folder is checked")
+        folder.rmdir()
+        folder.write_text("")
         state = train(session, steps=3)
         with pytest.raises(shardwell.UnavailableError, match=r"was not written: cannot .*Not a directory"):
             session.save_checkpoint(wait=True)
     assert sha256(state) == sha256(plain(3)[0])
+
+
+@pytest.mark.parametrize(
+    ("folder", "error", "problem"),
+    [
+        ("file/below", shardwell.InvalidRequestError, r"cannot create .*/file/below: Not a directory"),
+        ("/proc/no/such/folder", shardwell.NotFoundError, "cannot create /proc/no/such/folder"),
+        ("s4://bucket/x", shardwell.InvalidRequestError, "expected a path, or a URL that starts with"),
+        ("gs://bucket/x", shardwell.InvalidRequestError, "this host lacks the package for gs://"),
+        ("memory://x", shardwell.InvalidRequestError, "the memory of one process"),
+    ],
+)
+def test_a_folder_that_cannot_be_used_is_refused_at_join(
+    cluster: shardwell.LocalCluster, run_name: str, tmp_path: Path, folder: str, error: type[Exception], problem: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(error, match=problem):
+        join(cluster.address, run_name, folder.replace("file", str(tmp_path / "file")), checkpoint_every=1)
+    with closing(CoordinatorClient(cluster.address)) as client:
+        runs = client.call("ListRuns", coordinator_pb2.ListRunsRequest(), timeout_s=10.0).runs
+    assert run_name not in {run.run for run in runs}
 
 
 def test_options_are_read_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,15 +236,29 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_is_an_event_and_stops_no_training(
-    cluster: shardwell.LocalCluster, run_name: str, small_disk: Path, capsys: pytest.CaptureFixture[str]
+    cluster: shardwell.LocalCluster,
+    run_name: str,
+    small_disk: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     with join(cluster.address, run_name, small_disk, checkpoint_every=1) as session:
         state = train(session, steps=3)
         with pytest.raises(shardwell.UnavailableError, match=r"was not written: .*No space left on device"):
             session.save_checkpoint(wait=True)
-        assert main(["events", "--run", run_name, "--duration", "0.5", "--address", cluster.address]) == 0
-    assert "No space left on device" in capsys.readouterr().out
+        wait_until(lambda: "No space left on device" in caplog.text, "the trainer warns")
+        assert any("no checkpoint is saved" in line for line in session.explain_stall())
+        for command in (["events", "--run", run_name, "--duration", "0.5"], ["stall", run_name], ["run", run_name]):
+            assert main([*command, "--address", cluster.address]) == 0
+            assert "No space left on device" in " ".join(capsys.readouterr().out.split())
+    warnings = [at.getMessage() for at in caplog.records if "the checkpoint was not saved" in at.getMessage()]
+    assert len(warnings) == len({warning.split(": ", 2)[2] for warning in warnings}), "identical ones are logged once"
     assert sha256(state) == sha256(plain(3)[0])
     wait_until(lambda: not list(small_disk.glob("*/step-*")), "removal of incomplete checkpoints")
     with join(cluster.address, f"{run_name}-2", small_disk, resume="latest") as session:
         assert session.step == 0
+    with (small_disk / "filler").open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    with pytest.raises(shardwell.CapacityError, match="No space left on device"):
+        join(cluster.address, f"{run_name}-3", small_disk)

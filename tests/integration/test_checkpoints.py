@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -167,9 +168,14 @@ def test_a_run_without_a_folder_saves_nothing(cluster: shardwell.LocalCluster, r
 def test_a_folder_that_cannot_be_written_is_an_event_and_training_goes_on(
     cluster: shardwell.LocalCluster, run_name: str, tmp_path: Path
 ) -> None:
-    blocked = tmp_path / "file"
-    blocked.write_text("not a folder")
-    state = Training(cluster.address, run_name, checkpoint_dir=str(blocked / "below"), checkpoint_every=2)(6)
+    blocked = tmp_path / "folder"
+
+    def block(_: int) -> None:
+        if blocked.is_dir():
+            shutil.rmtree(blocked)
+            blocked.write_text("not a folder")
+
+    state = Training(cluster.address, run_name, checkpoint_dir=str(blocked / "below"), checkpoint_every=2)(6, block)
     assert equal(state, Training(cluster.address, f"{run_name}-2")(6))
     wait_until(lambda: checkpoints_of(cluster.address, run_name).HasField("last_failed"), "the failure is reported")
     assert str(blocked) in checkpoints_of(cluster.address, run_name).last_failed.error
@@ -209,7 +215,11 @@ def test_a_model_that_lacks_units_of_the_checkpoint_is_refused(
 
 @pytest.mark.parametrize("damage", ["manifest", "header", "tensor", "missing"])
 def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(
-    cluster: shardwell.LocalCluster, run_name: str, tmp_path: Path, damage: str
+    cluster: shardwell.LocalCluster,
+    run_name: str,
+    tmp_path: Path,
+    damage: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     options = {"checkpoint_dir": str(tmp_path), "checkpoint_every": 2}
     training = Training(cluster.address, run_name, **options)
@@ -237,6 +247,10 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(
         assert equal(resumed(5), expected)
         assert resumed.steps_seen == [2, 3, 4]
         assert name in events_of(other.address, run_name)["checkpoint_damaged"][0]
+        used = next(entry.url for entry in entries(tmp_path, run_name) if entry.step == 2)
+        (warning,) = [at.getMessage() for at in caplog.records if "because newer ones are damaged" in at.getMessage()]
+        assert f"continues from the checkpoint of step 2, {used}" in warning
+        assert str(newest) in warning
 
 
 def test_the_newest_is_kept_after_the_clock_was_set_back(

@@ -65,6 +65,27 @@ TRAIN = """
 """
 
 
+LOSE_CHECKPOINTS = """
+    import os, time, torch, shardwell
+    session = shardwell.join(checkpoint_dir={folder!r}, checkpoint_every=1)
+    if session.trainer == "trainer-0":
+        os.rename({folder!r}, {folder!r} + "-away")
+        open({folder!r}, "w").close()
+    model = torch.nn.Linear(3, 1)
+    shardwell.fully_shard(model, session)
+    optimizer = shardwell.optim.SGD(model.parameters(), lr=0.1)
+    for step in session.steps(20):
+        while step.number == 0 and not os.path.isfile({folder!r}):
+            time.sleep(0.01)
+        for x in step.batches(lambda step, dp_rank: torch.full((2, 3), float(dp_rank))):
+            model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.02)
+    session.close()
+"""
+
+
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
     return tmp_path / "script.py"
@@ -123,6 +144,14 @@ def wait_for_lines(process: subprocess.Popen[str], text: str, count: int) -> Non
         if found == count:
             return
     pytest.fail(f"the launch ended before {text!r} appeared {count} times")
+
+
+def test_a_checkpoint_that_fails_is_a_warning_in_every_trainer(launch: Launch, script: Path, tmp_path: Path) -> None:
+    done = launch("--num-trainers", "2", write(script, LOSE_CHECKPOINTS, folder=str(tmp_path / "checkpoints")))
+    assert done.returncode == 0, done.stderr
+    for trainer in ("trainer-0", "trainer-1"):
+        warnings = [line for line in done.stderr.splitlines() if trainer in line and "was not saved" in line]
+        assert 1 <= len(warnings) < 5, "each cause once, not every checkpoint"
 
 
 def test_each_trainer_gets_its_environment(launch: Launch, script: Path, monkeypatch: pytest.MonkeyPatch) -> None:

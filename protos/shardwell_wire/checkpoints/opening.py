@@ -35,7 +35,7 @@ _PROTOCOLS = {
 }
 """Protocols of URLs other than ``file``, with one name for each kind of storage. fsspec knows many more, which read any
 file or connect to any host."""
-_MAX_SHOWN = 200
+_MAX_SHOWN, _MAX_LENGTH = 200, 4096
 _ANYWHERE = "any"
 """Value of ``--checkpoint-root``: every folder that the process can open."""
 
@@ -155,9 +155,10 @@ def local_path(url: str) -> Path | None:
     Raises:
         InvalidRequestError: The URL is empty, has an unknown protocol, or chains several.
     """
-    if not url or "\0" in url:
+    if not 0 < len(url) <= _MAX_LENGTH or "\0" in url:
         raise InvalidRequestError(
-            f"checkpoint folder {_shown(url)}: expected a path or a URL such as s3://bucket/folder"
+            f"checkpoint folder {_shown(url)}: expected a path or a URL such as s3://bucket/folder, of at most "
+            f"{_MAX_LENGTH} characters"
         )
     if _ONE_SLASH.match(url):
         raise InvalidRequestError(

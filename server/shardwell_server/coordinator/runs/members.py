@@ -195,7 +195,11 @@ class Member:
         former = {transport.address: transport.corrupt_count for transport in self.transports}
         self.transports = transports
         self.unreachable = tuple(
-            UnreachableServer(report.address, now - max(0.0, report.for_s), report.reason[:_MAX_REASON_LENGTH])
+            UnreachableServer(
+                report.address[:_MAX_ADDRESS_LENGTH],
+                now - max(0.0, report.for_s),
+                report.reason[:_MAX_REASON_LENGTH],
+            )
             for report in itertools.islice(unreachable, _MAX_UNREACHABLE)
         )
         return [transport for transport in transports if transport.corrupt_count > former.get(transport.address, 0)]
