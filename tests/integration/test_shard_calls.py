@@ -6,13 +6,17 @@ import asyncio
 import socket
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import grpc.aio
 import pytest
 
+from shardwell.transport.server_connection import ServerConnection
 from shardwell_server.coordinator.servers.cluster import Server
 from shardwell_server.coordinator.servers.shard_client import GrpcShardCalls
-from shardwell_wire.errors import UnavailableError
+from shardwell_wire.errors import NotFoundError, UnavailableError
+from shardwell_wire.run_identity import RunIdentity
 from tests.support.shard_server import ShardServer, shared_loop
 
 
@@ -68,3 +72,22 @@ def test_unanswered_call_proves_nothing() -> None:
     message = r"the coordinator cannot reach 127.0.0.1:\d+: no answer within 2 s"
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(UnavailableError, match=message):
         is_running(f"127.0.0.1:{silent.getsockname()[1]}")
+
+
+def test_http_server_is_not_a_shard_server() -> None:
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as http:
+        threading.Thread(target=http.serve_forever, daemon=True).start()
+        with pytest.raises(UnavailableError, match=r"the coordinator cannot reach 127\.0\.0\.1:\d+: \S"):
+            is_running(f"127.0.0.1:{http.server_port}")
+        http.shutdown()
+
+
+def test_trainer_that_reaches_another_server_says_which(server: ShardServer) -> None:
+    with pytest.raises(NotFoundError, match="of shard server 'other' leads to shard server 'here': start 'other' with"):
+        ServerConnection(
+            server.client.address,
+            RunIdentity("r", "r-1"),
+            transports=("grpc",),
+            chunk_bytes=64 << 10,
+            server_id="other",
+        )

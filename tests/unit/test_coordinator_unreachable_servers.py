@@ -42,6 +42,9 @@ def test_server_gets_no_units_until_it_answers_at_its_address(tmp_path: Path) ->
             assert (seen.live, seen.unreachable_because) == (False, "the coordinator cannot reach s1:1: fake")
             beat = await cluster.call("HeartbeatServer", server_id="s1", epoch=seen.epoch)
             assert beat.unreachable_because == seen.unreachable_because, "a heartbeat does not prove the address"
+            stream = cluster.stream("KeepServerMembership", server_id="s1", epoch=seen.epoch)
+            await anext(stream)
+            assert (await server(cluster, "s1")).state == coordinator_pb2.SERVER_STATE_UNREACHABLE, "nor does a stream"
             a, _ = await cluster.team("a", "b")
             assert {at.server_id for at in (await a.declare(unit("u", (64, 64)))).shards} == {"s0"}
             assert UNREACHABLE in await stall(cluster)

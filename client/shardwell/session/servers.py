@@ -134,6 +134,7 @@ class ShardServers:
                         open_timeout_s=open_timeout_s,
                         credentials=membership.credentials,
                         guard=guard,
+                        server_id=shard.server_id,
                     ),
                     repeat=False,
                 )

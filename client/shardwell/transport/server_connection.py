@@ -31,12 +31,13 @@ from shardwell_wire.credentials import Credentials
 from shardwell_wire.errors import (
     CapacityError,
     ConflictError,
+    NotFoundError,
     ShardwellError,
     UnavailableError,
     VersionGoneError,
 )
 from shardwell_wire.run_identity import RunIdentity
-from shardwell_wire.v1 import common_pb2
+from shardwell_wire.v1 import common_pb2, shard_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -66,9 +67,11 @@ class ServerConnection:
         credentials: Credentials of the cluster. None: the result of ``find_credentials`` for the address.
         guard: Decides how to handle a failed operation. By default every failure is final.
         open_timeout_s: Deadline for opening a transport.
+        server_id: Id of the server that must answer at the address. Empty: not checked.
 
     Raises:
         UnavailableError: None of the transports can be opened.
+        NotFoundError: Another server answers at the address.
     """
 
     def __init__(
@@ -82,11 +85,14 @@ class ServerConnection:
         credentials: Credentials | None = None,
         guard: ServerGuard | None = None,
         open_timeout_s: float = OPEN_TIMEOUT_S,
+        server_id: str = "",
     ) -> None:
         self.address = address
         self.client = ShardClient(address, chunk_bytes=chunk_bytes, check=check, credentials=credentials)
         """Calls the server's rpcs."""
         try:
+            if server_id:
+                self._check_id(server_id, open_timeout_s)
             self.transports = TransportSelector(
                 self.client,
                 run,
@@ -103,6 +109,18 @@ class ServerConnection:
         self.copies_gradients = self.transports.shared is not None
         """Whether ``prepare_push`` copies gradients, so that their memory can be reused before they are pushed."""
         logger.info("shard server at %s: transport %s, %.2f GB/s", address, self.transport.name, self.bytes_per_s / 1e9)
+
+    def _check_id(self, server_id: str, timeout_s: float) -> None:
+        request = shard_pb2.DescribeServerRequest()
+        found = self.client.call("DescribeServer", request, timeout_s=timeout_s, retry_for_s=timeout_s).server_id
+        if found != server_id:
+            raise NotFoundError(
+                f"from this host, the address {self.address} of shard server {server_id!r} leads to shard server "
+                f"{found!r}: start {server_id!r} with --advertise HOST, the host by which the coordinator and the "
+                "trainers reach it",
+                server=server_id,
+                address=self.address,
+            )
 
     @property
     def transport(self) -> Transport:

@@ -75,6 +75,7 @@ class RunConnections:
             chunk_bytes=DEFAULT_CHUNK_BYTES,
             credentials=self._credentials,
             guard=ServerGuard(shard.address, corrupt=self._corrupt),
+            server_id=shard.server_id,
         )
         with self._lock:
             used = self._servers.setdefault(key, opened)

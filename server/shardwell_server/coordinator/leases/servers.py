@@ -334,6 +334,7 @@ class ServerLeases:
         elif not server.renewed_by_probe:
             if server.live:
                 logger.warning("server %r sends no heartbeats but answers probes: lease renewed", server.server_id)
+            server.mark_reached()
             self._note_alive(server.server_id, self._state.cluster.renew_lease(server))
         elif self._state.cluster.lease_expired(server):
             self._note_lost(server, "its lease expired", "it answers probes, but no heartbeats arrive from it")

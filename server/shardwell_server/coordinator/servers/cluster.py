@@ -122,9 +122,7 @@ class Server:
         """Starts the lease again, after a request or an answered probe. Returns the former state."""
         before = self.state
         self.last_seen_s, self.state = now, ServerState.LIVE
-        if by_probe:
-            self.mark_reached()
-        elif self.reached:
+        if self.reached:
             self.unreachable_because = ""
         self.suspected = self.refused = False
         self.renewed_by_probe = by_probe
@@ -437,7 +435,8 @@ class Cluster:
 
 def describe_unreachable(server: Server) -> str:
     """Returns why a server that sends heartbeats gets no units, and what to do."""
+    reason = server.unreachable_because or "it is being probed"
     return (
-        f"server {server.server_id!r} at {server.address} gets no units: {server.unreachable_because or 'not probed yet'}. "
-        "Start it with --advertise HOST, the host by which the coordinator and the trainers reach it"
+        f"server {server.server_id!r} at {server.address} gets no units: {reason}. Start it with --advertise HOST, the "
+        "host by which the coordinator and the trainers reach it"
     )
