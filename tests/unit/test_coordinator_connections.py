@@ -273,3 +273,33 @@ def test_server_whose_host_refuses_connections_is_lost_at_once(tmp_path: Path) -
             assert not servers["s0"].refused
 
     run_async(scenario())
+
+
+def test_suspended_coordinator_does_not_remove_a_trainer_that_waits_in_join(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer has no stream before Join returns. Its process is on another host, so only requests show it."""
+    monkeypatch.setattr("shardwell_server.coordinator.leases.trainers._RESTART_GRACE_S", 0.05)
+
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            waiting = asyncio.ensure_future(cluster.try_join("a", wait_s=10, process=ELSEWHERE))
+            await cluster.until(lambda: "r" in cluster.state.runs and member(cluster, "a").live, "a waits")
+            cluster.coordinator.trainers.renew_all()
+            await judged(cluster)
+            await cluster.try_join("b")
+            assert (await waiting).started
+
+    run_async(scenario())
+
+
+def test_trainer_that_is_removed_while_it_waits_in_join_learns_that_it_may_join_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            waiting = asyncio.ensure_future(cluster.try_join("a", wait_s=10))
+            await cluster.until(lambda: "r" in cluster.state.runs and member(cluster, "a").live, "a waits")
+            cluster.state.runs["r"].revoke_lease(member(cluster, "a"))
+            with pytest.raises(StaleEpochError, match="was removed while it waited for the start"):
+                await waiting
+
+    run_async(scenario())

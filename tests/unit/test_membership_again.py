@@ -16,7 +16,7 @@ from tests.unit.test_replica_epoch import FakeCoordinator
 
 
 class Coordinator(FakeCoordinator):
-    """Gives memberships the epochs of a list."""
+    """Gives memberships the epochs of a list. 0: the membership ends while its trainer waits in Join."""
 
     def __init__(self, *epochs: int) -> None:
         super().__init__()
@@ -30,6 +30,8 @@ class Coordinator(FakeCoordinator):
             copy.CopyFrom(request)
             self.joins.append(copy)
             answer.epoch = next(self._epochs)
+            if not answer.epoch:
+                raise StaleEpochError("trainer 'a' was removed while it waited: join again")
             answer.committed_step = 10 * answer.epoch + len(self.joins)
         return answer
 
@@ -71,3 +73,22 @@ def test_refreshed_membership_may_be_a_new_one() -> None:
         membership.refresh()
         membership.require_valid()
         assert membership.epoch == 6 and membership.joined.committed_step == 62
+
+
+def test_trainer_whose_membership_ends_before_the_start_joins_again() -> None:
+    with joined(0, 0, 4, 0, 7) as (coordinator, membership):
+        assert membership.epoch == 4
+        membership.give_up("the run was rolled back")
+        assert membership.rejoin().epoch == 7
+        assert len({join.incarnation for join in coordinator.joins}) == 5, "each Join is for another membership"
+        assert [join.replaced_epoch for join in coordinator.joins] == [0, 0, 0, 4, 4]
+
+
+def test_trainer_whose_memberships_end_before_the_start_again_and_again_gives_up() -> None:
+    with pytest.raises(StaleEpochError, match="was removed while it waited"), joined(*[0] * 100):
+        pass
+
+
+def test_membership_that_ends_while_it_is_refreshed_is_not_replaced() -> None:
+    with joined(4, 0) as (_, membership), pytest.raises(StaleEpochError):
+        membership.refresh()

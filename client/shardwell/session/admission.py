@@ -12,10 +12,15 @@ from shardwell.session.config import JoinConfig
 from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell.session.polling import poll, retry_and_warn
 from shardwell_wire.credentials import MemberCredentials
-from shardwell_wire.errors import UnauthenticatedError
+from shardwell_wire.errors import StaleEpochError, UnauthenticatedError
 from shardwell_wire.process_identity import own_identity
 from shardwell_wire.protocol_versions import check_chosen, own_versions
 from shardwell_wire.v1 import coordinator_pb2
+
+logger = logging.getLogger(__name__)
+
+_MAX_ADMISSIONS = 6
+"""How often a trainer asks to be admitted, if its membership ends again and again before the start."""
 
 
 class Admission:
@@ -52,7 +57,8 @@ class Admission:
             same: True: asks for the state of the membership ``former``. False: starts another one, which replaces it.
         """
         config = self._config
-        self._incarnation = self._incarnation if same else uuid.uuid4().hex
+        if not same:
+            self._incarnation = uuid.uuid4().hex
         request = coordinator_pb2.JoinRequest(
             run=config.run,
             config=config.run_config(),
@@ -68,15 +74,23 @@ class Admission:
             run_id="" if former is None else former.run_id,
             replaced_epoch=0 if former is None else former.epoch,
         )
-        try:
-            response = self._send(request)
-        except UnauthenticatedError:
-            if not self._token.is_member:
-                raise
-            # The token has expired. Without it, the coordinator waits until the lease of the former membership ends.
-            self._token.forget()
-            request.replaced_epoch = 0
-            response = self._send(request)
+        for left in reversed(range(_MAX_ADMISSIONS)):
+            try:
+                response = self._send(request)
+                break
+            except UnauthenticatedError:
+                if not self._token.is_member or not left:
+                    raise
+                # The token has expired. Without it, the coordinator waits until the former membership's lease ends.
+                self._token.forget()
+                request.replaced_epoch = 0
+            except StaleEpochError as error:
+                # The membership ended while this trainer waited for the start: the run was rolled back, or the
+                # coordinator took this process for ended. Another process that has the name is a DuplicateError.
+                if same or not left:
+                    raise
+                logger.warning("joining run %r again: %s", config.run, error)
+                self._incarnation = request.incarnation = uuid.uuid4().hex
         check_chosen(response.protocol_version, self._coordinator.address)
         return response
 

@@ -177,9 +177,18 @@ class TrainerLeases:
 
         Raises:
             ConflictError: The run is to be loaded from a checkpoint, and none can be loaded.
+            StaleEpochError: The membership was revoked meanwhile. The trainer may join again.
         """
 
         async def check() -> bool | None:
+            run.check_not_deleted()
+            if member.name not in run.members.by_name:  # removed before the start
+                raise StaleEpochError(
+                    f"{member} of run {run.name!r} was removed while it waited for the start, because it seemed to "
+                    "have ended: join again",
+                    run=run.name,
+                    trainer=member.name,
+                )
             run.require_member(member.name, member.epoch)
             if run.checkpoints.restore is not None:
                 run.checkpoints.check_loadable(run.name)
@@ -312,7 +321,8 @@ class TrainerLeases:
         for run in self._state.runs.values():
             for member in run.members.live.values():
                 member.renew_lease(self._state.clock() + RECONNECT_S)
-                self._watch_disconnected(run, member, _RESTART_GRACE_S)
+                if not member.rpcs_in_progress:  # a trainer that waits in Join has no stream yet
+                    self._watch_disconnected(run, member, _RESTART_GRACE_S)
 
     def expire(self) -> None:
         """Expires the leases of silent trainers, and revokes leases whose work another trainer waits for."""
