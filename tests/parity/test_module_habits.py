@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +22,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shardwell
 from shardwell import UsageError
-from shardwell.module import freed_parameter
 from shardwell.module.fully_shard import fully_shard
 from shardwell_wire.errors import FreedParameterError
 from tests.support.module_parity import Pair, Sharded, gpt, gpt_loss, wrap_blocks, wrap_whole
@@ -144,10 +144,11 @@ def test_exception_in_no_sync_restores_the_settings(sharded: Sharded) -> None:
 
 
 def test_reading_a_pushed_gradient_warns_once(sharded: Sharded) -> None:
-    freed_parameter._warn_of_pushed_gradient.cache_clear()
-    gpt_loss(sharded.model, 0).backward()
     with pytest.warns(UserWarning, match=r"was pushed to the shard servers.*optimizer.clip_grad_norm_") as caught:
-        assert all(parameter.grad is None for parameter in sharded.model.parameters())
+        for _ in range(2):
+            gpt_loss(sharded.model, 0).backward()
+            assert all(parameter.grad is None for parameter in sharded.model.parameters())
+            sharded.units.invalidate()
     assert len(caught) == 1 and caught[0].filename == __file__
 
 
@@ -167,6 +168,42 @@ def shard(session: shardwell.Session) -> Any:
     for layer in model:
         fully_shard(layer, session)
     return fully_shard(model, session)
+
+
+def scale_gradients(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad *= 0.5
+
+
+def test_every_model_whose_gradients_are_scaled_too_late_is_named(session: shardwell.Session) -> None:
+    """Also with Python's default filter, which shows a text once for each line of code."""
+    models = [fully_shard(nn.Sequential(nn.Linear(3, 2)), session, name=name) for name in ("a", "b")]
+    optimizers = [shardwell.optim.SGD(model.parameters(), lr=1.0) for model in models]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.resetwarnings()
+        for _ in range(2):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                backward(model)
+                scale_gradients(model)
+                optimizer.step()
+    assert [str(each.message).split("'")[1] for each in caught] == ["a.0.weight", "b.0.weight"]
+    assert {each.lineno for each in caught} == {scale_gradients.__code__.co_firstlineno + 2}
+
+
+def test_gradients_that_stay_in_the_process_can_be_scaled(session: shardwell.Session) -> None:
+    plain = nn.Linear(3, 2)
+    expected = {name: value - 0.5 * 2.0 for name, value in plain.state_dict().items()}  # ones of two samples
+    model: Any = fully_shard(plain, session)
+    optimizer = shardwell.optim.SGD(model.parameters(), lr=1.0)
+    model.set_requires_gradient_sync(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        backward(model)
+        scale_gradients(model)
+        optimizer.step()
+    found = shardwell.full_state_dict(model)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def backward(model: Any) -> None:

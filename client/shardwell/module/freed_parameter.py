@@ -12,7 +12,7 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -113,6 +113,10 @@ class ParameterOwner(Protocol):
         """True if a gradient of the unit was pushed and not committed yet."""
         ...
 
+    def note_gradient_read(self) -> bool:
+        """Records that the script reads a pushed gradient. Returns True the first time for the model."""
+        ...
+
 
 def is_sharded(tensor: torch.Tensor) -> bool:
     """True if a tensor is a parameter of a unit, freed or not."""
@@ -134,7 +138,7 @@ class FreedParameter(torch.Tensor):
             _raise_freed(func, args, kwargs or {})
         if func in _GRAD_ACCESS:
             # torch calls this method from C, so the frame above is the code that uses the parameter.
-            _check_grad_access(args[0], writes=func != _GET_GRAD, caller=sys._getframe(1).f_code)
+            _check_grad_access(args[0], writes=func != _GET_GRAD, frame=sys._getframe(1))
         with torch._C.DisableTorchFunctionSubclass():
             # Under mixed precision the placed tensor has the compute dtype, also while freed.
             if func in _DEPENDS_ON_DTYPE and args and isinstance(args[0], FreedParameter):
@@ -211,15 +215,15 @@ def _writes(function: str) -> bool:
     return function.endswith("_") and not function.endswith("__")
 
 
-def _check_grad_access(parameter: torch.Tensor, *, writes: bool, caller: CodeType) -> None:
+def _check_grad_access(parameter: torch.Tensor, *, writes: bool, frame: FrameType) -> None:
     """Raises for code that would mistake the local gradients for all gradients."""
-    owner = _owner(parameter)
+    owner, caller = _owner(parameter), frame.f_code
     if caller.co_filename == _CLIP_FILE:
         refuse_clipping(owner)
     if caller.co_filename == _SCALER_FILE:
         raise UsageError(USE_SHARDED_SCALER, parameter=owner.name)
-    if owner.is_pushed and not writes and caller.co_name != "zero_grad":
-        _warn_of_pushed_gradient()
+    if owner.is_pushed and not writes and caller.co_name != "zero_grad" and owner.note_gradient_read():
+        _warn_of_pushed_gradient(owner, frame)
     if owner.is_pushed and (writes or caller.co_name == "zero_grad"):
         raise UsageError(
             f"the gradient of {owner.name!r} was already pushed to the shard servers in this step, so setting .grad "
@@ -229,15 +233,17 @@ def _check_grad_access(parameter: torch.Tensor, *, writes: bool, caller: CodeTyp
         )
 
 
-@functools.cache
-def _warn_of_pushed_gradient() -> None:
-    warnings.warn(
-        "the .grad of a parameter is None because its gradient was pushed to the shard servers. "
+def _warn_of_pushed_gradient(owner: ParameterOwner, frame: FrameType) -> None:
+    # Without a registry: Python would suppress the warning for a second model that the same line of code trains.
+    warnings.warn_explicit(
+        f"the .grad of parameter {owner.name!r} is None because its gradient was pushed to the shard servers, so code "
+        "that scales, masks or reads gradients between the backward and optimizer.step() has no effect on this model. "
         "optimizer.clip_grad_norm_ clips by the norm over all gradients and returns it; to change a gradient use "
         "parameter.register_hook or register_post_accumulate_grad_hook; set_requires_gradient_sync(False) keeps "
         "gradients in this process until optimizer.step()",
         UserWarning,
-        stacklevel=5,
+        frame.f_code.co_filename,
+        frame.f_lineno,
     )
 
 

@@ -111,6 +111,10 @@ class Unit(ResidentUnit):
         self.usage = Usage()
         self.pushed = False
         """True if a gradient was pushed that is not committed yet."""
+        self.gradient_read = False
+        """True if the script has read a gradient of the unit's model that was pushed."""
+        self.siblings: Callable[[], Iterable[Unit] | None] = lambda: None
+        """Returns all units of the session."""
         self.pushes = True
         """False if another tensor-parallel rank, which computes the same gradients, pushes them."""
         self.tp_replicated = False
@@ -457,6 +461,16 @@ class Owner:
     def is_pushed(self) -> bool:
         """True if a gradient of the unit was pushed and not committed yet."""
         return self.unit.pushed
+
+    def note_gradient_read(self) -> bool:
+        """Records that the script reads a pushed gradient. Returns True the first time for the model.
+
+        The units of a model are those whose gradients are pushed together.
+        """
+        is_first = not self.unit.gradient_read
+        for unit in self.unit.siblings() or ():
+            unit.gradient_read |= unit.pushed
+        return is_first
 
 
 def owner_of(tensor: torch.Tensor) -> Owner | None:

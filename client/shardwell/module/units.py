@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -119,6 +120,7 @@ class Units:
                 f"this session has a unit named {layout.unit!r} already: choose another name", unit=layout.unit
             )
         unit = Unit(layout, found, modules, self._store, self.memory, values, policy)
+        unit.siblings = weakref.ref(self)
         unit.pushes = layout.tp_rank == self.place.tp_rank
         unit.tp_replicated = self.place.tp > 1 and not layout.holds_parts
         self._by_name[unit.name] = unit
