@@ -94,6 +94,16 @@ class SimulatedSharedMemory(SharedMemory):
             for name in [name for name in kept if name not in names]:
                 del kept[name]
 
+    @property
+    def keeps_shards(self) -> bool:
+        return bool(self._host.records)
+
+    def save(self, names: Collection[str]) -> None:
+        pass  # simulated hosts have no state folder
+
+    def remove_saved(self) -> None:
+        pass
+
     def close(self) -> None:
-        self._host.files.clear()
-        self._host.records.clear()
+        if not self.keeps_shards:
+            self._host.files.clear()

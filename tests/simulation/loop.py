@@ -105,6 +105,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._timers: list[tuple[float, int, events.TimerHandle]] = []
         self._executors: dict[int, float] = {}
         self.event_count = 0
+        self.thread_s = _THREAD_S
+        """Mean time of work in threads."""
         self.outside = copy_context()
         """Context of the simulation itself, which belongs to no process."""
         self.problems: list[str] = []
@@ -223,7 +225,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         """Runs work at one instant in the near future. An executor with one thread keeps the order of its work."""
         done = self.create_future()
         one_thread = getattr(executor, "_max_workers", 2) == 1
-        mean_s = _DISK_S if one_thread else _THREAD_S
+        mean_s = _DISK_S if one_thread else self.thread_s
         start = self._now + self._rng.expovariate(1 / mean_s)
         if one_thread:
             start = self._executors[id(executor)] = max(start, self._executors.get(id(executor), 0.0))

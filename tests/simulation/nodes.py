@@ -28,6 +28,7 @@ COORDINATOR = "coordinator:1"
 COORDINATOR_SERVICE = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"]
 SHARD_SERVICE = shard_pb2.DESCRIPTOR.services_by_name["ShardService"]
 LEASE_S = 2.0
+DRAIN_S = 3.0
 BUDGET_BYTES = 64 << 20
 
 
@@ -115,6 +116,7 @@ class ServerNode(Node):
         running().network.register_name(self.address, name)
         self.store: ShardStore | None = None
         self.incarnation = ""
+        self._asked_to_stop = asyncio.Event()
 
     @property
     def is_restartable(self) -> bool:
@@ -126,7 +128,12 @@ class ServerNode(Node):
         self.process.kill()
         self._host = HostMemory()
 
+    def ask_to_stop(self) -> None:
+        """Stops the process as SIGTERM does: it drains, then ends and leaves the shards that it still has."""
+        self._asked_to_stop.set()
+
     def start(self) -> None:
+        self._asked_to_stop = asyncio.Event()
         super().start()
         self.process.when_killed.append(self._keep_memory)
 
@@ -143,7 +150,12 @@ class ServerNode(Node):
         )
         running().network.listen(self.address, self.process, SHARD_SERVICE, servicer)
         async with registration.running(self.address) as task:
-            await task
+            asked = asyncio.ensure_future(self._asked_to_stop.wait())
+            await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
+            asked.cancel()
+            if task.done():
+                await task
+            await registration.drain(DRAIN_S)
 
     def shards(self) -> list[UnitShard]:
         """Returns the shards that the server holds."""

@@ -236,6 +236,9 @@ class Simulation:
             *[self._crash_coordinator] * 3,
             *[self._stop_node] * 3,
             *[self._crash_server] * 3,
+            *[self._stop_server] * 2,
+            *[self._end_servers] * 2,
+            self._slow_threads,
             self._cut_node,
             self._cut_pair,
             self._break_calls,
@@ -297,6 +300,40 @@ class Simulation:
                 self._restart(server)
             else:
                 self._kill(server, "")
+
+    def _stop_server(self) -> None:
+        server = self.rng.choice(self.servers)
+        if server.alive and (server.is_restartable or self._may_lose(server)):
+            self._ask_to_stop(server)
+
+    def _ask_to_stop(self, server: ServerNode) -> None:
+        """Stops a server as SIGTERM does, and starts it again once it has ended."""
+        if server.alive and not server.process.stopped:
+            self._note(f"{server.name} is asked to stop")
+            server.process.when_dead.append(lambda: self._restart(server))
+            server.ask_to_stop()
+
+    def _end_servers(self) -> None:
+        """Ends several servers nearly at once: all of them, or the processes of one command."""
+        if not all(server.is_restartable and server.alive for server in self.servers):
+            return
+        ending = self.rng.sample(self.servers, self.rng.choice((2, len(self.servers))))
+        losing = ending[0] if self.rng.random() < HOST_LOSS and self._may_lose(ending[0]) else None
+        end = self.rng.choice((self._ask_to_stop, lambda server: self._kill(server, "")))
+        if losing is not None:
+            ending.remove(losing)
+            losing.lose_host()
+            self._note(f"{losing.name} and its shared memory are lost")
+            self._restart(losing)
+        for server in ending:
+            self._fault_until(self.rng.choice((0.0, 0.01, 0.5)) * self.rng.random(), partial(end, server))
+
+    def _slow_threads(self) -> None:
+        """Makes loading, copying and updating take so long that heartbeats arrive meanwhile."""
+        duration_s = self.rng.uniform(0.1, 3.0)
+        self._note(f"threads are slow for {duration_s:.2f} s")
+        before_s, self.loop.thread_s = self.loop.thread_s, 0.2
+        self._fault_until(duration_s, lambda: setattr(self.loop, "thread_s", before_s))
 
     def _may_lose(self, server: ServerNode) -> bool:
         """True if a server may die with its memory: the run keeps copies of its shards, or has a checkpoint."""
