@@ -397,11 +397,14 @@ class SharedMemory:
 
     def save(self, names: Collection[str]) -> None:
         """Writes files to disk, unless those that were taken up are still there. Logs an error: nothing is lost yet."""
-        if self._saved is None or self._saved.find() is not None:
+        if self._saved is None:
             return
-        size_bytes, began_s = sum((self._directory / name).stat().st_size for name in names), time.monotonic()
-        logger.info("saving %d bytes of shards in %s", size_bytes, self._saved.directory)
+        began_s = time.monotonic()
         try:
+            if self._saved.find() is not None:
+                return
+            size_bytes = sum((self._directory / name).stat().st_size for name in names)
+            logger.info("saving %d bytes of shards in %s", size_bytes, self._saved.directory)
             self._saved.write(self._directory, names)
         except OSError as error:
             logger.error(

@@ -299,11 +299,13 @@ def _shared_memory(arguments: argparse.Namespace) -> Iterator[SharedMemory | Non
         yield shared if shared.keeps_shards or shared.offered() else None
     finally:
         cleaning.cancel()
-        if shared.keeps_shards:
-            files = recorded_files(shared)
-            shared.remove_all_but(files)
-            shared.save(files)
-        shared.close()
+        try:
+            if shared.keeps_shards:
+                files = recorded_files(shared)
+                shared.remove_all_but(files)
+                shared.save(files)
+        finally:
+            shared.close()
 
 
 async def _remove_remains(directory: Path) -> None:
