@@ -71,6 +71,39 @@ def call(rpc: str, request: dict[str, Any] | None = None) -> dict[str, Any]:
     return response
 
 
+def in_trainer(program: str, *arguments: str) -> str:
+    """Runs a program in a new container of a trainer."""
+    return compose("run", "--rm", "-T", "--no-deps", "--entrypoint", program, "trainer", *arguments)
+
+
+ATTACK = """
+import os, socket, sys
+from pathlib import Path
+import shardwell
+os.environ["SHARDWELL_TOKEN"], *paths = sys.argv[1:]
+for path in paths:
+    try:
+        os.pwrite(os.open(path, os.O_RDWR), bytes(1 << 16), 4096)
+        print("altered", path)
+    except OSError:
+        try:
+            print("read", path, len(open(path, "rb").read()))
+        except OSError:
+            print("denied")
+with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+    connection.connect(str(Path(paths[0]).with_name("socket")))
+    connection.send(os.urandom(32) + Path(paths[0]).name.encode())
+    _, descriptors, _, _ = socket.recv_fds(connection, 10, 1)
+    print("descriptors" if descriptors else "no descriptor")
+try:
+    shardwell.join(os.environ["SHARDWELL_ADDRESS"], run="gpt", world=shardwell.World(dp=2))
+    print("joined")
+except shardwell.ShardwellError as error:
+    print(type(error).__name__)
+"""
+"""Tries to change or read the files of shard servers, to get a descriptor, and to join another run."""
+
+
 def live_servers() -> int:
     return sum(server["live"] for server in call("ListServers")["servers"])
 
@@ -162,10 +195,22 @@ def test_certificates_are_renewed_while_servers_run() -> None:
 
 def test_containers_run_without_privileges() -> None:
     assert compose("exec", "-T", "shard", "id", "-u").strip() == "10001"
+    assert in_trainer("id", "-u").strip() == "10002"
     for tool in ("cc", "gcc", "g++", "clang", "ld", "make"):
         assert compose("exec", "-T", "shard", "sh", "-c", f"command -v {tool} || echo none").strip() == "none"
     denied = compose("exec", "-T", "shard", "touch", "/usr/local/x", check=False)
     assert denied == "" and "x" not in compose("exec", "-T", "shard", "ls", "/usr/local").split()
+
+
+def test_logs_are_rotated() -> None:
+    for container in docker_objects("container"):
+        shown = subprocess.run(
+            ["docker", "inspect", "--format", "{{json .HostConfig.LogConfig.Config}}", container],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert json.loads(shown.stdout) == {"max-size": "10m", "max-file": "3"}
 
 
 def test_server_ids_equal_container_names_after_restart() -> None:
@@ -192,13 +237,27 @@ def test_train_profile_trains_on_all_servers_and_stops_none() -> None:
     assert {shard["server_id"] for unit in units for shard in unit["shards"]} == container_names(5)
     assert live_servers() == len(containers("shard")) == 5
     assert [trainer["ExitCode"] for trainer in containers("trainer")] == [0, 0]
-    seen = compose("run", "--rm", "-T", "--no-deps", "--entrypoint", "find", "trainer", "/etc/shardwell", "-type", "f")
+    seen = in_trainer("sh", "-c", "find /etc/shardwell -type f 2>/dev/null || true")
     assert set(seen.split()) == {"/etc/shardwell/trainers/ca.pem", "/etc/shardwell/trainers/token"}
 
 
+def test_trainer_of_another_run_cannot_touch_shared_memory() -> None:
+    """It knows all paths, and has a token of its own run."""
+    weights = peek()
+    listed = compose("exec", "-T", "shard", "find", "/shared", "-type", "f", "-size", "+8k").split()
+    assert listed, "the shards are in shared memory"
+    token = compose("exec", "-T", "coordinator", "shardwell", "token", "--role", "trainer", "--run", "other").strip()
+    output = in_trainer("python", "-c", ATTACK, token.removeprefix("authorization: Bearer "), *listed)
+    assert output.splitlines() == [*["denied"] * len(listed), "no descriptor", "AccessError"], output
+    assert peek() == weights
+
+
+def peek() -> str:
+    return compose("exec", "-T", "coordinator", "shardwell", "peek", "gpt", "blocks.0.mlp.0.weight")
+
+
 def test_peek_works_inside_the_container() -> None:
-    output = compose("exec", "-T", "coordinator", "shardwell", "peek", "gpt", "blocks.0.mlp.0.weight")
-    assert "blocks.0.mlp.0.weight: 65,536 elements" in output
+    assert "blocks.0.mlp.0.weight: 65,536 elements" in peek()
 
 
 def test_coordinator_state_survives_removal_of_container() -> None:

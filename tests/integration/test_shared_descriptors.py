@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from shardwell import LocalCluster
+from shardwell.transport.server_connection import ServerConnection
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.transports import shm_descriptors
 from shardwell_wire.shared_descriptors import ANSWER, TOKEN_BYTES, receive_descriptor, request
@@ -145,6 +146,23 @@ def test_answer_is_lost_without_a_trace(connected: ConnectedUnit) -> None:
         late.send(request(offer.token, name))
         assert late.recv(10) == ANSWER  # without room for the descriptor
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before, "no descriptor is left")
+
+
+def test_server_without_a_socket_is_reached_over_the_network(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_: Path) -> socket.socket:
+        raise OSError("no sockets here")
+
+    monkeypatch.setattr(shm_descriptors, "_listen", fail)
+    with closing(SharedMemory()) as shared, ShardServer(shared=shared) as server:
+        one = unit(server)
+        connection = ServerConnection(
+            server.client.address, one.identity, transports=("shm", "socket"), chunk_bytes=64 << 10
+        )
+        with closing(connection):
+            assert connection.transport.name == "socket"
+    assert "trainers on this host use the network: cannot make a socket in /dev/shm/shardwell-" in caplog.text
 
 
 OTHER_USER = 54321

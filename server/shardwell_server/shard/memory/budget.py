@@ -26,13 +26,14 @@ _OPTIMIZER_STATES = 2
 """Adam's two moments. Larger state, such as amsgrad's third moment, is added when it is allocated."""
 
 
-def default_budget_bytes(servers_on_host: int = 1) -> int:
-    """Returns 80 % of what this process may use: the machine's memory, or the tightest limit of its cgroups.
+def default_budget_bytes(servers_on_host: int = 1, *, own_limits: bool = False) -> int:
+    """Returns 80 % of what this process may use: its share of the machine's memory, or of the limit of its cgroups.
 
     Args:
         servers_on_host: Number of shard servers that divide this memory evenly.
+        own_limits: Whether the limits of the cgroups are for this server alone, and are not divided.
     """
-    return int(usable_memory_bytes() * DEFAULT_SHARE) // servers_on_host
+    return int(usable_memory_bytes(servers_on_host, own_limits=own_limits) * DEFAULT_SHARE)
 
 
 def shard_need_bytes(

@@ -12,10 +12,16 @@ _LIMIT_FILES = {"cgroup2": ("memory.max", "memory.high"), "cgroup": ("memory.lim
 """Names of the files with limits, by type of file system: ``cgroup2`` is version 2, ``cgroup`` is version 1."""
 
 
-def usable_memory_bytes() -> int:
-    """Returns the memory that this process may use. Other processes may use the same memory."""
+def usable_memory_bytes(processes: int = 1, *, own_limits: bool = False) -> int:
+    """Returns the memory that each of several processes of this machine may use.
+
+    Args:
+        processes: Number of processes that divide the memory evenly.
+        own_limits: Whether the limits of this process's cgroups are for it alone. False: the processes divide them too.
+    """
     machine: int = psutil.virtual_memory().total
-    return min([machine, *cgroup_limits()])
+    limits = cgroup_limits()
+    return min([machine // processes, *(limit if own_limits else limit // processes for limit in limits)])
 
 
 def cgroup_limits(proc: Path = Path("/proc/self")) -> list[int]:

@@ -116,6 +116,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "(SHARDWELL_SERVERS_ON_HOST, default %(default)s)",
     )
     parser.add_argument(
+        "--own-memory-limit",
+        action=argparse.BooleanOptionalAction,
+        default=env("SHARDWELL_OWN_MEMORY_LIMIT", "") == "1",
+        help="the memory limit of this process's cgroup is for it alone, as in a container with one server: "
+        "--servers-on-host divides the host's memory only (SHARDWELL_OWN_MEMORY_LIMIT=1)",
+    )
+    parser.add_argument(
         "--threads",
         type=int,
         default=env("SHARDWELL_THREADS", "1"),
@@ -213,13 +220,18 @@ def _run_group(arguments: argparse.Namespace, endpoint: process.Endpoint) -> int
     members = member_settings(
         settings,
         server_id=arguments.id or f"{socket.gethostname()}-{os.getpid()}",
-        memory_budget_bytes=arguments.memory_budget or default_budget_bytes(arguments.servers_on_host),
+        memory_budget_bytes=_budget_bytes(arguments),
         bind=endpoint.bind,
         # Without a name of its own, no later group has the same members.
         supervisor=_supervisor(arguments) if arguments.id else own_identity(),
     )
     group = ProcessGroup(members, stop_limit_s=None if arguments.state_dir else arguments.drain_s + STOP_S)
     return process.run(group.run(endpoint), log_level=arguments.log_level)
+
+
+def _budget_bytes(arguments: argparse.Namespace) -> int:
+    given: int | None = arguments.memory_budget
+    return given or default_budget_bytes(arguments.servers_on_host, own_limits=arguments.own_memory_limit)
 
 
 async def serve(arguments: argparse.Namespace, endpoint: process.Endpoint) -> None:
@@ -233,8 +245,7 @@ async def serve(arguments: argparse.Namespace, endpoint: process.Endpoint) -> No
         shared = stack.enter_context(_shared_memory(arguments))
         # Left before shared memory: the next process may take up the files once no thread changes them any more.
         threads = stack.enter_context(ThreadPoolExecutor(2, thread_name_prefix="tensor-work"))
-        budget_bytes = arguments.memory_budget or default_budget_bytes(arguments.servers_on_host)
-        store = ShardStore(budget_bytes, threads, shared, credentials.key)
+        store = ShardStore(_budget_bytes(arguments), threads, shared, credentials.key)
         calls = CallServer(endpoint.host)
         registration = Registration(arguments.coordinator, server_id, store, credentials, insecure, calls)
         service = shard_pb2.DESCRIPTOR.services_by_name["ShardService"]

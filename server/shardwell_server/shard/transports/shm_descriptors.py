@@ -22,7 +22,7 @@ REQUEST_LIMIT_S = 5.0
 MAX_WAITING = 128
 """Maximum number of connections that have sent no request. One more closes the oldest of them."""
 
-ACCEPTED_PER_S, ACCEPT_BURST = 2000.0, 10_000
+ACCEPTED_PER_S, ACCEPT_BURST = 1000.0, 10_000
 """Connections that are accepted per second, and at once after a pause. Every user of the host can connect."""
 
 _ACCEPT_PAUSE_S = 0.5
@@ -45,8 +45,14 @@ class DescriptorSocket:
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """Answers requests while the block runs."""
-        with _listen(self._folder) as listener:
+        """Answers requests while the block runs. Trainers use the network if the socket cannot be made."""
+        try:
+            made = _listen(self._folder)
+        except OSError as error:
+            logger.warning("trainers on this host use the network: cannot make a socket in %s: %s", self._folder, error)
+            yield
+            return
+        with made as listener:
             accepting = asyncio.ensure_future(self._accept(listener))
             try:
                 yield
@@ -84,7 +90,7 @@ class DescriptorSocket:
                     with opened(descriptor):
                         socket.send_fds(peer, [ANSWER], [descriptor])
             except (OSError, UnicodeDecodeError) as error:  # also TimeoutError
-                logger.info("a request for a shared file failed: %s", error)
+                logger.debug("a request for a shared file failed: %s", error)
 
 
 def _listen(folder: Path) -> socket.socket:
