@@ -253,8 +253,8 @@ def refuse_clipping(owner: ParameterOwner) -> NoReturn:
         raise UsageError(
             "Hugging Face's Trainer asks torch for the gradient norm in every step, even with max_grad_norm=0, but the "
             f"gradient of {owner.name!r} is pushed to the shard servers. Override two methods of the Trainer: "
-            "_clip_grad_norm(self, model) returns self.optimizer.clip_grad_norm_(self.args.max_grad_norm), and "
-            "_get_grad_norm(self, model, grad_norm=None) returns grad_norm",
+            "_clip_grad_norm(self, model) returns self.optimizer.optimizer.clip_grad_norm_(self.args.max_grad_norm), "
+            "and _get_grad_norm(self, model, grad_norm=None) returns grad_norm",
             parameter=owner.name,
         )
     raise UsageError(

@@ -104,12 +104,19 @@ def _gather_advice(steps: Sequence[StepTimes], setup: MonitoredSetup) -> str:
     gathers = fmean(step.gather_count for step in steps) / max(1, len(setup.unit_bytes))
     if gathers > _REPEATED_GATHERS and setup.keep_bytes < setup.model_bytes:
         return (
-            f"Pass a larger keep_bytes to join, up to {setup.model_bytes}: each unit is gathered {gathers:.1f} times "
-            "per step, and kept weights are gathered once."
+            f"Pass {_option(keep_bytes=setup.model_bytes)}, or less if memory is short: each unit is gathered "
+            f"{gathers:.1f} times per step, and kept weights are gathered once."
         )
     if setup.gather_dtype == "float32":
-        return "Pass gather_dtype='bfloat16' to join, which halves the bytes and rounds the weights that layers see."
+        option = _option(gather_dtype="bfloat16")
+        return f"Pass {option}, which halves the bytes and rounds the weights that layers see."
     return "Add shard servers on other hosts, or use a faster network between trainers and servers."
+
+
+def _option(**value: object) -> str:
+    """Returns the argument of ``join`` that sets one field of ``TransferOptions``."""
+    ((name, setting),) = value.items()
+    return f"join(transfers=shardwell.TransferOptions({name}={setting!r}))"
 
 
 def _overlap_advice(setup: MonitoredSetup) -> str | None:
@@ -119,11 +126,11 @@ def _overlap_advice(setup: MonitoredSetup) -> str | None:
     if setup.prefetch_bytes < setup.largest_unit_bytes:
         size = format_size(setup.largest_unit_bytes)
         return (
-            f"Pass prefetch_bytes={setup.largest_unit_bytes} to join, the size of the largest unit ({size}), so that "
+            f"Pass {_option(prefetch_bytes=setup.largest_unit_bytes)}, the size of the largest unit ({size}), so that "
             "it arrives while the unit before it computes."
         )
     if setup.max_gathers_in_flight == 1:
-        return "Pass max_gathers_in_flight=0 to join, so that the next unit arrives while this one computes."
+        return f"Pass {_option(max_gathers_in_flight=0)}, so that the next unit arrives while this one computes."
     return None
 
 
@@ -133,7 +140,8 @@ def _shared_memory_advice(setup: MonitoredSetup) -> str | None:
     if not local:
         return None
     if "shm" not in setup.transports.split(","):
-        return f"Allow the transport shm in join(transports=...): the shard server at {local[0]} is on this host."
+        option = _option(transports=f"shm,{setup.transports}")
+        return f"Pass {option}: the shard server at {local[0]} is on this host."
     return (
         f"Enable shared memory with the shard server at {local[0]}, which is on this host: the log says why the "
         "transport shm could not be opened."
@@ -162,8 +170,8 @@ def _push(_: Sequence[StepTimes], setup: MonitoredSetup) -> Explanation:
         return finding, "Push less often: accumulate the gradients of several backwards, or use larger batches."
     if setup.push_dtype == "float32":
         return finding, (
-            "Pass push_dtype='bfloat16' to join, which halves the bytes and rounds the gradients, or accumulate the "
-            "gradients of several backwards."
+            f"Pass {_option(push_dtype='bfloat16')}, which halves the bytes and rounds the gradients, or accumulate "
+            "the gradients of several backwards."
         )
     return finding, "Add shard servers on other hosts, or use a faster network between trainers and servers."
 
@@ -288,11 +296,12 @@ def _memory_bottlenecks(steps: Sequence[StepTimes], setup: MonitoredSetup) -> It
 
 def _memory_advice(setup: MonitoredSetup) -> str:
     if setup.keep_bytes:
-        return f"Pass a smaller keep_bytes than {setup.keep_bytes} to join: kept weights stay in memory between uses."
+        option = _option(keep_bytes=setup.keep_bytes // 2)
+        return f"Pass {option}, half as much as now: kept weights stay in memory between uses."
     if setup.prefetch_bytes > setup.largest_unit_bytes:
         return (
-            f"Pass a smaller prefetch_bytes than {setup.prefetch_bytes} to join, such as {setup.largest_unit_bytes}, "
-            "the size of the largest unit."
+            f"Pass {_option(prefetch_bytes=setup.largest_unit_bytes)}, the size of the largest unit, instead of "
+            f"{setup.prefetch_bytes}."
         )
     return "Split the model into smaller units (auto_wrap, TiledLinear): a unit is gathered as a whole."
 

@@ -198,7 +198,7 @@ class RunStore:
         if self._units:
             raise UsageError(
                 f"gather_dtype={gather_dtype!r} and push_dtype={push_dtype!r} can not be set once a session has units: "
-                "pass them to join, or to the first auto_wrap(memory=...)"
+                "pass join(transfers=shardwell.TransferOptions(...)), or set them with the first auto_wrap(memory=...)"
             )
         self._config = replace(self._config, transfers=transfers)
         self._wire = self._make_wire()

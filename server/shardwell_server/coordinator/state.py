@@ -137,7 +137,7 @@ class CoordinatorState:
         if len(self.runs) >= MAX_RUNS:
             raise CapacityError(
                 f"run {name!r} cannot be created: {len(self.runs)} runs exist, expected at most {MAX_RUNS}; delete "
-                "those that have ended (`shardwell delete`)",
+                "those that have ended (shardwell delete-run)",
                 run=name,
             )
         identity = RunIdentity(name, run_id or new_run_id())

@@ -132,7 +132,7 @@ def require_same_run(manifest: Manifest, run: str, settings: RunSettings, where:
             f"run {run!r} cannot continue from checkpoint {where}: the checkpoint has "
             f"consistency={manifest.consistency}, but this trainer asks for consistency={settings.consistency}, whose "
             f"batches are numbered otherwise. Pass consistency={manifest.consistency} to join, or start a new run with "
-            "the weights of the checkpoint (shardwell convert)",
+            "the weights of the checkpoint (shardwell convert-checkpoint)",
             run=run,
             name="consistency",
             expected=manifest.consistency,
