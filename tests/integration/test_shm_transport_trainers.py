@@ -92,6 +92,24 @@ def test_gradients_are_streamed_with_one_warning_when_memory_is_full(
     assert_only_parameters(one)
 
 
+def test_push_takes_another_buffer_while_the_server_has_not_dropped_a_lost_items_gradient(
+    connected: ConnectedUnit,
+) -> None:
+    """A trainer loses the lease on an item. It begins another rank's item before the server learns of the loss."""
+    one = connected.one
+    with closing(connect(one)) as connection, closing(connect(one)) as other:
+        mine = remote(one, connection)
+        mine.prepare_push(part_header(connected.header(rank=1)), flats(one, 5.0))(ignore)
+        connection.release(1)
+        mine.prepare_push(part_header(connected.header(rank=0)), flats(one, 1.0))(ignore)
+        one.fence(0, (1, 2, 1))
+        header_of_1 = part_header(connected.header(rank=1, epoch=2, attempt=1))
+        remote(one, other).prepare_push(header_of_1, flats(one, 3.0))(ignore)
+    one.prepare(0, (0, 0, 1), (1, 1, 1))
+    one.update(0)
+    assert_all(one.gather(1)[1], -2.0)
+
+
 def test_server_without_shared_memory_is_reached_over_grpc(caplog: pytest.LogCaptureFixture) -> None:
     with ShardServer() as server, closing(connect(one := unit(server))) as connection:
         assert (connection.transport.name, connection.copies_gradients) == ("grpc", False)

@@ -49,6 +49,26 @@ RANK_0_FAILS = """
 """
 
 
+JOINS_TWICE = """
+    import os, torch, shardwell
+    for lr in (0.1, 0.2):
+        session = shardwell.join()
+        model = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.ones_(model.weight)
+        shardwell.fully_shard(model, session)
+        optimizer = shardwell.optim.SGD(model.parameters(), lr=lr)
+        for step in session.steps(1):
+            for x in step.batches(lambda step, dp_rank: torch.ones(1, 1)):
+                model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weight = shardwell.full_state_dict(model)["weight"].item()
+        os.write(1, f"join of rank {session.global_rank}: {weight:.1f} {session.run_id}\\n".encode())
+        if CLOSES:
+            session.close()
+"""
+
+
 def torchrun(script: Path, *sources: str) -> subprocess.CompletedProcess[str]:
     script.write_text("".join(textwrap.dedent(source) for source in sources))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
@@ -68,6 +88,20 @@ def test_ranks_train_one_model_on_the_cluster_of_rank_0(tmp_path: Path) -> None:
     assert rank_0[3] == rank_1[3], "both ranks read the same weights"
     assert rank_0[3].startswith("World(dp=2, tp=1, pp=1) step 3 ")
     assert "late rank still reads 4" in done.stdout
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_second_join_trains_another_model_on_another_cluster(tmp_path: Path, closes: bool) -> None:
+    done = torchrun(tmp_path / "train.py", f"CLOSES = {closes}\n", JOINS_TWICE)
+    joins = re.findall(r"^join of rank (\d): (\S+) (\S+)$", done.stdout, re.MULTILINE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted((rank, weight) for rank, weight, _ in joins) == [
+        ("0", "0.8"),
+        ("0", "0.9"),
+        ("1", "0.8"),
+        ("1", "0.9"),
+    ]
+    assert len({(weight, run_id) for _, weight, run_id in joins}) == 2, "both ranks join the same run"
 
 
 def test_failure_of_rank_0_ends_the_other_ranks_at_once(tmp_path: Path) -> None:

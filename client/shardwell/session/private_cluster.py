@@ -1,4 +1,10 @@
-"""The cluster of a ``join`` without an address: private to this process, or shared by all ranks of ``torchrun``."""
+"""The cluster of a ``join`` without an address: private to this process, or shared by all ranks of ``torchrun``.
+
+Note: [Joins of one launcher]
+    The ranks of ``torchrun`` find the cluster of each join in the launcher's store, under a key with the join's number.
+    All ranks join in the same order, so they agree on the number. A rank counts a join when it has become a member or
+    has learned that rank 0 has no cluster for this join. After another failure, it tries the same join again.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +14,7 @@ import os
 import socket
 import sys
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
@@ -26,7 +33,6 @@ from shardwell_wire.v1 import coordinator_pb2
 
 logger = logging.getLogger(__name__)
 
-_KEY = "shardwell/private_cluster"
 _POLL_S = 0.1
 _ADVICE = (
     "start a cluster (`shardwell-server`, docs/running.md) and set SHARDWELL_ADDRESS to its coordinator's HOST:PORT"
@@ -46,9 +52,31 @@ class PrivateCluster(Protocol):
         """Credentials that every rpc to the cluster carries."""
         ...
 
-    def close(self) -> None:
-        """Called after the session has left its run."""
+    def note_joined(self) -> None:
+        """Called when the session has become a member of its run."""
         ...
+
+    def close(self) -> None:
+        """Called after the session has left its run, or has failed to join."""
+        ...
+
+
+@dataclass(slots=True)
+class _Launch:
+    """The processes that one launcher has started. See Note: [Joins of one launcher]."""
+
+    store: Store
+    join_number: int = 0
+    """Number of the next join of this process, or of the one that has not succeeded yet."""
+
+    @property
+    def key(self) -> str:
+        """Where rank 0 announces the cluster of the join."""
+        return f"shardwell/private_cluster/{self.join_number}"
+
+
+_launches: dict[tuple[str | None, ...], _Launch] = {}
+"""By address and restart of the launcher. The store stays open: rank 0 may serve it to the other ranks."""
 
 
 def open_private_cluster(config: JoinConfig) -> PrivateCluster:
@@ -67,8 +95,8 @@ def open_private_cluster(config: JoinConfig) -> PrivateCluster:
             f"the launcher started {place.world_size} ranks, {place.local_world_size} of them on this host, but "
             f"shardwell.join() has no address, and a private cluster serves one host only: {_ADVICE}"
         )
-    store = _open_store(config.waits.wait_limit_s)
-    return _SharedCluster(store, config.waits) if place.rank == 0 else _JoinedCluster(store, config.waits, place)
+    launch = _find_launch(config.waits.wait_limit_s)
+    return _SharedCluster(launch, config.waits) if place.rank == 0 else _JoinedCluster(launch, config.waits, place)
 
 
 class _OwnCluster:
@@ -86,6 +114,9 @@ class _OwnCluster:
     def credentials(self) -> Credentials:
         return self._cluster.credentials
 
+    def note_joined(self) -> None:
+        """Does nothing: no other process uses the cluster."""
+
     def close(self) -> None:
         self._cluster.stop()
 
@@ -93,17 +124,18 @@ class _OwnCluster:
 class _SharedCluster(_OwnCluster):
     """The cluster that rank 0 starts and stops. It stops after the other ranks have left."""
 
-    def __init__(self, store: Store, waits: WaitOptions) -> None:
-        self._store, self._waits = store, waits
+    def __init__(self, launch: _Launch, waits: WaitOptions) -> None:
+        self._store, self._key, self._waits = launch.store, launch.key, waits
+        launch.join_number += 1
         try:
             super().__init__()
-        except ShardwellError as error:
+        except BaseException as error:
             self._publish(error=f"rank 0 could not start the private cluster: {error}")
             raise
         self._publish(address=self.address)
 
     def _publish(self, **found: str) -> None:
-        self._store.set(_KEY, json.dumps({"host": socket.gethostname(), **found}))
+        self._store.set(self._key, json.dumps({"host": socket.gethostname(), **found}))
 
     def close(self) -> None:
         self._publish(error="rank 0 has finished and stopped the private cluster: every rank must join before that")
@@ -133,8 +165,9 @@ class _SharedCluster(_OwnCluster):
 class _JoinedCluster:
     """The cluster of rank 0, as used by the other ranks."""
 
-    def __init__(self, store: Store, waits: WaitOptions, place: TorchrunPlace) -> None:
-        found = json.loads(_wait_for_rank_0(store, waits))
+    def __init__(self, launch: _Launch, waits: WaitOptions, place: TorchrunPlace) -> None:
+        self._launch = launch
+        found = json.loads(_wait_for_rank_0(launch, waits))
         own_host = socket.gethostname()
         if found["host"] != own_host:
             raise UsageError(
@@ -142,10 +175,14 @@ class _JoinedCluster:
                 f"has no address, and a private cluster serves one host only: {_ADVICE}"
             )
         if "error" in found:
+            launch.join_number += 1
             raise UnavailableError(found["error"])
         self.address: str = found["address"]
         # The store does not carry the token, because every user of the host can read it. All ranks run as one user.
         self.credentials = find_credentials(self.address)
+
+    def note_joined(self) -> None:
+        self._launch.join_number += 1
 
     def close(self) -> None:
         """Does nothing: rank 0 stops the cluster."""
@@ -156,23 +193,31 @@ def _count_live_trainers(coordinator: CoordinatorClient) -> int:
     return sum(run.live_trainer_count for run in response.runs)
 
 
-def _wait_for_rank_0(store: Store, waits: WaitOptions) -> bytes:
-    started = time.monotonic()
-    while not store.check([_KEY]):
+def _wait_for_rank_0(launch: _Launch, waits: WaitOptions) -> bytes:
+    started, store, key = time.monotonic(), launch.store, launch.key
+    while not store.check([key]):
         waited = time.monotonic() - started
         if waited > waits.wait_limit_s:
             raise DeadlineError(
                 f"waited {waited:.0f} s for rank 0 to start the private cluster: rank 0 has not called shardwell.join()"
             )
         try:
-            store.wait([_KEY], timedelta(seconds=min(waits.warn_after_s, waits.wait_limit_s)))
+            store.wait([key], timedelta(seconds=min(waits.warn_after_s, waits.wait_limit_s)))
         except DistError:
             logger.warning("waiting for rank 0 to start the private cluster in its shardwell.join()")
-    return bytes(store.get(_KEY))
+    return bytes(store.get(key))
+
+
+def _find_launch(limit_s: float) -> _Launch:
+    """Returns the launch of this process. Opens its store at MASTER_ADDR and MASTER_PORT, as ``torch.distributed``."""
+    names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+    identity = tuple(os.environ.get(name) for name in names)
+    if identity not in _launches:
+        _launches[identity] = _Launch(_open_store(limit_s))
+    return _launches[identity]
 
 
 def _open_store(limit_s: float) -> Store:
-    """Opens the store at MASTER_ADDR and MASTER_PORT, as ``torch.distributed`` does."""
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
         raise UsageError(

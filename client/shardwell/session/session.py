@@ -73,6 +73,8 @@ class Session:
         except BaseException:
             self._close_connections()
             raise
+        if self._cluster is not None:
+            self._cluster.note_joined()
         joined = self._membership.joined
         self._replica = ReplicaGroup(self._membership, wait_limit_s=config.waits.wait_limit_s)
         self.world, self.seed = self._membership.world, self._membership.seed

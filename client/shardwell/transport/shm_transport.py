@@ -36,7 +36,7 @@ from shardwell.transport.partitions import (
 from shardwell.transport.push_header import PushedRange
 from shardwell.transport.shard_client import ShardClient
 from shardwell.transport.shared_vector import map_shared
-from shardwell_wire.errors import UnavailableError
+from shardwell_wire.errors import StepStateError, UnavailableError
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.shared_descriptors import receive_descriptor
 from shardwell_wire.shared_files import opened
@@ -298,19 +298,30 @@ class ShmTransport(SharedTransport):
     ) -> None:
         """See ``Transport``. Copies the gradients if another session prepared the push.
 
+        Also copies them if the buffer still holds a contribution of a work item that this trainer has lost. The server
+        drops that contribution when it learns that the item's lease is over, which may be after this trainer has begun
+        another item.
+
         Raises:
             CapacityError: The server has no memory for another gradient buffer.
             ConflictError: The session is closed.
         """
-        if not isinstance(prepared, _BufferedPush) or prepared.transport is not self:
-            prepared = self.prepare_push(prepared)
-        request = shard_pb2.ReduceGradientBufferRequest(
-            header=prepared.cut.header(prepared.header),
-            transport_id=self._session,
-            gradient_buffer_id=prepared.buffer.buffer_id,
-        )
-        if not self._control(request, timeout_s=timeout_s, retry_for_s=retry_for_s).adopted:
-            self._gradient_buffers.release(prepared.buffer)
+        while True:
+            if not isinstance(prepared, _BufferedPush) or prepared.transport is not self:
+                prepared = self.prepare_push(prepared)
+            request = shard_pb2.ReduceGradientBufferRequest(
+                header=prepared.cut.header(prepared.header),
+                transport_id=self._session,
+                gradient_buffer_id=prepared.buffer.buffer_id,
+            )
+            try:
+                if not self._control(request, timeout_s=timeout_s, retry_for_s=retry_for_s).adopted:
+                    self._gradient_buffers.release(prepared.buffer)
+                return
+            except StepStateError as error:
+                if error.data.get("buffer") != "claimed":
+                    raise
+            prepared = self.prepare_push(prepared)  # the former buffer stays in use, so this takes another one
 
     def add_to_batch(
         self, prepared: PreparedPush, request: shard_pb2.ReduceBatchRequest

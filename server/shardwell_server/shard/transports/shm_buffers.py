@@ -61,7 +61,8 @@ class SharedGradientBuffer:
             raise InvalidRequestError(f"the gradient buffer belongs to {self._shard.what}, not to {shard.what}")
         if self._claimed:
             raise StepStateError(
-                f"the gradient buffer for {self._shard.what} already holds a contribution: use another one"
+                f"the gradient buffer for {self._shard.what} already holds a contribution: use another one",
+                buffer="claimed",
             )
 
     def claim(self) -> torch.Tensor:
