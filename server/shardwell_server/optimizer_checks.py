@@ -72,6 +72,7 @@ def allocation_key(optimizer: common_pb2.OptimizerStep) -> bytes:
     copy = common_pb2.OptimizerStep()
     copy.CopyFrom(optimizer)
     copy.ClearField("skip_non_finite")
+    copy.ClearField("generation")
     copy.ClearField("clip_value")
     if copy.HasField("ema_decay"):
         copy.ema_decay = 0.0

@@ -85,17 +85,18 @@ def test_update_of_every_optimizer_continues_where_it_was_killed(
     assert (found["hash"], found["held"]) == (expected["hash"], 3)
 
 
-@pytest.mark.parametrize("algorithm", ["adamw", "muon"])
-def test_update_continues_from_every_piece(algorithm: str, tmp_path: Path, shards: Shards) -> None:
+@pytest.mark.parametrize(("algorithm", "new_state_at"), [("adamw", -1), ("muon", -1), ("adamw", 1), ("adamw", 2)])
+def test_update_continues_from_every_piece(algorithm: str, new_state_at: int, tmp_path: Path, shards: Shards) -> None:
     case = (algorithm, "float32", 2)
-    expected = shards.finish(tmp_path / "whole", *case)
+    options = {"new_state_at": new_state_at}
+    expected = shards.finish(tmp_path / "whole", *case, **options)
     for point in ("server.update.in_piece", "server.update.middle"):
         for nth in (1, 3, 9, 30):
             folder = tmp_path / f"{point}-{nth}"
             folder.mkdir()
-            if shards.play(folder, *case, (point, nth))["code"] == 0:
+            if shards.play(folder, *case, (point, nth), **options)["code"] == 0:
                 break  # the update has fewer pieces
-            found = shards.play(folder, *case, None)
+            found = shards.play(folder, *case, None, **options)
             assert (found["hash"], found["held"]) == (expected["hash"], 3), (point, nth)
         assert nth > 3
 

@@ -94,6 +94,20 @@ def test_averages_absent_gradients_and_skipped_steps_reach_the_backup(servers: A
     assert ("u.b", "ema") in names and ("u.b", "exp_avg") in names
 
 
+def test_new_optimizer_state_reaches_the_backup(servers: Any) -> None:
+    pair = Pair(servers)
+    pair.copy()
+    for step in range(4):
+        pair.push(step)
+        request = adam(pair.primary, step, new_state=step == 2)
+        pair.primary.prepare(step, optimizer=request.optimizer)
+        pair.update(step, request)
+        pair.assert_equal(step + 1)
+    for one in pair.both:
+        optimizer = shard_on(one).optimizer
+        assert optimizer is not None and optimizer.steps_of(0) == 2
+
+
 def test_kept_gradients_reach_the_backup(servers: Any) -> None:
     pair = Pair(servers, dp=2)
     pair.copy()

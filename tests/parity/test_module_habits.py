@@ -191,6 +191,48 @@ def test_every_model_whose_gradients_are_scaled_too_late_is_named(session: shard
     assert {each.lineno for each in caught} == {scale_gradients.__code__.co_firstlineno + 2}
 
 
+def scale_and_step(model: Any, optimizer: Any, *, unshards: bool = False) -> list[str]:
+    """Scales the gradients before the step; returns the warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.resetwarnings()
+        backward(model)
+        if unshards:
+            model.unshard()
+        scale_gradients(model)
+        backward(model)  # without a warning for what Shardwell and torch do
+        optimizer.step()
+        optimizer.zero_grad()
+    return [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize("unshards", [False, True])
+@pytest.mark.parametrize("strategy", shardwell.ShardingStrategy)
+def test_scaling_gradients_of_gathered_parameters_warns_too(
+    session: shardwell.Session, strategy: shardwell.ShardingStrategy, unshards: bool
+) -> None:
+    model = fully_shard(nn.Sequential(nn.Linear(3, 2)), session, strategy=strategy)
+    optimizer = shardwell.optim.SGD(model.parameters(), lr=1.0)
+    (message,) = scale_and_step(model, optimizer, unshards=unshards)
+    assert "0.weight' is None because its gradient was pushed to the shard servers, so code" in message
+    assert scale_and_step(model, optimizer) == [], "one warning per model"
+    backward(model)
+    if unshards or strategy is shardwell.ShardingStrategy.NO_SHARD:
+        model.unshard()
+        assert isinstance(model[0].weight, nn.Parameter) and type(model[0].weight) is not nn.Parameter
+        with pytest.raises(UsageError, match=r"setting \.grad would not change it"):
+            model[0].weight.grad = torch.ones(2, 3)
+    optimizer.zero_grad()
+
+
+def test_gradients_summed_in_another_dtype_are_named(session: shardwell.Session) -> None:
+    policy = shardwell.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model: Any = fully_shard(nn.Sequential(nn.Linear(3, 2)), session, mp_policy=policy)
+    optimizer = shardwell.optim.SGD(model.parameters(), lr=1.0)
+    model.set_requires_gradient_sync(False)
+    (message,) = scale_and_step(model, optimizer)
+    assert "its gradient is summed in another dtype (mixed precision), so code" in message
+
+
 def test_gradients_that_stay_in_the_process_can_be_scaled(session: shardwell.Session) -> None:
     plain = nn.Linear(3, 2)
     expected = {name: value - 0.5 * 2.0 for name, value in plain.state_dict().items()}  # ones of two samples

@@ -62,10 +62,14 @@ class Program:
         optimizer: The optimizer of every step.
         dtype: Dtype of the parameters.
         dp: Number of data ranks.
+        new_state_at: The step that drops the optimizer state of the steps before. -1: none.
     """
 
-    def __init__(self, folder: Path, optimizer: common_pb2.OptimizerStep, dtype: str, dp: int) -> None:
+    def __init__(
+        self, folder: Path, optimizer: common_pb2.OptimizerStep, dtype: str, dp: int, new_state_at: int = -1
+    ) -> None:
         self.folder, self.optimizer, self.dtype, self.dp = folder, optimizer, dtype, dp
+        self.new_state_at = new_state_at
         self.attempt = 0
 
     async def run(self) -> dict[str, object]:
@@ -111,11 +115,18 @@ class Program:
             shard_pb2.RankManifest(dp_rank=rank, attempt=self.attempt, units=units) for rank, units in pushed.items()
         ]
         context = common_pb2.RequestContext(step=step)
-        prepare = shard_pb2.PrepareStepRequest(context=context, ranks=ranks, dp=self.dp, optimizer=self.optimizer)
+        prepare = shard_pb2.PrepareStepRequest(
+            context=context, ranks=ranks, dp=self.dp, optimizer=self.optimizer_of(step)
+        )
         answer = await steps.prepare(run, store.in_thread, prepare, Replicator(store, NoPeers()))
         assert answer.update_ready
         (self.folder / "committed").write_text(str(step))
         await self.update(run, store, step)
+
+    def optimizer_of(self, step: int) -> common_pb2.OptimizerStep:
+        optimizer = common_pb2.OptimizerStep(new_state=step == self.new_state_at)
+        optimizer.MergeFrom(self.optimizer)
+        return optimizer
 
     def push(self, run: HostedRun, step: int, rank: int) -> list[common_pb2.UnitParts]:
         units = []
@@ -138,7 +149,7 @@ class Program:
 
     async def update(self, run: HostedRun, store: ShardStore, step: int) -> None:
         context = common_pb2.RequestContext(step=step)
-        request = shard_pb2.UpdateRequest(context=context, optimizer=self.optimizer, clip_coefficient=0.5)
+        request = shard_pb2.UpdateRequest(context=context, optimizer=self.optimizer_of(step), clip_coefficient=0.5)
         assert (await steps.update(run, store.in_thread, request)).version == step + 1
 
     def committed(self) -> int:
@@ -182,11 +193,17 @@ def optimizer_step(algorithm: str, settings: dict[str, float]) -> common_pb2.Opt
 
 
 def play(
-    folder: str, algorithm: str, dtype: str, dp: int, settings: dict[str, float], slice_bytes: int = 4096
+    folder: str,
+    algorithm: str,
+    dtype: str,
+    dp: int,
+    settings: dict[str, float],
+    slice_bytes: int = 4096,
+    new_state_at: int = -1,
 ) -> dict[str, object]:
     """Runs one process's life; see the module. With small slices, every shard is updated by itself."""
     update_pieces.SLICE_BYTES = slice_bytes
-    return asyncio.run(Program(Path(folder), optimizer_step(algorithm, settings), dtype, dp).run())
+    return asyncio.run(Program(Path(folder), optimizer_step(algorithm, settings), dtype, dp, new_state_at).run())
 
 
 def main() -> None:

@@ -80,13 +80,19 @@ def settings_of(algorithm: str) -> common_pb2.OptimizerStep:
     return step
 
 
-def trained(algorithm: str, dtype: torch.dtype, do: Callable[[int, Callable[[], None]], None]) -> list[bytes]:
-    """Returns the bits of values, state and averages after some steps. ``do(number, step)`` runs each step."""
+def trained(
+    algorithm: str, dtype: torch.dtype, do: Callable[[int, Callable[[], None]], None], *, new_state_at: int = -1
+) -> list[bytes]:
+    """Returns the bits of values, state and averages after some steps. ``do(number, step)`` runs each step.
+
+    Step ``new_state_at`` starts with new optimizer state.
+    """
     shapes = [shape for shape in SHAPES if algorithm != "muon" or len(shape) == 2]
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
     optimizer, step = ShardOptimizer(values), settings_of(algorithm)
     for number in range(STEPS):
+        step.new_state = number == new_state_at
         gradients: list[torch.Tensor | None] = [
             torch.randn(value.numel(), generator=generator).to(dtype) for value in values
         ]
@@ -187,10 +193,17 @@ def test_averages_allocated_one_after_the_other_are_finished_by_the_next_process
 
 @pytest.mark.usefixtures("small_slices")
 @pytest.mark.parametrize(
-    ("algorithm", "dtype"),
-    [*((name, torch.float32) for name in OPTIMIZERS), ("sgd", torch.bfloat16), ("lion", torch.float16)],
+    ("algorithm", "dtype", "new_state_at"),
+    [
+        *((name, torch.float32, -1) for name in OPTIMIZERS),
+        ("sgd", torch.bfloat16, -1),
+        ("lion", torch.float16, -1),
+        ("adamw", torch.float32, 1),
+    ],
 )
-def test_update_failing_at_any_operation_is_finished_exactly_once(algorithm: str, dtype: torch.dtype) -> None:
+def test_update_failing_at_any_operation_is_finished_exactly_once(
+    algorithm: str, dtype: torch.dtype, new_state_at: int
+) -> None:
     counts: list[int] = []
 
     def counted(_: int, step: Callable[[], None]) -> None:
@@ -198,8 +211,8 @@ def test_update_failing_at_any_operation_is_finished_exactly_once(algorithm: str
             step()
         counts.append(counting.count)
 
-    expected = trained(algorithm, dtype, counted)
-    assert trained(algorithm, dtype, lambda _, step: step()) == expected
+    expected = trained(algorithm, dtype, counted, new_state_at=new_state_at)
+    assert trained(algorithm, dtype, lambda _, step: step(), new_state_at=new_state_at) == expected
 
     def failing(at: tuple[int, int]) -> Callable[[int, Callable[[], None]], None]:
         def run(number: int, step: Callable[[], None]) -> None:
@@ -213,7 +226,8 @@ def test_update_failing_at_any_operation_is_finished_exactly_once(algorithm: str
     for number, count in enumerate(counts):
         # Every operation of the first step, and enough of the next step to reach each kind.
         for operation in range(0, count, 1 if number == 0 else 7):
-            assert trained(algorithm, dtype, failing((number, operation))) == expected, (number, operation)
+            found = trained(algorithm, dtype, failing((number, operation)), new_state_at=new_state_at)
+            assert found == expected, (number, operation)
 
 
 @pytest.mark.usefixtures("small_slices")
@@ -252,6 +266,30 @@ def test_state_is_allocated_before_the_update_with_the_announced_size(algorithm:
     assert optimizer.size_bytes == allocated == needed
     assert (workspace > 0) == OPTIMIZERS[algorithm].needs_whole_tensors
     assert optimizer.is_prepared([True], [0], allocation_key(step)), "the next step needs no more memory"
+
+
+def test_new_state_replaces_that_of_every_part_in_a_group() -> None:
+    """Also that of a part without a gradient; a part in no group keeps its state, and averages stay."""
+    optimizer, step = ShardOptimizer([torch.ones(8) for _ in range(3)]), step_of("adamw")
+    gradients: list[torch.Tensor | None] = [torch.ones(8) for _ in range(3)]
+    step.ema_decay = 0.5
+    for _ in range(2):
+        optimizer.step(gradients, step, [0, 0, 0], 1.0)
+    averages, third = [optimizer.averages[part] for part in range(3)], optimizer.part(2)
+    step.new_state = True
+    optimizer.step([gradients[0], None, None], step, [0, 0, -1], 1.0)
+    assert [optimizer.steps_of(part) for part in range(3)] == [1, 0, 2]
+    fresh = ShardOptimizer([torch.ones(8)])
+    fresh.step([gradients[0]], step, [0], 1.0)
+    for name, tensor in fresh.part(0).state.items():
+        assert torch.equal(optimizer.part(0).state[name], tensor), name
+    assert (optimizer.part(1).algorithm, optimizer.part(1).state) == (None, {})
+    assert all(optimizer.part(2).state[name] is tensor for name, tensor in third.state.items())
+    assert all(optimizer.averages[part] is average for part, average in enumerate(averages))
+    step.new_state = False
+    optimizer.step(gradients, step, [0, 0, 0], 1.0)
+    assert [optimizer.steps_of(part) for part in range(3)] == [2, 1, 3]
+    assert optimizer.size_bytes == sum(tensor.nbytes for part in range(3) for tensor in optimizer.state(part).values())
 
 
 def test_state_prepared_for_another_optimizer_is_released() -> None:

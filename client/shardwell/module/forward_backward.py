@@ -145,6 +145,7 @@ class ForwardBackward:
                 self._pushes.after_backward(unit, whole=not self._backwards)
             if unit.state not in (UnitState.KEPT, UnitState.FREED):
                 self._free_after_backward(unit)
+            unit.watch_gradients()
         if not self._backwards and self.is_last_backward:
             for unit in self._policy.unused_prefetches(self._units):
                 unit.free()

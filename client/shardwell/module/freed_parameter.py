@@ -12,6 +12,7 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, Protocol
 
@@ -63,6 +64,7 @@ _DEPENDS_ON_DTYPE: frozenset[Callable[..., Any]] = frozenset(
 """Functions that use the dtype. A freed parameter has the dtype of the servers, also under mixed precision."""
 
 _CLIP_FILE, _SCALER_FILE = clip_grad.__file__, grad_scaler.__file__
+_PACKAGE = str(Path(__file__).parents[1])
 
 USE_SHARDED_SCALER = (
     "torch.amp.GradScaler cannot check gradients that are on the shard servers: use shardwell.amp.GradScaler"
@@ -113,8 +115,13 @@ class ParameterOwner(Protocol):
         """True if a gradient of the unit was pushed and not committed yet."""
         ...
 
+    @property
+    def hidden_gradient(self) -> str:
+        """Where the gradient is that ``.grad`` does not show. Empty: ``.grad`` shows it, or there is none."""
+        ...
+
     def note_gradient_read(self) -> bool:
-        """Records that the script reads a pushed gradient. Returns True the first time for the model."""
+        """Records that the script reads a hidden gradient. Returns True the first time for the model."""
         ...
 
 
@@ -170,6 +177,36 @@ def freed_class(original: type[nn.Parameter]) -> type[nn.Parameter]:
     return type(f"Freed{original.__name__}", (FreedParameter, original), {"__module__": __name__})
 
 
+def _read_grad(parameter: torch.Tensor) -> torch.Tensor | None:
+    _check_script_access(parameter, writes=False)
+    gradient: torch.Tensor | None = _GET_GRAD(parameter)
+    return gradient
+
+
+def _write_grad(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    _check_script_access(parameter, writes=True)
+    _SET_GRAD(parameter, gradient)
+
+
+def _delete_grad(parameter: torch.Tensor) -> None:
+    _check_script_access(parameter, writes=True)
+    _DELETE_GRAD(parameter)
+
+
+def _check_script_access(parameter: torch.Tensor, *, writes: bool) -> None:
+    """Calls ``_check_grad_access`` unless Shardwell itself uses the gradient."""
+    frame = sys._getframe(2)
+    if is_sharded(parameter) and not frame.f_code.co_filename.startswith(_PACKAGE):
+        _check_grad_access(parameter, writes=writes, frame=frame)
+
+
+@functools.cache
+def watched_parameter() -> type[nn.Parameter]:
+    """Returns the class that gathered parameters have while ``.grad`` does not show their gradient."""
+    members = {"__module__": __name__, "grad": property(_read_grad, _write_grad, _delete_grad)}
+    return type(nn.Parameter.__name__, (nn.Parameter,), members)
+
+
 def _owner(parameter: torch.Tensor) -> ParameterOwner:
     owner: ParameterOwner = getattr(parameter, OWNER_ATTRIBUTE)
     return owner
@@ -222,8 +259,8 @@ def _check_grad_access(parameter: torch.Tensor, *, writes: bool, frame: FrameTyp
         refuse_clipping(owner)
     if caller.co_filename == _SCALER_FILE:
         raise UsageError(USE_SHARDED_SCALER, parameter=owner.name)
-    if owner.is_pushed and not writes and caller.co_name != "zero_grad" and owner.note_gradient_read():
-        _warn_of_pushed_gradient(owner, frame)
+    if not writes and caller.co_name != "zero_grad" and (place := owner.hidden_gradient) and owner.note_gradient_read():
+        _warn_of_hidden_gradient(owner, place, frame)
     if owner.is_pushed and (writes or caller.co_name == "zero_grad"):
         raise UsageError(
             f"the gradient of {owner.name!r} was already pushed to the shard servers in this step, so setting .grad "
@@ -233,14 +270,14 @@ def _check_grad_access(parameter: torch.Tensor, *, writes: bool, frame: FrameTyp
         )
 
 
-def _warn_of_pushed_gradient(owner: ParameterOwner, frame: FrameType) -> None:
+def _warn_of_hidden_gradient(owner: ParameterOwner, place: str, frame: FrameType) -> None:
     # Without a registry: Python would suppress the warning for a second model that the same line of code trains.
     warnings.warn_explicit(
-        f"the .grad of parameter {owner.name!r} is None because its gradient was pushed to the shard servers, so code "
-        "that scales, masks or reads gradients between the backward and optimizer.step() has no effect on this model. "
+        f"the .grad of parameter {owner.name!r} is None because its gradient {place}, so code that scales, masks or "
+        "reads gradients between the backward and optimizer.step() has no effect on this model. "
         "optimizer.clip_grad_norm_ clips by the norm over all gradients and returns it; to change a gradient use "
-        "parameter.register_hook or register_post_accumulate_grad_hook; set_requires_gradient_sync(False) keeps "
-        "gradients in this process until optimizer.step()",
+        "parameter.register_hook or register_post_accumulate_grad_hook; without mixed precision, "
+        "set_requires_gradient_sync(False) keeps gradients in .grad until optimizer.step()",
         UserWarning,
         frame.f_code.co_filename,
         frame.f_lineno,

@@ -158,6 +158,8 @@ class GradientUnit(Protocol):
 
     def require_current(self) -> None: ...
 
+    def end_watch(self) -> None: ...
+
 
 class GradientPushes:
     """Pushes the gradients of all units to the store.
@@ -214,6 +216,9 @@ class GradientPushes:
 
     def finish_item(self, units: Iterable[GradientUnit]) -> None:
         """Pushes all gradients that are left when the work item ends."""
+        units = list(units)
+        for unit in units:
+            unit.end_watch()
         for unit in with_gradients(units):
             self.push(unit)
         for buckets in self._buckets.values():

@@ -42,6 +42,7 @@ class UnshardHandle:
         """Waits until the parameters are usable."""
         for unit in self._units:
             unit.unshard()
+            unit.watch_gradients()
 
 
 class ShardedModule(nn.Module):

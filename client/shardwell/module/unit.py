@@ -112,7 +112,7 @@ class Unit(ResidentUnit):
         self.pushed = False
         """True if a gradient was pushed that is not committed yet."""
         self.gradient_read = False
-        """True if the script has read a gradient of the unit's model that was pushed."""
+        """True if the script has read a hidden gradient of the unit's model."""
         self.siblings: Callable[[], Iterable[Unit] | None] = lambda: None
         """Returns all units of the session."""
         self.pushes = True
@@ -252,6 +252,7 @@ class Unit(ResidentUnit):
             ShardwellError: The gather failed; the unit is freed.
         """
         if self.state is UnitState.UNSHARDED:
+            self._parameter_objects.end_watch()
             return
         if self.state is not UnitState.KEPT:
             self._parameter_objects.check_holders()  # before the wait for the values
@@ -285,6 +286,20 @@ class Unit(ResidentUnit):
             else:
                 self.gather_copy()
             self.is_current = True
+
+    @property
+    def hides_gradients(self) -> bool:
+        """True if the unit has gradients that ``.grad`` does not show: pushed, or summed in another dtype."""
+        return self.pushed or bool(self.precision.sums)
+
+    def watch_gradients(self) -> None:
+        """Makes ``.grad`` of gathered parameters warn until their next use, if it does not show their gradients."""
+        if self.state is UnitState.UNSHARDED and self.hides_gradients:
+            self._parameter_objects.watch()
+
+    def end_watch(self) -> None:
+        """Ends ``watch_gradients``."""
+        self._parameter_objects.end_watch()
 
     def drop_kept_gradients(self) -> None:
         """Drops the gradients of earlier steps that the servers keep because no optimizer has used them."""
@@ -462,14 +477,21 @@ class Owner:
         """True if a gradient of the unit was pushed and not committed yet."""
         return self.unit.pushed
 
-    def note_gradient_read(self) -> bool:
-        """Records that the script reads a pushed gradient. Returns True the first time for the model.
+    @property
+    def hidden_gradient(self) -> str:
+        """Where the gradient is that ``.grad`` does not show. Empty: ``.grad`` shows it, or there is none."""
+        if self.unit.pushed:
+            return "was pushed to the shard servers"
+        return "is summed in another dtype (mixed precision)" if self.index in self.unit.precision.sums else ""
 
-        The units of a model are those whose gradients are pushed together.
+    def note_gradient_read(self) -> bool:
+        """Records that the script reads a hidden gradient. Returns True the first time for the model.
+
+        The units of a model are those whose gradients are hidden at the same time.
         """
         is_first = not self.unit.gradient_read
         for unit in self.unit.siblings() or ():
-            unit.gradient_read |= unit.pushed
+            unit.gradient_read |= unit.hides_gradients
         return is_first
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from shardwell.module.freed_parameter import OWNER_ATTRIBUTE, freed_class
+from shardwell.module.freed_parameter import OWNER_ATTRIBUTE, freed_class, watched_parameter
 from shardwell.module.tensors import is_split, local_box, local_part, set_dtype
 from shardwell_wire.errors import UsageError
 from shardwell_wire.layout import Parameter, UnitLayout
@@ -75,6 +75,7 @@ class UnitParameters:
         self._valid_fingerprints: list[tuple[int, int]] = []
         """Address and write count of each parameter since it is valid. Gathering does not change them."""
         self._counters = VersionCounters([*parameters, *self._locals])
+        self._is_watched = False
 
     def place_all(self, places: Sequence[torch.Tensor]) -> None:
         """Makes all parameters use the memory of the given tensors, in layout order."""
@@ -126,8 +127,23 @@ class UnitParameters:
 
     def forbid(self) -> None:
         """Makes every use of the parameters' values raise."""
+        self._is_watched = False
         for parameter, _, freed in self._classes:
             parameter.__class__ = freed
+
+    def watch(self) -> None:
+        """Makes ``.grad`` of usable parameters warn, until ``end_watch`` or ``forbid``."""
+        self._is_watched, watched = True, watched_parameter()
+        for parameter, original, _ in self._classes:
+            if original is nn.Parameter:
+                parameter.__class__ = watched
+
+    def end_watch(self) -> None:
+        """Ends ``watch``."""
+        if self._is_watched:
+            self._is_watched = False
+            for parameter, original, _ in self._classes:
+                parameter.__class__ = original
 
     def written(self) -> list[int]:
         """Returns the indices of the parameters that were written in place or given other data since ``allow``."""

@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -83,19 +84,26 @@ class PartitionOptimizer(ShardedOptimizer):
         update = super()._make_update()
         clip_value = update.optimizer.clip_value if update.optimizer.HasField("clip_value") else None
         clipping = _Clipping(update.clip_coefficient, clip_value)
-        return replace(update, update_partitions=lambda work: self._update_partitions(update.optimizer, work, clipping))
+        return replace(update, update_partitions=partial(self._update_partitions, update.optimizer, clipping))
 
     def _update_partitions(
         self,
         optimizer: common_pb2.OptimizerStep,
-        work: Sequence[coordinator_pb2.PartitionWork],
         clipping: _Clipping,
+        work: Sequence[coordinator_pb2.PartitionWork],
+        new_state: bool,
     ) -> list[coordinator_pb2.PartitionWork]:
-        """Updates and stages partitions; returns the entries of ``work`` that are staged."""
+        """Updates and stages partitions; returns the entries of ``work`` that are staged.
+
+        If ``new_state`` is True, the state of former steps is dropped.
+        """
         groups = {unit.unit_index: unit.group_indices for unit in optimizer.units}
         names = {unit.index: unit.name for unit in self._session.units}
 
         def update(unit_index: int, segment: PartitionSegment) -> None:
+            if new_state:
+                own = groups[unit_index]
+                segment.state = {index: state for index, state in segment.state.items() if own[index] < 0}
             self._update(names[unit_index], segment, groups[unit_index], clipping)
 
         staged = []

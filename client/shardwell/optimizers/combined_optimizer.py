@@ -28,10 +28,10 @@ class Combined(ShardedOptimizer):
     algorithm = ""
 
     def __init__(self, optimizers: Sequence[ShardedOptimizer]) -> None:
-        self._members = list(optimizers)
-        if not self._members:
+        self._combined_members = list(optimizers)
+        if not self._combined_members:
             raise UsageError("Combined([]): expected at least one optimizer")
-        for member in self._members:
+        for member in self._combined_members:
             if member._combined is not None or isinstance(member, Combined):
                 raise UsageError(f"Combined takes optimizers that are not combined yet, got {type(member).__name__}")
             if runs_on_trainers(member.algorithm):
@@ -41,10 +41,10 @@ class Combined(ShardedOptimizer):
             if member.ema_decay is not None:
                 raise UsageError(f"set ema_decay of the Combined, not of its {type(member).__name__}")
         self._owner_of_group = [
-            (member, number) for member in self._members for number in range(len(member.param_groups))
+            (member, number) for member in self._combined_members for number in range(len(member.param_groups))
         ]
-        super().__init__([group for member in self._members for group in member.param_groups], {})
-        for member in self._members:
+        super().__init__([group for member in self._combined_members for group in member.param_groups], {})
+        for member in self._combined_members:
             member._combined = self
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -56,7 +56,7 @@ class Combined(ShardedOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """See ``ShardedOptimizer.step``."""
         loss = super().step(closure)
-        for member in self._members:
+        for member in self._combined_members:
             # torch's schedulers read this attribute to warn about a call before the first step.
             member._opt_called = True  # type: ignore[attr-defined]
         return loss

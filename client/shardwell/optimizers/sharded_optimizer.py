@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NoReturn
@@ -16,6 +16,7 @@ from shardwell.module.freed_parameter import USE_SHARDED_SCALER, is_called_from
 from shardwell.module.unit import owner_of
 from shardwell.optimizers.gradient_scaling import GradientScaling
 from shardwell.session.session import Session, session_of
+from shardwell.session.state_owners import StateOwner
 from shardwell.session.step_commit import StepUpdate
 from shardwell_wire.errors import NonFiniteError, StaleEpochError, StepRestartedError, UsageError
 from shardwell_wire.optimizers import KEPT_GROUP, NO_GROUP, OPTIMIZERS
@@ -51,6 +52,8 @@ class ShardedOptimizer(Optimizer):
     """Marks the class for the checks of ``module/torch_patches.py``, which must not import it."""
     algorithm: ClassVar[str]
     """Name in ``OptimizerStep.algorithm``."""
+    _combined_members: Sequence[ShardedOptimizer] = ()
+    """The optimizers that this one combines."""
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
         self._check_bounds(defaults)
@@ -58,6 +61,8 @@ class ShardedOptimizer(Optimizer):
         self._session = self._find_session()
         self._session.declare_buffers()
         self._session.optimizers.add(self)
+        members = [member._state_owner for member in self._combined_members]
+        self._state_owner: StateOwner = self._session.state_owners.add(self._keys(), members)
         self._latest_scaling: GradientScaling | None = None
         self.skipped = False
         """True if the last step changed no parameter because a gradient of a scaled loss was not finite."""
@@ -231,6 +236,13 @@ class ShardedOptimizer(Optimizer):
                 again.
         """
         self._refuse_if_combined("step")
+        if self._state_owner.is_replaced and self._keeps_state():
+            raise UsageError(
+                f"{type(self).__name__}.step(): another optimizer of this script, which was made later for the same "
+                "parameters, has taken a step. The shard servers keep one optimizer state (moments, step counts) per "
+                "parameter, and it is now that of the later optimizer: use the later one from now on, or a single "
+                "optimizer whose settings change between steps"
+            )
         if is_called_from("torch/distributed/checkpoint/state_dict.py"):
             raise UsageError(
                 "torch.distributed.checkpoint would take a step to create optimizer state, but this "
@@ -250,6 +262,8 @@ class ShardedOptimizer(Optimizer):
         self.skipped = not updated and not self.repeats
         if self.repeats:
             self._warn_about_schedulers()
+        else:
+            self._state_owner.note_step()
         self._latest_scaling = None
         return loss
 
@@ -322,6 +336,12 @@ class ShardedOptimizer(Optimizer):
         for group, values in zip(self.param_groups, saved, strict=True):
             group.update({key: value for key, value in values.items() if key != "params"})
         self.ema_decay = state_dict.get("ema_decay")
+        if of is not None and of["step"]:
+            self._state_owner.continue_state()
+
+    def _keeps_state(self) -> bool:
+        """True if a step needs the state of former steps."""
+        return self.algorithm != "sgd" or any(group["momentum"] for group in self.param_groups)
 
     def _hyperparameters(self, group: dict[str, Any]) -> dict[str, float]:
         """Returns a group's hyper-parameters as they are sent, by the names in the optimizer table."""
@@ -352,6 +372,7 @@ class ShardedOptimizer(Optimizer):
             ema_decay=self._ema_decay,
             clip_value=scaling.clip_value,
             skip_non_finite=scaling.loss_scale is not None,
+            generation=self._state_owner.generation,
         )
         step.MergeFrom(self._units_to_proto())
         return step
@@ -385,13 +406,15 @@ class ShardedOptimizer(Optimizer):
         session.in_flight.share_between_optimizers(bool(others))
         return others
 
+    def _keys(self) -> list[tuple[int, int]]:
+        """Returns the unit index and the layout index of every parameter."""
+        return [self._locate(parameter) for group in self.param_groups for parameter in group["params"]]
+
     def _own_parameters(self) -> dict[int, set[int]]:
         """Returns the layout indices of this optimizer's parameters by unit index."""
         own: dict[int, set[int]] = {}
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                unit_index, parameter_index = self._locate(parameter)
-                own.setdefault(unit_index, set()).add(parameter_index)
+        for unit_index, parameter_index in self._keys():
+            own.setdefault(unit_index, set()).add(parameter_index)
         return own
 
     def _kept_parameters(self) -> dict[int, set[int]]:

@@ -31,6 +31,7 @@ from shardwell.session.preemption import preemption
 from shardwell.session.private_cluster import open_private_cluster
 from shardwell.session.replica import ReplicaGroup, import_first_uses
 from shardwell.session.run_store import RunStore
+from shardwell.session.state_owners import StateOwners
 from shardwell.session.step import Step
 from shardwell.session.step_commit import StepCommitter
 from shardwell.session.step_in_flight import StepInFlight
@@ -118,6 +119,11 @@ class Session:
     def monitor(self) -> StepMonitor:
         """Measures the steps."""
         return self._training.monitor
+
+    @property
+    def state_owners(self) -> StateOwners:
+        """Which optimizer the optimizer state on the servers belongs to."""
+        return self._training.state_owners
 
     @property
     def optimizers(self) -> weakref.WeakSet[Any]:

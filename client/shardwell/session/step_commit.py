@@ -25,8 +25,8 @@ class GradNorm:
     """Number of attempts of the step's work. It differs after the gradient was recomputed."""
 
 
-PartitionUpdate = Callable[[Sequence[coordinator_pb2.PartitionWork]], Sequence[coordinator_pb2.PartitionWork]]
-"""Updates and stages optimizer partitions; returns those that are staged."""
+PartitionUpdate = Callable[[Sequence[coordinator_pb2.PartitionWork], bool], Sequence[coordinator_pb2.PartitionWork]]
+"""Updates and stages optimizer partitions, with new optimizer state or not; returns those that are staged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +225,7 @@ class StepCommitter:
         response = self._poll_commit(request)
         while update.update_partitions is not None and response.partitions:
             update_started = time.perf_counter()
-            request.staged_partitions.extend(update.update_partitions(response.partitions))
+            request.staged_partitions.extend(update.update_partitions(response.partitions, response.new_state))
             self._partition_update_s += time.perf_counter() - update_started
             request.context.CopyFrom(self._membership.context(step))
             response = self._poll_commit(request)

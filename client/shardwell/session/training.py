@@ -20,6 +20,7 @@ from shardwell.session.preemption import preemption
 from shardwell.session.replica import ReplicaGroup
 from shardwell.session.run_buffers import RunBuffers
 from shardwell.session.run_store import RunStore
+from shardwell.session.state_owners import StateOwners
 from shardwell.session.step_commit import StepCommitter
 from shardwell.session.step_in_flight import StepInFlight
 from shardwell.session.step_state import StepState
@@ -49,6 +50,7 @@ class Training:
         in_flight: The step in flight.
         loop: The training loop.
         optimizers: Optimizers of the parameters.
+        state_owners: Which of them the state on the servers belongs to.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Training:
         )
         self.loop = TrainingLoop(self.in_flight, iteration, self.tracked, membership)
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.state_owners = StateOwners(joined.state.optimizer_generations)
         preemption.add(self.in_flight.items)
 
     def close(self) -> None:

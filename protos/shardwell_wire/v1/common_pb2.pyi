@@ -603,6 +603,8 @@ class OptimizerStep(google.protobuf.message.Message):
     SKIP_NON_FINITE_FIELD_NUMBER: builtins.int
     EMA_DECAY_FIELD_NUMBER: builtins.int
     CLIP_VALUE_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
+    NEW_STATE_FIELD_NUMBER: builtins.int
     algorithm: builtins.str
     """Name of the optimizer, such as "adamw"; docs/optimizers.md lists all. Empty: every group names its own.
     "trainer/NAME": trainers run the optimizer NAME and stage the new values of their optimizer partitions. The
@@ -617,6 +619,14 @@ class OptimizerStep(google.protobuf.message.Message):
     clip_value: builtins.float
     """Elements of the mean gradient are clamped to [-clip_value, clip_value] after multiplication by the clip
     coefficient. Must be positive. Unset: no clamping.
+    """
+    generation: builtins.int
+    """Number of the optimizer among those of the training script that replace an earlier one for the same parameters, from 1.
+    The first step of each number starts with new optimizer state. 0: the optimizer replaces none, or continues its state.
+    """
+    new_state: builtins.bool
+    """True: the state of all parameters in a group is dropped, and the step starts with new state. Averages stay. Set by the
+    coordinator, ignored in a CommitStepRequest.
     """
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ParameterGroup]:
@@ -635,9 +645,11 @@ class OptimizerStep(google.protobuf.message.Message):
         skip_non_finite: builtins.bool = ...,
         ema_decay: builtins.float | None = ...,
         clip_value: builtins.float | None = ...,
+        generation: builtins.int = ...,
+        new_state: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_clip_value", b"_clip_value", "_ema_decay", b"_ema_decay", "clip_value", b"clip_value", "ema_decay", b"ema_decay"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_clip_value", b"_clip_value", "_ema_decay", b"_ema_decay", "algorithm", b"algorithm", "clip_value", b"clip_value", "ema_decay", b"ema_decay", "groups", b"groups", "skip_non_finite", b"skip_non_finite", "units", b"units"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_clip_value", b"_clip_value", "_ema_decay", b"_ema_decay", "algorithm", b"algorithm", "clip_value", b"clip_value", "ema_decay", b"ema_decay", "generation", b"generation", "groups", b"groups", "new_state", b"new_state", "skip_non_finite", b"skip_non_finite", "units", b"units"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_clip_value", b"_clip_value"]) -> typing.Literal["clip_value"] | None: ...
     @typing.overload

@@ -921,6 +921,7 @@ class RunState(google.protobuf.message.Message):
     TRACKED_JSON_FIELD_NUMBER: builtins.int
     BUFFER_VERSIONS_FIELD_NUMBER: builtins.int
     BUFFER_SOURCE_FIELD_NUMBER: builtins.int
+    OPTIMIZER_GENERATIONS_FIELD_NUMBER: builtins.int
     step: builtins.int
     """The committed step."""
     @property
@@ -935,6 +936,12 @@ class RunState(google.protobuf.message.Message):
     def buffer_source(self) -> global___WorkItem:
         """Work item of logical rank 0 that pushed the newest buffer values."""
 
+    @property
+    def optimizer_generations(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """OptimizerStep.generation of the optimizers that have taken a step, ascending, without 0. The 64 highest are kept; lower
+        ones than these count as known.
+        """
+
     def __init__(
         self,
         *,
@@ -942,9 +949,10 @@ class RunState(google.protobuf.message.Message):
         tracked_json: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         buffer_versions: collections.abc.Iterable[global___BufferVersions] | None = ...,
         buffer_source: global___WorkItem | None = ...,
+        optimizer_generations: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["buffer_source", b"buffer_source"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["buffer_source", b"buffer_source", "buffer_versions", b"buffer_versions", "step", b"step", "tracked_json", b"tracked_json"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["buffer_source", b"buffer_source", "buffer_versions", b"buffer_versions", "optimizer_generations", b"optimizer_generations", "step", b"step", "tracked_json", b"tracked_json"]) -> None: ...
 
 global___RunState = RunState
 
@@ -2081,6 +2089,7 @@ class CommitStepResponse(google.protobuf.message.Message):
     PARTITIONS_FIELD_NUMBER: builtins.int
     PLACEMENT_FIELD_NUMBER: builtins.int
     RESIDUALS_FIELD_NUMBER: builtins.int
+    NEW_STATE_FIELD_NUMBER: builtins.int
     PREVIOUS_UPDATE_FIELD_NUMBER: builtins.int
     RECORD_S_FIELD_NUMBER: builtins.int
     STALENESS_FIELD_NUMBER: builtins.int
@@ -2094,6 +2103,8 @@ class CommitStepResponse(google.protobuf.message.Message):
     """True if a gradient was not finite: the step changed no parameter, and grad_norm is infinite."""
     placement: builtins.int
     """Number of relocations of the run's shards so far. See JoinResponse.placement."""
+    new_state: builtins.bool
+    """With partitions: OptimizerStep.new_state of the step."""
     record_s: builtins.float
     """Seconds that it took to write the commit record of this step. 0: not known."""
     staleness: builtins.int
@@ -2141,12 +2152,13 @@ class CommitStepResponse(google.protobuf.message.Message):
         partitions: collections.abc.Iterable[global___PartitionWork] | None = ...,
         placement: builtins.int = ...,
         residuals: global___WantedResiduals | None = ...,
+        new_state: builtins.bool = ...,
         previous_update: global___UpdateDuration | None = ...,
         record_s: builtins.float = ...,
         staleness: builtins.int | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_previous_update", b"_previous_update", "_staleness", b"_staleness", "_state", b"_state", "next_work", b"next_work", "previous_update", b"previous_update", "residuals", b"residuals", "staleness", b"staleness", "state", b"state"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_previous_update", b"_previous_update", "_staleness", b"_staleness", "_state", b"_state", "committed", b"committed", "grad_norm", b"grad_norm", "next_work", b"next_work", "partitions", b"partitions", "placement", b"placement", "previous_update", b"previous_update", "record_s", b"record_s", "residuals", b"residuals", "skipped", b"skipped", "staleness", b"staleness", "state", b"state", "version", b"version", "waiting_for", b"waiting_for"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_previous_update", b"_previous_update", "_staleness", b"_staleness", "_state", b"_state", "committed", b"committed", "grad_norm", b"grad_norm", "new_state", b"new_state", "next_work", b"next_work", "partitions", b"partitions", "placement", b"placement", "previous_update", b"previous_update", "record_s", b"record_s", "residuals", b"residuals", "skipped", b"skipped", "staleness", b"staleness", "state", b"state", "version", b"version", "waiting_for", b"waiting_for"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_previous_update", b"_previous_update"]) -> typing.Literal["previous_update"] | None: ...
     @typing.overload

@@ -17,9 +17,11 @@ from shardwell_server.coordinator.leases.trainers import TrainerLeases
 from shardwell_server.coordinator.runs.asynchronous_work import AsynchronousWork
 from shardwell_server.coordinator.runs.gradient_norms import NormKind, OtherNorm, PreparedGradients
 from shardwell_server.coordinator.runs.members import Member
+from shardwell_server.coordinator.runs.optimizer_generations import starts_anew
 from shardwell_server.coordinator.runs.proposals import (
     StepProposal,
     check_asynchronous,
+    committed_optimizer,
     require_same_proposal,
     validate_proposal,
 )
@@ -136,6 +138,7 @@ class CommitRequests:
             StepRestartedError: The caller's own work is not finished, or it clips by an outdated norm.
         """
         step = named_step(run, member, number, item)
+        proposal.optimizer.new_state = starts_anew(run.commits.state, proposal.optimizer.generation)
         if is_new := step is None or not step.proposals.prove_valid(proposal):
             validate_proposal(proposal, run.units.layouts, run.units.cuts)
             if run.asynchronous:
@@ -180,7 +183,7 @@ class CommitRequests:
         if step.proposals.leading(leaders, layouts) is not None and step.all_finished:
             if proposal.updates_on_trainers:
                 if work := await self._partitions_for(run, member, step):
-                    return coordinator_pb2.CommitStepResponse(partitions=work)
+                    return coordinator_pb2.CommitStepResponse(partitions=work, new_state=proposal.optimizer.new_state)
                 if not step.partitions.all_staged:
                     return None
             await self._committer.commit(run, step)
@@ -211,6 +214,8 @@ class CommitRequests:
         elif record is not None:
             # A trainer that joined after the commit repeats the step without its gradients. It may not know the norms
             # from which the committed clipping was computed, so its own clipping is accepted.
+            # An optimizer whose first step was committed since does not start with new state any more.
+            proposal.optimizer.new_state |= committed_optimizer(record.optimizer).new_state
             committed, is_known = StepProposal.from_record(record), number >= member.joined_step
             require_same_proposal(committed, proposal, run.units.layouts, clipping=is_known)
         response = coordinator_pb2.CommitStepResponse(

@@ -94,6 +94,8 @@ class Committer:
     async def _commit(self, run: Run, step: Step, prepared: PreparedGradients | None) -> None:
         if prepared is None or run.deleted:
             return
+        if run.asynchronous:  # another item may have been committed since the proposal was made
+            step.proposals.start_anew(run.commits.state)
         if (proposal := step.proposals.leading(run.work.leaders(step), run.units.layouts)) is None:
             return
         generation = step.generation
@@ -120,7 +122,7 @@ class Committer:
             **_asynchronous_facts(run, step),
         )
         layouts, changed = run.units.layouts, prepared.changed_buffers
-        state = next_run_state(run.commits.state, step, proposal.state, changed, layouts)
+        state = next_run_state(run.commits.state, step, proposal.state, changed, layouts, proposal.optimizer.generation)
         fault_points.reach("coordinator.commit.before_record", step=record.step)
         try:
             step.recording = True

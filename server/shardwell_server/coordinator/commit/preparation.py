@@ -211,11 +211,21 @@ def _expected_optimizer(run: Run, step: Step) -> common_pb2.OptimizerStep | None
     if not last.units:
         return None  # the run was loaded from a checkpoint of another grid
     if len(units_that_count(last, len(run.units))) == len(run.units):
-        return last
+        return _next_of(last)
     # Several optimizers alternate. Expect the one that followed the last time the units of ``last`` were updated.
     committed = [committed_optimizer(record.optimizer) for record in run.commits.records]
     successors = reversed([*pairwise(committed)])
-    return next((after for before, after in successors if _same_units(before, last)), last)
+    return _next_of(next((after for before, after in successors if _same_units(before, last)), last))
+
+
+def _next_of(optimizer: common_pb2.OptimizerStep) -> common_pb2.OptimizerStep:
+    """Returns a committed optimizer as its next step has it: only the first one starts with new state."""
+    if not optimizer.new_state:
+        return optimizer
+    following = common_pb2.OptimizerStep()
+    following.CopyFrom(optimizer)
+    following.ClearField("new_state")
+    return following
 
 
 def _same_units(one: common_pb2.OptimizerStep, other: common_pb2.OptimizerStep) -> bool:

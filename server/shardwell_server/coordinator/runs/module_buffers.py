@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from shardwell_server.coordinator.runs.optimizer_generations import note_step, starts_anew
 from shardwell_server.coordinator.runs.step import Step
 from shardwell_server.coordinator.runs.work_items import FinishedWork
 from shardwell_wire.errors import ConflictError, InvalidRequestError
@@ -28,6 +29,7 @@ def next_run_state(
     proposed: coordinator_pb2.RunState | None,
     changed: Mapping[int, Sequence[int]],
     layouts: Sequence[UnitLayout],
+    generation: int = 0,
 ) -> coordinator_pb2.RunState | None:
     """Returns the run's state after the step in flight is committed.
 
@@ -37,8 +39,10 @@ def next_run_state(
         proposed: Tracked objects in the leader's proposal. None: unchanged.
         changed: Result of ``changed_buffers``.
         layouts: Layouts of the run's units.
+        generation: ``OptimizerStep.generation`` of the step.
     """
-    if proposed is None and not changed:
+    is_new = starts_anew(before, generation)
+    if proposed is None and not changed and not is_new:
         return before
     state = coordinator_pb2.RunState()
     if before is not None:
@@ -56,6 +60,8 @@ def next_run_state(
             unit.versions[buffer] = step.number + 1
     if changed:
         state.buffer_source.CopyFrom(step.items[0].to_proto())
+    if is_new:
+        note_step(state, generation)
     return state
 
 

@@ -10,6 +10,7 @@ from itertools import combinations
 from typing import Literal
 
 from shardwell_server import optimizer_checks
+from shardwell_server.coordinator.runs.optimizer_generations import starts_anew
 from shardwell_server.coordinator.storage.records import CommitRecord
 from shardwell_wire.consistency import Consistency
 from shardwell_wire.errors import ConflictError, HyperparameterMismatchError, InvalidRequestError
@@ -25,6 +26,9 @@ _CLIP_ALIKE = (
     "call clip_grad_norm_ and clip_grad_value_ with the same arguments and in the same order in every trainer. To log "
     'a norm in some of them only, call clip_grad_norm_(float("inf")), which changes nothing'
 )
+
+_ADVICE = {"new optimizer state": "make new optimizers before the same step in every trainer"}
+"""What to do about other differences, by their name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +99,11 @@ class Proposals:
     def restore(self, proposal: StepProposal) -> None:
         """Adds a trainer's proposal again if it was dropped. A newer proposal of the trainer stays."""
         self._by_trainer.setdefault(proposal.trainer, proposal)
+
+    def start_anew(self, state: coordinator_pb2.RunState | None) -> None:
+        """Notes in all proposals whether they start with new optimizer state, given the run's state."""
+        for proposal in self._by_trainer.values():
+            proposal.optimizer.new_state = starts_anew(state, proposal.optimizer.generation)
 
     def clear(self) -> None:
         """Drops all proposals."""
@@ -258,7 +267,7 @@ def require_same_proposal(
     difference = _first_difference(leader, other, layouts, clipping=clipping)
     if difference is not None:
         what, expected, got = difference
-        advice = _CLIP_ALIKE if what in _CLIPPING else "set the same value in every trainer"
+        advice = _CLIP_ALIKE if what in _CLIPPING else _ADVICE.get(what, "set the same value in every trainer")
         raise HyperparameterMismatchError(
             f"{what} is {expected} at {leader.trainer_and_ranks}, whose proposal is committed, but {got} at "
             f"{other.trainer_and_ranks}: {advice}",
@@ -288,6 +297,7 @@ def _first_difference(
         _CLIPPING[0]: (leader.clip_coefficient, other.clip_coefficient),
         "skip_non_finite": (ours.skip_non_finite, theirs.skip_non_finite),
         _CLIPPING[1]: (_optional(ours, "clip_value"), _optional(theirs, "clip_value")),
+        "new optimizer state": (ours.new_state, theirs.new_state),
         "ema_decay": (_optional(ours, "ema_decay"), _optional(theirs, "ema_decay")),
     }
     for what, (expected, got) in whole_step.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
@@ -44,6 +44,8 @@ class _Member:
     algorithm: str
     engine: Engine
     settings: Settings
+    starts_anew: bool
+    """Whether the update starts with new state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,8 @@ class ShardOptimizer:
         """Names of the state tensors after the last step, such as ``exp_avg``."""
         self._is_averaged = False
         """Whether the prepared update changes the averages."""
+        self._drops_state = False
+        """Whether the prepared update drops the state of former updates."""
         self._size_bytes = self._piece_bytes = 0
         self.revision = 0
         """Changes whenever ``content`` changes, except for the step counts of ``counted``."""
@@ -217,6 +221,7 @@ class ShardOptimizer:
         self.revision += 1
         self._members_prepared, self._plan = tuple(self._members(present, optimizer, group_of)), None
         self._joint_parts, self._is_averaged = None, optimizer.HasField("ema_decay")
+        self._drops_state = optimizer.new_state
         self.counted = tuple(member.number for member in self._members_prepared)
         for member in self._members_prepared:
             fresh_state = allocated.states[member.number].state if member.number in allocated.states else {}
@@ -244,14 +249,15 @@ class ShardOptimizer:
         names, settings = zip(*settings_of(optimizer), strict=True) if optimizer.groups else ((), ())
         for number, (has_gradient, group) in enumerate(zip(present, group_of, strict=True)):
             if has_gradient and group >= 0:
-                yield _Member(number, group, names[group], ENGINES[names[group]], settings[group])
+                engine = ENGINES[names[group]]
+                yield _Member(number, group, names[group], engine, settings[group], optimizer.new_state)
 
     def _missing_averages(self, optimizer: common_pb2.OptimizerStep, group_of: Sequence[int]) -> list[int]:
         return self.averages.missing([group >= 0 for group in group_of], averaged=optimizer.HasField("ema_decay"))
 
     def _own_state(self, member: _Member) -> State:
         """Returns the state of a part; empty if the part had another optimizer before, whose state is dropped."""
-        same = self._algorithms[member.number] in (None, member.algorithm)
+        same = not member.starts_anew and self._algorithms[member.number] in (None, member.algorithm)
         return self._states[member.number] if same else {}
 
     # ---- after the commit ----
@@ -302,6 +308,8 @@ class ShardOptimizer:
         averages = self.averages.start_update(self._allocated.averages, _decay(optimizer))
         update = _Update(pieces, averages, progress)
         # Nothing below can fail, so the states are replaced together.
+        if optimizer.new_state:
+            self._drop_states(number for number, group in enumerate(group_of) if group >= 0)
         for part, algorithm in plan.parts:
             if self._algorithms[part.number] not in (None, algorithm):
                 self._step_counts[part.number] = 0
@@ -316,6 +324,13 @@ class ShardOptimizer:
         self._allocated = AllocatedState()
         self.update_count += 1
         return update
+
+    def _drop_states(self, numbers: Iterable[int]) -> None:
+        """Drops the state of some parts, also of those without a gradient. Their averages stay."""
+        for number in numbers:
+            self._states[number], self._algorithms[number], self._step_counts[number] = {}, None, 0
+        self._tensor_count = -1
+        self.revision += 1
 
     def _make_plan(self) -> _Plan:
         """Returns the plan of the prepared update."""
@@ -343,7 +358,7 @@ class ShardOptimizer:
 
         Such an update changes nothing but tensors that exist already, and step counts.
         """
-        if self._update is not None or self._allocated.states or self._allocated.averages:
+        if self._update is not None or self._allocated.states or self._allocated.averages or self._drops_state:
             return None
         if self._is_averaged and not self.averages.has_started:
             return None
