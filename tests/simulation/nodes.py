@@ -128,6 +128,11 @@ class ServerNode(Node):
         self.process.kill()
         self._host = HostMemory()
 
+    @property
+    def is_stopping(self) -> bool:
+        """True if the process was asked to stop."""
+        return self._asked_to_stop.is_set()
+
     def ask_to_stop(self) -> None:
         """Stops the process as SIGTERM does: it drains, then ends and leaves the shards that it still has."""
         self._asked_to_stop.set()

@@ -82,7 +82,6 @@ class Simulation:
         self.environment = Environment(self.network, self.rng, one_host=quiet or self.rng.random() < 0.6)
         self._quiet = quiet
         self._faulty_until_s = 0.0
-        self._restarting: set[str] = set()
 
     def _draw_job(self) -> Job:
         return Job(
@@ -275,11 +274,12 @@ class Simulation:
             self._restart(node)
 
     def _restart(self, node: Node) -> None:
-        delay_s = self.rng.choice((0.02, 0.2, 1.0, 4.0)) * self.rng.random()
+        delay_s, ended = self.rng.choice((0.02, 0.2, 1.0, 4.0)) * self.rng.random(), node.process
 
         def restart() -> None:
-            self.trace(f"*** {node.name} starts again")
-            node.start()
+            if node.process is ended:
+                self.trace(f"*** {node.name} starts again")
+                node.start()
 
         self._fault_until(delay_s, restart)
 
@@ -342,7 +342,10 @@ class Simulation:
             return False
         if self._checkpoints and run.checkpoints.saved:
             return True
-        live = {(each.name, each.incarnation) for each in self.servers if each.alive and each is not server}
+        others = [each for each in self.servers if each is not server]
+        live = {(each.name, each.incarnation) for each in others if each.alive and not each.is_stopping}
+        if not live:
+            return False
         coordinator = self.coordinator.coordinator
         assert coordinator is not None
         unwanted = {id(backup) for _, backup in coordinator.backups.unwanted(run)}

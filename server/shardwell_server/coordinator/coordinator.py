@@ -15,7 +15,6 @@ from shardwell_server.coordinator.checkpoints.saving import CheckpointSaver
 from shardwell_server.coordinator.commit.commit_requests import CommitRequests
 from shardwell_server.coordinator.commit.committer import Committer
 from shardwell_server.coordinator.commit.preparation import StepPreparer
-from shardwell_server.coordinator.commit.releases import Releases
 from shardwell_server.coordinator.commit.updates import UpdateSender
 from shardwell_server.coordinator.commit.work_requests import WorkRequests
 from shardwell_server.coordinator.inspection.events import EventKind
@@ -30,6 +29,7 @@ from shardwell_server.coordinator.relocation.verifier import RunVerifier
 from shardwell_server.coordinator.runs.run import Run
 from shardwell_server.coordinator.servers.copies import Copies
 from shardwell_server.coordinator.servers.promoter import Promoter
+from shardwell_server.coordinator.servers.releases import Releases
 from shardwell_server.coordinator.servers.shard_client import ShardCalls
 from shardwell_server.coordinator.servers.shard_servers import ShardServers
 from shardwell_server.coordinator.settings import Settings
@@ -57,13 +57,13 @@ class Coordinator:
         self.server_leases = ServerLeases(state, calls)
         self.trainers = TrainerLeases(state, self.servers)
         self.copies = Copies(state.cluster)
-        self.releases = Releases(state, self.servers, self.copies)
+        self.releases = Releases(self.servers, state.cluster, self.copies, state.save)
         self.placer = UnitPlacer(state, self.servers)
         self.checkpoint_files = CheckpointFiles(state.settings.checkpoint_roots)
         self.filler = UnitFiller(state, self.servers, self.checkpoint_files)
         self.checkpoints = CheckpointSaver(state, self.servers, self.checkpoint_files, self.filler)
         self.restorer = RunRestorer(state, self.servers, self.placer, self.trainers, self.checkpoint_files)
-        self.promoter = Promoter(self.servers, state.cluster, state.tasks)
+        self.promoter = Promoter(self.servers, state.cluster, state.tasks, self.releases)
         self.preparer = StepPreparer(state, self.servers)
         self.updates = UpdateSender(state, self.servers, self.checkpoints, self.releases)
         self.committer = Committer(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from shardwell_server.coordinator.checkpoints.saving import CheckpointSaver
-from shardwell_server.coordinator.commit.releases import Releases
 from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.runs.committed_steps import PendingUpdate
 from shardwell_server.coordinator.runs.proposals import committed_optimizer
 from shardwell_server.coordinator.runs.run import Run
+from shardwell_server.coordinator.servers.releases import Releases
 from shardwell_server.coordinator.servers.shard_servers import ShardServers
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.storage.records import BackupState

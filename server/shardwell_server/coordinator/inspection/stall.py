@@ -122,8 +122,14 @@ def _updates(run: Run, now: float) -> list[str]:
 
 def _promotions(run: Run) -> list[str]:
     return [
-        f"server {server_id!r}: PromoteShards of placement {run.relocations.count} not acknowledged"
-        for server_id in sorted(run.relocations.unconfirmed)
+        *(
+            f"server {server_id!r}: PromoteShards of placement {run.relocations.count} not acknowledged"
+            for server_id in sorted(run.relocations.unconfirmed)
+        ),
+        *(
+            f"server {server_id!r}: shards that moved to other servers are not released yet"
+            for server_id, _ in sorted(run.relocations.releasing)
+        ),
     ]
 
 

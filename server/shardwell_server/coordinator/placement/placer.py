@@ -88,7 +88,11 @@ class UnitPlacer:
 
     def _is_reserved(self, unit: Unit) -> bool:
         """True if the unit is published, or all its owners still have the memory they reserved."""
-        return unit.published or not any(self.has_ended(at) for at in unit.shards)
+        return unit.published or not any(self._is_ending(at) for at in unit.shards)
+
+    def _is_ending(self, shard: ShardRecord) -> bool:
+        """True if a server process has ended, or is about to stop: it waits only for shards with values."""
+        return self.has_ended(shard) or self._state.cluster.servers[shard.server_id].leaving
 
     def has_ended(self, shard: ShardRecord) -> bool:
         """True if the server process that received a shard has ended."""
@@ -102,7 +106,7 @@ class UnitPlacer:
 
         async def check() -> bool | None:
             check_recoverable(run, cluster)
-            return len(cluster.live) >= wanted or None
+            return len(cluster.staying) >= wanted or None
 
         if not await poll(cluster.changed, check, wait_s):
             raise UnavailableError(
@@ -233,7 +237,7 @@ class UnitPlacer:
 
     def _choose_servers(self, layout: UnitLayout, among: Mapping[str, str] | None = None) -> tuple[ShardRecord, ...]:
         cluster, shards = self._state.cluster, []
-        live = [at for at in cluster.live if among is None or among.get(at.server_id) == at.incarnation]
+        live = [at for at in cluster.staying if among is None or among.get(at.server_id) == at.incarnation]
         if not live:  # the last one was lost while other units were placed
             raise UnavailableError("no shard server is live: start one (shardwell-server shard --coordinator ...)")
         staying = [server for server in live if not server.draining] or live
@@ -315,11 +319,11 @@ class UnitPlacer:
         shards = unit.shards
         await self._servers.call_all(unit.owners, "PublishUnit", lambda _: request)
         async with run.units.placement_lock:
-            if unit.shards != shards or any(map(self.has_ended, shards)):
+            if unit.shards != shards or any(map(self._is_ending, shards)):
                 # An owner ended, and its values with it. The unit is placed again, or was already: its new owners have
                 # no values yet.
                 raise StaleEpochError(
-                    f"unit {unit.layout.unit!r}: a shard server ended before all initial values were published: "
+                    f"unit {unit.layout.unit!r}: a shard server stopped before all initial values were published: "
                     "declare the unit again",
                     unit=unit.layout.unit,
                     epoch=epoch,

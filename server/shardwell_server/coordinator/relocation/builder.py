@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from shardwell_server.coordinator.commit.releases import reference
 from shardwell_server.coordinator.commit.updates import UpdateSender
 from shardwell_server.coordinator.runs.run import Run
 from shardwell_server.coordinator.runs.units import Unit
 from shardwell_server.coordinator.servers.copies import Copies
+from shardwell_server.coordinator.servers.releases import reference
 from shardwell_server.coordinator.servers.shard_servers import ShardServers
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.storage.records import BackupRecord, BackupState, ShardRecord

@@ -21,7 +21,6 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from shardwell_server.coordinator.commit.releases import Releases
 from shardwell_server.coordinator.commit.updates import UpdateSender
 from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.leases.trainers import TrainerLeases
@@ -32,6 +31,7 @@ from shardwell_server.coordinator.runs.units import Unit
 from shardwell_server.coordinator.servers.cluster import Server
 from shardwell_server.coordinator.servers.copies import Copies
 from shardwell_server.coordinator.servers.promoter import Promoter
+from shardwell_server.coordinator.servers.releases import Releases
 from shardwell_server.coordinator.servers.shard_servers import ShardServers
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.storage.records import BackupRecord, BackupState, ShardRecord
@@ -159,7 +159,7 @@ class BackupKeeper:
         """True if copies must be built, moved or released."""
         if (
             run.deleted
-            or run.relocations.unconfirmed
+            or not run.relocations.settled
             or run.calls.relocating.in_flight
             or run.checkpoints.restore is not None
         ):
@@ -405,7 +405,7 @@ class BackupKeeper:
         if (
             run.commits.writing
             or run.commits.pending_updates
-            or run.relocations.unconfirmed
+            or not run.relocations.settled
             or not (promotions := run.relocations.planned_promotions())
         ):
             return
@@ -415,9 +415,8 @@ class BackupKeeper:
         targets = ", ".join(sorted({repr(at.backup.server_id) for at in promotions}))
         self._state.events.add(EventKind.SHARDS_MOVED, f"{len(promotions)} shards moved to {targets}", run=run.name)
         self._promoter.start(run)
-        while run.relocations.unconfirmed and not run.deleted:
+        while not run.relocations.settled and not run.deleted:
             await run.changed.wait(_PAUSE_S)
-        await self._release_unwanted(run)  # before a trainer gets a new attempt, which it could push there
         self._trainers.items.start_fencing(run)
 
     # Reports

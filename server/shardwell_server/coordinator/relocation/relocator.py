@@ -77,8 +77,6 @@ class Relocator:
 
     def start(self) -> None:
         """Continues the relocations of the former term, and watches the servers from now on."""
-        for run in self._state.runs.values():
-            self._promoter.start(run)
         self._state.tasks.start(self._watch())
 
     async def _watch(self) -> None:
@@ -90,6 +88,7 @@ class Relocator:
     def check(self) -> None:
         """Starts relocating the shards of every run that lost a server process."""
         for run in self._state.runs.values():
+            self._promoter.start(run)
             losses = self._copies.losses(run)
             replaceable = losses.promotions or losses.backups or self._must_roll_back(run, losses)
             if replaceable and not run.calls.relocating.in_flight:
@@ -105,7 +104,7 @@ class Relocator:
             return cluster.awaits_restart(copy.process) and cluster.restart_awaited_s(copy.process) < wait_s
 
         lost = not all(any(map(is_expected, self._copies.sources(*each))) for each in losses.shards)
-        return lost and bool(cluster.live)  # otherwise no server could load the checkpoint
+        return lost and bool(cluster.staying)  # otherwise no server could load the checkpoint
 
     async def _relocate(self, run: Run) -> None:
         while True:

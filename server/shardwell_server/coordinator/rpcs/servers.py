@@ -35,7 +35,9 @@ class ServerRpcs(CoordinatorRpcs):
             coordinator_epoch=self._state.term,
             adopted=adopted,
             protocol_version=version,
-            retired_shards=await self._coordinator.releases.named(request.server_id, request.incarnation),
+            retired_shards=await self._coordinator.releases.named(
+                self._state.runs.values(), request.server_id, request.incarnation
+            ),
         )
         return self._issuer.prove(response, request.nonce)
 
@@ -46,7 +48,9 @@ class ServerRpcs(CoordinatorRpcs):
         server = self._state.cluster.require(request.server_id)
         incarnation, server.insecure = server.incarnation, request.insecure
         response = coordinator_pb2.HeartbeatServerResponse(
-            retired_shards=await self._coordinator.releases.named(request.server_id, incarnation),
+            retired_shards=await self._coordinator.releases.named(
+                self._state.runs.values(), request.server_id, incarnation
+            ),
             coordinator_epoch=self._state.term,
             deleted_run_ids=self._coordinator.deleted_run_ids(request.run_ids),
             unreachable_because="" if server.reached else server.unreachable_because,

@@ -30,6 +30,9 @@ class Relocations:
         """Newest placement that is durable."""
         self.unconfirmed: set[str] = set()
         """Servers that have not acknowledged that they are the primaries of their shards since a relocation."""
+        self.releasing: set[tuple[str, str]] = set()
+        """Server processes that may still have, and serve, shards of which they were the primaries. The step goes on
+        when they have released these shards: trainers could push to them instead of to the new primaries."""
         self.moves: dict[tuple[int, int], str] = {}
         """Planned moves: the server that a shard, given as (unit index, start), is promoted on with the next commit."""
         self.rebalancing = False
@@ -41,6 +44,7 @@ class Relocations:
         self.rebalancing = rebalancing
         if count:
             self.unconfirmed = set(self._units.servers)  # the former coordinator may not have told them
+            self.releasing = {copy.process for _, copy in self._units.former}
 
     def announce(self, count: int) -> bool:
         """Records that a placement is durable. Returns True if it is newer than the announced one."""
@@ -52,7 +56,7 @@ class Relocations:
 
     def forget_plans(self) -> None:
         """Forgets confirmations and planned moves, because all units are placed anew."""
-        self.unconfirmed, self.moves = set(), {}
+        self.unconfirmed, self.releasing, self.moves = set(), set(), {}
 
     def raise_count(self) -> None:
         """Counts a relocation. Call it in the same turn of the event loop as the changes of the units."""
@@ -63,6 +67,9 @@ class Relocations:
     def promote(self, promotions: Iterable[Promotion]) -> None:
         """Makes backups the primaries of their shards. The servers must confirm this before the step goes on."""
         for promotion in promotions:
+            if promotion.keep_former:
+                self.releasing.add(promotion.unit.shard_at(promotion.backup.start_bytes).process)
+            self.releasing.discard(promotion.backup.process)
             self._units.promote(promotion)
             self.moves.pop((promotion.unit.index, promotion.backup.start_bytes), None)
             self.unconfirmed.add(promotion.backup.server_id)
@@ -111,6 +118,17 @@ class Relocations:
         if count == self.count:
             self.unconfirmed.discard(server_id)
             self._changed.notify()
+
+    def note_released(self, process: tuple[str, str]) -> None:
+        """Records that a server process serves none of its former shards: it has released them, or is gone."""
+        if process in self.releasing and not any(copy.process == process for _, copy in self._units.former):
+            self.releasing.discard(process)
+            self._changed.notify()
+
+    @property
+    def settled(self) -> bool:
+        """True if every shard is served by its primary, which knows this, and by no other server."""
+        return not (self.unconfirmed or self.releasing)
 
     def set_rebalancing(self, rebalancing: bool) -> None:
         """Starts or ends moving shards to spread them evenly."""

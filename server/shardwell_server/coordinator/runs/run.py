@@ -447,11 +447,12 @@ class Run:
         self.tell(member for member in self.members if not member.rpcs_in_progress)
 
     async def wait_until_updated(self) -> None:
-        """Returns when every server has acknowledged the update of the last commit, and its shards.
+        """Returns when every server has acknowledged the update of the last commit, and its shards, and no former
+        primary serves a shard any more.
 
         Servers whose acknowledgement is missing would reject requests about the next commit.
         """
-        while self.commits.pending_updates or self.relocations.unconfirmed:
+        while self.commits.pending_updates or not self.relocations.settled:
             await self.changed.wait()
 
     async def wait_until_updated_for(self, limit_s: float) -> None:

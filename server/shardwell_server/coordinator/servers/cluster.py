@@ -230,9 +230,14 @@ class Cluster:
         """Returns what a run waits for that needs ``wanted`` servers, and what to do."""
         unreachable = "".join(f"; {describe_unreachable(server)}" for server in self.unreachable)
         return (
-            f"waits for shard servers: {len(self.live)} of {wanted} are live; start more (shardwell-server shard "
+            f"waits for shard servers: {len(self.staying)} of {wanted} are live; start more (shardwell-server shard "
             f"--coordinator HOST:PORT), or lower --min-servers{unreachable}"
         )
+
+    @property
+    def staying(self) -> list[Server]:
+        """The live servers that are not about to stop."""
+        return [server for server in self.live if not server.leaving]
 
     def check(
         self,

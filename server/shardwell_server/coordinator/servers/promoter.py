@@ -9,6 +9,7 @@ from collections.abc import Callable
 from shardwell_server.coordinator.runs.run import Run
 from shardwell_server.coordinator.runs.units import Unit
 from shardwell_server.coordinator.servers.cluster import Cluster
+from shardwell_server.coordinator.servers.releases import Releases
 from shardwell_server.coordinator.servers.shard_servers import ShardServers
 from shardwell_server.coordinator.storage.records import ShardRecord
 from shardwell_server.coordinator.waiting import BackgroundTasks
@@ -28,24 +29,27 @@ class Promoter:
         servers: The shard servers.
         cluster: Their registry.
         tasks: Runs the requests in the background.
+        releases: Releases the shards on their former primaries.
     """
 
-    def __init__(self, servers: ShardServers, cluster: Cluster, tasks: BackgroundTasks) -> None:
-        self._servers, self._cluster, self._tasks = servers, cluster, tasks
+    def __init__(self, servers: ShardServers, cluster: Cluster, tasks: BackgroundTasks, releases: Releases) -> None:
+        self._servers, self._cluster, self._tasks, self._releases = servers, cluster, tasks, releases
         self.when_refused: Callable[[Run, str, ShardwellError], None] | None = None
         """Called if a server cannot be the primary of a shard, because it lacks the version. Called repeatedly."""
         self._problems: dict[tuple[str, str], str] = {}
         """Why servers have not confirmed, by run id and server. Each reason is logged once."""
 
     def start(self, run: Run) -> None:
-        """Confirms a durable relocation in the background, until every server has acknowledged it."""
-        if run.relocations.unconfirmed:
+        """Confirms a relocation in the background, until every server has acknowledged it and has released the shards
+        that moved away from it."""
+        if not run.relocations.settled:
             self._tasks.start(run.calls.promoting(lambda: self._confirm(run)))
 
     async def _confirm(self, run: Run) -> None:
-        while run.relocations.unconfirmed and not run.deleted:
+        while not (run.relocations.settled or run.deleted):
             outcomes = await asyncio.gather(
-                *(self._promote(run, server_id) for server_id in sorted(run.relocations.unconfirmed))
+                *(self._promote(run, server_id) for server_id in sorted(run.relocations.unconfirmed)),
+                *(self._release(run, process) for process in sorted(run.relocations.releasing)),
             )
             if not all(outcomes):
                 await asyncio.sleep(_RETRY_S)
@@ -105,6 +109,21 @@ class Promoter:
         self._problems.pop((run.identity.run_id, server_id), None)
         fault_points.reach("coordinator.promotion.after", server=server_id)
         run.relocations.note_confirmed(server_id, placement)
+        return True
+
+    async def _release(self, run: Run, process: tuple[str, str]) -> bool:
+        """Releases the former shards of one server process. Returns False if this must be repeated."""
+        if self._cluster.is_gone(process):
+            run.relocations.releasing.discard(process)  # it drops them before it serves anyone again
+            run.changed.notify()
+            return True
+        if self._releases.are_open(run, process):
+            return False
+        try:
+            await self._releases.release(run, process)
+        except ShardwellError as error:
+            self._log(run, process[0], error)
+            return False
         return True
 
     def _log(self, run: Run, server_id: str, error: ShardwellError) -> None:
