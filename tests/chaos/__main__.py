@@ -1,8 +1,8 @@
 """``python -m tests.chaos``: trains under faults, and reports goodput, recovery times and the hash of the weights.
 
-The run trains dp=2 with three trainers (one is a spare) on three shard servers. Faults are injected one after the
-other, sometimes two at once. Whatever ends is started again. At the end the weights are compared with plain PyTorch's,
-bit for bit.
+The run trains dp=2 with three trainers (one is a spare) on three shard servers, and on two more of one command. Faults
+are injected one after the other, sometimes two at once. Whatever ends is started again. At the end the weights are
+compared with plain PyTorch's, bit for bit.
 
 Goodput: the steps committed under faults, times the duration of a step without faults, divided by the time under
 faults. The duration without faults is measured in the same run, in blocks of steps before the first fault, after every

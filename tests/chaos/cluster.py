@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -132,6 +133,7 @@ class ChaosCluster:
                 self.network.create()
             with _listening_on(self.network.host if self.network is not None else "127.0.0.1"):
                 stack.enter_context(self.servers)
+                self._start_group(stack)
             stack.callback(self._end_trainers)
             self._stack = stack.pop_all()
         return self
@@ -173,6 +175,21 @@ class ChaosCluster:
 
     # ---- servers ----
 
+    def _start_group(self, stack: ExitStack) -> None:
+        """Starts two more shard servers by one command. The command starts each of them again by itself."""
+        listen = ["--listen", local_cluster._LISTEN, "--coordinator", self.servers.address, "--exit-with-parent"]
+        options = ["--id", "group", "--processes", "2", "--memory-budget", "1GiB", "--token-file"]
+        group = ServerProcess("group", ["shard", *listen, *options, self.servers.token_file], self.folder / "group.log")
+        stack.callback(group.stop, 60.0)
+        group.wait_ready(time.monotonic() + 60.0)
+        self._group = group
+
+    def group_pids(self) -> list[int]:
+        """Returns the process ids of the servers that one command runs."""
+        with suppress(psutil.Error):
+            return [child.pid for child in psutil.Process(self._group.pid).children()]
+        return []
+
     @property
     def coordinator(self) -> ServerProcess:
         return self.servers.coordinator
@@ -198,6 +215,7 @@ class ChaosCluster:
         return [
             *(trainer.pid for trainer in self.trainers.values() if trainer.alive),
             *(server.pid for server in (self.servers.coordinator, *self.servers.shards) if server.exit_code is None),
+            *self.group_pids(),
         ]
 
     def connections(self, trainer: str) -> list[tuple[str, int, int]]:

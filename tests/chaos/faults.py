@@ -38,6 +38,10 @@ class Faults:
             "stop coordinator": self._stop_coordinator,
             "stop shard server": self._stop_server,
             "kill shard server": self._kill_server,
+            "terminate shard server": self._terminate_server,
+            "kill all shard servers": self._kill_servers,
+            "terminate all shard servers": self._terminate_servers,
+            "kill one of several processes": self._kill_child,
         }
         if self._cluster.network is not None:
             kinds["close connections"] = self._close_connections
@@ -126,11 +130,41 @@ class Faults:
         return self._fault("kill coordinator", "coordinator")
 
     def _kill_server(self) -> InjectedFault | None:
+        return self._signal_server("kill shard server", signal.SIGKILL)
+
+    def _terminate_server(self) -> InjectedFault | None:
+        return self._signal_server("terminate shard server", signal.SIGTERM)
+
+    def _signal_server(self, kind: str, number: int) -> InjectedFault | None:
         server = self._rng.choice(self._cluster.servers.shards)
         if server.pid in self._stopped or server.exit_code is not None:
             return None
-        signal_process(server.pid, signal.SIGKILL)
-        return self._fault("kill shard server", server.name)
+        signal_process(server.pid, number)
+        return self._fault(kind, server.name)
+
+    def _kill_servers(self) -> InjectedFault | None:
+        return self._signal_servers("kill all shard servers", signal.SIGKILL)
+
+    def _terminate_servers(self) -> InjectedFault | None:
+        return self._signal_servers("terminate all shard servers", signal.SIGTERM)
+
+    def _signal_servers(self, kind: str, number: int) -> InjectedFault | None:
+        pids = [server.pid for server in self._cluster.servers.shards if server.exit_code is None]
+        if self._stopped.intersection(pids):
+            return None
+        others = self._cluster.group_pids()  # killed: one that is asked to stop is not started again
+        for pid in pids:
+            signal_process(pid, number)
+        for pid in others:
+            signal_process(pid, signal.SIGKILL)
+        return self._fault(kind, f"{len(pids) + len(others)} processes")
+
+    def _kill_child(self) -> InjectedFault | None:
+        """Kills one server of the command that runs several."""
+        if not (pids := self._cluster.group_pids()):
+            return None
+        signal_process(pid := self._rng.choice(pids), signal.SIGKILL)
+        return self._fault("kill one of several processes", f"process {pid}")
 
     # ---- the network ----
 

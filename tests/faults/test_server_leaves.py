@@ -1,4 +1,7 @@
-"""Fault test of a shard server that stops before a unit has values: the unit is placed on other servers."""
+"""Fault test of a shard server that stops before a unit has values: the unit is placed on other servers.
+
+A server that stops afterwards, and whose shards no other server takes, keeps them for its next process.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +38,16 @@ def test_unit_is_placed_again_after_a_server_leaves(monkeypatch: pytest.MonkeyPa
             model = build_model()
             shardwell.fully_shard(model, session, name="all")
             optimizer = shardwell.optim.SGD(model.parameters(), lr=0.01)
-            model(torch.ones(3, 17)).sum().backward()
-            optimizer.step()
-            assert cluster.shards[0].address in stopped[0]
-            optimizer.zero_grad()
-            cluster.shards[1].stop(20.0)
-            cluster.shards[1].restart(time.monotonic() + 60.0)  # it takes up the shards that the stop has left
-            model(torch.ones(3, 17)).sum().backward()
-            optimizer.step()
+            numbers = []
+            for step in session.steps(2):
+                numbers.append(step.number)
+                if step.number == 1 and len(stopped) == 1:
+                    assert cluster.shards[0].address in stopped[0]
+                    stopped.append([cluster.shards[1].address])
+                    cluster.shards[1].stop(20.0)
+                    cluster.shards[1].restart(time.monotonic() + 60.0)  # it takes up what the stop has left
+                for x in step.batches(lambda step, rank: torch.ones(3, 17)):
+                    model(x).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert set(numbers) == {0, 1} and stopped[1:] == [[cluster.shards[1].address]]
