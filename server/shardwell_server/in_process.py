@@ -47,8 +47,17 @@ class InProcessServers:
             )
             for name in (f"shard-{index}" for index in range(num_shards)):
                 options = ["--coordinator", self.address, "--id", name, "--token-file", token_file]
-                memory = ["--memory-budget", str(memory_budget), "--shm-dir", "none", "--state-dir", ""]
-                arguments = build_parser("shard").parse_args(["shard", *options, *memory])
+                own = [
+                    "--memory-budget",
+                    str(memory_budget),
+                    "--shm-dir",
+                    "none",
+                    "--state-dir",
+                    "",
+                    "--checkpoint-root",
+                    "any",
+                ]
+                arguments = build_parser("shard").parse_args(["shard", *options, *own])
                 self._start(partial(serve, arguments))
         except BaseException:
             self.stop()

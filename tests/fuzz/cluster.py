@@ -226,6 +226,8 @@ def fuzzed_cluster(folder: Path, *, shm: bool = True) -> Iterator[FuzzedCluster]
                 f"shard-{number}",
                 "--token-file",
                 token_file,
+                "--checkpoint-root",
+                "any",
                 "--drain-s",
                 "0",
             ]

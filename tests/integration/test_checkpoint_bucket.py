@@ -19,7 +19,14 @@ from shardwell_wire.checkpoints.object_storage import SPOOL_VARIABLE
 from shardwell_wire.checkpoints.opening import check_writable, open_storage
 from shardwell_wire.checkpoints.reading import Checkpoint
 from shardwell_wire.checkpoints.writing import CheckpointFileWriter
-from shardwell_wire.errors import CapacityError, CorruptDataError, NotFoundError, ShardwellError, UnavailableError
+from shardwell_wire.errors import (
+    AccessError,
+    CapacityError,
+    CorruptDataError,
+    NotFoundError,
+    ShardwellError,
+    UnavailableError,
+)
 from tests.support.checkpoints import RUN, as_bytes, state_tensors, write_checkpoint
 from tests.support.named_training import join, plain, train
 from tests.support.reference import sha256
@@ -155,7 +162,8 @@ def running(endpoint: str) -> Iterator[shardwell.LocalCluster]:
     with pytest.MonkeyPatch.context() as patched:
         for name, value in {**ENVIRONMENT, "AWS_ENDPOINT_URL": endpoint}.items():
             patched.setenv(name, value)
-        with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096) as cluster:
+        roots = f"{URL},s3://nowhere"
+        with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096, checkpoint_root=roots) as cluster:
             yield cluster
 
 
@@ -180,6 +188,12 @@ def test_a_run_is_saved_to_a_bucket_and_resumed_from_it(
     with join(running.address, f"{run_name}-2", URL, resume=url) as session:
         assert session.step == 2
         assert sha256(train(session, steps=3)) == sha256(plain(3)[0])
+
+
+def test_another_folder_of_the_bucket_is_refused(running: shardwell.LocalCluster, run_name: str) -> None:
+    for folder in ("s3://bucket/x", f"{URL}/../x", f"{URL}-2", "s3://other/x"):
+        with pytest.raises(AccessError, match=rf"is not below {URL} or s3://nowhere"):
+            join(running.address, run_name, folder)
 
 
 def test_a_bucket_that_does_not_exist_is_refused_at_join(running: shardwell.LocalCluster, run_name: str) -> None:

@@ -64,8 +64,8 @@ class LocalCluster:
         log_level: Log level of the servers.
         tls: Certificates of the servers, which then encrypt connections. Other processes name them too, with the token
             file: they do not find the credentials by the address. None: connections are not encrypted.
-        checkpoint_root: Folder or URL below which trainers may name folders of checkpoints. None: as
-            ``SHARDWELL_CHECKPOINT_ROOT`` says, else every folder that this user can open.
+        checkpoint_root: Folders and URLs, separated by commas, below which trainers may name folders of checkpoints.
+            None: as ``SHARDWELL_CHECKPOINT_ROOT`` says, else every folder that this user can open.
         start_limit_s: Seconds to wait until the servers are ready.
 
     Attributes:

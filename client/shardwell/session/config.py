@@ -214,7 +214,7 @@ class JoinConfig:
     num_layers: int = 0
     """Number of layers to split over pipeline stages, checked against the world. 0: unknown."""
     checkpoint_dir: str | None = None
-    """Folder of checkpoints: a path or fsspec URL, for the coordinator and the shard servers. None: as the run has."""
+    """Folder of checkpoints: a path or URL, for the coordinator and the shard servers. None: as the run has."""
     checkpoint_every: int | None = None
     """Commits between two checkpoints. 0: only on request. None: as the run has."""
     keep: int | None = None

@@ -57,9 +57,10 @@ def join(
         tls: TLS of the connections to the cluster. Default: as ``SHARDWELL_TLS_CA``, ``SHARDWELL_TLS_CERT``,
             ``SHARDWELL_TLS_KEY``, ``SHARDWELL_TLS_SERVER_NAME`` and ``SHARDWELL_ENCRYPT`` say; without an authority,
             connections are not encrypted.
-        checkpoint_dir: Folder of checkpoints: a path, or an fsspec URL such as ``s3://bucket/folder``. The coordinator
-            and all shard servers must reach it. Checkpoints are written to ``checkpoint_dir/RUN/``. The newest value
-            that a trainer passes counts. Default: unchanged; a new run writes no checkpoints.
+        checkpoint_dir: Folder of checkpoints: a path, or a URL such as ``s3://bucket/folder``. The coordinator and all
+            shard servers must reach it, and their operator must allow it (``--checkpoint-root``). Checkpoints are
+            written to ``checkpoint_dir/RUN/``. The newest value that a trainer passes counts. Default: unchanged; a new
+            run writes no checkpoints.
         checkpoint_every: Number of commits between two checkpoints. 0: only on request. Default: as checkpoint_dir.
         keep: Number of checkpoints to keep; older ones are deleted. 0: all. Default: as checkpoint_dir.
         backups: Number of other servers that keep a copy of every shard, so that the loss of a server costs no step.
@@ -83,8 +84,12 @@ def join(
         RunMismatchError: The run exists with another world, seed, min_trainers, consistency or reduction_groups; or the
             checkpoint has another seed, or the same dp and other reduction_groups. Or one of
             the two runs is asynchronous and the other is not.
-        NotFoundError: The checkpoint to resume from does not exist.
-        CorruptDataError: The checkpoint to resume from is damaged.
+        NotFoundError: The folder for checkpoints cannot be made.
+        AccessError: The cluster's operator does not allow the folder of checkpoints or the checkpoint, or the servers
+            have no permission to write there.
+        InvalidRequestError: The servers do not support the folder for checkpoints.
+        CapacityError: The disk for checkpoints is full.
+        CorruptDataError: The checkpoint to resume from is damaged or does not exist.
         WorldError: The world is invalid, or does not fit ``min_trainers``, ``num_layers``, ``reduction_groups`` or the
             launcher.
         DuplicateError: A live trainer has this name or plays the requested rank.

@@ -153,12 +153,12 @@ def local_path(url: str) -> Path | None:
     """Returns the local path that a path or ``file:`` URL means; None for URLs of buckets.
 
     Raises:
-        InvalidRequestError: The URL is empty, has an unknown protocol, or chains several.
+        InvalidRequestError: The URL is empty or too long, has an unknown protocol, or chains several.
     """
-    if not 0 < len(url) <= _MAX_LENGTH or "\0" in url:
+    if not 0 < len(url) <= _MAX_LENGTH or not url.isprintable():
         raise InvalidRequestError(
             f"checkpoint folder {_shown(url)}: expected a path or a URL such as s3://bucket/folder, of at most "
-            f"{_MAX_LENGTH} characters"
+            f"{_MAX_LENGTH} printable characters"
         )
     if _ONE_SLASH.match(url):
         raise InvalidRequestError(

@@ -107,8 +107,7 @@ class CheckpointSaver:
             kind = InvalidRequestError if isinstance(error, UnavailableError) else type(error)
             raise kind(f"checkpoints of run {name!r} cannot be saved: {error}", **error.data) from error
         finally:
-            if not check.in_flight:
-                self._checking.pop(directory, None)
+            self._checking.pop(directory, None)
 
     def check_directory(self, run: Run) -> None:
         """Opens a new folder for checkpoints in the background, and reports if it cannot be written, long before the
