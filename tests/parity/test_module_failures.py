@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,7 +15,18 @@ from torch import nn
 from shardwell.module.residency import UnitState
 from shardwell_wire.errors import FreedParameterError, UnavailableError, UsageError
 from tests.support.in_memory_store import InMemoryStore
-from tests.support.module_parity import Gpt, Pair, Sharded, gpt, gpt_loss, inputs, wrap_blocks, wrap_children
+from tests.support.module_parity import (
+    Gpt,
+    Pair,
+    Sharded,
+    gpt,
+    gpt_loss,
+    inputs,
+    layers,
+    squared_loss,
+    wrap_blocks,
+    wrap_children,
+)
 
 
 class Interruption(Exception):
@@ -221,6 +232,54 @@ def test_write_to_a_gathered_parameter_raises() -> None:
     sharded.units.zero_grad()
     sharded.model(inputs(0, 2, 7)).sum().backward()
     sharded.step()
+
+
+def clamp_data(weight: nn.Parameter) -> None:
+    weight.data.clamp_(-0.01, 0.01)
+
+
+def multiply_list_of_data(weight: nn.Parameter) -> None:
+    torch._foreach_mul_([weight.data], 0.0)
+
+
+def write_through_a_view_of_data(weight: nn.Parameter) -> None:
+    weight.data[0].fill_(1.0)
+
+
+WRITES = [clamp_data, multiply_list_of_data, write_through_a_view_of_data]
+
+
+@pytest.mark.parametrize("keep_bytes", [0, None])
+@pytest.mark.parametrize("write", WRITES)
+def test_write_to_data_raises(write: Callable[[nn.Parameter], None], keep_bytes: int | None) -> None:
+    """Torch does not count such writes, and this store is not in shared memory."""
+    sharded = Sharded(nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)), wrap_children, keep_bytes=keep_bytes)
+    before, layer = sharded.state(), cast(Any, sharded.model[0])
+    layer.unshard()
+    write(layer.weight)
+    with pytest.raises(UsageError, match=r"'Linear-0.weight'.*written in place"):
+        layer.reshard()
+    handle = layer.register_forward_pre_hook(lambda module, _: write(module.weight))
+    with pytest.raises(UsageError, match=r"'Linear-0.weight'.*written in place"):
+        sharded.model(inputs(0, 2, 7))
+    handle.remove()
+    layer.unshard()
+    assert torch.equal(layer.weight, before["0.weight"])
+    write(layer.weight)
+    with pytest.raises(UsageError, match=r"'Linear-0.weight'.*written in place"):
+        sharded.units.finish_item()
+    sharded.units.zero_grad()
+    sharded.model(inputs(0, 2, 7)).sum().backward()
+    sharded.step()
+
+
+def test_read_of_data_is_allowed() -> None:
+    pair = Pair(layers(7, 5, 3), wrap_children)
+    norms: list[float] = []
+    for model in (pair.plain, pair.sharded.model):
+        model[0].register_forward_pre_hook(lambda module, _: norms.append(module.weight.data.norm().item()))
+    pair.train(squared_loss)
+    assert norms[0::2] == norms[1::2]
 
 
 def test_forward_that_writes_its_parameter_raises() -> None:

@@ -217,3 +217,18 @@ def test_scripted_submodule_without_parameters_is_allowed() -> None:
     session: Any = SimpleNamespace(units=Units(InMemoryStore()))
     model = fully_shard(nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Tanh())), session)
     model(torch.ones(1, 4)).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_tracing_is_refused_and_a_plain_model_can_be_traced_instead(sharded: Sharded) -> None:
+    sharded.model.eval()
+    x = inputs(0, 4, 7)
+    for part in (sharded.model, sharded.model[0], nn.Sequential(sharded.model)):
+        with pytest.raises(UsageError, match=r"torch.jit.trace of unit.*shardwell.full_state_dict\(model\)"):
+            torch.jit.trace(part, (x,))
+    expected = sharded.model(x)
+    plain_model = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    plain_model.load_state_dict(shardwell.full_state_dict(sharded.model))
+    assert torch.equal(torch.jit.trace(plain_model.eval(), (x,))(x), expected)
+    sharded.model(x).sum().backward()
+    sharded.step()

@@ -19,18 +19,17 @@ from __future__ import annotations
 import functools
 import re
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.autograd import graph
 
+from shardwell.module.graph_tracking import NO_TASK, WatchedGraphs, backward_task
+from shardwell.module.thread_guard import ThreadGuard
 from shardwell.module.unit import ForwardCall, Unit, owner_of
 from shardwell.module.unit_parameters import FIRST_VERSION, FREED_VERSION
 from shardwell.module.units import Units
 from shardwell_wire.errors import FreedParameterError, UsageError
-
-_RUN_BACKWARD = "_engine_run_backward"
 
 _MAX_NODES = 4096
 """Limit of the search, which takes about a microsecond per node."""
@@ -55,40 +54,53 @@ _watched: weakref.WeakSet[Units] = weakref.WeakSet()
 
 
 def watch(units: Units) -> None:
-    """Makes all later backwards search for nodes that need these units."""
-    _install()
+    """Makes all later backwards search for nodes that need these units, if torch runs them by ``searching``."""
     _watched.add(units)
 
 
-@functools.cache
-def _install() -> None:
-    """Wraps the function through which all Python code of torch runs a backward."""
-    original = graph._engine_run_backward
+def unwatch(units: Units) -> None:
+    """Ends the searches for these units."""
+    _watched.discard(units)
+
+
+def searching(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function through which torch runs a backward, with the search before it."""
 
     @functools.wraps(original)
     def run_backward(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        watched = list(_watched)
-        for units in watched:
-            hook_loose_nodes(units, t_outputs)
+        watched, entered = list(_watched), list[ThreadGuard]()
         try:
+            for units in watched:
+                if units.passes.graphs.made_by_this_thread:
+                    units.passes.guard.enter_backward()
+                    entered.append(units.passes.guard)
+                    hook_loose_nodes(units, t_outputs)
             return original(t_outputs, *args, **kwargs)
-        except RuntimeError as error:
+        except BaseException as error:
+            if backward_task() == NO_TASK:
+                for units in watched:
+                    if units.passes.guard.is_mine:
+                        units.passes.end_failed_backward()
             explanation = _explain(error, [unit for units in watched for unit in units])
             if explanation is None:
                 raise
             raise explanation from error
+        finally:
+            for guard in entered:
+                guard.leave_backward()
+            for units in watched:
+                units.passes.guard.leave_at_end()
 
-    # torch imports the function under two names. The compiler must not trace the search.
-    skipped = torch.compiler.disable(run_backward, recursive=False)  # type: ignore[no-untyped-call]
-    for module in (graph, torch.autograd):
-        setattr(module, _RUN_BACKWARD, skipped)
+    # The compiler must not trace the search.
+    return torch.compiler.disable(run_backward, recursive=False)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def hook_loose_nodes(units: Units, roots: Iterable[Any]) -> None:
-    """Hooks the nodes that read a unit's weights and have no hook, so that the unit is gathered before they run."""
+    """Hooks the nodes that read a unit's weights and have no hook, so that the unit is gathered before they run.
+
+    Called by the thread that has made the session's graphs.
+    """
     graphs = units.passes.graphs
-    if not graphs.made_by_this_thread:
-        return
     found = _search(units, roots)
     # Consecutive nodes that read the same unit share one call, so the unit is gathered once for all of them.
     open_groups: dict[Unit, ForwardCall] = {}
@@ -106,7 +118,7 @@ def _search(units: Units, roots: Iterable[Any]) -> dict[int, tuple[Any, list[Uni
     Nodes that were made in a forward call are hooked immediately and not returned.
     """
     graphs = units.passes.graphs
-    nodes = {node: node._sequence_nr() for node in _reachable(roots, graphs.watched)}
+    nodes = {node: node._sequence_nr() for node in _reachable(roots, graphs)}
     reads: dict[Any, list[Unit]] = {}
     found: dict[int, tuple[Any, list[Unit]]] = {}
     for node, number in sorted(nodes.items(), key=lambda item: item[1]):
@@ -137,13 +149,14 @@ def _is_leaf(node: Any) -> bool:
     return type(node).__name__ == "AccumulateGrad"
 
 
-def _reachable(roots: Iterable[Any], hooked: set[int]) -> Iterator[Any]:
-    """Yields the nodes of a backward down to those that have a hook."""
+def _reachable(roots: Iterable[Any], graphs: WatchedGraphs) -> Iterator[Any]:
+    """Yields the nodes of a backward down to those that have a hook, or are older than all graphs with weights."""
     seen: set[Any] = set()
     waiting = [node for root in roots if (node := _node_of(root)) is not None]
     while waiting and len(seen) < _MAX_NODES:
         node = waiting.pop()
-        if node in seen or node._sequence_nr() in hooked:
+        number = node._sequence_nr()
+        if node in seen or number in graphs.watched or number < graphs.first_number:
             continue
         seen.add(node)
         yield node
@@ -155,9 +168,9 @@ def _node_of(root: Any) -> Any:
     return root.grad_fn if isinstance(root, torch.Tensor) else root.node
 
 
-def _explain(error: RuntimeError, units: Sequence[Unit]) -> UsageError | None:
+def _explain(error: BaseException, units: Sequence[Unit]) -> UsageError | None:
     """Returns a clearer error if a backward failed because of sharded weights; None if for another reason."""
-    text = str(error)
+    text = str(error) if isinstance(error, RuntimeError) else ""
     if (found := _OTHER_VERSION.search(text)) is None:
         freed = any(phrase in text for phrase in _NO_MEMORY) and any(unit.needs_gather for unit in units)
         return _freed(None, None) if freed else None

@@ -5,15 +5,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
 from shardwell.module.gradients import GradientPushes, with_gradients
 from shardwell.module.graph_tracking import NO_TASK, RunningBackwards, WatchedGraphs, backward_task
 from shardwell.module.residency import Phase, ResidencyPolicy, UnitState
+from shardwell.module.thread_guard import ThreadGuard
 from shardwell.module.unit import ForwardCall, Unit, check_versions, fetch_ahead
 from shardwell_wire.errors import UsageError
 
@@ -21,10 +24,11 @@ from shardwell_wire.errors import UsageError
 class ForwardBackward:
     """The forwards and backwards of one session's units.
 
-    Not thread-safe. The training thread calls it, and for nodes on a GPU autograd's device thread, while the training
-    thread waits in the backward.
+    Not thread-safe. The thread that has entered ``guard`` calls it, and for nodes on a GPU autograd's device thread,
+    while the other thread waits in the backward.
 
     Attributes:
+        guard: Admits one thread at a time.
         graphs: The graphs that can still be used.
         entered: True if a forward has begun since the last commit.
         before_use: Called before a forward; may commit a step.
@@ -48,17 +52,66 @@ class ForwardBackward:
         *,
         max_gathers_in_flight: int,
     ) -> None:
+        self.guard = ThreadGuard(self._thread_in_step)
         self.graphs = WatchedGraphs(self._before_node)
         self.entered = False
         self.before_use: Callable[[], None] = _nothing
         self.is_last_backward = True
         self.roots: tuple[Unit, ...] = ()
         self._units, self._policy, self._pushes, self._together = units, policy, pushes, together
-        self._backwards = RunningBackwards(self._end_backward)
+        self._running: list[ForwardCall] = []
+        """Forwards that are running, innermost last."""
+        self._unsharded_by_hand: set[Unit] = set()
+        self._backward_failed = False
+        """True if an exception has left a backward since the last forward."""
+        self._backwards = RunningBackwards(self.guard.enter_at_node, self._end_backward)
         self._max_in_flight = max_gathers_in_flight
         self._prefetches = True
         """False if no gather moves bytes, because all units are read in place."""
         self._in_flight: set[Future[int]] = set()
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls the forward of a sharded module with its hooks. No forward stays open, however the call ends."""
+        entered = self.guard.enter()
+        num_running = len(self._running)
+        try:
+            return function(*args, **kwargs)
+        except BaseException:
+            self._abandon(num_running)
+            raise
+        finally:
+            if entered:
+                self.guard.leave()
+
+    def _abandon(self, num_running: int) -> None:
+        """Ends the forwards that an exception left open, except the first ones. Keeps or frees their units."""
+        left = self._running[num_running:]
+        del self._running[num_running:]
+        for call in reversed(left):
+            self.graphs.calls.end(call)
+            calls = call.unit.usage.forward_calls
+            if call in calls:
+                calls.remove(call)
+        if backward_task() == NO_TASK:
+            for unit in dict.fromkeys(call.unit for call in reversed(left)):
+                if not unit.usage and unit.state is UnitState.UNSHARDED:  # a gather that was interrupted continues
+                    if unit.written_parameter():
+                        unit.free()
+                    self.release(unit)
+
+    def _thread_in_step(self) -> threading.Thread | None:
+        """Returns the thread that may be reading weights or have a graph of the step, outside of every use."""
+        by_hand = any(unit.state is UnitState.UNSHARDED for unit in self._unsharded_by_hand)
+        return self.graphs.thread if by_hand or any(call.has_backward for call in self.graphs.calls) else None
+
+    def unshard_by_hand(self, units: Iterable[Unit]) -> None:
+        """Starts to gather units for reads outside of their forwards."""
+        with self.guard:
+            self.before_use()
+            self.graphs.begin(later=True)
+            for unit in units:
+                self._unsharded_by_hand.add(unit)
+                self.start_gather(unit)
 
     # Called by hooks.
 
@@ -71,20 +124,24 @@ class ForwardBackward:
                 self.entered, self._prefetches = True, fetch_ahead(self._units)
             self.graphs.begin()
         call = ForwardCall(unit, unit.generation)
+        self._running.append(call)
         unit.usage.forward_calls.append(call)
         if not in_backward:
             if torch.is_grad_enabled():
                 self.graphs.calls.begin(call)
             if self._backwards:
-                self._forget_failed_backward()
+                self.end_failed_backward()
+            self._backward_failed = False
             self._use(unit, Phase.FORWARD)
         else:  # activation checkpointing recomputes the forward, and its backward comes next
             self._backwards.current().units[unit] = None
             self._use(unit, Phase.BACKWARD)
 
     def post_forward(self, call: ForwardCall) -> None:
-        """Ends a forward of a unit, which returned or raised: may free the unit."""
+        """Ends a forward of a unit, which returned: may free the unit."""
         unit = call.unit
+        if self._running and self._running[-1] is call:
+            self._running.pop()
         self.graphs.calls.end(call)
         if backward_task() != NO_TASK:
             # `_end_backward` checks the version. Torch ignores an error raised here if checkpointing stops a recomputed
@@ -244,18 +301,23 @@ class ForwardBackward:
     def abort(self, leave: Callable[[Unit], None]) -> None:
         """Ends all forwards and backwards, and calls ``leave`` on every unit to keep or free it."""
         self._backwards.clear()
+        self._backward_failed = False
+        self._running.clear()
+        self._unsharded_by_hand.clear()
         for unit in self._units:
             unit.usage.clear()
             leave(unit)
 
     def clean_up(self) -> None:
         """Frees all units if an exception stopped a forward or backward."""
-        failed = self._backwards or any(unit.usage.forward_calls for unit in self._units)
+        failed = self._backward_failed or self._backwards or self._running
         if failed and backward_task() == NO_TASK:
             self.abort(Unit.free)
 
-    def _forget_failed_backward(self) -> None:
+    def end_failed_backward(self) -> None:
+        """Ends the backwards that an exception has left. Their units stay until the next use, or ``clean_up``."""
         if self._backwards:
+            self._backward_failed = True
             self._backwards.clear()
             for unit in self._units:
                 unit.usage.backward_calls.clear()

@@ -16,7 +16,7 @@ import functools
 import math
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +43,9 @@ class ForwardCalls:
     def __init__(self) -> None:
         self._calls: list[ForwardCall] = []
         self._open: list[ForwardCall] = []
+
+    def __iter__(self) -> Iterator[ForwardCall]:
+        return iter(self._calls)
 
     def begin(self, call: ForwardCall) -> None:
         """Adds a call, nested in the calls that have not ended."""
@@ -88,21 +91,27 @@ class WatchedGraphs:
         self.calls = ForwardCalls()
         self.watched: set[int] = set()
         """Numbers of the nodes that have a hook."""
-        self._thread: threading.Thread | None = None
-
-    def begin(self) -> None:
-        """Records that the calling thread may make a graph with a unit's weights."""
-        self._thread = threading.current_thread()
-
-    @property
-    def exist(self) -> bool:
+        self.exist = False
         """True if a graph with a unit's weights may have been made since ``clear``."""
-        return self._thread is not None
+        self.thread: threading.Thread | None = None
+        """The thread that may have made a graph since ``clear``."""
+        self.first_number = 0
+        """The thread's nodes with a lower number do not read weights."""
+
+    def begin(self, *, later: bool = False) -> None:
+        """Records that the calling thread may make a graph with a unit's weights: now, or ``later``."""
+        self.exist = True
+        if (later or torch.is_grad_enabled()) and not self.made_by_this_thread:
+            # Another thread's numbers say nothing about the nodes of this one.
+            self.calls.clear()
+            self.watched.clear()
+            self.thread = threading.current_thread()
+            self.first_number = torch._C._autograd._get_sequence_nr()
 
     @property
     def made_by_this_thread(self) -> bool:
         """True if the numbers in ``watched`` apply to graphs of the calling thread. See Note: [Node numbers]."""
-        return self._thread is threading.current_thread()
+        return self.thread is threading.current_thread()
 
     def watch(self, node: Any, number: int, call: ForwardCall) -> None:
         """Hooks a node: ``before_node`` is called before it runs."""
@@ -123,7 +132,7 @@ class WatchedGraphs:
         """Removes everything, because all graphs became unusable."""
         self.calls.clear()
         self.watched.clear()
-        self._thread = None
+        self.exist, self.thread = False, None
 
 
 @dataclass(slots=True)
@@ -166,11 +175,12 @@ class RunningBackwards:
     """The backwards that use one session's units now. A reentrant checkpoint runs a backward inside another one.
 
     Args:
+        begins: Called in a backward's first hook.
         ended: Called at the end of each backward with the units that it used, the last one first.
     """
 
-    def __init__(self, ended: Callable[[Iterable[Unit]], None]) -> None:
-        self._ended = ended
+    def __init__(self, begins: Callable[[], None], ended: Callable[[Iterable[Unit]], None]) -> None:
+        self._begins, self._ended = begins, ended
         self._by_task: dict[int, RunningBackward] = {}
 
     def __bool__(self) -> bool:
@@ -180,6 +190,7 @@ class RunningBackwards:
         """Returns the backward of the calling thread, which must be in a hook of autograd."""
         task = backward_task()
         if task not in self._by_task:
+            self._begins()
             keep_freed_memory()
             self._by_task[task] = RunningBackward()
             # Autograd calls this after the last node of the backward, and never if the backward raises: see `clear`.

@@ -28,9 +28,10 @@ def hook_modules(unit: Unit, units: Units) -> list[RemovableHandle]:
     hooks, handles = _Hooks(unit, units), []
     before, after = _outside_of_compilation(hooks.before_forward), _outside_of_compilation(hooks.after_forward)
     for module in unit.modules:
-        # Prepended, so that the user's own pre-hooks find the parameters gathered. always_call covers exceptions.
+        # Prepended, so that the user's own pre-hooks find the parameters gathered. ``ForwardBackward.call``, around all
+        # hooks, covers exceptions: always_call does not cover KeyboardInterrupt, nor an exception in a hook.
         handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-        handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+        handles.append(module.register_forward_hook(after, with_kwargs=True))
     return handles
 
 
@@ -59,6 +60,12 @@ class _Hooks:
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         unit = self._unit
+        if torch._C._get_tracing_state():
+            raise UsageError(
+                f"torch.jit.trace of unit {unit.name!r}: the traced module would contain weights that are freed, or "
+                "those of one step. Trace a plain model that was loaded from shardwell.full_state_dict(model)",
+                unit=unit.name,
+            )
         if torch.is_autocast_enabled(unit.device_type):
             warn_of_autocast(unit.precision.layout, unit.device_type)
         self._passes.pre_forward(unit)
@@ -130,13 +137,11 @@ def hooked_method(unit: Unit, units: Units, module: nn.Module, method_name: str)
 
     @functools.wraps(original)
     def method(*args: Any, **kwargs: Any) -> Any:
-        output = None
-        try:
-            hooks.before_forward(module, args, kwargs)
-            output = original(*args, **kwargs)
-        finally:
-            output = hooks.after_forward(module, args, kwargs, output)
-        return output
+        return units.passes.call(run, args, kwargs)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        hooks.before_forward(module, args, kwargs)
+        return hooks.after_forward(module, args, kwargs, original(*args, **kwargs))
 
     return method
 

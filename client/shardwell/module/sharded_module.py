@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+import torch
+import torch._dynamo.decorators
 from torch import nn
 
 from shardwell.module import guards
+from shardwell.module.forward_backward import ForwardBackward
 from shardwell.module.mixed_precision import MixedPrecisionPolicy
 from shardwell.module.strategy import ReplicaOptions, ShardingStrategy, check_strategy
+from shardwell.module.thread_guard import ThreadGuard
 from shardwell.module.unit import Unit
 from shardwell.module.units import Units
 from shardwell_wire.errors import UsageError
@@ -35,18 +40,24 @@ class Sharding:
 class UnshardHandle:
     """Handle of a gather that ``module.unshard(async_op=True)`` started."""
 
-    def __init__(self, units: Sequence[Unit]) -> None:
-        self._units = units
+    def __init__(self, units: Sequence[Unit], guard: ThreadGuard) -> None:
+        self._units, self._guard = units, guard
 
     def wait(self) -> None:
         """Waits until the parameters are usable."""
-        for unit in self._units:
-            unit.unshard()
-            unit.watch_gradients()
+        with self._guard:
+            for unit in self._units:
+                unit.unshard()
+                unit.watch_gradients()
 
 
 class ShardedModule(nn.Module):
     """Methods that ``fully_shard`` adds to a module's class. Not constructed directly."""
+
+    _shardwell_sharding: Sharding
+
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:  # around all hooks of the module
+        return self._shardwell_sharding.units.passes.call(super()._call_impl, args, kwargs)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers this module's parameters. They stay until ``reshard`` or the end of a forward or backward.
@@ -58,11 +69,8 @@ class ShardedModule(nn.Module):
         if not units:
             return None
         passes = sharding_of(self).units.passes
-        passes.before_use()
-        passes.graphs.begin()
-        for unit in units:
-            passes.start_gather(unit)
-        handle = UnshardHandle(units)
+        passes.unshard_by_hand(units)
+        handle = UnshardHandle(units, passes.guard)
         if async_op:
             return handle
         handle.wait()
@@ -71,8 +79,9 @@ class ShardedModule(nn.Module):
     def reshard(self) -> None:
         """Frees this module's parameters, unless a forward or backward is using them."""
         sharding = sharding_of(self)
-        for unit in sharding.own_units:
-            sharding.units.passes.free_unused(unit, thorough=True)
+        with sharding.units.passes.guard:
+            for unit in sharding.own_units:
+                sharding.units.passes.free_unused(unit, thorough=True)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Sets whether each backward pushes its gradients, or accumulates them in this process.
@@ -191,8 +200,16 @@ class ShardedModule(nn.Module):
 
 def make_sharded(module: nn.Module, sharding: Sharding) -> None:
     """Changes a module's class in place to a subclass with the methods of ``ShardedModule``."""
+    _exclude_from_compilation()
     setattr(module, _STATE, sharding)
     module.__class__ = _sharded_class(type(module))
+
+
+@functools.cache
+def _exclude_from_compilation() -> None:
+    """Makes ``torch.compile`` compile what a call of a sharded module calls, and not the call."""
+    for function in (ShardedModule._call_impl, ForwardBackward.call):
+        torch._dynamo.decorators.skip(function)
 
 
 def make_plain(module: nn.Module) -> None:

@@ -19,21 +19,27 @@ def find_tensors(*values: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     for position, value in enumerate(values):
         if not isinstance(value, torch.Tensor):
-            _find(values[position:], found, set())
+            _find(values[position:], found)
             break
         found.append(value)
     return found
 
 
-def _find(values: Iterable[Any], found: list[torch.Tensor], seen: set[int]) -> None:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif type(value) is tuple:  # the most frequent container, and a cycle has another one in it
-            _find(value, found, seen)
-        elif not isinstance(value, _LEAVES) and id(value) not in seen:
-            seen.add(id(value))
-            _find(_items(value), found, seen)
+def _find(values: Iterable[Any], found: list[torch.Tensor]) -> None:
+    seen, open_values = set[int](), [iter(values)]  # no recursion: a linked list is deeper than Python's stack
+    while open_values:
+        for value in open_values[-1]:
+            if isinstance(value, torch.Tensor):
+                found.append(value)
+            elif type(value) is tuple:  # the most frequent container, and a cycle has another one in it
+                open_values.append(iter(value))
+                break
+            elif not isinstance(value, _LEAVES) and id(value) not in seen:
+                seen.add(id(value))
+                open_values.append(iter(_items(value)))
+                break
+        else:
+            open_values.pop()
 
 
 def _items(value: Any) -> Iterable[Any]:

@@ -1,9 +1,11 @@
-"""Changes to torch: its optimizers and gradient clipping raise for gradients that are on the shard servers.
+"""All changes to torch. They exist from the first ``fully_shard`` of a process until its last session is closed.
 
-Torch's functions would silently work with a part of the gradients. Freed parameters raise by themselves
-(``freed_parameter.py``). Gathered parameters do not, and torch sees an empty list if all gradients were pushed. The
-functions are therefore wrapped, under every name that torch has for them. Nothing changes before the first
-``fully_shard``.
+- Optimizers and gradient clipping raise for gradients that are on the shard servers: they would silently work with a
+  part of the gradients. Freed parameters raise by themselves (``freed_parameter.py``). Gathered parameters do not, and
+  torch sees an empty list if all gradients were pushed. The functions are therefore wrapped, under every name that
+  torch has for them.
+- Every backward begins with a search: see ``backward_entry.py``.
+- ``Parameter.data`` notes that it was read: a write to its result counts in no version counter.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import utils
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -28,20 +31,31 @@ from shardwell_wire.optimizers import OPTIMIZERS
 
 _CLIPPING_FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_")
 
+_DATA: Any = torch.Tensor.data
+
 _watched: weakref.WeakSet[Units] = weakref.WeakSet()
 """Units whose gradients may be on the servers."""
 
 
+_undo: list[Callable[[], None]] = []
+"""Each reverts a change, in the order in which they were made. Empty while torch is unchanged."""
+
+
 def watch(units: Units) -> None:
     """Makes torch check for the parameters and gradients of these units from now on."""
-    _install()
+    if not _undo:
+        _install()
     _watched.add(units)
     backward_entry.watch(units)
 
 
 def unwatch(units: Units) -> None:
-    """Ends the checks for gradients that were pushed, because the session is closed."""
+    """Ends the checks for these units, because the session is closed. Reverts all changes if there are no others."""
     _watched.discard(units)
+    backward_entry.unwatch(units)
+    if not _watched:
+        while _undo:
+            _undo.pop()()
 
 
 def needs_closure(optimizer: type[Optimizer]) -> bool:
@@ -50,17 +64,44 @@ def needs_closure(optimizer: type[Optimizer]) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-@functools.cache
 def _install() -> None:
-    register_optimizer_step_pre_hook(_refuse_local_step)
+    _undo.append(register_optimizer_step_pre_hook(_refuse_local_step).remove)
     for name in _CLIPPING_FUNCTIONS:
         original = getattr(clip_grad, name)
         checked = _checked(original, _check_parameters)
         for module in (clip_grad, utils):
             for alias in [alias for alias, value in vars(module).items() if value is original]:
-                setattr(module, alias, checked)
+                _change(module, alias, checked)
     # clip_grad.get_total_norm stays unchecked: clip_grad_norm_ of ordinary parameters without gradients calls it.
-    utils.get_total_norm = _checked(utils.get_total_norm, _check_gradients)
+    _change(utils, "get_total_norm", _checked(utils.get_total_norm, _check_gradients))
+    run_backward = backward_entry.searching(torch.autograd.graph._engine_run_backward)
+    for module in (torch.autograd.graph, torch.autograd):  # torch imports the function under two names
+        _change(module, "_engine_run_backward", run_backward)
+
+    _change(nn.Parameter, "data", property(_get_data, _DATA.__set__, _DATA.__delete__))
+
+
+def _change(place: Any, name: str, value: Any) -> None:
+    """Changes an attribute of torch, to be reverted unless somebody else has changed it in the meantime."""
+    is_inherited, original = name not in vars(place), getattr(place, name)
+    setattr(place, name, value)
+
+    def undo() -> None:
+        if vars(place).get(name) is not value:
+            return
+        if is_inherited:
+            delattr(place, name)
+        else:
+            setattr(place, name, original)
+
+    _undo.append(undo)
+
+
+def _get_data(parameter: torch.Tensor) -> torch.Tensor:
+    data: torch.Tensor = _DATA.__get__(parameter)
+    if (owner := owner_of(parameter)) is not None:
+        owner.unit.note_data_read(owner.index)
+    return data
 
 
 def _refuse_local_step(optimizer: Optimizer, args: object, kwargs: object) -> None:

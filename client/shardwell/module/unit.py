@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -89,6 +90,7 @@ class Unit(ResidentUnit):
         memory: Provides and counts the memory of flat vectors.
         values: Source of the initial values.
         policy: The dtypes to compute in.
+        reading: Context of reads that are independent of training.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class Unit(ResidentUnit):
         memory: VectorMemory,
         values: NewValues,
         policy: MixedPrecisionPolicy = AS_STORED,
+        reading: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.layout = layout
         self.precision = Precision(policy, layout)
@@ -123,7 +126,7 @@ class Unit(ResidentUnit):
         """Incremented when all earlier graphs become unusable."""
         self.is_current = False
         """True if the servers are known to have the version that the step reads."""
-        self._store = store
+        self._store, self._reading = store, reading
         self._pool = memory.pool
         self._device = self.parameters[0].device
         self.device_type = self._device.type
@@ -372,6 +375,11 @@ class Unit(ResidentUnit):
         self.written_page()
         return self.layout.parameters[changed[0]].name
 
+    def note_data_read(self, index: int) -> None:
+        """Called before ``parameter.data`` is read. ``written_parameter`` then also finds writes to the result."""
+        if self.state is UnitState.UNSHARDED and self._shared is None:  # `written_page` finds all writes otherwise
+            self._parameter_objects.note_data_read(index)
+
     def written_page(self) -> str | None:
         """Returns the name of a parameter that was written in the store's shared memory, and undoes the write.
 
@@ -406,20 +414,22 @@ class Unit(ResidentUnit):
 
     def gather_copy(self) -> torch.Tensor:
         """Gathers the flat vector into new memory; the unit's state does not change. uint8. [size_bytes]"""
-        if self._shared is not None and self._shared.exact:
-            version = self._store.await_version(self.index)()
-            copy = self._shared.bytes.clone()
-            self._shared.check(version)
-            return copy
-        flat = torch.empty(self.layout.size_bytes, dtype=torch.uint8)
-        # The memoryview keeps the memory alive: after Ctrl-C here, the gather continues in the background.
-        self._store.gather(self.index, flat.numpy().data, exact=True).result()
-        return flat
+        with self._reading():
+            if self._shared is not None and self._shared.exact:
+                version = self._store.await_version(self.index)()
+                copy = self._shared.bytes.clone()
+                self._shared.check(version)
+                return copy
+            flat = torch.empty(self.layout.size_bytes, dtype=torch.uint8)
+            # The memoryview keeps the memory alive: after Ctrl-C here, the gather continues in the background.
+            self._store.gather(self.index, flat.numpy().data, exact=True).result()
+            return flat
 
     def gather_average(self) -> torch.Tensor:
         """Gathers the moving average of the values into new memory. uint8. [size_bytes]"""
         flat = torch.empty(self.layout.size_bytes, dtype=torch.uint8)
-        self._store.gather_average(self.index, memory_at(flat.data_ptr(), self.layout.size_bytes))
+        with self._reading():
+            self._store.gather_average(self.index, memory_at(flat.data_ptr(), self.layout.size_bytes))
         return flat
 
     def read(self, flat: torch.Tensor, index: int) -> torch.Tensor:

@@ -11,6 +11,7 @@ Note: [Version counters]
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -19,6 +20,7 @@ from torch import nn
 
 from shardwell.module.freed_parameter import OWNER_ATTRIBUTE, freed_class, watched_parameter
 from shardwell.module.tensors import is_split, local_box, local_part, set_dtype
+from shardwell_wire.chunk_streams import memory_at
 from shardwell_wire.errors import UsageError
 from shardwell_wire.layout import Parameter, UnitLayout
 
@@ -76,6 +78,8 @@ class UnitParameters:
         """Address and write count of each parameter since it is valid. Gathering does not change them."""
         self._counters = VersionCounters([*parameters, *self._locals])
         self._is_watched = False
+        self._sums_at_read: dict[int, int] = {}
+        """Checksums of the parameters whose ``data`` was read since ``allow``: its writes change no fingerprint."""
 
     def place_all(self, places: Sequence[torch.Tensor]) -> None:
         """Makes all parameters use the memory of the given tensors, in layout order."""
@@ -125,9 +129,15 @@ class UnitParameters:
             # Last, because the fingerprints contain the counters.
             self._valid_fingerprints = [(local.data_ptr(), local._version) for local in self._locals]
 
+    def note_data_read(self, index: int) -> None:
+        """Makes ``written`` compare a parameter's values with the present ones, until ``forbid``."""
+        if index not in self._sums_at_read:
+            self._sums_at_read[index] = _checksum(self._locals[index])
+
     def forbid(self) -> None:
         """Makes every use of the parameters' values raise."""
         self._is_watched = False
+        self._sums_at_read.clear()
         for parameter, _, freed in self._classes:
             parameter.__class__ = freed
 
@@ -152,7 +162,9 @@ class UnitParameters:
             for index, (local, (address, version)) in enumerate(
                 zip(self._locals, self._valid_fingerprints, strict=True)
             )
-            if local._version != version or local.data_ptr() != address
+            if local._version != version
+            or local.data_ptr() != address
+            or (index in self._sums_at_read and self._sums_at_read[index] != _checksum(local))
         ]
 
     def check_holders(self) -> None:
@@ -167,6 +179,12 @@ class UnitParameters:
                     unit=unit,
                     parameter=parameter,
                 )
+
+
+def _checksum(values: torch.Tensor) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        on_cpu = values.detach().cpu()
+        return zlib.crc32(memory_at(on_cpu.data_ptr(), on_cpu.nbytes))
 
 
 class VersionCounters:

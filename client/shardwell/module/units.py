@@ -119,7 +119,8 @@ class Units:
             raise UsageError(
                 f"this session has a unit named {layout.unit!r} already: choose another name", unit=layout.unit
             )
-        unit = Unit(layout, found, modules, self._store, self.memory, values, policy)
+        with self.passes.guard:
+            unit = Unit(layout, found, modules, self._store, self.memory, values, policy, self.passes.guard.reading)
         unit.siblings = weakref.ref(self)
         unit.pushes = layout.tp_rank == self.place.tp_rank
         unit.tp_replicated = self.place.tp > 1 and not layout.holds_parts
@@ -195,8 +196,9 @@ class Units:
                 "set_sharding_strategy between steps",
                 unit=unit.name,
             )
-        self.passes.free_unused(unit)
-        unit.free()
+        with self.passes.guard:
+            self.passes.free_unused(unit)
+            unit.free()
         unit.settings.strategy, unit.settings.replica = strategy, replica or ReplicaOptions()
         self._pushes.follow_strategy(unit)
         if strategy is ShardingStrategy.HYBRID_SHARD:
@@ -279,8 +281,9 @@ class Units:
 
     def close(self) -> None:
         """Frees all units. Their modules raise from now on."""
-        self.passes.abort(Unit.free)
-        self.passes.graphs.clear()
+        with self.passes.guard:
+            self.passes.abort(Unit.free)
+            self.passes.graphs.clear()
         self.passes.before_use = _refuse_use
 
     # The end of work items and steps.
@@ -298,15 +301,16 @@ class Units:
                 withdraws the gradients.
             VersionGoneError: Bytes that are read in place changed while in use.
         """
-        # Check before the push: gradients of weights that changed in use must not reach the servers.
-        check_versions(self)
-        self._pushes.finish_item(self)
-        written, not_static = self._written(), self._pushes.coverage.end_item(self)
-        if not written and not_static is None:
-            self._pushes.end_item()
-        self._end_graphs(written, self.passes.release, () if keeps_graphs else self)
-        if not_static is not None:
-            raise not_static
+        with self.passes.guard:
+            # Check before the push: gradients of weights that changed in use must not reach the servers.
+            check_versions(self)
+            self._pushes.finish_item(self)
+            written, not_static = self._written(), self._pushes.coverage.end_item(self)
+            if not written and not_static is None:
+                self._pushes.end_item()
+            self._end_graphs(written, self.passes.release, () if keeps_graphs else self)
+            if not_static is not None:
+                raise not_static
 
     def invalidate(self, updated: Collection[int] | None = None) -> None:
         """Frees all units after a commit, and makes the graphs of updated units unusable.
@@ -314,11 +318,12 @@ class Units:
         Args:
             updated: Indices of the units whose values the commit changed; None: all.
         """
-        self.passes.entered = False
-        for unit in self:
-            unit.pushed = unit.is_current = False
-        stale = self if updated is None else [unit for unit in self if unit.index in updated]
-        self._end_graphs(self._written(), self._expire, stale)
+        with self.passes.guard:
+            self.passes.entered = False
+            for unit in self:
+                unit.pushed = unit.is_current = False
+            stale = self if updated is None else [unit for unit in self if unit.index in updated]
+            self._end_graphs(self._written(), self._expire, stale)
 
     def begin_step(self) -> None:
         """Starts to fetch the new version of replicas."""
@@ -329,8 +334,9 @@ class Units:
 
         Also cleans up after an exception in a forward or backward.
         """
-        self._pushes.withdraw(self)
-        self.passes.clean_up()
+        with self.passes.guard:
+            self._pushes.withdraw(self)
+            self.passes.clean_up()
 
     def drop_gradients(self, parameters: Mapping[int, Collection[int]]) -> None:
         """Drops the local gradients of some parameters, and cleans up as ``zero_grad`` does.
@@ -338,10 +344,11 @@ class Units:
         Args:
             parameters: Indices of parameters by unit index.
         """
-        for unit in self:
-            if unit.index in parameters:
-                unit.gradients.drop(parameters[unit.index])
-        self.passes.clean_up()
+        with self.passes.guard:
+            for unit in self:
+                if unit.index in parameters:
+                    unit.gradients.drop(parameters[unit.index])
+            self.passes.clean_up()
 
     def _expire(self, unit: Unit) -> None:
         if self.policy.state_after_commit(unit) is UnitState.STALE:

@@ -145,10 +145,11 @@ class StepInFlight:
 
         In a plain loop a finished item is then computed again, with the next batch.
         """
-        self.state.skip_gradients(True)
-        self._units.zero_grad()
-        if self.state.current is None and not self.voided and not self._membership.lapsed:
-            self._reopen_items()
+        with self._units.passes.guard:
+            self.state.skip_gradients(True)
+            self._units.zero_grad()
+            if self.state.current is None and not self.voided and not self._membership.lapsed:
+                self._reopen_items()
 
     def zero_grad_of(self, parameters: Mapping[int, Collection[int]]) -> None:
         """Drops one optimizer's gradients of this step and of earlier steps.
@@ -210,13 +211,14 @@ class StepInFlight:
             The norm; NaN if it is not known, because the loop's iteration has lost its effect or the step is committed.
         """
         try:
-            if not self.voided and self.rejoining.join_again():
-                if step == self.state.position:
-                    self._finish_plain_loop()
-                    step = self.state.number
-                item = self.state.item_name
-                norm = partial(self._committer.grad_norm, step, norm_type, bound, counted, kept, item=item)
-                return self.items.after_reports(norm)
+            with self._units.passes.guard:
+                if not self.voided and self.rejoining.join_again():
+                    if step == self.state.position:
+                        self._finish_plain_loop()
+                        step = self.state.number
+                    item = self.state.item_name
+                    norm = partial(self._committer.grad_norm, step, norm_type, bound, counted, kept, item=item)
+                    return self.items.after_reports(norm)
         except VersionGoneError as error:
             logger.info("the gradient norm of step %d is not known: %s", step, error)
         except (StepRestartedError, StaleEpochError) as error:
@@ -240,7 +242,8 @@ class StepInFlight:
         """
         self._membership.check()
         try:
-            return not self.voided and self.rejoining.join_again() and self._commit(step, update)
+            with self._units.passes.guard:
+                return not self.voided and self.rejoining.join_again() and self._commit(step, update)
         except (StepRestartedError, StaleEpochError) as error:
             self.state.abandon_commit()
             self._restarted(error)

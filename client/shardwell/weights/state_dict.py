@@ -52,9 +52,14 @@ def iter_full_state_dict(model: nn.Module, *, ema: bool = False) -> Iterator[tup
 
 
 def read_values(state: Mapping[str, Any], *, ema: bool = False) -> Iterator[tuple[str, Any]]:
-    """Yields the values of a state dict that contains the parameters themselves. Holds one unit at a time."""
+    """Yields the values of a state dict that contains the parameters themselves. Holds one unit at a time.
+
+    Raises:
+        UsageError: A step was committed in the meantime.
+    """
     settle(value for value in state.values() if isinstance(value, torch.Tensor))
     gathered: Unit | None = None
+    steps: dict[Session | None, int] = {}
     flat = torch.empty(0)
     for name, value in state.items():
         owner = owner_of(value) if isinstance(value, torch.Tensor) else None
@@ -62,7 +67,15 @@ def read_values(state: Mapping[str, Any], *, ema: bool = False) -> Iterator[tupl
             if owner.unit is not gathered:
                 gathered, flat = None, torch.empty(0)
                 trim()  # transfers fragment the heap, which would add up over the units
+                session = session_of(value)
+                step = steps.setdefault(session, session.step if session else 0)
                 gathered, flat = owner.unit, owner.unit.gather_average() if ema else owner.unit.gather_copy()
+                if session and session.step != step:
+                    raise UsageError(
+                        f"step {step} was committed while the state of the model was read, so its values would belong "
+                        "to different steps: read the state between two steps, or from another thread with "
+                        "shardwell.attach(address, run=...).pin(), which keeps one version readable"
+                    )
             yield name, whole(owner.unit.read(flat, owner.index), value)
         elif isinstance(value, torch.Tensor):
             yield name, whole(local_part(value.detach()), value)
