@@ -181,6 +181,26 @@ def test_loaded_state_dict_continues_the_state(session: shardwell.Session) -> No
     compare_weights(model, plain)
 
 
+def test_optimizer_for_parameters_of_an_added_group_starts_anew(session: shardwell.Session) -> None:
+    models = [
+        shardwell.fully_shard(OddModel(), session, name="a"),
+        shardwell.fully_shard(OddModel(), session, name="b"),
+    ]
+    plain, (make, make_plain) = [OddModel(), OddModel()], ON_SERVERS["AdamW"]
+    first = make(models[0].parameters(), 1e-2), make_plain(plain[0].parameters(), 1e-2)
+    for each, optimizer in zip((models[1], plain[1]), first, strict=True):
+        optimizer.add_param_group({"params": list(each.parameters())})
+    second: Any = None
+    for number in range(4):
+        if number == 2:
+            second = make(models[1].parameters(), 1e-2), make_plain(plain[1].parameters(), 1e-2)
+        for own, optimizer in zip((models, plain), second or first, strict=True):
+            optimizer.zero_grad()
+            backward(own[1], number)
+            optimizer.step()
+    compare_weights(models[1], plain[1])
+
+
 def test_two_optimizers_of_the_next_stage_start_anew(session: shardwell.Session) -> None:
     """The second one to be made takes the first step."""
     models, plain = [OddModel(), OddModel()], [OddModel(), OddModel()]

@@ -152,6 +152,27 @@ def test_backward_after_clipping_is_refused(session: shardwell.Session, calls: C
     assert_close(model, plain)
 
 
+def test_clamping_in_the_loop_over_batches_clamps_the_mean(cluster_of_three: shardwell.LocalCluster) -> None:
+    """The trainer computes the batches of two ranks. A backward after the call would have no effect on it."""
+    plain, calls = OddModel(), [("value", 1e-3)]
+    world = {"world": shardwell.World(2), "min_trainers": 1}
+    with shardwell.join(cluster_of_three.address, run=uuid.uuid4().hex, **world) as session:
+        model = shardwell.fully_shard(OddModel(), session)
+        optimizer = MAKERS["servers"](model.parameters())
+        for step in session.steps(2):
+            for rank in step.batches(lambda _, rank: rank):
+                loss_of(model, 2 * step.number + rank).backward()
+                clip(optimizer, calls)
+                with pytest.raises(shardwell.UsageError, match=r"a backward ran after the work of step"):
+                    loss_of(model, 0).backward()
+            optimizer.step()
+            plain.zero_grad()
+            (sum(loss_of(plain, 2 * step.number + rank) for rank in range(2)) / 2).backward()  # type: ignore[union-attr]
+            clip_plain(plain, calls)
+            torch.optim.SGD(plain.parameters(), lr=0.5).step()
+        assert_close(model, plain)
+
+
 @pytest.mark.parametrize("unscale", ["before", "after"])
 @pytest.mark.parametrize("where", ["servers", "trainers"])
 def test_clippings_of_scaled_losses_match_torch(session: shardwell.Session, where: str, unscale: str) -> None:

@@ -276,8 +276,9 @@ def _warn_of_hidden_gradient(owner: ParameterOwner, place: str, frame: FrameType
         f"the .grad of parameter {owner.name!r} is None because its gradient {place}, so code that scales, masks or "
         "reads gradients between the backward and optimizer.step() has no effect on this model. "
         "optimizer.clip_grad_norm_ clips by the norm over all gradients and returns it; to change a gradient use "
-        "parameter.register_hook or register_post_accumulate_grad_hook; without mixed precision, "
-        "set_requires_gradient_sync(False) keeps gradients in .grad until optimizer.step()",
+        "parameter.register_hook or register_post_accumulate_grad_hook; set_requires_gradient_sync(False) keeps "
+        "gradients in .grad until optimizer.step(), with mixed precision if the policy has "
+        "keep_low_precision_grads=True",
         UserWarning,
         frame.f_code.co_filename,
         frame.f_lineno,

@@ -111,11 +111,11 @@ class ShardedOptimizer(Optimizer):
         super().add_param_group(param_group)
         if hasattr(self, "_session"):
             try:
-                for parameter in self.param_groups[-1]["params"]:
-                    self._locate(parameter)
+                added = [self._locate(parameter) for parameter in self.param_groups[-1]["params"]]
             except UsageError:
                 self.param_groups.pop()
                 raise
+            self._session.state_owners.extend(self._state_owner, added)
 
     def clip_grad_norm_(
         self,

@@ -50,6 +50,11 @@ class StateOwners:
         self._joined, self._last = max(generations, default=0), 0
         self._owners: dict[ParameterKey, StateOwner] = {}
 
+    def extend(self, owner: StateOwner, parameters: Iterable[ParameterKey]) -> None:
+        """Adds parameters to an optimizer. Those of another one keep their state."""
+        for key in parameters:
+            self._owners.setdefault(key, owner)
+
     def add(self, parameters: Iterable[ParameterKey], members: Sequence[StateOwner] = ()) -> StateOwner:
         """Adds an optimizer. If it replaces an earlier one, it gets a number, and its first step starts anew.
 

@@ -185,9 +185,9 @@ class StepInFlight:
     # ---- the commit ----
 
     def end_backwards(self, step: int) -> None:
-        """Ends this trainer's item in a plain loop, so that a later backward of the step raises."""
-        in_plain_loop = step == self.state.position and not self.state.in_batches
-        if in_plain_loop and self.state.current is not None and self._units.used and not self._membership.lapsed:
+        """Ends the current work item, if something was computed, so that a later backward of the item raises."""
+        is_computed = step == self.state.position and self.state.current is not None and self._units.used
+        if is_computed and not self._membership.lapsed:
             self.items.end_item()
 
     def grad_norm(
