@@ -4,7 +4,6 @@
 set -eu
 umask 027
 servers=/etc/shardwell/servers trainers=/etc/shardwell/trainers
-chgrp "$(id -g)" "$trainers" && chmod 750 "$trainers" # a volume of an older version belongs to the servers' group
 cat "$servers/ca.pem" > "$trainers/.ca.pem" # cp would copy the mode
 shardwell token --role trainer --run "$SHARDWELL_RUN" --expires 7d > "$trainers/.token"
 mv "$trainers/.ca.pem" "$trainers/ca.pem"

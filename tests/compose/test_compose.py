@@ -71,9 +71,9 @@ def call(rpc: str, request: dict[str, Any] | None = None) -> dict[str, Any]:
     return response
 
 
-def in_trainer(program: str, *arguments: str) -> str:
+def in_trainer(program: str, *arguments: str, **environment: str) -> str:
     """Runs a program in a new container of a trainer."""
-    return compose("run", "--rm", "-T", "--no-deps", "--entrypoint", program, "trainer", *arguments)
+    return compose("run", "--rm", "-T", "--no-deps", "--entrypoint", program, "trainer", *arguments, **environment)
 
 
 ATTACK = """
@@ -239,6 +239,22 @@ def test_train_profile_trains_on_all_servers_and_stops_none() -> None:
     assert [trainer["ExitCode"] for trainer in containers("trainer")] == [0, 0]
     seen = in_trainer("sh", "-c", "find /etc/shardwell -type f 2>/dev/null || true")
     assert set(seen.split()) == {"/etc/shardwell/trainers/ca.pem", "/etc/shardwell/trainers/token"}
+
+
+def test_another_run_is_trained_beside_the_first_and_sees_no_token_of_it() -> None:
+    def token(run: str) -> str:
+        return in_trainer("cat", "/etc/shardwell/trainers/token", SHARDWELL_RUN=run)
+
+    first, before = token("gpt"), {container["ID"] for container in containers("trainer")}
+    run = ("--profile", "train", "run", "--rm", "-T", "--env", "SHARDWELL_DP=1")
+    assert "The loss" in compose(*run, "trainer", "--num-steps", "12", SHARDWELL_RUN="second")
+    assert {"gpt", "second"} <= {run["run"] for run in call("ListRuns")["runs"]}
+    assert {container["ID"] for container in containers("trainer")} == before
+    assert token("gpt") == first != token("second")
+    call("DeleteRun", {"run": "second", "request_id": "compose-test-second"})
+    compose("--profile", "train", "rm", "--force", "--stop", "trainer-token", SHARDWELL_RUN="second")
+    for kind in ("trainer-secrets", "training-output"):
+        subprocess.run(["docker", "volume", "rm", f"{PROJECT}_{kind}-second"], capture_output=True, check=True)
 
 
 def test_trainer_of_another_run_cannot_touch_shared_memory() -> None:
