@@ -11,7 +11,7 @@ from shardwell_server.coordinator.inspection.events import KEPT_EVENTS, EventKin
 from shardwell_wire.errors import InvalidRequestError, WorldError
 from shardwell_wire.topology import World
 from shardwell_wire.v1 import coordinator_pb2
-from tests.support.coordinator import config, harness, run_async
+from tests.support.coordinator import config, harness, run_async, unit
 
 
 def test_watch_yields_kept_events_then_new_ones() -> None:
@@ -161,7 +161,7 @@ def test_stall_names_the_phase_and_what_the_run_waits_for(tmp_path: Path) -> Non
 def test_long_stall_explanation_is_truncated(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
-            await cluster.team("a", dp=200)
+            await cluster.publish_unit(await cluster.team("a", dp=200))
             lines = (await cluster.call("ExplainStall", run="r")).waiting_for
             assert len(lines) == 64
             assert lines[-1] == "... and 137 more"
@@ -216,5 +216,32 @@ def test_runs_are_summarized(tmp_path: Path) -> None:
                 ("a", "h"),
                 ("", ""),
             ]
+
+    run_async(scenario())
+
+
+def test_stall_of_a_run_without_weights_says_what_they_wait_for(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=2, min_servers=3) as cluster:
+
+            async def stall() -> tuple[str, list[str]]:
+                answer = await cluster.call("ExplainStall", run="r")
+                return answer.phase, list(answer.waiting_for)
+
+            a, _ = await cluster.team("a", "b")
+            phase, lines = await stall()
+            assert phase == "declaring"
+            assert lines == [
+                "the run waits for shard servers: 2 of 3 are live; start more (shardwell-server shard --coordinator "
+                "HOST:PORT), or lower --min-servers",
+                "trainer 'a' on host h has joined",
+                "trainer 'b' on host h has joined",
+            ]
+            await cluster.add_server("s2")
+            assert (await stall())[1][0] == "no unit is declared: no trainer has called fully_shard or auto_wrap yet"
+            declared = await a.declare(unit("u", (64,)))
+            assert (await stall())[1][0] == "the initial values of 1 units are not complete: the first is 'u'"
+            await a.publish("u", declared.epoch)
+            assert (await stall())[0] == "working"
 
     run_async(scenario())

@@ -105,9 +105,9 @@ class Admission:
         )
         return response
 
-    def _call(self, request: Any, timeout_s: float) -> Any:
+    def _call(self, request: Any, timeout_s: float, until_s: float) -> Any:
         self._check()
         call = partial(self._coordinator.call, "Join", request, timeout_s=timeout_s)
-        response = retry_and_warn(call, self._config.waits)
+        response = retry_and_warn(call, self._config.waits, until_s)
         self._note_placement(response.placement)
         return response

@@ -231,17 +231,17 @@ class Membership:
             replica=self.replica_epoch if with_replica else None,
         )
 
-    def _call_and_note(self, rpc_name: str, request: Any, timeout_s: float) -> Any:
+    def _call_and_note(self, rpc_name: str, request: Any, timeout_s: float, until_s: float) -> Any:
         """Calls the coordinator, and notes the placement that it tells."""
         self.require_valid()
-        response = self._call(rpc_name, request, timeout_s=timeout_s)
+        response = self._call(rpc_name, request, timeout_s=timeout_s, until_s=until_s)
         self._note_news(0, getattr(response, "placement", 0))
         return response
 
-    def _call(self, rpc_name: str, request: Any, *, timeout_s: float) -> Any:
+    def _call(self, rpc_name: str, request: Any, *, timeout_s: float, until_s: float | None = None) -> Any:
         call = partial(self._coordinator.call, rpc_name, request, timeout_s=timeout_s)
         try:
-            return retry_and_warn(call, self._config.waits)
+            return retry_and_warn(call, self._config.waits, until_s)
         except StaleEpochError:
             self.ask()  # the request may concern one work item only
             raise

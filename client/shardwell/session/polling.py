@@ -21,7 +21,7 @@ _REPLICA_POLL_S = 1.0
 
 
 def poll(
-    call: Callable[[Any, float], Any],
+    call: Callable[[Any, float, float], Any],
     request: Any,
     done: Callable[[Any], bool],
     *,
@@ -33,7 +33,7 @@ def poll(
     """Repeats an rpc with ``wait_s`` and ``waiting_for`` until ``done(response)`` is true; returns this response.
 
     Args:
-        call: ``(request, timeout_s) -> response``.
+        call: ``(request, timeout_s, until_s) -> response``; ``until_s`` is that of ``retry_and_warn``.
         request: The request; ``wait_s`` is set here.
         done: Returns whether the response is final.
         what: What the rpc waits for, for messages.
@@ -46,34 +46,39 @@ def poll(
         ReplicaLostError: The replica's process group is void, and the response is not final.
     """
     started = last_report = time.monotonic()
+    until_s = started + waits.wait_limit_s
     while True:
         is_void = replica is not None and replica.is_void  # before the rpc, whose response may be final
         longest_s = _REPLICA_POLL_S if replica is not None and replica.has_group else _POLL_S
-        request.wait_s = 0.0 if is_void else min(longest_s, waits.wait_limit_s)
-        response = call(request, request.wait_s + waits.rpc_timeout_s)
+        request.wait_s = 0.0 if is_void else max(0.0, min(longest_s, until_s - time.monotonic()))
+        response = call(request, request.wait_s + waits.rpc_timeout_s, until_s)
         if done(response):
             return response
         if replica is not None and is_void:
             raise replica.lost_error()
         now, reasons = time.monotonic(), "; ".join(getattr(response, "waiting_for", ()))
-        if now - started > waits.wait_limit_s:
+        if now >= until_s:
             raise DeadlineError(f"waited {now - started:.0f} s for {what}: {reasons}", waiting_for=reasons)
         if now - last_report > _POLL_S / 2:
             logger.log(log_level, "waiting for %s (%.0f s): %s", what, now - started, reasons)
             last_report = now
 
 
-def retry_and_warn(call: Callable[..., Any], waits: WaitOptions) -> Any:
+def retry_and_warn(call: Callable[..., Any], waits: WaitOptions, until_s: float | None = None) -> Any:
     """Retries a call for ``wait_limit_s``. Logs a warning after ``warn_after_s``: the address may be wrong.
 
     Args:
-        call: Takes ``retry_for_s``, how long to retry while the coordinator is unavailable.
+        call: Takes ``retry_for_s``, how long to retry while the coordinator is unavailable, and ``until_s``, when the
+            last attempt ends.
         waits: Limits.
+        until_s: Time by ``time.monotonic`` when the last attempt ends. None: after ``wait_limit_s``.
     """
+    started = time.monotonic()
+    until_s = started + waits.wait_limit_s if until_s is None else until_s
     try:
-        return call(retry_for_s=min(waits.warn_after_s, waits.wait_limit_s))
+        return call(retry_for_s=min(waits.warn_after_s, max(0.0, until_s - started)), until_s=until_s)
     except UnavailableError as error:
-        if waits.wait_limit_s <= waits.warn_after_s:
+        if (left_s := until_s - time.monotonic()) <= 0:
             raise
-        logger.warning("%s; retrying for %.0f s", error, waits.wait_limit_s)
-    return call(retry_for_s=waits.wait_limit_s)
+        logger.warning("%s; retrying for %.0f s", error, left_s)
+    return call(retry_for_s=left_s, until_s=until_s)

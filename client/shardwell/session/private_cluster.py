@@ -202,7 +202,8 @@ def _wait_for_rank_0(launch: _Launch, waits: WaitOptions) -> bytes:
                 f"waited {waited:.0f} s for rank 0 to start the private cluster: rank 0 has not called shardwell.join()"
             )
         try:
-            store.wait([key], timedelta(seconds=min(waits.warn_after_s, waits.wait_limit_s)))
+            left_s = max(0.1, waits.wait_limit_s - waited)
+            store.wait([key], timedelta(seconds=min(waits.warn_after_s, left_s)))
         except DistError:
             logger.warning("waiting for rank 0 to start the private cluster in its shardwell.join()")
     return bytes(store.get(key))

@@ -60,8 +60,8 @@ class UnitDeclarations:
         Raises:
             DeadlineError: The selected trainer did not upload the values in time.
         """
-        declared = self._declare(layout, step)
         deadline = time.monotonic() + self._wait_limit_s
+        declared = self._declare(layout, step)
         pauses, loading = backoff(_FIRST_PUBLISH_POLL_S, _LONGEST_PUBLISH_POLL_S), ""
         # The values are kept until the unit is published. If the selected trainer is lost, the coordinator selects
         # another one, which may be this trainer.

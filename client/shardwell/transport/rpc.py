@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 import time
@@ -31,6 +32,9 @@ from shardwell_wire.tls_problems import connection_error
 from shardwell_wire.v1 import common_pb2
 
 Result = TypeVar("Result")
+
+_SHORTEST_ATTEMPT_S = 0.5
+"""Least deadline of the last attempt of a call that is repeated, so that the server can still say what it waits for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +153,15 @@ class ServiceClient:
         self._calls = CallConnections(address, self.peer)
         self._closed = threading.Event()
 
-    def call(self, rpc_name: str, request: Any, *, timeout_s: float = 10.0, retry_for_s: float = 0.0) -> Any:
+    def call(
+        self,
+        rpc_name: str,
+        request: Any,
+        *,
+        timeout_s: float = 10.0,
+        retry_for_s: float = 0.0,
+        until_s: float = math.inf,
+    ) -> Any:
         """Calls a unary rpc.
 
         Args:
@@ -157,6 +169,7 @@ class ServiceClient:
             request: The request message.
             timeout_s: Deadline of one attempt.
             retry_for_s: How long to retry while the server is unavailable. Every rpc of Shardwell may be repeated.
+            until_s: Time by ``time.monotonic`` at which the last attempt ends, after ``_SHORTEST_ATTEMPT_S`` at least.
 
         Returns:
             The response message.
@@ -164,7 +177,12 @@ class ServiceClient:
         Raises:
             ShardwellError: The error that the server returned, UnavailableError or DeadlineError.
         """
-        return self.attempt(lambda: self._call(rpc_name, request, timeout_s), retry_for_s=retry_for_s)
+
+        def attempt() -> Any:
+            left_s = max(_SHORTEST_ATTEMPT_S, until_s - time.monotonic())
+            return self._call(rpc_name, request, min(timeout_s, left_s))
+
+        return self.attempt(attempt, retry_for_s=retry_for_s)
 
     def use_calls(self, calls: common_pb2.CallPort) -> None:
         """Sends unary rpcs to a port that the server has announced, as long as it can be reached.

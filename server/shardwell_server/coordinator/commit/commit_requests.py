@@ -238,7 +238,7 @@ class CommitRequests:
         return response
 
     def _explain(self, run: Run) -> list[str]:
-        return explain_stall(run, self._state.cluster, self._state.clock()).lines
+        return explain_stall(run, self._state.cluster, self._state.clock(), self._state.settings.min_servers).lines
 
 
 def _record_of(run: Run, number: int, item: coordinator_pb2.ItemName | None) -> CommitRecord | None:

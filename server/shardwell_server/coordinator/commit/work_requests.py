@@ -210,7 +210,7 @@ class WorkRequests:
         return item
 
     def _explain(self, run: Run) -> list[str]:
-        return explain_stall(run, self._state.cluster, self._state.clock()).lines
+        return explain_stall(run, self._state.cluster, self._state.clock(), self._state.settings.min_servers).lines
 
 
 def _reported_step(

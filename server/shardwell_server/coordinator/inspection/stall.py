@@ -23,14 +23,23 @@ class Stall:
     lines: list[str]
 
 
-def explain_stall(run: Run, cluster: Cluster, now: float) -> Stall:
-    """Explains what a run waits for at clock time ``now``. Sends no requests."""
+def explain_stall(run: Run, cluster: Cluster, now: float, min_servers: int) -> Stall:
+    """Explains what a run waits for at clock time ``now``. Sends no requests.
+
+    Args:
+        run: The run.
+        cluster: The shard servers.
+        now: Time of the coordinator's clock.
+        min_servers: Servers for which a run waits before its first unit.
+    """
     if (restore := run.checkpoints.restore) is not None:
         progress = run.checkpoints.restoring
         return Stall("loading", now - progress.begun_s, _shorten([progress.describe(restore)]))
     if not run.started:
         return Stall("starting", now - run.created_s, _shorten(_starting(run)))
     phase, since = min((_phase(run, step) for step in run.work.steps), key=lambda found: found[1])
+    if phase == "working" and not run.committed_step and (run.units.unpublished or not run.units):
+        return Stall("declaring", now - since, _shorten(_declaring(run, cluster, min_servers)))
     lines = [
         *map(str, availability_errors(run, cluster)),
         *_silent_servers(run, cluster),
@@ -110,6 +119,21 @@ def _starting(run: Run) -> list[str]:
     missing = run.settings.min_trainers - joined
     head = f"{joined} of {run.settings.min_trainers} trainers have joined: {missing} more must join"
     return [head, *(f"{member} has joined" for member in run.members.live.values())]
+
+
+def _declaring(run: Run, cluster: Cluster, min_servers: int) -> list[str]:
+    """Returns what keeps a run from having its first weights, and who has joined."""
+    lines = [*map(str, availability_errors(run, cluster)), *_silent_servers(run, cluster)]
+    wanted = 1 if len(run.units) else min_servers
+    if len(cluster.live) < wanted:
+        lines.insert(0, f"the run {cluster.describe_waiting(wanted)}")
+    elif unpublished := run.units.unpublished:
+        lines.append(
+            f"the initial values of {len(unpublished)} units are not complete: the first is {unpublished[0]!r}"
+        )
+    else:
+        lines.append("no unit is declared: no trainer has called fully_shard or auto_wrap yet")
+    return [*lines, *(f"{member} has joined" for member in run.members.live.values())]
 
 
 def _updates(run: Run, now: float) -> list[str]:

@@ -9,8 +9,8 @@ from shardwell_server.rpc import Call
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import coordinator_pb2
 
-_DECLARE_WAIT_S = 20.0
-"""Longest time that a declaration waits for shard servers. Well below the deadline of trainers, which then retry."""
+_DECLARE_WAIT_S = 5.0
+"""Longest time that a declaration waits for shard servers. Trainers then warn, and try again."""
 
 _FILL_WAIT_S = 5.0
 """Longest time that a declaration waits until the servers have read a unit from a checkpoint."""

@@ -68,7 +68,7 @@ class InspectionRpcs(CoordinatorRpcs):
         self, request: coordinator_pb2.ExplainStallRequest, call: Call
     ) -> coordinator_pb2.ExplainStallResponse:
         run = self._state.require_run(request.run)
-        stall = explain_stall(run, self._state.cluster, self._state.clock())
+        stall = explain_stall(run, self._state.cluster, self._state.clock(), self._state.settings.min_servers)
         return coordinator_pb2.ExplainStallResponse(
             step=run.committed_step, phase=stall.phase, phase_s=round(stall.phase_s, 3), waiting_for=stall.lines
         )

@@ -76,7 +76,9 @@ class TrainerRpcs(CoordinatorRpcs):
                 response.waiting_for.append(
                     f"{member} cannot start before its replica is complete: it waits for {names}"
                 )
-            response.waiting_for.extend(explain_stall(run, self._state.cluster, self._state.clock()).lines)
+            response.waiting_for.extend(
+                explain_stall(run, self._state.cluster, self._state.clock(), self._state.settings.min_servers).lines
+            )
             return response
         describer = describe.RankDescriber(run.settings.world)
         response.rank_assignments.extend(map(describer.describe, run.ranks_of(member.name)))
