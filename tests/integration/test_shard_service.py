@@ -26,6 +26,7 @@ from shardwell_wire.errors import (
 )
 from shardwell_wire.topology import MAX_WORLD_SIZE
 from shardwell_wire.v1 import common_pb2, shard_pb2
+from shardwell_wire.wire_dtypes import AS_STORED, WireDtype
 from tests.support.shard_server import (
     BIG,
     MIXED,
@@ -127,20 +128,23 @@ def test_broken_duplicate_is_rejected(server: ShardServer, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "error"),
     [
-        {"start_bytes": 4096},
-        {"stop_bytes": 4096},
-        {"dp_rank": 1},
-        {"parameter_indices": [1, 0]},
-        {"parameter_indices": [0, 0]},
-        {"parameter_indices": [0, 2]},
+        ({"start_bytes": 4096}, NotFoundError),
+        ({"stop_bytes": 4096}, NotFoundError),
+        ({"stop_bytes": PLAIN.size_bytes + 64}, NotFoundError),
+        ({"dp_rank": 1}, InvalidRequestError),
+        ({"parameter_indices": [1, 0]}, InvalidRequestError),
+        ({"parameter_indices": [0, 0]}, InvalidRequestError),
+        ({"parameter_indices": [0, 2]}, InvalidRequestError),
     ],
 )
-def test_push_that_does_not_fit_the_shard_is_rejected(server: ShardServer, changes: dict[str, Any]) -> None:
+def test_push_that_does_not_fit_the_shard_is_rejected(
+    server: ShardServer, changes: dict[str, Any], error: type[ShardwellError]
+) -> None:
     one = unit(server)
     messages = one.push_messages(one.filled(1.0), epoch=9, **changes)
-    assert isinstance(one.open_push().send(*messages).finish().error(), InvalidRequestError)
+    assert type(one.open_push().send(*messages).finish().error()) is error
     assert one.push(one.filled(1.0), epoch=1).duplicate is False, "the rejected push left its epoch behind"
 
 
@@ -173,12 +177,24 @@ def test_unknown_names_are_not_found(server: ShardServer) -> None:
     assert one.gather()[0] == 0
 
 
-@pytest.mark.parametrize(("start", "stop"), [(1, 0), (0, PLAIN.size_bytes + 1), (8, 4)])
-def test_gather_outside_the_shard_is_rejected(server: ShardServer, start: int, stop: int) -> None:
+@pytest.mark.parametrize(
+    ("start", "stop", "wire_dtype", "error"),
+    [
+        (1, 0, AS_STORED, InvalidRequestError),
+        (8, 4, AS_STORED, InvalidRequestError),
+        (0, PLAIN.size_bytes + 1, AS_STORED, NotFoundError),
+        (64, PLAIN.size_bytes + 64, AS_STORED, NotFoundError),
+        (64, 128, common_pb2.WIRE_DTYPE_BFLOAT16, NotFoundError),
+    ],
+)
+def test_gather_outside_the_shard_is_rejected(
+    server: ShardServer, start: int, stop: int, wire_dtype: WireDtype, error: type[ShardwellError]
+) -> None:
+    """A rollback may have cut the unit anew. A trainer with the former cuts must not take this for its own mistake."""
     one = unit(server)
     stub = server.client.byte_response_stub("Gather")
-    request = one.gather_request(start_bytes=start, stop_bytes=stop)
-    assert isinstance(error_of(lambda: list(stub(request, timeout=5))), InvalidRequestError)
+    request = one.gather_request(start_bytes=start, stop_bytes=stop, wire_dtype=wire_dtype)
+    assert type(error_of(lambda: list(stub(request, timeout=5)))) is error
     too_large = one.gather_request(chunk_bytes=chunk_streams.MAX_CHUNK_BYTES + 1)
     assert isinstance(error_of(lambda: list(stub(too_large, timeout=5))), InvalidRequestError)
     assert server.evaluate(lambda: one.shard.values.current is not None and one.shard.values.current.readers) == 0

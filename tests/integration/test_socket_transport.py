@@ -243,7 +243,7 @@ def test_newer_push_cancels_an_older_stream(big: ConnectedUnit) -> None:
     [
         ({"context": common_pb2.RequestContext(run="other", epoch=1)}, AccessError),
         ({"unit": "other"}, NotFoundError),
-        ({"stop_bytes": 64}, InvalidRequestError),
+        ({"stop_bytes": 64}, NotFoundError),
         ({"wire_dtype": 99}, InvalidRequestError),
     ],
 )
@@ -259,7 +259,7 @@ def test_malformed_push_is_rejected(
     [
         ({"run": "other"}, AccessError),
         ({"unit": "other"}, NotFoundError),
-        ({"start_bytes": 64, "stop_bytes": 1 << 40}, InvalidRequestError),
+        ({"start_bytes": 64, "stop_bytes": 1 << 40}, NotFoundError),
         ({"wire_dtype": 99}, InvalidRequestError),
     ],
 )

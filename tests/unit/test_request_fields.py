@@ -29,7 +29,10 @@ PLACES = {
         "resume": "CheckpointRoots.open, after the token's run is checked; test_checkpoint_roots.py",
     },
     "AddResiduals": {"file_json": "FileRecord: the plain name of a file in the checkpoint's folder; read_index"},
-    "Heartbeat": {"address": "compared with addresses of servers and shown, at most 300 characters"},
+    "Heartbeat": {
+        "address": "compared with addresses of servers and shown, at most 300 characters",
+        "corrupt_count": "only shown in an event",
+    },
     "ExchangeAddress": {"address": "check_name; given to trainers of the same run"},
     "RegisterServer": {"address": "from servers only", "budget_bytes": "from servers only"},
     "HeartbeatServer": dict.fromkeys(("reserved_bytes", "used_bytes", "replicated_bytes"), "from servers only"),

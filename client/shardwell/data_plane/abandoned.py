@@ -10,33 +10,38 @@ from collections.abc import Callable
 
 from shardwell.data_plane.remote_shard import RemoteShard
 from shardwell.data_plane.remote_unit import RemoteUnit
-from shardwell_wire.errors import StaleEpochError, VersionGoneError
+from shardwell_wire.errors import DeadlineError, NotFoundError, StaleEpochError, UnavailableError, VersionGoneError
 from shardwell_wire.retry import backoff
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.05
+
+_PASSING = (VersionGoneError, StaleEpochError, NotFoundError, DeadlineError, UnavailableError)
+"""Errors of a read while steps are committed, shards move, or the run is loaded from a checkpoint. Then a shard has no
+version yet, or its server has another range of the unit. Any other version, from any other server, will do."""
 
 Read = Callable[[RemoteShard, int | None], int]
 """Reads one version of a shard, or the newest; returns the version."""
 
 
-def read_newest(unit: RemoteUnit, read: Read, limit_s: float) -> int:
+def read_newest(find: Callable[[], RemoteUnit], read: Read, check: Callable[[], None], limit_s: float) -> int:
     """Reads the newest version that all shards of a unit have; returns the version.
 
     Args:
-        unit: The unit.
+        find: Returns the unit as it is cut now.
         read: Reads one shard.
-        limit_s: How long to retry while versions are replaced, or shards move, during the read.
+        check: Raises if this trainer cannot continue. Called before a read is repeated.
+        limit_s: How long to retry while versions are replaced, shards move, or the run is loaded.
     """
     deadline = time.monotonic() + limit_s
     pauses = backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
     while True:
         try:
             version = None
-            for shard in unit.shards:
+            for shard in find().shards:
                 version = read(shard, version)
             return version or 0
-        except (VersionGoneError, StaleEpochError):
-            # StaleEpochError: a shard moved, and this trainer is no member of the run now. Any other version will do.
+        except _PASSING:
+            check()
             if time.monotonic() > deadline:
                 raise
             time.sleep(next(pauses))

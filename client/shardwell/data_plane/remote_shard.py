@@ -167,22 +167,27 @@ class RemoteShard:
     def _await_at(self, version: int | None, server: ServerConnection, wait_s: float) -> int:
         return server.await_version(self._address, version, wait_s=wait_s, wait_limit_s=self._wire.wait_limit_s)
 
-    def _run_when_ready(self, version: int | None, action: Callable[[ServerConnection, float], int]) -> int:
+    def _run_when_ready(
+        self, version: int | None, action: Callable[[ServerConnection, float], int], *, member: bool = True
+    ) -> int:
         """Runs an operation at the owner that waits for a version.
 
         Args:
             version: The version. None: any, and this trainer may be no member of the run.
             action: The operation. Its last argument is how long the server may wait.
+            member: Whether only a member of the run may wait for the version.
         """
+        member = member and version is not None
         deadline = time.monotonic() + self._wire.wait_limit_s
         while True:
             wait_s = min(_ASK_S, max(0.0, deadline - time.monotonic()))
             try:
-                return self.owner.run(lambda server: action(server, wait_s), member=version is not None)  # noqa: B023
+                return self.owner.run(lambda server: action(server, wait_s), member=member)  # noqa: B023
             except DeadlineError:
                 if version is None or wait_s < _ASK_S or time.monotonic() >= deadline:
                     raise
-            self.owner.require_valid()  # the version never comes if the run went back to an older one
+            if member:
+                self.owner.require_valid()  # the version never comes if the run went back to an older one
 
     # ---- fetching ----
 
@@ -241,11 +246,21 @@ class RemoteShard:
         small = SmallFetch(self._address, version, target) if is_streamed else None
         return ShardFetch(alone, self.server, small, wait_limit_s=self.wait_limit_s)
 
-    def fetch_average(self, version: int, target: memoryview) -> int:
-        """Reads the values' moving average; see ``fetch``."""
-        average = self._range_target(AS_STORED, target)
-        return self.owner.run(
-            lambda server: server.fetch_average(self._address, version, average, wait_limit_s=self._wire.wait_limit_s)
+    def fetch_average(self, version: int, target: memoryview, *, member: bool = True) -> int:
+        """Reads the values' moving average; see ``fetch``.
+
+        Args:
+            version: The version.
+            target: Receives the range.
+            member: Whether only a member of the run may wait for the version.
+        """
+        average, limit_s = self._range_target(AS_STORED, target), self._wire.wait_limit_s
+        return self._run_when_ready(
+            version,
+            lambda server, wait_s: server.fetch_average(
+                self._address, version, average, wait_s=wait_s, wait_limit_s=limit_s
+            ),
+            member=member,
         )
 
     def _range_target(self, wire_dtype: WireDtype, target: memoryview) -> RangeTarget:

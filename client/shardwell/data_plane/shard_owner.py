@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from shardwell.transport.server_connection import ServerConnection
-from shardwell_wire.errors import ShardwellError
+from shardwell_wire.errors import ShardwellError, StaleEpochError
 
 Result = TypeVar("Result")
 
@@ -50,6 +50,11 @@ class ShardOwner:
 
     def __init__(self, server: ServerConnection, moves: Moves | None = None) -> None:
         self.server, self._moves = server, moves or _NoMoves()
+        self._is_cut_anew = False
+
+    def retire(self) -> None:
+        """Marks a shard that does not exist any more, because a rollback has cut its unit anew."""
+        self._is_cut_anew = True
 
     def move(self, server: ServerConnection) -> None:
         """Replaces the owner. Operations that fail at the former owner are repeated at the new one."""
@@ -72,15 +77,18 @@ class ShardOwner:
 
         Raises:
             ShardwellError: The operation's error at the present owner.
-            StaleEpochError: This trainer is no member of the run now.
+            StaleEpochError: This trainer is no member of the run now. Every rollback ends its membership.
         """
         while True:
             server = self.server
             try:
                 return action(server)
-            except ShardwellError:
+            except ShardwellError as error:
                 if self.server is server:
                     self._moves.settle()
+                if self._is_cut_anew:
+                    self._moves.require_valid()
+                    raise StaleEpochError(f"the run was rolled back, and the shard was cut anew: {error}") from error
                 if self.server is server:
                     raise
             if member:

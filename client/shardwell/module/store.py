@@ -112,11 +112,13 @@ class ParameterStore(Protocol):
         """
         ...
 
-    def gather_average(self, unit_index: int, target: memoryview) -> None:
-        """Fetches the moving average of the version that the current step reads. [layout.size_bytes]
+    def gather_average(self, unit_index: int, target: memoryview, version: int | None = None) -> None:
+        """Fetches the moving average of a version. None: the one that the current step reads. [layout.size_bytes]
 
         Raises:
             StepStateError: No step has been averaged.
+            VersionGoneError: A later version has replaced it.
+            StaleEpochError: This trainer is no member of the run now, and the version of its step was not there.
         """
         ...
 

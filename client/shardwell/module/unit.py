@@ -414,22 +414,30 @@ class Unit(ResidentUnit):
 
     def gather_copy(self) -> torch.Tensor:
         """Gathers the flat vector into new memory; the unit's state does not change. uint8. [size_bytes]"""
+        return self.gather_version()[1]
+
+    def gather_version(self) -> tuple[int, torch.Tensor]:
+        """As ``gather_copy``. Also returns the version: that of the step, or the newest if the step does not count."""
         with self._reading():
             if self._shared is not None and self._shared.exact:
                 version = self._store.await_version(self.index)()
                 copy = self._shared.bytes.clone()
                 self._shared.check(version)
-                return copy
+                return version, copy
             flat = torch.empty(self.layout.size_bytes, dtype=torch.uint8)
             # The memoryview keeps the memory alive: after Ctrl-C here, the gather continues in the background.
-            self._store.gather(self.index, flat.numpy().data, exact=True).result()
-            return flat
+            version = self._store.gather(self.index, flat.numpy().data, exact=True).result()
+            return version, flat
 
-    def gather_average(self) -> torch.Tensor:
-        """Gathers the moving average of the values into new memory. uint8. [size_bytes]"""
+    def gather_average(self, version: int | None = None) -> torch.Tensor:
+        """Gathers the moving average of the values into new memory. uint8. [size_bytes]
+
+        Args:
+            version: The version. None: that of the step.
+        """
         flat = torch.empty(self.layout.size_bytes, dtype=torch.uint8)
         with self._reading():
-            self._store.gather_average(self.index, memory_at(flat.data_ptr(), self.layout.size_bytes))
+            self._store.gather_average(self.index, memory_at(flat.data_ptr(), self.layout.size_bytes), version)
         return flat
 
     def read(self, flat: torch.Tensor, index: int) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardwell_wire.errors import UnavailableError
@@ -20,9 +21,10 @@ Call = Callable[[str, Any], Any]
 
 def save_checkpoint(membership: Membership, *, wait: bool) -> str:
     """Saves a checkpoint of a trainer's run. See ``Session.save_checkpoint``."""
-    progress = request_checkpoint(membership.call, membership.run, run_id=membership.identity.run_id)
+    call = partial(membership.call, member=False)  # a rollback ends the membership, not the run
+    progress = request_checkpoint(call, membership.run, run_id=membership.identity.run_id)
     while is_writing(progress) and (wait or not progress.url):
-        progress = follow_checkpoint(membership.call, membership.run, progress)
+        progress = follow_checkpoint(call, membership.run, progress)
     require_not_failed(progress, membership.run)
     url: str = progress.url
     return url

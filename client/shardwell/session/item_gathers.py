@@ -142,7 +142,7 @@ class ItemGathers:
             return shard.fetch_cast(version, layout, target)
 
         def gather() -> int:
-            return read_newest(self._units[unit_index], read, self._wait_limit_s)
+            return read_newest(lambda: self._units[unit_index], read, self._membership.check, self._wait_limit_s)
 
         return self._fetches.run(gather)
 

@@ -198,9 +198,17 @@ class Membership:
             lease_proof=b"" if lease is None else lease.lease_proof,
         )
 
-    def call(self, rpc_name: str, request: Any) -> Any:
-        """Calls the coordinator. Retries for ``wait_limit_s`` while the coordinator is unavailable."""
-        self.require_valid()
+    def call(self, rpc_name: str, request: Any, *, member: bool = True) -> Any:
+        """Calls the coordinator. Retries for ``wait_limit_s`` while the coordinator is unavailable.
+
+        Args:
+            rpc_name: The rpc.
+            request: Its request.
+            member: Whether to raise StaleEpochError if the membership has lapsed.
+        """
+        if member:
+            self.require_valid()
+        self.check()
         return self._call(rpc_name, request, timeout_s=self._config.waits.rpc_timeout_s)
 
     def poll(

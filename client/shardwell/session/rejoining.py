@@ -37,6 +37,7 @@ class Rejoining:
         self._units, self._buffers, self._iteration = units, buffers, iteration
         self._rollbacks = membership.joined.rollback_count
         """How often the run was rolled back before this trainer joined last."""
+        store.join_again = self.join_again
 
     def join_again(self) -> bool:
         """Joins the run again if this trainer's membership has lapsed.

@@ -78,6 +78,8 @@ class RunBuffers:
         """True if an item of the step started on this trainer."""
         self._undisturbed = False
         """True if no buffer of the model can have changed since it had the value ``RunBuffer.present``."""
+        self._is_declaring = False
+        """True if buffers are declared whose values were not read yet."""
 
     def declare(self, step: int, *, has_work: bool) -> None:
         """Declares the model's new buffers in the run, and sets them to the run's values.
@@ -87,8 +89,15 @@ class RunBuffers:
             has_work: Whether this trainer has an item of the step, which delays the commit until the call returns.
         """
         new = [found for found in find_buffers(self._modules()) if found.names[0] not in self._buffers]
-        if not new:
-            return
+        if new:
+            self._declare(new, step)
+        if self._is_declaring:  # now, or in a call that failed
+            self._version = None
+            self._read_changes(step, has_work=has_work)
+            self._restore()
+            self._is_declaring = False
+
+    def _declare(self, new: Sequence[LiveBuffer], step: int) -> None:
         described = [found.describe() for found in new]
         values = [copy_value(found.tensor) for found in new]
         name = self._place.buffers_name(self._unit_count)
@@ -97,9 +106,7 @@ class RunBuffers:
         self._unit_count += 1
         for index, (parameter, value) in enumerate(zip(described, values, strict=True)):
             self._buffers[parameter.name] = RunBuffer(parameter, unit_index, index, value)
-        self._version = None
-        self._read_changes(step, has_work=has_work)
-        self._restore()
+        self._is_declaring = True
 
     # ---- work items ----
 

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -42,11 +42,13 @@ from shardwell.transport.route_stats import ALLREDUCE, DIRECT, HIERARCHICAL
 from shardwell.transport.shared_vector import SharedVector
 from shardwell.transport.written_pages import WrittenPages
 from shardwell_wire import wire_dtypes
-from shardwell_wire.errors import UsageError
+from shardwell_wire.errors import ShardwellError, UsageError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 _REACH_LIMIT_S = 60.0
 """How long a trainer that was cut off tries to reach the servers before it joins again."""
@@ -67,6 +69,8 @@ class RunStore:
     def __init__(self, membership: Membership, config: JoinConfig, state: StepState) -> None:
         self._state = state
         self._membership, self._config = membership, config
+        self.join_again: Callable[[], object] = lambda: None
+        """Joins the run again after the membership has lapsed. Set by ``Rejoining``."""
         self._units: dict[int, RemoteUnit] = {}
         self._stats = TrafficStats()
         self._fetches = Fetches(self._stats)
@@ -165,6 +169,11 @@ class RunStore:
         return self._servers.corrupt_transfers
 
     @property
+    def has_lapsed(self) -> bool:
+        """True if this trainer is no member of the run now, and may join again."""
+        return self._membership.lapsed
+
+    @property
     def traffic(self) -> TrafficStats:
         """What this trainer has transferred."""
         return self._stats
@@ -241,10 +250,28 @@ class RunStore:
     def declare(self, layout: UnitLayout, initial_values: InitialValues) -> int:
         """See ``ParameterStore.declare``. Returns once the run has initial values for the unit."""
         connect = partial(self._servers.shards, self._wire, layout)
-        unit = self._declarations.declare(layout, initial_values, self._state.number, connect)
-        self._units[unit.index] = self._mappings.map(unit, self._config.transfers.gather_dtype)
-        self._note_declared(unit)
-        return unit.index
+
+        def declare() -> int:
+            unit = self._declarations.declare(layout, initial_values, self._state.number, connect)
+            self._units[unit.index] = self._mappings.map(unit, self._config.transfers.gather_dtype)
+            self._note_declared(unit)
+            return unit.index
+
+        return self.outlasting_lapses(declare)
+
+    def outlasting_lapses(self, action: Callable[[], Result]) -> Result:
+        """Runs an action outside of a step's work. Repeats it after this trainer has joined the run again.
+
+        The membership may lapse during the action, for example if the run is rolled back. A trainer that shares its
+        work item with others does not join alone: ``Session.run_replica`` forms the replica again.
+        """
+        while True:
+            try:
+                return action()
+            except ShardwellError:
+                if not self._membership.lapsed or self._membership.world.replica_size > 1:
+                    raise
+            self.join_again()
 
     def check_model(self) -> None:
         """Checks once, if this trainer has joined after the first commit, that its model has all units of the run.
@@ -287,11 +314,12 @@ class RunStore:
         """See ``ParameterStore.abandons_work``."""
         return self.gathers.abandons_work()
 
-    def gather_average(self, unit_index: int, target: memoryview) -> None:
+    def gather_average(self, unit_index: int, target: memoryview, version: int | None = None) -> None:
         """See ``ParameterStore.gather_average``."""
         self._membership.check()
+        wanted = self._state.number if version is None else version
         for shard in self._units[unit_index].shards:
-            shard.fetch_average(self._state.number, target[shard.start_bytes : shard.stop_bytes])
+            shard.fetch_average(wanted, target[shard.start_bytes : shard.stop_bytes], member=version is None)
 
     def in_place(self, unit_index: int) -> SharedVector | None:
         """See ``ParameterStore.in_place``."""

@@ -18,9 +18,17 @@ from shardwell.session.membership import Lease, Membership
 from shardwell.transport.shared_vector import CAN_MAP, SegmentLocation, SharedVector
 from shardwell_wire import wire_dtypes
 from shardwell_wire.consistency import Consistency
-from shardwell_wire.errors import CapacityError, DeadlineError, ShardwellError, UnavailableError, UnitMismatchError
+from shardwell_wire.errors import (
+    CapacityError,
+    DeadlineError,
+    NotFoundError,
+    RunDeletedError,
+    ShardwellError,
+    UnavailableError,
+    UnitMismatchError,
+)
 from shardwell_wire.layout import UnitLayout
-from shardwell_wire.retry import backoff
+from shardwell_wire.retry import backoff, retry
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 
 logger = logging.getLogger(__name__)
@@ -59,6 +67,8 @@ class UnitDeclarations:
 
         Raises:
             DeadlineError: The selected trainer did not upload the values in time.
+            StaleEpochError: The membership has lapsed.
+            UnavailableError: A server could not be reached for ``wait_limit_s``.
         """
         deadline = time.monotonic() + self._wait_limit_s
         declared = self._declare(layout, step)
@@ -93,16 +103,30 @@ class UnitDeclarations:
                 )
             time.sleep(next(pauses))
             declared = self._declare(layout, step)  # a unit without values may have moved to other servers
-        return RemoteUnit(declared.unit_index, layout, connect(declared), declared.placement)
+        while True:
+            try:
+                return RemoteUnit(declared.unit_index, layout, connect(declared), declared.placement)
+            except (UnavailableError, NotFoundError) as error:
+                # A server is being replaced or restarted, and the coordinator may not know it yet.
+                if isinstance(error, RunDeletedError) or time.monotonic() > deadline:
+                    raise
+                logger.warning("unit %r: its servers are asked for again: %s", layout.unit, error)
+            time.sleep(next(pauses))
+            declared = self._declare(layout, step)
 
     def require_all(self, declared: Collection[int]) -> None:
         """Checks that this trainer has declared all units of a run that has committed steps.
 
         Raises:
             UnitMismatchError: The run has other units, too: it was created with another model.
-            UnavailableError: The coordinator does not answer.
+            StaleEpochError: The membership has lapsed.
+            UnavailableError: The coordinator does not answer, or the run was being loaded, for ``wait_limit_s``.
         """
-        units = self._membership.list_units().units
+        units = retry(
+            self._membership.list_units,
+            limit_s=self._wait_limit_s,
+            check=lambda _: self._membership.require_valid(),
+        ).units
         missing = [unit.unit for unit in units if unit.unit_index not in declared and self._is_own(unit)]
         if missing:
             raise UnitMismatchError(

@@ -133,6 +133,11 @@ class Session:
     # ---- this trainer ----
 
     @property
+    def coordinator(self) -> CoordinatorClient:
+        """Client of the coordinator, with this trainer's credentials."""
+        return self._coordinator
+
+    @property
     def trainer(self) -> str:
         """Name of this trainer in the run."""
         return self._membership.trainer
@@ -255,7 +260,8 @@ class Session:
     def declare_buffers(self) -> None:
         """Declares the buffers of the complete model. The run starts with rank 0's values, which all others load."""
         guards.check_batch_norm([module for _, module in self.units.named_modules], self)
-        self._training.buffers.declare(self._state.number, has_work=bool(self._state.items))
+        buffers = self._training.buffers
+        self.store.outlasting_lapses(lambda: buffers.declare(self._state.number, has_work=bool(self._state.items)))
 
     # ---- inspection ----
 

@@ -123,6 +123,8 @@ class StepInFlight:
             StepRestartedError: In a plain loop, this trainer's item was restarted.
             ShardwellError: ``error``, if nothing can be done about it here.
         """
+        if isinstance(error, StaleEpochError):
+            self._membership.ask()  # a shard may be gone because of a rollback that this trainer does not know yet
         if self._membership.lapsed:
             if not self.rejoining.join_again():
                 return
@@ -175,6 +177,10 @@ class StepInFlight:
             if self.state.phase is not StepPhase.COMMITTING:
                 raise
             self.settle()  # the interrupted optimizer.step() had committed the step
+        except StaleEpochError:
+            if not self._membership.lapsed:
+                raise
+            self.state.abandon_commit()  # this trainer joins again before the next commit, without the gradients
         else:
             self.state.abandon_commit()
             self.state.reopen_items()

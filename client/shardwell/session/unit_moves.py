@@ -73,6 +73,7 @@ class UnitMoves:
             self._replaced += [shard.server for shard in unit.shards]
             for shard in unit.shards:
                 shard.forget()
+                shard.owner.retire()
             if unit.vector is not None:
                 unit.vector.cut(ranges)
             self._unmapped[unit.index] = set(range(len(shards)))

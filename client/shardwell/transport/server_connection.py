@@ -209,15 +209,17 @@ class ServerConnection:
         timeout_s = min(_BATCH_LIMIT_S, wait_limit_s)
         fetch_together(self.transports, fetches, self.counter, arrived, timeout_s=timeout_s)
 
-    def fetch_average(self, shard: ShardAddress, version: int, target: FetchTarget, *, wait_limit_s: float) -> int:
-        """Fetches the moving average of the values."""
+    def fetch_average(
+        self, shard: ShardAddress, version: int, target: FetchTarget, *, wait_s: float, wait_limit_s: float
+    ) -> int:
+        """Fetches the moving average of the values; see ``fetch``."""
         retry_for_s = min(_RETRY_S, wait_limit_s)
         return self.transports.over_stream(
             lambda stream: stream.fetch(
                 shard,
                 version,
                 target,
-                wait_s=wait_limit_s,
+                wait_s=wait_s,
                 timeout_s=wait_limit_s,
                 retry_for_s=retry_for_s,
                 average=True,

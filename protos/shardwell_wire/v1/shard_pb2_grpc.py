@@ -36,7 +36,8 @@ class ShardServiceStub(object):
     The description of each rpc starts with its caller: the coordinator, a trainer, or any client. A failed request
     changes nothing. Repeating a request of the coordinator is harmless.
 
-    Every rpc may return INVALID_ARGUMENT (malformed request), NOT_FOUND (unknown run, unit or parameter),
+    Every rpc may return INVALID_ARGUMENT (malformed request), NOT_FOUND (unknown run, unit or parameter, or a range that no
+    shard of the server contains, because a rollback may have cut the unit anew),
     UNAUTHENTICATED (missing, wrong or expired token), PERMISSION_DENIED (the token is for another role, run or trainer, or
     the request does not prove a lease), DEADLINE_EXCEEDED and UNAVAILABLE (server is shutting down). Rpcs of the
     coordinator may also return ABORTED (older coordinator term), PERMISSION_DENIED (this server's coordinator has
@@ -267,7 +268,8 @@ class ShardServiceServicer(object):
     The description of each rpc starts with its caller: the coordinator, a trainer, or any client. A failed request
     changes nothing. Repeating a request of the coordinator is harmless.
 
-    Every rpc may return INVALID_ARGUMENT (malformed request), NOT_FOUND (unknown run, unit or parameter),
+    Every rpc may return INVALID_ARGUMENT (malformed request), NOT_FOUND (unknown run, unit or parameter, or a range that no
+    shard of the server contains, because a rollback may have cut the unit anew),
     UNAUTHENTICATED (missing, wrong or expired token), PERMISSION_DENIED (the token is for another role, run or trainer, or
     the request does not prove a lease), DEADLINE_EXCEEDED and UNAVAILABLE (server is shutting down). Rpcs of the
     coordinator may also return ABORTED (older coordinator term), PERMISSION_DENIED (this server's coordinator has
@@ -905,7 +907,8 @@ class ShardService(object):
     The description of each rpc starts with its caller: the coordinator, a trainer, or any client. A failed request
     changes nothing. Repeating a request of the coordinator is harmless.
 
-    Every rpc may return INVALID_ARGUMENT (malformed request), NOT_FOUND (unknown run, unit or parameter),
+    Every rpc may return INVALID_ARGUMENT (malformed request), NOT_FOUND (unknown run, unit or parameter, or a range that no
+    shard of the server contains, because a rollback may have cut the unit anew),
     UNAUTHENTICATED (missing, wrong or expired token), PERMISSION_DENIED (the token is for another role, run or trainer, or
     the request does not prove a lease), DEADLINE_EXCEEDED and UNAVAILABLE (server is shutting down). Rpcs of the
     coordinator may also return ABORTED (older coordinator term), PERMISSION_DENIED (this server's coordinator has

@@ -32,7 +32,8 @@ async def receive(
     Values for a published unit are ignored.
 
     Raises:
-        InvalidRequestError: The range is not the shard's, the stream is broken, or a distribution is invalid.
+        NotFoundError: The range is not the shard's.
+        InvalidRequestError: The stream is broken, or a distribution is invalid.
         StaleEpochError: The shard has values of a newer epoch, or a newer stream replaced this one.
         NonFiniteError: A value is NaN or infinity; nothing is stored.
         CapacityError: No memory became free in time.

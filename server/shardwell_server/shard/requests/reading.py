@@ -15,7 +15,7 @@ from shardwell_server.shard.state.store import ShardStore
 from shardwell_server.shard.state.unit_shard import UnitShard
 from shardwell_server.shard.state.values import Values
 from shardwell_wire import chunk_streams, fault_points
-from shardwell_wire.errors import InvalidRequestError, VersionGoneError
+from shardwell_wire.errors import InvalidRequestError, NotFoundError, VersionGoneError
 from shardwell_wire.v1 import shard_pb2
 from shardwell_wire.wire_dtypes import check_gather_dtype
 
@@ -124,7 +124,8 @@ async def reading(
         wait_s: Seconds to wait for the version, and for memory.
 
     Raises:
-        InvalidRequestError: The range is outside the shard, or the chunks are too large.
+        NotFoundError: The dtype is lossy, and the range is not the whole shard.
+        InvalidRequestError: The range is malformed, or the chunks are too large.
         DeadlineError: The version does not exist yet.
         VersionGoneError: The version has been overwritten.
         StepStateError: The request is for averages, and there are none.
@@ -178,15 +179,13 @@ def _checked_range(shard: UnitShard, request: shard_pb2.GatherRequest) -> tuple[
     if start == stop == 0:
         return shard.start_bytes, shard.stop_bytes
     if request.wire_dtype and (start, stop) != (shard.start_bytes, shard.stop_bytes):
-        raise InvalidRequestError(
+        raise NotFoundError(
             f"{shard.what}: range [{start}, {stop}) with wire_dtype {request.wire_dtype}: lossy dtypes are available "
-            f"for the whole shard only, [{shard.start_bytes}, {shard.stop_bytes})"
+            f"for the whole shard only, [{shard.start_bytes}, {shard.stop_bytes}). The unit may have been cut anew",
+            unit=shard.unit,
         )
-    if not shard.start_bytes <= start <= stop <= shard.stop_bytes:
-        raise InvalidRequestError(
-            f"{shard.what}: range [{start}, {stop}) is not within this server's [{shard.start_bytes}, "
-            f"{shard.stop_bytes})"
-        )
+    if stop < start:
+        raise InvalidRequestError(f"{shard.what}: range [{start}, {stop}) ends before it starts")
     return start, stop
 
 

@@ -112,7 +112,8 @@ class HostedRun:
             NotFoundError: This server has no shard of the unit, or none that contains the range.
             InvalidRequestError: No range is given, and the server has several shards of the unit.
         """
-        if start_bytes is not None and (exact := self.shards.get((unit, start_bytes))) is not None:
+        exact = None if start_bytes is None else self.shards.get((unit, start_bytes))
+        if exact is not None and (stop_bytes is None or stop_bytes <= exact.stop_bytes):
             return exact
         found = self.shards_of(unit)
         if not found:
@@ -120,10 +121,10 @@ class HostedRun:
             raise NotFoundError(
                 f"run {self.name!r} has no unit {unit!r} on this server; it has {known or 'none'}", unit=unit
             )
-        if len(found) == 1:
-            return found[0]  # callers check the range, and report the range of the shard
         ranges = ", ".join(f"[{shard.start_bytes}, {shard.stop_bytes})" for shard in found[:10])
         if start_bytes is None:
+            if len(found) == 1:
+                return found[0]
             raise InvalidRequestError(
                 f"this server has several shards of {found[0].what}, {ranges}: name the range in the request"
             )
@@ -132,7 +133,9 @@ class HostedRun:
         if inside:
             return inside[0]
         raise NotFoundError(
-            f"{found[0].what}: no shard on this server contains [{start_bytes}, {stop}); it has {ranges}", unit=unit
+            f"{found[0].what}: no shard on this server contains [{start_bytes}, {stop}); it has {ranges}. The unit may "
+            "have been cut anew",
+            unit=unit,
         )
 
     def primary(self, unit: str, start_bytes: int | None = None, stop_bytes: int | None = None) -> UnitShard:

@@ -21,6 +21,7 @@ from shardwell_server.shard.state.shard_spec import ShardSpec, segment_views
 from shardwell_wire.errors import (
     InvalidRequestError,
     NonFiniteError,
+    NotFoundError,
     StepStateError,
 )
 from shardwell_wire.optimizers import KEPT_GROUP
@@ -88,11 +89,12 @@ class ShardGradients:
         return segment_views(buffer, self.layout, self.segments, self.start_bytes)
 
     def check_range(self, start_bytes: int, stop_bytes: int) -> None:
-        """Raises InvalidRequestError if the range of a stream differs from the shard's."""
+        """Raises NotFoundError if the range of a stream differs from the shard's."""
         if (start_bytes, stop_bytes) != (self.start_bytes, self.stop_bytes):
-            raise InvalidRequestError(
+            raise NotFoundError(
                 f"{self.what}: this server owns [{self.start_bytes}, {self.stop_bytes}), "
-                f"got [{start_bytes}, {stop_bytes})"
+                f"got [{start_bytes}, {stop_bytes}). The unit may have been cut anew",
+                unit=self.unit,
             )
 
     def _find_numbers(self, name: str, indices: tuple[int, ...]) -> frozenset[int]:
