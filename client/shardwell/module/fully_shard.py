@@ -64,6 +64,8 @@ def fully_shard(
     tensor that left the forward in a list or by a hook. Some reads cannot be noticed, such as a product with
     ``parameter.detach()``: the backward then raises ``FreedParameterError``.
 
+    Any thread may use the module, one at a time: a use that overlaps another thread's use or step raises.
+
     Under ``torch.autocast``, autograd keeps a cast copy of every weight until the backward, which freeing parameters
     does not avoid: use ``mp_policy``.
 

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-import torch
-import torch._dynamo.decorators
 from torch import nn
 
 from shardwell.module import guards
@@ -207,7 +205,12 @@ def make_sharded(module: nn.Module, sharding: Sharding) -> None:
 
 @functools.cache
 def _exclude_from_compilation() -> None:
-    """Makes ``torch.compile`` compile what a call of a sharded module calls, and not the call."""
+    """Makes ``torch.compile`` compile what a call of a sharded module calls, and not the call.
+
+    Not done at import, because it imports the compiler, which takes seconds.
+    """
+    import torch._dynamo.decorators
+
     for function in (ShardedModule._call_impl, ForwardBackward.call):
         torch._dynamo.decorators.skip(function)
 

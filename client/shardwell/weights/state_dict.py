@@ -32,6 +32,7 @@ def full_state_dict(model: nn.Module, *, ema: bool = False) -> dict[str, Any]:
 
     Raises:
         StepStateError: ``ema`` is set and no step has updated averages.
+        UsageError: Another thread uses the model or commits a step at the same time.
     """
     return dict(iter_full_state_dict(model, ema=ema))
 
