@@ -17,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -211,7 +213,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     for unit_count in options.units:
         for dp in options.dp:
             for algorithm in options.optimizers:
-                with ThreadPoolExecutor(1) as threads, closing(SharedMemory(DEFAULT_DIRECTORY, OWNER)) as shared:
+                with (
+                    ThreadPoolExecutor(1) as threads,
+                    TemporaryDirectory(dir=DEFAULT_DIRECTORY) as directory,  # each server starts without shards
+                    closing(SharedMemory(Path(directory), OWNER)) as shared,
+                ):
                     store = ShardStore((1 << 30) + 40 * unit_count * size_bytes, threads, shared)
                     server = Server(store, unit_count, dp, algorithm, parameters)
                     times = asyncio.run(measure(server, shared, options.steps))

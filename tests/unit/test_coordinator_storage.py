@@ -46,7 +46,9 @@ UNIT = UnitRecord(0, b"spec", True, (ShardRecord(0, 4096, "s9", "i"), ShardRecor
 
 
 def commit_record(step: int) -> CommitRecord:
-    return CommitRecord(step, 1.5, "rank 0", b"optimizer", 0.25, (1, 0), float("inf"), 3.0, 2.5, skipped=step % 2 == 1)
+    return CommitRecord(
+        step, 1.5, "rank 0", b"optimizer", 0.25, (1, 0), float("inf"), ((3.0, 0.5, 2.5),), skipped=step % 2 == 1
+    )
 
 
 def test_stored_state_is_loaded_unchanged(tmp_path: Path) -> None:
