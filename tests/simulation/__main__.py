@@ -18,6 +18,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="run this schedule only")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no schedule after this time")
     parser.add_argument("--failures", type=int, default=1, help="stop after so many failed schedules")
+    parser.add_argument("--old-kinds", action="store_true", help="leave out the kinds of faults that were added last")
     parser.add_argument("--trace", action="store_true", help="print what happens, with virtual times in seconds")
     options = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets of strings
@@ -35,7 +36,7 @@ def main() -> int:
     gc.disable()
     sys.unraisablehook = lambda _: None  # the cleanup code of tasks that are left at the end of a schedule
     for seed in seeds:
-        outcome = Simulation(seed, trace=options.trace).run()
+        outcome = Simulation(seed, with_more=not options.old_kinds, trace=options.trace).run()
         total += 1
         kinds.update(" ".join(fault.split()[1:]).split(" is ")[-1].split(" for ")[0] for fault in outcome.faults)
         for line in outcome.lines:

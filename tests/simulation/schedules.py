@@ -59,6 +59,7 @@ class Simulation:
         job: What is trained. None: drawn.
         reference: Bytes of every version. None: those of the job without faults.
         quiet: True for the run without faults.
+        with_more: False to leave out the kinds of faults that were added last.
         trace: Keep a line for each event.
     """
 
@@ -69,6 +70,7 @@ class Simulation:
         reference: History | None = None,
         *,
         quiet: bool = False,
+        with_more: bool = True,
         trace: bool = False,
     ) -> None:
         self.seed, self._trace_on = seed, trace
@@ -80,7 +82,7 @@ class Simulation:
         self.loop = VirtualLoop(self.rng)
         self.network = Network(self.loop, self.rng, self.trace)
         self.environment = Environment(self.network, self.rng, one_host=quiet or self.rng.random() < 0.6)
-        self._quiet = quiet
+        self._quiet, self._with_more = quiet, with_more
         self._faulty_until_s = 0.0
 
     def _draw_job(self) -> Job:
@@ -235,9 +237,6 @@ class Simulation:
             *[self._crash_coordinator] * 3,
             *[self._stop_node] * 3,
             *[self._crash_server] * 3,
-            *[self._stop_server] * 2,
-            *[self._end_servers] * 2,
-            self._slow_threads,
             self._cut_node,
             self._cut_pair,
             self._break_calls,
@@ -250,6 +249,11 @@ class Simulation:
         for _ in range(self.rng.choice((0, 1, 1, 2, 2, 3, 4))):
             kind, when_s = self.rng.choice(kinds), self.rng.uniform(0.0, horizon_s)
             self._fault_until(when_s, kind)
+        # From a generator of their own, so that the schedules that had failed before stay the same.
+        more = random.Random(f"more {self.seed}")
+        kinds = [self._stop_server, self._end_servers, self._slow_threads]
+        for _ in range(more.choice((0, 0, 1, 1, 2)) if self._with_more else 0):
+            self._fault_until(more.uniform(0.0, horizon_s), more.choice(kinds))
         if self.rng.random() < 0.35:
             self._arm_kill(stack, self.rng.choice(KILL_POINTS))
         if self.rng.random() < 0.15:

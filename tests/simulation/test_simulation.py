@@ -28,6 +28,14 @@ def test_every_schedule_ends_with_the_bits_of_a_run_without_faults(part: int) ->
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.mark.parametrize("seed", [901168, 913974, 930024, 913489, 930535, 930494])
+def test_schedules_that_lost_a_run_before(seed: int) -> None:
+    """A drain whose target is killed (three), a restart during publication, a coordinator that ends between a
+    registration and its adoption, and a join while the coordinator is suspended."""
+    result = simulate("--seed", seed, "--old-kinds")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
 def test_a_seed_replays_the_same_schedule() -> None:
     one, other = (simulate("--seed", 17, "--trace") for _ in range(2))
     assert one.returncode == 0, one.stdout + one.stderr

@@ -87,6 +87,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="smallest shard into which a unit is cut (SHARDWELL_MIN_SHARD_BYTES, default %(default)s)",
     )
     checkpoint_roots.add_argument(parser)
+    parser.add_argument(
+        "--restart-wait-s",
+        metavar="S",
+        type=float,
+        default=env("SHARDWELL_RESTART_WAIT_S", str(defaults.restart_wait_s)),
+        help="seconds that a run waits for the restart of a server that has left its only copies of shards, before it "
+        "goes back to its last checkpoint; without a checkpoint, it waits until the server is started "
+        "(SHARDWELL_RESTART_WAIT_S, default %(default)s)",
+    )
     authentication.add_argument(parser)
     audit.add_argument(parser)
     encryption.add_arguments(parser)
@@ -113,6 +122,7 @@ def _run(arguments: argparse.Namespace) -> int:
         min_servers=arguments.min_servers,
         min_shard_bytes=arguments.min_shard_bytes,
         checkpoint_roots=checkpoint_roots.from_arguments(arguments, credentials),
+        restart_wait_s=arguments.restart_wait_s,
         insecure=encryption.insecurity(endpoint.host, credentials, arguments),
     )
     audit.start(arguments.audit_log)
