@@ -20,7 +20,9 @@ import shardwell
 from shardwell.command import cli, inspect_tables
 from shardwell.data_plane.fetches import Fetches, Gather
 from shardwell.data_plane.remote_unit import RemoteUnit
+from shardwell.module.unit import Unit
 from shardwell.session.coordinator_client import CoordinatorClient
+from shardwell.weights.pinned_version import PinnedVersion
 from shardwell_wire.checkpoints.folder import RunFolder
 from shardwell_wire.errors import VersionGoneError
 from shardwell_wire.v1 import coordinator_pb2
@@ -168,6 +170,38 @@ def test_an_item_reads_one_version_while_others_are_committed(trainers: list[Tra
     assert b.session.report().staleness == {0: 1}, "the first step after join is not measured"
     a.take_item()
     assert a.session.report().staleness == {0: 2, 2: 1}
+
+
+@pytest.mark.parametrize("ema", [False, True])
+def test_state_dict_of_a_trainer_without_work_has_one_version_while_others_commit(
+    trainers: list[Trainer], ema: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No server keeps the version of its last step, and the other trainer replaces it."""
+    a, b = trainers
+    if ema:
+        a.optimizer.ema_decay = b.optimizer.ema_decay = 0.5
+    a.train()
+    b.take_item()
+    before = shardwell.full_state_dict(a.model, ema=ema)
+    owner, name = (Unit, "gather_average") if ema else (PinnedVersion, "read")
+    original, read_count = getattr(owner, name), 0
+
+    def read(self: Any, *arguments: Any) -> Any:
+        nonlocal read_count
+        read_count += 1
+        if read_count == 2:
+            b.take_item()  # between the reads of two units
+        return original(self, *arguments)
+
+    with monkeypatch.context() as disturbed:
+        disturbed.setattr(owner, name, read)
+        found = shardwell.full_state_dict(a.model, ema=ema)
+    after = shardwell.full_state_dict(a.model, ema=ema)
+    assert any(not torch.equal(before[key], after[key]) for key in before)
+    # A pinned version outlives the commit. Averages exist for the newest version only, and are read again.
+    expected = after if ema else before
+    for key, value in found.items():
+        assert torch.equal(value, expected[key]), key
 
 
 def test_run_command_shows_the_item_and_the_version_of_each_rank(

@@ -171,8 +171,8 @@ def test_full_disk_leaves_the_folder_unchanged(
         before = {path.name: path.read_bytes() for path in folder.iterdir()}
     read_values = saving.read_values
 
-    def failing(state: Any) -> Any:
-        for number, item in enumerate(read_values(state)):
+    def failing(state: Any, **options: Any) -> Any:
+        for number, item in enumerate(read_values(state, **options)):
             if number == 9:
                 raise OSError(errno.ENOSPC, "No space left on device")
             yield item

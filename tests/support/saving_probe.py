@@ -32,8 +32,8 @@ def main(address: str, kind: str, folder: str) -> None:
     used: list[int] = []
     read_values = saving.read_values
 
-    def measured(state: Any) -> Iterator[Any]:
-        values = read_values(state)
+    def measured(state: Any, **options: Any) -> Iterator[Any]:
+        values = read_values(state, **options)
         while (item := next(values, None)) is not None:
             used.append(own_bytes())
             yield item

@@ -16,8 +16,16 @@ from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell.transport.rpc import StandingRpc
 from shardwell.weights.run_connections import RunConnections
 from shardwell_wire.chunk_streams import memory_at
-from shardwell_wire.errors import DeadlineError, RunDeletedError, ShardwellError, StepStateError, VersionGoneError
+from shardwell_wire.errors import (
+    DeadlineError,
+    RunDeletedError,
+    ShardwellError,
+    StepStateError,
+    UnavailableError,
+    VersionGoneError,
+)
 from shardwell_wire.layout import Parameter, UnitLayout
+from shardwell_wire.retry import backoff
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 
@@ -149,6 +157,8 @@ class PinnedVersion:
         for change in (change for pin in pins for change in pin.changes):
             self._changes[change.unit] = max(change.version, self._changes.get(change.unit, 0))
         units = [PlacedUnit.from_proto(unit) for unit in weights.units]
+        self.units = {unit.layout.unit: unit for unit in units}
+        """The units by name."""
         self.parameters = _stored(unit for unit in units if not unit.layout.holds_buffers)
         self.buffers = _stored(unit for unit in units if unit.layout.holds_buffers)
 
@@ -209,6 +219,26 @@ def _stored(units: Iterable[PlacedUnit]) -> Sequence[StoredParameter]:
                 parameter=name,
             )
     return [StoredParameter(name, tuple(found)) for name, found in parts.items()]
+
+
+@contextmanager
+def newest_version(
+    coordinator: CoordinatorClient, run: str, *, timeout_s: float, connections: RunConnections | None = None
+) -> Iterator[PinnedVersion]:
+    """As ``pinned_version``. Also waits, for the timeout, while shards get other servers or the run is loaded."""
+    give_up, pauses, stack = time.monotonic() + timeout_s, backoff(), ExitStack()
+    while True:
+        pinning = pinned_version(coordinator, run, timeout_s=timeout_s, connections=connections)
+        try:
+            pinned = stack.enter_context(pinning)
+            break
+        except UnavailableError:  # the coordinator may be about to name another owner of the shards
+            pause_s = next(pauses)
+            if time.monotonic() + pause_s > give_up:
+                raise
+            time.sleep(pause_s)
+    with stack:
+        yield pinned
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import os
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
@@ -18,7 +18,7 @@ from shardwell.credentials import find_credentials
 from shardwell.module.unit import owner_of
 from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell.weights.loading import Rename
-from shardwell.weights.pinned_version import PinnedVersion, StoredParameter, describe_weights, pinned_version
+from shardwell.weights.pinned_version import PinnedVersion, StoredParameter, describe_weights, newest_version
 from shardwell.weights.run_connections import RunConnections
 from shardwell_wire.errors import UnavailableError, UsageError, VersionGoneError
 from shardwell_wire.retry import backoff
@@ -108,20 +108,9 @@ class Reader:
             VersionGoneError: Steps are committed faster than the servers can be asked.
             UnavailableError: A shard server cannot be reached for the reader's timeout.
         """
-        give_up, pauses, stack = time.monotonic() + self._timeout_s, backoff(), ExitStack()
-        while True:
-            pinning = pinned_version(
-                self._coordinator, self.run, timeout_s=self._timeout_s, connections=self._connections
-            )
-            try:
-                pinned = stack.enter_context(pinning)
-                break
-            except UnavailableError:  # the coordinator may be about to name another owner of the shards
-                pause_s = next(pauses)
-                if time.monotonic() + pause_s > give_up:
-                    raise
-                time.sleep(pause_s)
-        with stack:
+        with newest_version(
+            self._coordinator, self.run, timeout_s=self._timeout_s, connections=self._connections
+        ) as pinned:
             yield pinned
 
     def follow(self, model: nn.Module, *, rename: Rename | None = None, cast: bool = False) -> int:

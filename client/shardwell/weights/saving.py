@@ -11,7 +11,7 @@ from torch import nn
 
 from shardwell.module.unit import owner_of
 from shardwell.weights.checkpoint_files import Values, write_dcp, write_safetensors
-from shardwell.weights.state_dict import read_values
+from shardwell.weights.state_dict import of_one_version, read_values
 from shardwell.weights.tensor_parallel import mesh_of, written_by_one
 from shardwell_wire.errors import UsageError
 
@@ -44,7 +44,7 @@ def save_safetensors(
     Raises:
         UsageError: A value cannot be stored (extra state that is not a tensor, or a dtype that the format does not
             support), or parameters are split over several meshes or mesh dims.
-        VersionGoneError: Other trainers committed a step in the meantime.
+        VersionGoneError: As ``full_state_dict``.
         OSError: The files cannot be written, for example because the disk is full. The folder is unchanged.
         ConflictError: The trainer that writes for the tensor group failed.
     """
@@ -72,7 +72,7 @@ def save_dcp(model: nn.Module, folder: str | Path) -> None:
     Raises:
         UsageError: A value cannot be stored (extra state that is not a tensor), or parameters are split over several
             meshes or mesh dims.
-        VersionGoneError: Other trainers committed a step in the meantime.
+        VersionGoneError: As ``full_state_dict``.
         OSError: The files cannot be written. The folder is unchanged.
         ConflictError: The trainer that writes for the tensor group failed.
     """
@@ -82,8 +82,9 @@ def save_dcp(model: nn.Module, folder: str | Path) -> None:
 
 def _write(tensors: Mapping[str, torch.Tensor], write: Callable[[Values], Result]) -> Result | None:
     mesh = mesh_of(tensors.values())
-    values = read_values(tensors)
-    return write(values) if mesh is None else written_by_one(mesh, values, write)
+    if mesh is None:
+        return of_one_version(tensors, lambda newest: write(read_values(tensors, newest=newest)))
+    return written_by_one(mesh, read_values(tensors), write)
 
 
 def _unique_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -13,8 +15,20 @@ from shardwell.memory.allocator import trim
 from shardwell.module.tensors import local_part
 from shardwell.module.unit import Unit, owner_of
 from shardwell.session.session import Session, session_of, settle
+from shardwell.weights.pinned_version import describe_weights, newest_version
+from shardwell.weights.run_connections import RunConnections
 from shardwell.weights.tensor_parallel import whole
-from shardwell_wire.errors import UsageError
+from shardwell_wire.errors import ShardwellError, StaleEpochError, UsageError, VersionGoneError
+from shardwell_wire.run_identity import RunIdentity
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+ReadUnit = Callable[[Unit], torch.Tensor]
+"""Returns a unit's flat vector, as stored. uint8. [size_bytes]"""
+
+_ATTEMPTS = 8
+"""How often the newest version is read, if steps are committed faster than it is read."""
 
 
 def full_state_dict(model: nn.Module, *, ema: bool = False) -> dict[str, Any]:
@@ -28,13 +42,39 @@ def full_state_dict(model: nn.Module, *, ema: bool = False) -> dict[str, Any]:
     Returns:
         Copies of all parameters, also under tied names, and of persistent buffers. ``load_state_dict`` of the model
         before ``fully_shard`` accepts them. Parameters that tensor parallelism splits are assembled, so all ranks with
-        parts must call this function.
+        parts must call this function. All parameters have one version: that of this trainer's step, or the newest if
+        other trainers have replaced it, or if the run was rolled back.
 
     Raises:
         StepStateError: ``ema`` is set and no step has updated averages.
-        UsageError: Another thread uses the model or commits a step at the same time.
+        UsageError: Another thread uses the model at the same time.
+        VersionGoneError: Parameters are split by tensor parallelism, and the version of the step was replaced. Or steps
+            are committed faster than the servers can be asked for the newest version.
     """
-    return dict(iter_full_state_dict(model, ema=ema))
+    state = model.state_dict(keep_vars=True)
+    return of_one_version(state, lambda newest: dict(read_values(state, ema=ema, newest=newest)))
+
+
+def of_one_version(state: Mapping[str, Any], read: Callable[[bool], Result]) -> Result:
+    """Reads a state of the version of the step or, if it is gone, of the newest version.
+
+    Args:
+        state: The parameters.
+        read: Reads the whole state. Its argument is ``newest`` of ``read_values``. Called again after a failure.
+    """
+    try:
+        return read(False)
+    except ShardwellError as error:
+        session = _session_of(state.values())
+        if session is None or session.world.tp > 1:
+            raise  # the ranks of a tensor group must agree on the version
+        if not isinstance(error, VersionGoneError | StaleEpochError) and not session.store.has_lapsed:
+            raise
+        logger.warning("the newest version is read instead of that of step %d: %s", session.step, error)
+    for _ in range(_ATTEMPTS - 1):
+        with suppress(VersionGoneError):
+            return read(True)
+    return read(True)
 
 
 def iter_full_state_dict(model: nn.Module, *, ema: bool = False) -> Iterator[tuple[str, Any]]:
@@ -47,20 +87,32 @@ def iter_full_state_dict(model: nn.Module, *, ema: bool = False) -> Iterator[tup
     Yields:
         Names and values in the order of ``state_dict``. A unit is gathered more than once if its parameters are not
         adjacent in that order.
+
+    Raises:
+        VersionGoneError: The version of this trainer's step was replaced during the iteration.
     """
     # With keep_vars the parameters are not read, and modules that extend or rename their state still do so.
     yield from read_values(model.state_dict(keep_vars=True), ema=ema)
 
 
-def read_values(state: Mapping[str, Any], *, ema: bool = False) -> Iterator[tuple[str, Any]]:
+def read_values(state: Mapping[str, Any], *, ema: bool = False, newest: bool = False) -> Iterator[tuple[str, Any]]:
     """Yields the values of a state dict that contains the parameters themselves. Holds one unit at a time.
 
+    Args:
+        state: The state dict.
+        ema: As in ``full_state_dict``.
+        newest: Whether to read the newest version. Otherwise that of the step, unless nothing keeps it: a trainer of an
+            asynchronous run without a work item reads the newest version, too.
+
     Raises:
-        UsageError: A step was committed in the meantime.
+        VersionGoneError: The version was replaced.
     """
-    settle(value for value in state.values() if isinstance(value, torch.Tensor))
+    with _reading(state, ema=ema, newest=newest) as (_, read):
+        yield from _values(state, read)
+
+
+def _values(state: Mapping[str, Any], read: ReadUnit) -> Iterator[tuple[str, Any]]:
     gathered: Unit | None = None
-    steps: dict[Session | None, int] = {}
     flat = torch.empty(0)
     for name, value in state.items():
         owner = owner_of(value) if isinstance(value, torch.Tensor) else None
@@ -68,20 +120,60 @@ def read_values(state: Mapping[str, Any], *, ema: bool = False) -> Iterator[tupl
             if owner.unit is not gathered:
                 gathered, flat = None, torch.empty(0)
                 trim()  # transfers fragment the heap, which would add up over the units
-                session = session_of(value)
-                step = steps.setdefault(session, session.step if session else 0)
-                gathered, flat = owner.unit, owner.unit.gather_average() if ema else owner.unit.gather_copy()
-                if session and session.step != step:
-                    raise UsageError(
-                        f"step {step} was committed while the state of the model was read, so its values would belong "
-                        "to different steps: read the state between two steps, or from another thread with "
-                        "shardwell.attach(address, run=...).pin(), which keeps one version readable"
-                    )
+                gathered, flat = owner.unit, read(owner.unit)
             yield name, whole(owner.unit.read(flat, owner.index), value)
         elif isinstance(value, torch.Tensor):
             yield name, whole(local_part(value.detach()), value)
         else:
             yield name, value
+
+
+@contextmanager
+def _reading(
+    state: Mapping[str, Any], *, ema: bool = False, newest: bool = False
+) -> Iterator[tuple[int | None, ReadUnit]]:
+    """Yields the version to read, and how to read a unit at this version; see ``read_values``."""
+    settle(value for value in state.values() if isinstance(value, torch.Tensor))
+    session = _session_of(state.values())
+    if session is None or not (newest or _nothing_keeps_version(session)):
+        version = None if session is None else session.step
+        yield version, lambda unit: _of_step(unit, version, ema=ema)
+    elif ema:
+        newest_committed = describe_weights(session.coordinator, session.run).version
+        yield newest_committed, lambda unit: unit.gather_average(newest_committed)
+    else:
+        identity = RunIdentity(session.run, session.run_id)
+        with (
+            closing(RunConnections(identity, session.coordinator.credentials)) as connections,
+            newest_version(
+                session.coordinator,
+                session.run,
+                timeout_s=session.config.waits.wait_limit_s,
+                connections=connections,
+            ) as pinned,
+        ):
+            yield pinned.version, lambda unit: pinned.read(pinned.units[unit.name])
+
+
+def _nothing_keeps_version(session: Session) -> bool:
+    """True if servers may replace the version of the step at any time."""
+    return session.consistency.asynchronous and session.world.tp == 1 and not session.in_flight.state.items
+
+
+def _of_step(unit: Unit, step: int | None, *, ema: bool) -> torch.Tensor:
+    """Reads a unit at the version that this trainer's step reads. None: at any version."""
+    if ema:
+        return unit.gather_average(step)
+    version, flat = unit.gather_version()
+    if step is not None and version != step:
+        raise VersionGoneError(
+            f"unit {unit.name!r} has version {version}, and this trainer's step reads version {step}: the step was "
+            "committed without this trainer, or the run was rolled back. shardwell.full_state_dict(model) reads the "
+            "newest version instead",
+            unit=unit.name,
+            version=step,
+        )
+    return flat
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,28 +209,28 @@ def sharded_state_dict(
     Raises:
         UsageError: The part does not exist, or it is not given and the trainer has no rank.
     """
-    session = _session(model)
+    session = _session_of(model.parameters())
     if part is None or num_parts is None:
         if session is None or session.dp_rank is None:
             raise UsageError("this trainer has no logical dp rank in the model's run: pass part= and num_parts=")
         part, num_parts = session.dp_rank, session.world.dp
     if not 0 <= part < num_parts:
         raise UsageError(f"part {part} of {num_parts}: expected a part from 0 to {num_parts - 1}")
-    if session is not None:
-        session.in_flight.settle()
-    version = None if session is None else session.step
-    state: dict[str, TensorSlice | Any] = {}
-    for name, value in iter_full_state_dict(model):
-        if isinstance(value, torch.Tensor) and value.dim():
-            state[name] = _cut(value, part, num_parts, version)
-        elif part == 0:
-            is_scalar = isinstance(value, torch.Tensor)
-            state[name] = TensorSlice(value, (), (), version) if is_scalar else value
+    values, state = model.state_dict(keep_vars=True), dict[str, TensorSlice | Any]()
+    with _reading(values) as (version, read):
+        for name, value in _values(values, read):
+            if isinstance(value, torch.Tensor) and value.dim():
+                state[name] = _cut(value, part, num_parts, version)
+            elif part == 0:
+                is_scalar = isinstance(value, torch.Tensor)
+                state[name] = TensorSlice(value, (), (), version) if is_scalar else value
     return state
 
 
-def _session(model: nn.Module) -> Session | None:
-    first = next((item for item in model.parameters() if owner_of(item) is not None), None)
+def _session_of(values: Iterable[Any]) -> Session | None:
+    """Returns the session of the first sharded parameter. None: there is none, or it is closed."""
+    tensors = (value for value in values if isinstance(value, torch.Tensor))
+    first = next((tensor for tensor in tensors if owner_of(tensor) is not None), None)
     return None if first is None else session_of(first)
 
 
