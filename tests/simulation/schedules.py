@@ -347,17 +347,22 @@ class Simulation:
         if self._checkpoints and run.checkpoints.saved:
             return True
         others = [each for each in self.servers if each is not server]
-        live = {(each.name, each.incarnation) for each in others if each.alive and not each.is_stopping}
-        if not live:
+        if not any(each.alive and not each.is_stopping for each in others):
             return False
+        # A restartable server keeps its copies when it ends.
+        kept = {
+            (each.name, each.incarnation)
+            for each in others
+            if each.is_restartable or (each.alive and not each.is_stopping)
+        }
         coordinator = self.coordinator.coordinator
         assert coordinator is not None
         unwanted = {id(backup) for _, backup in coordinator.backups.unwanted(run)}
         return all(
-            shard.server_id != server.name
-            or not (unit.published or unit.publishing.in_flight)
+            not (unit.published or unit.publishing.in_flight)
+            or shard.process in kept
             or any(
-                backup.in_sync and backup.process in live and id(backup) not in unwanted
+                backup.in_sync and backup.process in kept and id(backup) not in unwanted
                 for backup in unit.backups_of(shard)
             )
             for unit in run.units

@@ -256,7 +256,7 @@ def test_reservation_that_was_never_recorded_is_released(tmp_path: Path) -> None
             _, b = await cluster.team("a", "b")
             run = cluster.state.runs["r"]
             layout = UnitLayout.from_proto(unit("u", (64, 64)))
-            await cluster.coordinator.placer.reserve(run, 0, layout, placement=run.next_epoch())
+            await cluster.coordinator.placer.reserve(run, 0, layout, run.next_epoch(), {"s0": "1", "s1": "1"})
             await cluster.state.save(run)
             assert all(reserved(cluster).values())
             await cluster.restart()

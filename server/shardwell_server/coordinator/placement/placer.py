@@ -319,9 +319,9 @@ class UnitPlacer:
         shards = unit.shards
         await self._servers.call_all(unit.owners, "PublishUnit", lambda _: request)
         async with run.units.placement_lock:
-            if unit.shards != shards or any(map(self._is_ending, shards)):
-                # An owner ended, and its values with it. The unit is placed again, or was already: its new owners have
-                # no values yet.
+            if unit.shards != shards:
+                return  # the unit was placed again, because an owner ended: its new owners have no values yet
+            if any(map(self._is_ending, shards)):  # and its values with it
                 raise StaleEpochError(
                     f"unit {unit.layout.unit!r}: a shard server stopped before all initial values were published: "
                     "declare the unit again",

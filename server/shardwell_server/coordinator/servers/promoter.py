@@ -57,19 +57,19 @@ class Promoter:
     async def _promote(self, run: Run, server_id: str) -> bool:
         """Sends one request. Returns False if it must be repeated."""
         placement = run.relocations.count
-        process = next((at for at in run.units.processes if at[0] == server_id), None)
-        if process is None:
+        published = [
+            (unit, shard)
+            for unit in run.units
+            for shard in unit.shards
+            if unit.published and shard.server_id == server_id
+        ]
+        if not published:
             run.relocations.note_confirmed(server_id, placement)  # it owns no shards any more
             return True
-        if run.relocations.announced < placement or self._cluster.is_gone(process):
+        owned = [each for each in published if not self._cluster.is_gone(each[1].process)]
+        if run.relocations.announced < placement or not owned:
             # Not stored yet. Or the server may come back, and must learn of its shards then; or it is replaced.
             return False
-        owned = [
-            (unit, shard) for unit in run.units for shard in unit.shards if unit.published and shard.process == process
-        ]
-        if not owned:
-            run.relocations.note_confirmed(server_id, placement)
-            return True
         request = shard_pb2.PromoteShardsRequest(
             context=self._servers.context(run, run.committed_step),
             placement=placement,
