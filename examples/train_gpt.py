@@ -54,7 +54,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", metavar="DIR", default="demo-output", help="folder for the image of the loss curve")
     parser.add_argument("--hash-file", metavar="FILE", help="write the hash of the weights there, instead of a summary")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.num_steps < 6:  # OneCycleLR would divide by zero
+        parser.error(f"--num-steps {arguments.num_steps}: expected at least 6, because the learning rate first rises")
+    return arguments
 
 
 def make_model(session: shardwell.Session, vocab_size: int, arguments: argparse.Namespace) -> GPT:

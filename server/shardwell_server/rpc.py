@@ -25,10 +25,15 @@ from shardwell_server.limits import MAX_LOGGED_PER_S, Rate, RequestLimits
 from shardwell_wire.errors import (
     STATUS_DETAILS_KEY,
     AccessError,
+    DeadlineError,
     InternalError,
     InvalidRequestError,
     ShardwellError,
+    StaleEpochError,
     TooManyRequestsError,
+    UnauthenticatedError,
+    UnavailableError,
+    VersionGoneError,
     to_status_details,
     wire_message,
 )
@@ -98,6 +103,12 @@ class Call:
             limits.append(max(0.0, wanted_s))
         return min(limits)
 
+
+_ORDINARY = (DeadlineError, StaleEpochError, UnavailableError, VersionGoneError)
+"""Answers that belong to a run without faults: a poll that ends, a membership that ends, weights that are newer."""
+
+_REFUSALS = (AccessError, TooManyRequestsError, UnauthenticatedError)
+"""Errors of callers that may not do what they ask for."""
 
 _MakeCall = Callable[[str, RpcContext], Call]
 
@@ -241,8 +252,11 @@ def reported_error(path: str, error: Exception, peer: str) -> ShardwellError:
     if not isinstance(error, ShardwellError) or error.status is None:
         logger.error("%s from %s failed", path, peer, exc_info=error)
         return InternalError(f"{path}: internal error; the server's log has the details")
-    if _logged.admit(""):
-        logger.info("%s from %s rejected: %s: %s", path, peer, type(error).__name__, wire_message(error))
+    if isinstance(error, _ORDINARY):
+        logger.debug("%s from %s answered: %s: %s", path, peer, type(error).__name__, wire_message(error))
+    elif _logged.admit(""):
+        level = logging.WARNING if isinstance(error, _REFUSALS) else logging.INFO
+        logger.log(level, "%s from %s rejected: %s: %s", path, peer, type(error).__name__, wire_message(error))
     return error
 
 

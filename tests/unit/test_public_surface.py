@@ -20,7 +20,8 @@ NAMES = """
     DuplicateError FlatClientSide FreedParameterError HyperparameterMismatchError IncompleteStepError InternalError
     InvalidRequestError ReplicaLostError LocalCluster MixedPrecisionPolicy RunDeletedError amp
     ModuleTypePolicy NoWrapPolicy NonFiniteError NotFoundError RunMismatchError Session ShardedModule ShardwellError
-    SizePolicy StaleEpochError Step StepRestartedError StepStateError TiedParameterError UnauthenticatedError
+    SizePolicy StaleEpochError Step StepRestartedError StepStateError TiedParameterError TooManyRequestsError
+    UnauthenticatedError
     UnavailableError
     UnitMismatchError UsageError
     ActivationOffload BackwardPrefetch MemoryOptions MemoryStrategy offload_activations ReplicaOptions ShardingStrategy

@@ -7,7 +7,14 @@ import logging
 import pytest
 
 from shardwell_server.rpc import reported_error
-from shardwell_wire.errors import InternalError, NotFoundError
+from shardwell_wire.errors import (
+    AccessError,
+    InternalError,
+    NotFoundError,
+    ShardwellError,
+    StaleEpochError,
+    UnavailableError,
+)
 
 
 def test_the_log_names_the_peer(caplog: pytest.LogCaptureFixture) -> None:
@@ -19,3 +26,20 @@ def test_the_log_names_the_peer(caplog: pytest.LogCaptureFixture) -> None:
         "/Service/Call from ipv4:10.0.0.7:1234 rejected: NotFoundError: no such run",
         "/Service/Call from ipv4:10.0.0.8:1 failed",
     ]
+
+
+@pytest.mark.parametrize(
+    ("error", "level"),
+    [
+        (StaleEpochError("it left"), logging.DEBUG),
+        (UnavailableError("the run is being loaded"), logging.DEBUG),
+        (NotFoundError("no such run"), logging.INFO),
+        (AccessError("the token is for another run"), logging.WARNING),
+    ],
+)
+def test_ordinary_answers_are_no_refusals(error: ShardwellError, level: int, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG):
+        reported_error("/Service/Call", error, "ipv4:10.0.0.7:1234")
+    (record,) = caplog.records
+    assert record.levelno == level
+    assert ("rejected" in record.getMessage()) == (level > logging.DEBUG)

@@ -22,7 +22,8 @@ from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell.sizes import format_size
 from shardwell.transport.rpc import ServiceClient
 from shardwell_wire.credentials import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, Credentials
-from shardwell_wire.errors import NotFoundError, UnavailableError, UsageError
+from shardwell_wire.errors import NotFoundError, ShardwellError, UnavailableError, UsageError
+from shardwell_wire.names import nearest
 from shardwell_wire.tls_arguments import add_tls_arguments, has_tls_arguments, tls_options
 from shardwell_wire.topology import World
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2
@@ -271,14 +272,15 @@ def peek(
     """
     listed = coordinator.call("ListUnits", coordinator_pb2.ListUnitsRequest(run=request.run), timeout_s=timeout_s)
     owners = {shard.server_id: shard.address for unit in listed.units for shard in unit.shards}
-    pieces, not_found = [], None
+    pieces: list[tables.ParameterPiece] = []
+    failed: NotFoundError | UnavailableError | None = None
     for server_id, address in owners.items():
         service = shard_pb2.DESCRIPTOR.services_by_name["ShardService"]
         with closing(ServiceClient(address, service, credentials=coordinator.credentials)) as server:
             try:
                 first = _peek_at(server_id, server, request, timeout_s)
-            except NotFoundError as error:
-                not_found = error
+            except (NotFoundError, UnavailableError) as error:
+                failed = error
                 continue
             for unit in first.units:
                 of_unit = first if unit == first.unit else _peek_at(server_id, server, request, timeout_s, unit=unit)
@@ -286,9 +288,31 @@ def peek(
                 for start_bytes in of_unit.shard_start_bytes[1:]:  # more shards of the unit on the same server
                     other = _peek_at(server_id, server, request, timeout_s, unit=unit, shard_start_bytes=start_bytes)
                     pieces.append(tables.ParameterPiece(server_id, other))
-    if not pieces:
-        raise not_found or NotFoundError(f"run {request.run!r} has no units yet", run=request.run)
+    if not owners:
+        raise NotFoundError(f"run {request.run!r} has no units yet", run=request.run)
+    if isinstance(failed, UnavailableError) or (failed is not None and not pieces):
+        raise _explain_peek(coordinator, request, failed, timeout_s)
     return sorted(pieces, key=lambda piece: ([*piece.response.offsets], piece.response.start_element))
+
+
+def _explain_peek(
+    coordinator: CoordinatorClient,
+    request: shard_pb2.PeekRequest,
+    failed: NotFoundError | UnavailableError,
+    timeout_s: float,
+) -> ShardwellError:
+    """Returns the error for a parameter that the servers did not return: its name is wrong, or its shards are gone."""
+    weights = coordinator.call(
+        "DescribeWeights", coordinator_pb2.DescribeWeightsRequest(run=request.run), timeout_s=timeout_s
+    )
+    names = [parameter.name for unit in weights.units for parameter in unit.spec.parameters]
+    if request.parameter not in names:
+        return NotFoundError(
+            f"run {request.run!r} has no parameter {request.parameter!r}, only {nearest(request.parameter, names)}",
+            parameter=request.parameter,
+        )
+    stall = coordinator.call("ExplainStall", coordinator_pb2.ExplainStallRequest(run=request.run), timeout_s=timeout_s)
+    return type(failed)("; ".join([str(failed), *stall.waiting_for]), **failed.data)
 
 
 def _peek_at(

@@ -25,6 +25,8 @@ from shardwell_wire.topology import World, checked_groups
 from shardwell_wire.v1 import coordinator_pb2
 from shardwell_wire.wire_dtypes import FEEDBACK_NAMES, GATHER_NAMES, PUSH_NAMES
 
+DEFAULT_RUN = "default"
+"""Name of the run of scripts that name none."""
 ADAPTIVE = "adaptive"
 """Value of ``TransferOptions.gradient_reduction`` that chooses a route for each unit."""
 LATEST = "latest"
@@ -192,7 +194,7 @@ class JoinConfig:
     """File with the cluster's key or a token. None: see ``find_credentials``, which also reads SHARDWELL_TOKEN_FILE."""
     tls: TlsOptions | None = field(default=None, metadata=_ONLY_ARGUMENT)
     """TLS of the connections to the cluster. None: see ``find_credentials``, which also reads SHARDWELL_TLS_CA."""
-    run: str = "default"
+    run: str = DEFAULT_RUN
     """Name of the run. Trainers that name the same run train together."""
     world: World = field(default_factory=World)
     """The grid of logical ranks."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import gc
 import logging
-import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self, TypeVar
@@ -20,9 +18,9 @@ from shardwell.module.memory_report import MemoryReport, measure
 from shardwell.module.units import Units
 from shardwell.monitor.report import PerformanceReport, make_report
 from shardwell.monitor.step_times import StepMonitor
-from shardwell.session import process_groups
+from shardwell.session import forks, process_groups
 from shardwell.session.checkpoints import save_checkpoint
-from shardwell.session.config import JoinConfig
+from shardwell.session.config import DEFAULT_RUN, JoinConfig
 from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell.session.lost_peers import is_lost_peer
 from shardwell.session.measurements import describe_setup
@@ -92,6 +90,14 @@ class Session:
         self._training = self._start_training()
         _register(self)
         self._log_ranks()
+        if self.run == DEFAULT_RUN and self.step:
+            logger.warning(
+                "this script continues run %r at step %d, with its weights and optimizer state. To train anew, name "
+                "another run, join(run=NAME), or delete this one (shardwell delete-run %s)",
+                self.run,
+                self.step,
+                self.run,
+            )
 
     def _start_training(self) -> Training:
         """Returns a training without a model, at the run's step."""
@@ -502,7 +508,7 @@ def _trainer_of(run_id: str) -> str | None:
 
 
 def _register(session: Session) -> None:
-    _watch_forks()
+    forks.watch(_disown_all)
     _open_sessions.add(session)
     atexit.register(session.close)
 
@@ -510,11 +516,6 @@ def _register(session: Session) -> None:
 def _unregister(session: Session) -> None:
     atexit.unregister(session.close)
     _open_sessions.discard(session)
-
-
-@functools.cache
-def _watch_forks() -> None:
-    os.register_at_fork(after_in_child=_disown_all)
 
 
 def _disown_all() -> None:

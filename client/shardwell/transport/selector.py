@@ -46,8 +46,10 @@ def parse_transports(text: str) -> tuple[str, ...]:
     """Returns the transports that a list such as ``shm,grpc`` names, in its order.
 
     Raises:
-        UsageError: A name is unknown, or a transport through shared memory is not the first.
+        UsageError: The list is no text, a name is unknown, or a transport through shared memory is not the first.
     """
+    if not isinstance(text, str):
+        raise UsageError(f"transports={text!r}: expected one text with commas, such as {','.join(TRANSPORT_NAMES)!r}")
     names = tuple(part.strip() for part in text.split(",") if part.strip())
     if not names or any(name not in TRANSPORT_NAMES for name in names):
         raise UsageError(f"transports={text!r}: expected some of {', '.join(TRANSPORT_NAMES)}, the preferred one first")
@@ -99,6 +101,8 @@ class TransportSelector:
         self._open_lock = threading.RLock()
         self._shared: SharedTransport | None = None
         self._stream: StreamTransport | None = None
+        self._not_offered = set[str]()
+        """Transports that the server refused because it does not offer them."""
         try:
             if self._names[0] in SHARED_TRANSPORTS:
                 self._shared = self._try_open(SHARED_TRANSPORTS, self._names[0])
@@ -219,9 +223,11 @@ class TransportSelector:
             if name in STREAM_TRANSPORTS and (stream := self._try_open(STREAM_TRANSPORTS, name)) is not None:
                 return stream
         self._check()
-        raise UnavailableError(
+        # A server that does not offer a transport will not offer it later.
+        kind = ConflictError if self._not_offered.issuperset(self._names) else UnavailableError
+        raise kind(
             f"shard server at {self.client.address}: none of the transports {', '.join(self._names)} can be opened; "
-            "the log says why: allow grpc too"
+            f"the log says why. Allow grpc too: transports={','.join(self._names)},grpc"
         )
 
     def _try_open(
@@ -235,6 +241,8 @@ class TransportSelector:
             expected = (
                 not is_this_host(self.client.address) if name in SHARED_TRANSPORTS else type(error) is ConflictError
             )
+            if type(error) is ConflictError:
+                self._not_offered.add(name)
             level = logging.INFO if expected else logging.WARNING
             logger.log(level, "shard server at %s: no transport %s: %s", self.client.address, name, error)
             return None
