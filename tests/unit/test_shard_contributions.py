@@ -11,6 +11,7 @@ from shardwell_server.shard.state.contributions import Contribution, Contributio
 from shardwell_server.shard.state.fences import Fences
 from shardwell_wire.errors import StaleEpochError
 from shardwell_wire.v1 import shard_pb2
+from tests.support.shard_server import OneUnit, ShardServer, layout_of
 
 
 def contribution(
@@ -116,3 +117,18 @@ def test_delayed_fence_from_before_a_rollback_names_no_attempt_of_repeated_steps
     assert fences.raise_all(2, [rank(0, 4, 1)]) == []
     assert (fences.attempt(0, 2), fences.epoch(0)) == (0, 5)
     assert fences.raise_all(2, [rank(0, 5, 1)]) == [(0, 1)]
+
+
+def test_server_that_missed_a_rollback_knows_no_attempts_of_the_steps_that_are_repeated() -> None:
+    layout = layout_of(weight=((17, 5), "float32"))
+    with ShardServer() as server:
+        one = OneUnit(server, layout).begin()
+        one.fence(0, (0, 5, 3))
+        fences = server.store.runs[one.identity.run_id].fences
+        assert fences.attempt(0, 0) == 3
+        reference = shard_pb2.ShardReference(unit=layout.unit, start_bytes=0, stop_bytes=layout.size_bytes)
+        release = shard_pb2.ReleaseShardsRequest(context=one.context(), placement=1, shards=[reference])
+        server.call("ReleaseShards", release)  # when it returns
+        one.reserve(placement=2, role=shard_pb2.SHARD_ROLE_BACKUP)
+        fences = server.store.runs[one.identity.run_id].fences
+        assert (fences.attempt(0, 0), fences.epoch(0)) == (0, 5)

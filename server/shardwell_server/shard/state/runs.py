@@ -181,6 +181,9 @@ class HostedRun:
 
     def add_shard(self, shard: UnitShard) -> None:
         """Adds a newly reserved shard."""
+        if not self.shards:
+            # The run may have been rolled back while this server had no part in it, and repeat the steps of attempts.
+            self.fences.restart(0)
         self.shards[shard.unit, shard.start_bytes] = shard
 
     def remove_shard(self, shard: UnitShard, why: ShardwellError) -> None:
