@@ -133,7 +133,7 @@ def test_slow_network_is_found(join: Callable[..., shardwell.Session], monkeypat
     monkeypatch.setattr(SocketTransport, "fetch_stream", slow)
     found = worst(train(join(transports="socket")))
     assert found.kind == shardwell.StepPart.GATHER_WAIT
-    assert "transport shm" in found.advice
+    assert "TransferOptions(transports='shm,socket')" in found.advice
 
 
 @pytest.mark.parametrize("transports", ["shm,socket", "socket"])

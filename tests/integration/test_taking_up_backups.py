@@ -176,5 +176,5 @@ def test_copies_that_are_not_adopted_are_dropped_with_their_files(primary: Shard
         (folder,) = tmp_path.iterdir()
         server.evaluate(lambda: server.store.adopt([]))
         assert not server.store.runs and server.store.memory.reserved_bytes == 0
-        assert {path.name for path in folder.iterdir()} == {"lock", "owner.json"}
+        assert {path.name for path in folder.iterdir()} == {"lock", "owner.json", "socket"}
     assert not folder.exists()

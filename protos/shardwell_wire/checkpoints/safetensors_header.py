@@ -96,8 +96,8 @@ def header_size(start: bytes, size_bytes: int, where: str) -> int:
     length = int.from_bytes(start, "little")
     if len(start) < LENGTH_BYTES or length > min(size_bytes - LENGTH_BYTES, MAX_HEADER_BYTES):
         raise CorruptDataError(
-            f"{where} is not a safetensors file, or is truncated: its header is longer than the file, or than the "
-            f"limit of {MAX_HEADER_BYTES} bytes"
+            f"{where} is not a safetensors file, or is truncated: {size_bytes} bytes, but its header is longer "
+            f"than that, or than the limit of {MAX_HEADER_BYTES} bytes"
         )
     return LENGTH_BYTES + length
 
