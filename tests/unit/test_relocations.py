@@ -39,13 +39,13 @@ class OneShard:
         return {backup.server_id: backup.state for backup in unit.backups}
 
 
-def test_move_makes_the_copy_the_primary_and_the_former_one_is_released() -> None:
+def test_move_makes_the_copy_the_primary_and_keeps_the_former_one() -> None:
     one = OneShard(b=BackupState.IN_SYNC, c=BackupState.IN_SYNC)
     one.relocations.plan({(0, 0): "b"})
     one.relocations.promote(one.relocations.planned_promotions())
     (unit,) = one.units
     assert unit.owners == {"b"}
-    assert one.states == {"a": BackupState.RELEASING, "c": BackupState.IN_SYNC}
+    assert one.states == {"a": BackupState.FORMER, "c": BackupState.IN_SYNC}
     assert (one.relocations.count, one.relocations.unconfirmed, one.relocations.moves) == (1, {"b"}, {})
     assert one.changes
 
@@ -74,16 +74,19 @@ def test_placement_is_announced_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "state, reported, after",
+    "state, missed, reported, after",
     [
-        (BackupState.IN_SYNC, True, BackupState.BUILDING),
-        (BackupState.BUILDING, False, BackupState.BUILDING),
-        (BackupState.RELEASING, False, BackupState.RELEASING),
+        (BackupState.IN_SYNC, BackupState.BUILDING, True, BackupState.BUILDING),
+        (BackupState.IN_SYNC, BackupState.FORMER, True, BackupState.FORMER),
+        (BackupState.BUILDING, BackupState.FORMER, False, BackupState.BUILDING),
+        (BackupState.RELEASING, BackupState.BUILDING, False, BackupState.RELEASING),
     ],
 )
-def test_failed_backup_is_built_again(state: BackupState, reported: bool, after: BackupState) -> None:
+def test_backup_that_missed_a_step_is_not_in_sync(
+    state: BackupState, missed: BackupState, reported: bool, after: BackupState
+) -> None:
     one = OneShard(b=state)
-    assert one.relocations.fail_backups({(0, 0, "b"), (0, 0, "unknown"), (7, 0, "b")}) is reported
+    assert one.relocations.fail_backups({(0, 0, "b"), (0, 0, "unknown"), (7, 0, "b")}, missed) is reported
     assert one.states == {"b": after}
 
 
