@@ -121,7 +121,7 @@ class ShardServers:
             if key not in self._connections:
                 membership, config = self._membership, self._config
                 guard = self._guards[key] = ServerGuard(
-                    shard.address, membership.ask, config.waits.wait_limit_s, self._corrupt
+                    shard.address, self._ask, config.waits.wait_limit_s, self._corrupt
                 )
                 self._connections[key] = guard.run(
                     "connecting",
@@ -139,6 +139,11 @@ class ShardServers:
                     repeat=False,
                 )
             return self._connections[key]
+
+    def _ask(self) -> None:
+        """Asks the coordinator why an operation fails. The thread that moves shards then lists their owners again."""
+        self._membership.ask()
+        self.relocations.check()
 
     def forget(self) -> list[ServerConnection]:
         """Forgets all connections, so that ``connect`` opens new ones; returns the forgotten ones."""

@@ -254,10 +254,11 @@ class ServerConnection:
         """
         if self.transports.shared is None:
             return None
+        retry_for_s = min(_RETRY_S, wait_limit_s)  # the shard may have moved to another server meanwhile
         try:
             found, open_file = self.transports.over_shared(
                 lambda shared: (
-                    shared.locate(shard, version, timeout_s=wait_limit_s, retry_for_s=wait_limit_s),
+                    shared.locate(shard, version, timeout_s=wait_limit_s, retry_for_s=retry_for_s),
                     shared.open_file,
                 )
             )

@@ -61,7 +61,7 @@ class Drains:
         waiting_for = []
         for run in self._state.runs.values():
             # A unit without values loses nothing: the next declaration places it on other servers.
-            published = [unit for unit in run.units if unit.published]
+            published = [unit for unit in run.units if unit.published or unit.publishing.in_flight]
             own = [at for unit in published for at in (*unit.shards, *unit.backups) if at.process == process]
             held += own
             if own and server.draining:
