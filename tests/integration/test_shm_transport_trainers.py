@@ -114,7 +114,7 @@ def test_server_without_shared_memory_is_reached_over_grpc(caplog: pytest.LogCap
     with ShardServer() as server, closing(connect(one := unit(server))) as connection:
         assert (connection.transport.name, connection.copies_gradients) == ("grpc", False)
         assert "does not offer transport kind" in caplog.text
-        assert isinstance(error_of(lambda: connect(one, "shm")), UnavailableError)
+        assert isinstance(error_of(lambda: connect(one, "shm")), ConflictError)
 
 
 def test_wrong_proof_file_falls_back_to_grpc(

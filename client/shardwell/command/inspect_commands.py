@@ -327,8 +327,7 @@ def _peek_at(
         response: shard_pb2.PeekResponse = server.call("Peek", sent, timeout_s=timeout_s)
     except UnavailableError as error:
         raise UnavailableError(
-            f"{server_id} at {server.address} cannot be reached from this host, though the coordinator can: {error}",
-            server=server_id,
+            f"{server_id} at {server.address} cannot be reached from this host: {error}", server=server_id
         ) from error
     return response
 

@@ -28,6 +28,6 @@ def watch(in_child: Callable[[], None]) -> None:
 def _warn() -> None:
     logger.warning(
         "this process forks while gRPC handles forks, so the forked process, such as a worker of a DataLoader, may be "
-        "killed: grpc was imported before shardwell. Import shardwell first, set GRPC_ENABLE_FORK_SUPPORT=0, or "
+        "killed: grpc was imported before shardwell. Import grpc after shardwell, set GRPC_ENABLE_FORK_SUPPORT=0, or "
         "use DataLoader(multiprocessing_context='spawn')"
     )

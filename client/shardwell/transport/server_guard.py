@@ -192,7 +192,8 @@ class ServerGuard:
     def _unavailable(self, what: str, error: UnavailableError, tried_s: float) -> UnavailableError:
         return UnavailableError(
             f"{what}: the shard server at {self.address} could not be reached for {tried_s:.1f} s: {error}. The "
-            "coordinator has not reported its end: check the server's process and the network to it (shardwell servers "
-            "shows its state), then start this trainer again",
+            "coordinator has not reported another server for its shards. If the server's process has ended, start it "
+            "again under its id on its host. Otherwise check the network to it (shardwell servers shows its state). "
+            "Then start this trainer again",
             **{**error.data, "address": self.address},
         )

@@ -76,7 +76,7 @@ class CheckpointSaver:
         self._checking: dict[str, SharedCall[None]] = {}
         """Checks of folders that joining trainers name, by folder."""
 
-    async def check_new_directory(self, name: str, config: coordinator_pb2.RunConfig) -> None:
+    async def check_new_directory(self, name: str, config: coordinator_pb2.RunConfig) -> str:
         """Checks the folder for checkpoints that a trainer names and the run does not have yet.
 
         Call it before the run is created or changed. A folder that does not answer within ``_CHECK_LIMIT_S`` passes:
@@ -86,6 +86,9 @@ class CheckpointSaver:
             name: Name of the run.
             config: The settings in the trainer's request.
 
+        Returns:
+            The folder, if it can be written. Empty: it was not checked, or did not answer in time.
+
         Raises:
             AccessError: The folder is not below one of those that the operator allows, or cannot be written.
             InvalidRequestError: The folder is not supported here, or the storage refuses it.
@@ -94,7 +97,7 @@ class CheckpointSaver:
         """
         run, directory = self._state.runs.get(name), config.checkpoint_dir
         if not directory or (run is not None and run.checkpoints.options.directory == directory):
-            return
+            return ""
         check = self._checking.setdefault(directory, SharedCall())
         try:
             async with asyncio.timeout(_CHECK_LIMIT_S) as limit:
@@ -102,17 +105,26 @@ class CheckpointSaver:
         except TimeoutError:
             if not limit.expired():
                 raise
+            return ""
         except ShardwellError as error:
             # A trainer would repeat a request if the coordinator were unavailable.
             kind = InvalidRequestError if isinstance(error, UnavailableError) else type(error)
             raise kind(f"checkpoints of run {name!r} cannot be saved: {error}", **error.data) from error
         finally:
             self._checking.pop(directory, None)
+        return directory
 
-    def check_directory(self, run: Run) -> None:
+    def check_directory(self, run: Run, checked: str = "") -> None:
         """Opens a new folder for checkpoints in the background, and reports if it cannot be written, long before the
-        first checkpoint."""
+        first checkpoint.
+
+        Args:
+            run: The run.
+            checked: What ``check_new_directory`` has returned: this folder is not checked again.
+        """
         checkpoints = run.checkpoints
+        if checked == checkpoints.options.directory:
+            checkpoints.checked_directory = checked
         if checkpoints.options.directory not in ("", checkpoints.checked_directory):
             checkpoints.checked_directory = checkpoints.options.directory
             self._state.tasks.start(self._check_directory(run, checkpoints.options.directory))

@@ -39,7 +39,7 @@ def explain_stall(run: Run, cluster: Cluster, now: float, min_servers: int) -> S
         return Stall("starting", now - run.created_s, _shorten(_starting(run)))
     phase, since = min((_phase(run, step) for step in run.work.steps), key=lambda found: found[1])
     if phase == "working" and not run.committed_step and (run.units.unpublished or not run.units):
-        return Stall("declaring", now - since, _shorten(_declaring(run, cluster, min_servers)))
+        return Stall("declaring", now - since, _shorten([*_declaring(run, cluster, min_servers), *_checkpoints(run)]))
     lines = [
         *map(str, availability_errors(run, cluster)),
         *_silent_servers(run, cluster),
@@ -47,9 +47,8 @@ def explain_stall(run: Run, cluster: Cluster, now: float, min_servers: int) -> S
         *_updates(run, now),
         *_promotions(run),
         *(f"trainer {name!r}: has not joined again since the rollback" for name in run.members.returning),
+        *_checkpoints(run),
     ]
-    if run.checkpoints.problem:
-        lines.append(f"no checkpoint is saved, though training goes on: {run.checkpoints.problem}")
     if phase == "idle":
         lines.append(
             f"no trainers: all have left or are gone. {run.committed_step} steps are committed; the run continues when "
@@ -82,6 +81,13 @@ def _phase(run: Run, step: Step) -> tuple[str, float]:
     if run.calls.preparing.in_flight or run.commits.writing:
         return "preparing", step.finished_s
     return "awaiting commit", step.finished_s
+
+
+def _checkpoints(run: Run) -> list[str]:
+    """Returns why checkpoints of a run are not saved."""
+    if not run.checkpoints.problem:
+        return []
+    return [f"no checkpoint is saved, though training goes on: {run.checkpoints.problem}"]
 
 
 def _silent_servers(run: Run, cluster: Cluster) -> list[str]:

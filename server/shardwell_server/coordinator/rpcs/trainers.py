@@ -32,9 +32,9 @@ class TrainerRpcs(CoordinatorRpcs):
             self._state.require_run(request.run, request.run_id)
         token_run_id = call.caller.run_id if call.caller is not None else ""
         self._coordinator.trainers.check_token(request.run, token_run_id)  # before anything that it names is opened
-        await self._coordinator.checkpoints.check_new_directory(request.run, request.config)
+        checked = await self._coordinator.checkpoints.check_new_directory(request.run, request.config)
         run = await self._coordinator.restorer.find_or_create_run(request, settings, token_run_id)
-        self._coordinator.checkpoints.check_directory(run)
+        self._coordinator.checkpoints.check_directory(run, checked)
         if request.config.HasField("backups"):
             self._coordinator.backups.set_count(run, request.config.backups)
         # Joining and waiting for the start share one limit.

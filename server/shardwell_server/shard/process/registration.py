@@ -255,15 +255,17 @@ class Registration:
         with suppress(TimeoutError):
             async with asyncio.timeout(_FINISH_S):
                 await self._store.finish_work()
-        if ending := self._store.describe_ending():
-            logger.warning("%s", ending)
         request = coordinator_pb2.DeregisterServerRequest(
             server_id=self._server_id, epoch=self._epoch, keeps_copies=self._store.keeps_shards
         )
+        ending, level = self._store.describe_ending(), logging.WARNING
         try:
             await self._call("DeregisterServer", request, timeout_s=_LEAVE_TIMEOUT_S)
         except ShardwellError as error:
             logger.info("cannot deregister: %s", error)
+            level = logging.INFO  # the whole cluster ends, such as one in the process of a test
+        if ending:
+            logger.log(level, "%s", ending)
 
     async def _ask_term(self) -> None:
         """Sends a heartbeat now. Its response contains the coordinator's term."""
