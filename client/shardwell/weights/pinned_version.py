@@ -31,6 +31,8 @@ from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 
 _ATTEMPTS = 8
 _CALL_MARGIN_S = 5.0
+_FUTURE_WAIT_S = 2.0
+"""How long to wait for a future version. If no step is committed meanwhile, the newest version can be pinned."""
 _THREADS = 8
 """Shards of one unit that are read concurrently."""
 
@@ -309,11 +311,12 @@ def _pin(
             f"run {run!r} was deleted and created again since this reader attached: attach again", run=run
         )
     reader = stack.enter_context(UnitReader(connections, version, timeout_s=timeout_s))
+    wait_s = timeout_s if target is None else min(timeout_s, _FUTURE_WAIT_S)
     # All servers are asked concurrently. For a future version, they are asked before the version exists.
     described = None
     if target is not None:
-        described = asking.submit(describe_weights, coordinator, run, version=target, wait_s=timeout_s)
-    opened = [asking.submit(_open, reader, shard) for shard in owners.values()]
+        described = asking.submit(describe_weights, coordinator, run, version=target, wait_s=wait_s)
+    opened = [asking.submit(_open, reader, shard, wait_s) for shard in owners.values()]
     outcomes = [_outcome(future.result) for future in opened]
     for outcome in outcomes:
         if isinstance(outcome, StandingRpc):
@@ -325,11 +328,11 @@ def _pin(
     return PinnedVersion(newest if described is None else described.result(), reader, changes)
 
 
-def _open(reader: UnitReader, shard: common_pb2.ShardRange) -> StandingRpc:
+def _open(reader: UnitReader, shard: common_pb2.ShardRange, wait_s: float) -> StandingRpc:
     request = shard_pb2.PinVersionRequest(
-        run=reader.run.name, run_id=reader.run.run_id, version=reader.version, wait_s=reader.timeout_s
+        run=reader.run.name, run_id=reader.run.run_id, version=reader.version, wait_s=wait_s
     )
-    timeout_s = reader.timeout_s + _CALL_MARGIN_S
+    timeout_s = wait_s + _CALL_MARGIN_S
     with reader.connections.reaching(shard):
         return reader.connections.server(shard).client.open("PinVersion", request, timeout_s=timeout_s)
 
