@@ -38,7 +38,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) --constraint constraints.txt --editable '.[demo,dev]'
 	@touch $@
 
-demo: install  ## Train a small GPT with 2 trainers and 2 shard servers (under 2 minutes); DEMO_OPTIONS=--kill kills some
+demo: install  ## Train a small GPT with 2 trainers and 2 shard servers (2 to 4 minutes on 2 cores, installation included); DEMO_OPTIONS=--kill kills some
 	@$(if $(filter --kill,$(DEMO_OPTIONS)), \
 	    $(BIN)/python examples/kill_demo.py $(filter-out --kill,$(DEMO_OPTIONS)), \
 	    $(BIN)/shardwell launch --num-trainers 2 --num-shards 2 examples/train_gpt.py $(DEMO_OPTIONS))
