@@ -168,8 +168,8 @@ class CheckpointResiduals:
             thread = threading.Thread(
                 target=self._save, args=(wanted, captured), name="shardwell-residuals", daemon=True
             )
+            thread.start()  # before ``finish``, in another thread, can see and join it
             self._thread = thread
-        thread.start()
 
     def start_step(self) -> None:
         """Called when this trainer has started the next step."""
