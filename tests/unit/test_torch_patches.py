@@ -31,8 +31,10 @@ def is_function(value: Any) -> bool:
 
 @pytest.fixture
 def no_others() -> None:
-    """Forgets the units of other tests, which do not close them."""
-    for units in list(torch_patches._watched):
+    """Forgets the units of other tests, which do not close them. Imports what the first units import."""
+    last = Units(InMemoryStore())
+    torch_patches.watch(last)
+    for units in [*torch_patches._watched, last]:
         torch_patches.unwatch(units)
     assert not torch_patches._undo and not list(backward_entry._watched)
 
