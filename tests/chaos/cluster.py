@@ -131,7 +131,7 @@ class ChaosCluster:
             if self.network is not None:
                 stack.callback(self.network.remove)
                 self.network.create()
-            with _listening_on(self.network.host if self.network is not None else "127.0.0.1"):
+            with _listening_on(self.network):
                 stack.enter_context(self.servers)
                 self._start_group(stack)
             stack.callback(self._end_trainers)
@@ -177,7 +177,7 @@ class ChaosCluster:
 
     def _start_group(self, stack: ExitStack) -> None:
         """Starts two more shard servers by one command. The command starts each of them again by itself."""
-        listen = ["--listen", local_cluster._LISTEN, "--coordinator", self.servers.address, "--exit-with-parent"]
+        listen = [*local_cluster._LISTEN, "--coordinator", self.servers.address, "--exit-with-parent"]
         options = ["--id", "group", "--processes", "2", "--memory-budget", "1GiB", "--token-file"]
         group = ServerProcess("group", ["shard", *listen, *options, self.servers.token_file], self.folder / "group.log")
         stack.callback(group.stop, 60.0)
@@ -238,9 +238,11 @@ class ChaosCluster:
 
 
 @contextmanager
-def _listening_on(host: str) -> Iterator[None]:
-    """Makes the servers of a ``LocalCluster`` listen on an address."""
-    former, local_cluster._LISTEN = local_cluster._LISTEN, f"{host}:0"
+def _listening_on(network: Network | None) -> Iterator[None]:
+    """Makes the servers of a ``LocalCluster`` listen on this host's address in a network, without TLS."""
+    former = local_cluster._LISTEN
+    if network is not None:
+        local_cluster._LISTEN = ("--listen", f"{network.host}:0", "--insecure")
     try:
         yield
     finally:

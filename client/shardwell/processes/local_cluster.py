@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _STOP_LIMIT_S = 30.0
 """Seconds before a stopping server is killed. An interpreter with torch needs one, and several on a busy machine."""
-_LISTEN = "127.0.0.1:0"
+_LISTEN = ("--listen", "127.0.0.1:0")
 _LOG_TAIL_LINES = 20
 _MAX_QUICK_ENDS, _QUICK_END_S = 5, 1.0
 """A server is not started again after this many ends in a row, each before it was ready for these seconds."""
@@ -165,7 +165,7 @@ class LocalCluster:
         self.key = new_key()
         self.credentials = Credentials(self.key)
         self.token_file = write_key(folder / "token", self.key)
-        common = ["--listen", _LISTEN, "--exit-with-parent", "--token-file", self.token_file]
+        common = [*_LISTEN, "--exit-with-parent", "--token-file", self.token_file]
         common += ["--checkpoint-root", self._checkpoint_root]
         if self._tls is not None:
             self.credentials = replace(self.credentials, tls=Tls(self._tls))
