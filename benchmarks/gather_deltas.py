@@ -26,8 +26,8 @@ from benchmarks import report
 from benchmarks.report import Report, to_table
 from examples.corpus import Corpus, Windows
 from examples.gpt import GPT, GPTConfig
-from shardwell_wire import value_deltas
-from shardwell_wire.chunk_streams import memory_at
+from shardwell_wire.encoding import value_deltas
+from shardwell_wire.encoding.chunk_streams import memory_at
 
 VOCAB_SIZE, CONTEXT, NUM_LAYERS, WIDTH, BATCH_SIZE = 2048, 32, 4, 256, 8
 WARMUP_RATE = 1e-3

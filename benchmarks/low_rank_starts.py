@@ -32,9 +32,9 @@ from benchmarks.wire_loss import (
 )
 from examples.corpus import Corpus, Windows
 from examples.gpt import GPT, GPTConfig
-from shardwell_wire import low_rank_factors
-from shardwell_wire.layout import Parameter
-from shardwell_wire.wire_dtypes import AS_STORED, LOW_RANK, applied
+from shardwell_wire.encoding import low_rank_factors
+from shardwell_wire.encoding.wire_dtypes import AS_STORED, LOW_RANK, applied
+from shardwell_wire.model.layout import Parameter
 
 KINDS = {rank: kind for kind, rank in LOW_RANK.items()}
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import shardwell
-from shardwell.data_plane.traffic_stats import TrafficStats
+from shardwell.data_plane.transfers import TrafficStats
 from shardwell.monitor.step_times import CommitFacts, LastFinished, ServerUpdate
 
 UNITS, ROUNDS, KEPT_STEPS = 12, 9, 1000

@@ -24,7 +24,7 @@ from shardwell_server.optimizer_checks import allocation_key
 from shardwell_server.shard.arithmetic.update_pieces import SLICE_BYTES
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.state.store import ShardStore
-from shardwell_wire.server_folders import DEFAULT_DIRECTORY, FolderOwner
+from shardwell_wire.host.server_folders import DEFAULT_DIRECTORY, FolderOwner
 
 Result = TypeVar("Result")
 OWNER = FolderOwner(server_id="benchmark", coordinator="none")

@@ -28,17 +28,17 @@ from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.requests import steps
 from shardwell_server.shard.requests.peers import NoPeers
 from shardwell_server.shard.requests.replication import Replicator
+from shardwell_server.shard.shard_spec import ShardSpec
 from shardwell_server.shard.state.runs import HostedRun
-from shardwell_server.shard.state.shard_spec import ShardSpec
 from shardwell_server.shard.state.store import ShardStore
-from shardwell_server.shard.transports import batch_requests
+from shardwell_server.shard.transports import batches as batch_requests
 from shardwell_server.shard.transports.base import ServerTransports
 from shardwell_server.shard.transports.shm_transport import ShmSession, ShmTransport
-from shardwell_wire.layout import Parameter, UnitLayout
-from shardwell_wire.optimizers import OPTIMIZERS
-from shardwell_wire.run_identity import RunIdentity
-from shardwell_wire.server_folders import DEFAULT_DIRECTORY, FolderOwner
-from shardwell_wire.shared_proof import session_name
+from shardwell_wire.host.server_folders import DEFAULT_DIRECTORY, FolderOwner
+from shardwell_wire.host.shared_memory import session_name
+from shardwell_wire.model.layout import Parameter, UnitLayout
+from shardwell_wire.model.names import RunIdentity
+from shardwell_wire.model.optimizers import OPTIMIZERS
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
 RUN = RunIdentity("benchmark", "0123456789abcdef")

@@ -26,8 +26,8 @@ from torch import Tensor, distributed, nn
 
 import shardwell
 from benchmarks import workers
-from shardwell_wire import socket_frames
-from shardwell_wire.chunk_streams import memory_at
+from shardwell_wire.connection import socket_frames
+from shardwell_wire.encoding.chunk_streams import memory_at
 
 _RUN = "transfers"
 _FLIGHT_BATCH_BYTES = 4 << 20

@@ -24,9 +24,9 @@ from benchmarks.report import Report, to_table
 from benchmarks.wire_options import LOSS_OPTIONS, REFERENCE
 from examples.corpus import Corpus, Windows
 from examples.gpt import GPT, GPTConfig
-from shardwell_wire.layout import Parameter, UnitLayout
-from shardwell_wire.stream_plan import InParameters, InVector, StreamPlan
-from shardwell_wire.wire_dtypes import GATHER_NAMES, PUSH_NAMES, WireDtype
+from shardwell_wire.encoding.streams import InParameters, InVector, StreamPlan
+from shardwell_wire.encoding.wire_dtypes import GATHER_NAMES, PUSH_NAMES, WireDtype
+from shardwell_wire.model.layout import Parameter, UnitLayout
 
 VOCAB_SIZE, CONTEXT, NUM_LAYERS, WIDTH = 512, 32, 2, 96
 BATCH_SIZE, NUM_RANKS = 8, 2

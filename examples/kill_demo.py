@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import shardwell
-from shardwell.processes.trainer_process import TrainerProcess
-from shardwell.session.coordinator_client import CoordinatorClient
+from shardwell.processes.launch import TrainerProcess
 from shardwell.sizes import format_size
-from shardwell_wire.credentials import TOKEN_FILE_VARIABLE
+from shardwell.transport.rpc import CoordinatorClient
 from shardwell_wire.errors import ShardwellError
+from shardwell_wire.security.credentials import TOKEN_FILE_VARIABLE
 from shardwell_wire.v1 import coordinator_pb2
 
 SCRIPT = Path(__file__).with_name("train_gpt.py")

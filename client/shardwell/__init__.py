@@ -16,7 +16,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from shardwell_wire.consistency import ASYNCHRONOUS, BOUNDED_STALENESS, SYNCHRONOUS, Consistency
 from shardwell_wire.errors import (
     AccessError,
     CapacityError,
@@ -49,26 +48,24 @@ from shardwell_wire.errors import (
     VersionGoneError,
     WorldError,
 )
-from shardwell_wire.tls import TlsOptions
-from shardwell_wire.topology import World
+from shardwell_wire.model.topology import ASYNCHRONOUS, BOUNDED_STALENESS, SYNCHRONOUS, Consistency, World
+from shardwell_wire.security.tls import TlsOptions
 
 if TYPE_CHECKING:
     from shardwell import amp, init, optim, parallel, testing
-    from shardwell.module.activation_offload import ActivationOffload, offload_activations
-    from shardwell.module.fully_shard import fully_shard, register_forward_method
-    from shardwell.module.memory_report import MemoryReport, UnitMemory, local_ratio, num_parameters
+    from shardwell.module.fully_shard import ShardedModule, fully_shard, register_forward_method
     from shardwell.module.mixed_precision import MixedPrecisionPolicy
-    from shardwell.module.sharded_module import ShardedModule
     from shardwell.module.strategy import BackwardPrefetch, ReplicaOptions, ShardingStrategy
     from shardwell.monitor.bottlenecks import Bottleneck, Severity
     from shardwell.monitor.report import PerformanceReport
     from shardwell.monitor.step_times import StepPart
     from shardwell.optimizers.client_side import ClientSide, FlatClientSide
+    from shardwell.options import TransferOptions, WaitOptions
     from shardwell.processes.local_cluster import LocalCluster
-    from shardwell.session.config import TransferOptions, WaitOptions
     from shardwell.session.join import join
+    from shardwell.session.memory_report import MemoryReport, UnitMemory, local_ratio, num_parameters
     from shardwell.session.session import Session
-    from shardwell.session.step import Step
+    from shardwell.training.step import Step
     from shardwell.weights.checkpoint_conversion import checkpoint_to_dcp, dcp_to_checkpoint
     from shardwell.weights.checkpoint_reader import CheckpointReader, open_checkpoint
     from shardwell.weights.loading import from_safetensors
@@ -81,11 +78,17 @@ if TYPE_CHECKING:
         join_state_dicts,
         sharded_state_dict,
     )
-    from shardwell.wrapping.auto_wrap import auto_wrap
-    from shardwell.wrapping.memory_strategy import MemoryOptions, MemoryStrategy
-    from shardwell.wrapping.policies import CustomPolicy, ModuleTypePolicy, NoWrapPolicy, SizePolicy
+    from shardwell.wrapping.activation_offload import ActivationOffload, offload_activations
+    from shardwell.wrapping.auto_wrap import auto_wrap, unwrap
+    from shardwell.wrapping.policies import (
+        CustomPolicy,
+        MemoryOptions,
+        MemoryStrategy,
+        ModuleTypePolicy,
+        NoWrapPolicy,
+        SizePolicy,
+    )
     from shardwell.wrapping.tiled_linear import TiledLinear
-    from shardwell.wrapping.unwrap import unwrap
 
 __all__ = [
     "ASYNCHRONOUS",
@@ -180,7 +183,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "ActivationOffload": "shardwell.module.activation_offload",
+    "ActivationOffload": "shardwell.wrapping.activation_offload",
     "BackwardPrefetch": "shardwell.module.strategy",
     "Bottleneck": "shardwell.monitor.bottlenecks",
     "CheckpointReader": "shardwell.weights.checkpoint_reader",
@@ -188,9 +191,9 @@ _MODULES = {
     "CustomPolicy": "shardwell.wrapping.policies",
     "FlatClientSide": "shardwell.optimizers.client_side",
     "LocalCluster": "shardwell.processes.local_cluster",
-    "MemoryOptions": "shardwell.wrapping.memory_strategy",
-    "MemoryReport": "shardwell.module.memory_report",
-    "MemoryStrategy": "shardwell.wrapping.memory_strategy",
+    "MemoryOptions": "shardwell.wrapping.policies",
+    "MemoryReport": "shardwell.session.memory_report",
+    "MemoryStrategy": "shardwell.wrapping.policies",
     "MixedPrecisionPolicy": "shardwell.module.mixed_precision",
     "ModuleTypePolicy": "shardwell.wrapping.policies",
     "NoWrapPolicy": "shardwell.wrapping.policies",
@@ -199,16 +202,16 @@ _MODULES = {
     "ReplicaOptions": "shardwell.module.strategy",
     "Session": "shardwell.session.session",
     "Severity": "shardwell.monitor.bottlenecks",
-    "ShardedModule": "shardwell.module.sharded_module",
+    "ShardedModule": "shardwell.module.fully_shard",
     "ShardingStrategy": "shardwell.module.strategy",
     "SizePolicy": "shardwell.wrapping.policies",
-    "Step": "shardwell.session.step",
+    "Step": "shardwell.training.step",
     "StepPart": "shardwell.monitor.step_times",
     "TensorSlice": "shardwell.weights.state_dict",
     "TiledLinear": "shardwell.wrapping.tiled_linear",
-    "TransferOptions": "shardwell.session.config",
-    "UnitMemory": "shardwell.module.memory_report",
-    "WaitOptions": "shardwell.session.config",
+    "TransferOptions": "shardwell.options",
+    "UnitMemory": "shardwell.session.memory_report",
+    "WaitOptions": "shardwell.options",
     "amp": "shardwell.amp",
     "attach": "shardwell.weights.reader",
     "auto_wrap": "shardwell.wrapping.auto_wrap",
@@ -221,9 +224,9 @@ _MODULES = {
     "iter_full_state_dict": "shardwell.weights.state_dict",
     "join": "shardwell.session.join",
     "join_state_dicts": "shardwell.weights.state_dict",
-    "local_ratio": "shardwell.module.memory_report",
-    "num_parameters": "shardwell.module.memory_report",
-    "offload_activations": "shardwell.module.activation_offload",
+    "local_ratio": "shardwell.session.memory_report",
+    "num_parameters": "shardwell.session.memory_report",
+    "offload_activations": "shardwell.wrapping.activation_offload",
     "open_checkpoint": "shardwell.weights.checkpoint_reader",
     "optim": "shardwell.optim",
     "parallel": "shardwell.parallel",
@@ -232,7 +235,7 @@ _MODULES = {
     "save_safetensors": "shardwell.weights.saving",
     "sharded_state_dict": "shardwell.weights.state_dict",
     "testing": "shardwell.testing",
-    "unwrap": "shardwell.wrapping.unwrap",
+    "unwrap": "shardwell.wrapping.auto_wrap",
 }
 """The module to import when a name is first used: most need torch, which takes seconds to import."""
 

@@ -18,7 +18,9 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from shardwell_wire.credentials import (
+from shardwell_wire.errors import UsageError
+from shardwell_wire.host.shared_memory import open_file, open_folder, opened
+from shardwell_wire.security.credentials import (
     NO_CREDENTIALS,
     TOKEN_FILE_VARIABLE,
     TOKEN_VARIABLE,
@@ -26,10 +28,8 @@ from shardwell_wire.credentials import (
     read_token_file,
     token_credentials,
 )
-from shardwell_wire.errors import UsageError
-from shardwell_wire.shared_files import open_file, open_folder, opened
-from shardwell_wire.tls import Tls, TlsOptions
-from shardwell_wire.tokens import ClusterKey
+from shardwell_wire.security.tls import Tls, TlsOptions
+from shardwell_wire.security.tokens import ClusterKey
 
 logger = logging.getLogger(__name__)
 

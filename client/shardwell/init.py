@@ -20,11 +20,11 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.modules.rnn import RNNBase, RNNCellBase
 
-from shardwell.module.initialization import InitFunction
+from shardwell.module.initial_values import InitFunction
+from shardwell.module.parameters import FoundParameter, Site
 from shardwell.module.store import InitialValues
-from shardwell.module.unit_parameters import FoundParameter, Site
 from shardwell_wire.errors import UsageError
-from shardwell_wire.layout import Segment, UnitLayout
+from shardwell_wire.model.layout import Segment, UnitLayout
 from shardwell_wire.v1 import initialization_pb2
 
 __all__ = [

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from shardwell_wire.errors import UsageError
-from shardwell_wire.secret_files import read_secret_file
+from shardwell_wire.security.secret_files import read_secret_file
 
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 _CLOCK_SLACK = timedelta(hours=1)

@@ -14,7 +14,7 @@ _COMMAND_MODULES = {
     "coordinator": "shardwell_server.coordinator.command",
     "shard": "shardwell_server.shard.process.command",
     "discard": "shardwell_server.shard.process.discard",
-    "health": "shardwell_server.health",
+    "health": "shardwell_server.serving.process",
     "certs": "shardwell_server.certificates",
 }
 """Each module has ``add_parser(subparsers)``, which sets the default ``handler(arguments) -> int``. Only the module of

@@ -15,9 +15,9 @@ from google.protobuf.descriptor import ServiceDescriptor
 from shardwell_server.cli import build_parser
 from shardwell_server.coordinator.command import coordinate
 from shardwell_server.coordinator.settings import Settings
-from shardwell_server.process import Endpoint
+from shardwell_server.serving.process import Endpoint
 from shardwell_server.shard.process.command import serve
-from shardwell_wire.credentials import read_key_file
+from shardwell_wire.security.credentials import read_key_file
 
 _START_S = _STOP_S = 30.0
 _LISTEN = "127.0.0.1:0"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardwell_wire.errors import InvalidRequestError
-from shardwell_wire.layout import UnitLayout
-from shardwell_wire.optimizers import KEPT_GROUP, MAX_VALUE, OPTIMIZERS, Hyperparameter, OptimizerSpec
-from shardwell_wire.partitions import runs_on_trainers
+from shardwell_wire.model.layout import UnitLayout
+from shardwell_wire.model.optimizers import KEPT_GROUP, MAX_VALUE, OPTIMIZERS, Hyperparameter, OptimizerSpec
+from shardwell_wire.model.topology import runs_on_trainers
 from shardwell_wire.v1 import common_pb2
 
 

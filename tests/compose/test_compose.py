@@ -19,8 +19,8 @@ from typing import Any
 import grpc
 import pytest
 
-from shardwell_wire.credentials import NO_CREDENTIALS, Credentials
-from shardwell_wire.tls import Tls, TlsOptions
+from shardwell_wire.security.credentials import NO_CREDENTIALS, Credentials
+from shardwell_wire.security.tls import Tls, TlsOptions
 from tests.support import grpcurl
 from tests.support.cluster import wait_until
 

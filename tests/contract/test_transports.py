@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwell.data_plane.remote_shard import RemoteShard, Wire
-from shardwell.data_plane.shard_fetch import PendingFetch, ShardFetch, fetch_together
+from shardwell.data_plane.shard import PendingFetch, RemoteShard, ShardFetch, Wire, fetch_together
 from shardwell.transport.base import (
     NEARLY_DONE_BYTES,
     ByteCounter,
@@ -33,7 +32,7 @@ from shardwell.transport.selector import SHARED_TRANSPORTS, STREAM_TRANSPORTS, T
 from shardwell.transport.server_connection import ServerConnection
 from shardwell.transport.shared_vector import SegmentLocation, SharedVector
 from shardwell_server.shard.memory.shared_memory import SharedMemory
-from shardwell_wire.chunk_streams import memory_at
+from shardwell_wire.encoding.chunk_streams import memory_at
 from shardwell_wire.errors import (
     DeadlineError,
     InvalidRequestError,
@@ -44,7 +43,7 @@ from shardwell_wire.errors import (
     UnavailableError,
     VersionGoneError,
 )
-from shardwell_wire.layout import UnitLayout
+from shardwell_wire.model.layout import UnitLayout
 from shardwell_wire.v1 import common_pb2, shard_pb2
 from tests.support.certificates import TestAuthority
 from tests.support.shard_server import (

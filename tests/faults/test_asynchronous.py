@@ -20,9 +20,9 @@ from pathlib import Path
 import pytest
 
 import shardwell
-from shardwell.session.coordinator_client import CoordinatorClient
+from shardwell.transport.rpc import CoordinatorClient
 from shardwell_wire.checkpoints.folder import RunFolder
-from shardwell_wire.server_folders import DEFAULT_DIRECTORY, FolderOwner
+from shardwell_wire.host.server_folders import DEFAULT_DIRECTORY, FolderOwner
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support.cluster import events, wait_until
 from tests.support.commit_log import ItemCommit, read_commits, replay, stored_commits

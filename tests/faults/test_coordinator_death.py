@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import shardwell
-from shardwell.session.step_commit import StepCommitter
+from shardwell.step.step_commit import StepCommitter
 from tests.support import transformer
 from tests.support.processes import TrainerProcess
 from tests.support.reference import ADAMW, sha256, train_plain

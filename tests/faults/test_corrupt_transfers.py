@@ -14,7 +14,8 @@ import shardwell
 import shardwell.testing
 from shardwell.data_plane.kept_streams import DeltaIncoming
 from shardwell_server.shard.requests.streams import ReceivedStream
-from shardwell_wire import chunk_streams, socket_frames
+from shardwell_wire.connection import socket_frames
+from shardwell_wire.encoding import chunk_streams
 from shardwell_wire.errors import CorruptDataError
 from tests.faults.test_backups import all_in_sync
 from tests.support.cluster import events, join_options, wait_until

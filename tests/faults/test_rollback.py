@@ -18,11 +18,11 @@ from torch import nn
 
 import shardwell
 import shardwell.testing
-from shardwell.session.coordinator_client import CoordinatorClient
+from shardwell.transport.rpc import CoordinatorClient
 from shardwell_wire import fault_points
 from shardwell_wire.checkpoints.folder import RunFolder
 from shardwell_wire.errors import ConflictError
-from shardwell_wire.server_folders import DEFAULT_DIRECTORY, FolderOwner
+from shardwell_wire.host.server_folders import DEFAULT_DIRECTORY, FolderOwner
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support import checkpoint_trainer
 from tests.support.cluster import events, join_options, wait_until

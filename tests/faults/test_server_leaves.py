@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import shardwell
-from shardwell.data_plane.remote_unit import RemoteUnit
+from shardwell.data_plane.shard import RemoteUnit
 from shardwell.module.store import InitialValues
-from shardwell.session.run_units import UnitDeclarations
+from shardwell.store.run_units import UnitDeclarations
 from tests.support.cluster import build_model
 
 

@@ -16,7 +16,7 @@ import pytest
 
 import shardwell
 from shardwell_wire import fault_points
-from shardwell_wire.optimizers import OPTIMIZERS
+from shardwell_wire.model.optimizers import OPTIMIZERS
 from tests.support.cluster import wait_until
 from tests.support.processes import TrainerProcess
 from tests.support.reference import undisturbed_sha256

@@ -19,15 +19,15 @@ import torch
 
 import shardwell
 from shardwell.processes.local_cluster import write_key
-from shardwell.session.coordinator_client import CoordinatorClient
+from shardwell.transport.rpc import CoordinatorClient
 from shardwell_server.cli import build_parser
 from shardwell_server.coordinator.command import coordinate
 from shardwell_server.coordinator.settings import Settings
 from shardwell_server.in_process import _Server
 from shardwell_server.shard.process.command import serve
-from shardwell_wire.credentials import new_key, read_key_file
 from shardwell_wire.errors import ShardwellError
-from shardwell_wire.tokens import ClusterKey, Role
+from shardwell_wire.security.credentials import new_key, read_key_file
+from shardwell_wire.security.tokens import ClusterKey, Role
 from shardwell_wire.v1 import coordinator_pb2
 from tests.fuzz.handlers import HANGING_S, Answer, Handler, Handlers
 from tests.fuzz.messages import Mutator, Values

@@ -19,13 +19,13 @@ import grpc.aio
 import pytest
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 
-from shardwell_server import process, rpc
-from shardwell_server.authentication import Authentication
-from shardwell_server.authorization import CALLER
-from shardwell_server.call_server import CallServer
-from shardwell_server.limits import Rate, RequestLimits
+from shardwell_server.serving import process, rpc
+from shardwell_server.serving.authentication import Authentication
+from shardwell_server.serving.authorization import CALLER
+from shardwell_server.serving.call_server import CallServer
+from shardwell_server.serving.limits import Rate, RequestLimits
 from shardwell_wire.errors import AccessError
-from shardwell_wire.tokens import ClusterKey
+from shardwell_wire.security.tokens import ClusterKey
 from tests.fuzz.messages import Mutator, Values, decoded
 
 LIMIT_S = 0.02

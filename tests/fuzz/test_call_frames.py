@@ -11,11 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardwell_server import rpc
-from shardwell_wire import call_frames
-from shardwell_wire.call_frames import CallConnectionError
-from shardwell_wire.credentials import new_key
-from shardwell_wire.tokens import Role
+from shardwell_server.serving import rpc
+from shardwell_wire.connection import call_frames
+from shardwell_wire.connection.call_frames import CallConnectionError
+from shardwell_wire.security.credentials import new_key
+from shardwell_wire.security.tokens import Role
 from tests.fuzz.handlers import FAILURES
 from tests.integration.test_call_connections import ADMIN, SERVICE, Served, connect, is_closed, until
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardwell_server import rpc
+from shardwell_server.serving import rpc
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_wire.errors import ConflictError, InvalidRequestError, ShardwellError
 from shardwell_wire.v1 import shard_pb2

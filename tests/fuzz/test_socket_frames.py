@@ -11,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardwell_server import rpc
-from shardwell_wire import socket_frames
+from shardwell_server.serving import rpc
+from shardwell_wire.connection import socket_frames
+from shardwell_wire.connection.socket_frames import Kind
 from shardwell_wire.errors import InvalidRequestError, ShardwellError
-from shardwell_wire.socket_frames import Kind
 from tests.fuzz.handlers import FAILURES
 from tests.fuzz.messages import Mutator, Values
 from tests.support.shard_server import ShardServer, assert_all

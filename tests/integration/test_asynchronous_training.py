@@ -18,10 +18,10 @@ from torch import nn
 
 import shardwell
 from shardwell.command import cli, inspect_tables
-from shardwell.data_plane.fetches import Fetches, Gather
-from shardwell.data_plane.remote_unit import RemoteUnit
+from shardwell.data_plane.fetch import Fetches, Gather
+from shardwell.data_plane.shard import RemoteUnit
 from shardwell.module.unit import Unit
-from shardwell.session.coordinator_client import CoordinatorClient
+from shardwell.transport.rpc import CoordinatorClient
 from shardwell.weights.pinned_version import PinnedVersion
 from shardwell_wire.checkpoints.folder import RunFolder
 from shardwell_wire.errors import VersionGoneError

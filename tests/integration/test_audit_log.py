@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 import shardwell
-from shardwell.session.coordinator_client import CoordinatorClient
-from shardwell_server import audit
-from shardwell_wire.credentials import NO_CREDENTIALS, Credentials, new_key
+from shardwell.transport.rpc import CoordinatorClient
+from shardwell_server.serving import authorization
 from shardwell_wire.errors import AccessError, UnauthenticatedError
-from shardwell_wire.tokens import Role
+from shardwell_wire.security.credentials import NO_CREDENTIALS, Credentials, new_key
+from shardwell_wire.security.tokens import Role
 from shardwell_wire.v1 import coordinator_pb2
 from tests.integration.test_shard_process import ready_address, server_process
 from tests.support.cluster import small_run
@@ -90,8 +90,8 @@ def test_log_has_what_every_caller_did(tmp_path: Path) -> None:
 @pytest.fixture
 def log(tmp_path: Path) -> Iterator[Path]:
     path = tmp_path / "audit.jsonl"
-    logger = logging.getLogger(audit.__name__)
-    audit.start(str(path))
+    logger = logging.getLogger(authorization.__name__)
+    authorization.start(str(path))
     try:
         yield path
     finally:
@@ -102,32 +102,33 @@ def log(tmp_path: Path) -> Iterator[Path]:
 
 def test_refusals_per_second_are_limited_and_counted(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(audit.time, "monotonic", lambda: now[0])
-    for _ in range(audit.MAX_REFUSALS_PER_S + 7):
-        audit.record_refused(PATH, "ipv4:1.2.3.4:5", AccessError("no"))
-    assert len(lines(log)) == audit.MAX_REFUSALS_PER_S
+    monkeypatch.setattr(authorization.time, "monotonic", lambda: now[0])
+    for _ in range(authorization.MAX_REFUSALS_PER_S + 7):
+        authorization.record_refused(PATH, "ipv4:1.2.3.4:5", AccessError("no"))
+    assert len(lines(log)) == authorization.MAX_REFUSALS_PER_S
     now[0] += 1
-    audit.record_refused(PATH, "ipv4:1.2.3.4:5", AccessError("no"))
-    audit.record_refused(PATH, "ipv4:1.2.3.4:5", AccessError("no"))
+    authorization.record_refused(PATH, "ipv4:1.2.3.4:5", AccessError("no"))
+    authorization.record_refused(PATH, "ipv4:1.2.3.4:5", AccessError("no"))
     *_, first, second = lines(log)
     assert first["refusals_not_recorded"] == 7
     assert "refusals_not_recorded" not in second
 
 
 def test_size_of_the_log_is_limited(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (handler,) = (each for each in logging.getLogger(audit.__name__).handlers if isinstance(each, audit._PrivateFile))
+    handlers = logging.getLogger(authorization.__name__).handlers
+    (handler,) = (each for each in handlers if isinstance(each, authorization._PrivateFile))
     monkeypatch.setattr(handler, "maxBytes", 1000)
     join = coordinator_pb2.JoinRequest(run="r", trainer="t")
     for _ in range(100):
-        audit.record_admitted(PATH.replace("ListRuns", "Join"), "ipv4:1.2.3.4:5", join)
+        authorization.record_admitted(PATH.replace("ListRuns", "Join"), "ipv4:1.2.3.4:5", join)
     files = sorted(log.parent.glob("audit.jsonl*"))
-    assert len(files) == 1 + audit.FORMER_FILES
+    assert len(files) == 1 + authorization.FORMER_FILES
     assert all(path.stat().st_size <= 1000 and path.stat().st_mode & 0o777 == 0o600 for path in files)
     assert all(line["names"] == {"run": "r", "trainer": "t"} for path in files for line in lines(path))
 
 
 def test_repeated_requests_are_not_recorded(log: Path) -> None:
-    audit.record_admitted(PATH, "ipv4:1.2.3.4:5", coordinator_pb2.ListRunsRequest())
+    authorization.record_admitted(PATH, "ipv4:1.2.3.4:5", coordinator_pb2.ListRunsRequest())
     assert lines(log) == []
 
 

@@ -16,16 +16,15 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 import shardwell
-from shardwell.session.coordinator_client import CoordinatorClient
-from shardwell.transport.grpc_transport import GrpcTransport
-from shardwell.transport.shard_client import ShardClient
+from shardwell.transport.grpc_transport import GrpcTransport, ShardClient
+from shardwell.transport.rpc import CoordinatorClient
 from shardwell.transport.socket_transport import SocketTransport
-from shardwell_server.authorization import check_session
-from shardwell_wire.channel import open_channel
-from shardwell_wire.credentials import Credentials, new_key
+from shardwell_server.serving.authorization import check_session
+from shardwell_wire.connection.channel import open_channel
 from shardwell_wire.errors import AccessError, UnauthenticatedError
-from shardwell_wire.run_identity import RunIdentity
-from shardwell_wire.tokens import Identity, Role
+from shardwell_wire.model.names import RunIdentity
+from shardwell_wire.security.credentials import Credentials, new_key
+from shardwell_wire.security.tokens import Identity, Role
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 from tests.support.cluster import small_run
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from shardwell_server.shard.state.shard_spec import Role
+from shardwell_server.shard.shard_spec import Role
 from shardwell_wire.errors import StepStateError, UnavailableError
-from shardwell_wire.layout import BLOCK_BYTES
+from shardwell_wire.model.layout import BLOCK_BYTES
 from shardwell_wire.v1 import shard_pb2
 from tests.integration.test_partitions import read
 from tests.support.backup_pair import BACKUP, Pair, adam, gradients, shard_on

@@ -12,7 +12,7 @@ import pytest
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.state import taking_up
 from shardwell_wire.errors import NotFoundError, StaleEpochError
-from shardwell_wire.server_folders import FolderOwner
+from shardwell_wire.host.server_folders import FolderOwner
 from shardwell_wire.v1 import shard_pb2
 from tests.support.backup_pair import BACKUP, Pair, adam, gradients, hash_of, shard_on, straight
 from tests.support.shard_server import PLAIN, OneUnit, ShardServer, error_of

@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from shardwell_server.shard.memory.shared_memory import SharedMemory
-from shardwell_server.shard.requests import backups, received_steps
+from shardwell_server.shard.requests import backups
+from shardwell_server.shard.requests import backups as received_steps
 from shardwell_server.shard.state.unit_shard import UnitShard
 from shardwell_wire.errors import DeadlineError
-from shardwell_wire.optimizers import KEPT_GROUP
-from shardwell_wire.partitions import TRAINER_PREFIX
-from shardwell_wire.server_folders import FolderOwner
+from shardwell_wire.host.server_folders import FolderOwner
+from shardwell_wire.model.optimizers import KEPT_GROUP
+from shardwell_wire.model.topology import TRAINER_PREFIX
 from shardwell_wire.v1 import common_pb2, shard_pb2
 from tests.integration.test_buffer_shards import FIRST, LAYOUT
 from tests.integration.test_partitions import descend, read, stage

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from shardwell.data_plane.remote_shard import RemoteShard, Wire
+from shardwell.data_plane.shard import RemoteShard, Wire
 from shardwell.transport.base import ignore
+from shardwell.transport.grpc_transport import ShardClient
 from shardwell.transport.server_connection import ServerConnection
-from shardwell.transport.shard_client import ShardClient
 from shardwell.transport.shm_transport import ShmTransport
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.requests.pushes import Push
 from shardwell_server.shard.transports.shm_buffers import SharedGradientBuffer
 from shardwell_wire.errors import CapacityError, ConflictError, UnavailableError
-from shardwell_wire.layout import UnitLayout
+from shardwell_wire.model.layout import UnitLayout
 from tests.support.shard_server import MIXED, ShardServer, layout_of, unit
 from tests.support.transports import part_header
 

@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
+from shardwell.transport.grpc_transport import ShardClient
 from shardwell.transport.rpc import Endpoint
 from shardwell.transport.server_connection import ServerConnection
-from shardwell.transport.shard_client import ShardClient
 from shardwell.transport.socket_transport import SocketConnection, SocketTransport
 from shardwell_server.shard.requests import streams
 from shardwell_server.shard.transports import socket_transport
 from shardwell_server.shard.transports.socket_connection import Connection
-from shardwell_wire import socket_frames
-from shardwell_wire.credentials import NO_CREDENTIALS
+from shardwell_wire.connection import socket_frames
+from shardwell_wire.connection.socket_frames import Kind
 from shardwell_wire.errors import (
     AccessError,
     ChunkError,
@@ -32,8 +32,8 @@ from shardwell_wire.errors import (
     ShardwellError,
     UnavailableError,
 )
-from shardwell_wire.run_identity import RunIdentity
-from shardwell_wire.socket_frames import Kind
+from shardwell_wire.model.names import RunIdentity
+from shardwell_wire.security.credentials import NO_CREDENTIALS
 from shardwell_wire.v1 import common_pb2, shard_pb2
 from tests.support.shard_server import (
     BIG,

@@ -16,7 +16,7 @@ from shardwell_wire.errors import (
     StepStateError,
     VersionGoneError,
 )
-from shardwell_wire.layout import Parameter, UnitLayout
+from shardwell_wire.model.layout import Parameter, UnitLayout
 from shardwell_wire.v1 import initialization_pb2, shard_pb2
 from tests.support.shard_server import OneUnit, ShardServer, error_of, layout_of
 

@@ -17,21 +17,19 @@ from torch import nn
 
 import shardwell
 import shardwell.testing
-from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell.transport import call_connection
 from shardwell.transport.call_connection import CallConnection, CallConnections
-from shardwell_server import call_server
-from shardwell_server.authentication import check_caller
-from shardwell_server.authorization import CALLER
-from shardwell_server.call_server import CallServer
-from shardwell_server.coordinator.servers.call_line import CallLine
-from shardwell_server.coordinator.servers.shard_client import CALL_TIMEOUT_S, GrpcShardCalls
-from shardwell_server.limits import Rate
-from shardwell_server.rpc import RpcContext
-from shardwell_server.shard.state.fences import CoordinatorTerm
-from shardwell_wire import call_frames
-from shardwell_wire.call_frames import CallConnectionError
-from shardwell_wire.credentials import NO_CREDENTIALS, new_key
+from shardwell.transport.rpc import CoordinatorClient
+from shardwell_server.coordinator.servers.shard_client import CALL_TIMEOUT_S, CallLine, GrpcShardCalls
+from shardwell_server.serving import call_server
+from shardwell_server.serving.authentication import check_caller
+from shardwell_server.serving.authorization import CALLER
+from shardwell_server.serving.call_server import CallServer
+from shardwell_server.serving.limits import Rate
+from shardwell_server.serving.rpc import RpcContext
+from shardwell_server.shard.state.runs import CoordinatorTerm
+from shardwell_wire.connection import call_frames
+from shardwell_wire.connection.call_frames import CallConnectionError
 from shardwell_wire.errors import (
     AccessError,
     ConflictError,
@@ -42,7 +40,8 @@ from shardwell_wire.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from shardwell_wire.tokens import ClusterKey, Role
+from shardwell_wire.security.credentials import NO_CREDENTIALS, new_key
+from shardwell_wire.security.tokens import ClusterKey, Role
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 
 Result = TypeVar("Result")

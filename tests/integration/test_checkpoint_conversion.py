@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import shardwell
 from shardwell.command.cli import main
-from shardwell.weights.torch_optimizers import torch_group
+from shardwell.weights.checkpoint_conversion import torch_group
 from shardwell_wire.errors import CorruptDataError, NotFoundError, UsageError
 from tests.support import fsdp2_training, transformer
 from tests.support.named_training import DP, join, plain, train

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 import shardwell
-from shardwell.session.coordinator_client import CoordinatorClient
+from shardwell.transport.rpc import CoordinatorClient
 from shardwell_wire.checkpoints.folder import RunFolder
-from shardwell_wire.checkpoints.local_storage import LocalStorage
 from shardwell_wire.checkpoints.manifest import FileRecord
 from shardwell_wire.checkpoints.reading import Checkpoint
-from shardwell_wire.credentials import Credentials, new_key
+from shardwell_wire.checkpoints.storage import LocalStorage
+from shardwell_wire.connection.protocol_versions import own_versions
 from shardwell_wire.errors import (
     AccessError,
     CorruptDataError,
@@ -25,9 +25,9 @@ from shardwell_wire.errors import (
     RunDeletedError,
     UnavailableError,
 )
-from shardwell_wire.protocol_versions import own_versions
-from shardwell_wire.tokens import ClusterKey, Role
-from shardwell_wire.topology import World
+from shardwell_wire.model.topology import World
+from shardwell_wire.security.credentials import Credentials, new_key
+from shardwell_wire.security.tokens import ClusterKey, Role
 from shardwell_wire.v1 import coordinator_pb2
 from tests.integration.test_shard_process import ready_address, server_process
 from tests.support.checkpoints import rewrite_manifest, write_checkpoint

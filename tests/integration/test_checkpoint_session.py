@@ -13,9 +13,9 @@ import torch
 
 import shardwell
 from shardwell.command.cli import main
-from shardwell.session import residuals
-from shardwell.session.config import JoinConfig
-from shardwell.session.coordinator_client import CoordinatorClient
+from shardwell.options import JoinConfig
+from shardwell.store import residuals
+from shardwell.transport.rpc import CoordinatorClient
 from shardwell_wire.checkpoints.folder import RunFolder
 from shardwell_wire.checkpoints.storage import Storage
 from shardwell_wire.errors import AccessError, StepStateError, UsageError

@@ -18,7 +18,7 @@ import grpc
 import pytest
 
 from shardwell.processes.local_cluster import ServerProcess
-from shardwell.session.coordinator_client import CoordinatorClient
+from shardwell.transport.rpc import CoordinatorClient
 from shardwell_wire.errors import (
     DuplicateError,
     InvalidRequestError,
@@ -29,7 +29,7 @@ from shardwell_wire.errors import (
     UnavailableError,
     WorldError,
 )
-from shardwell_wire.topology import World
+from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 from tests.support.cluster import wait_until
 from tests.support.coordinator import config, finished_item, optimizer, unit

@@ -8,10 +8,10 @@ import pytest
 import torch
 import xxhash
 
-from shardwell_server.shard.state import delta_chain
-from shardwell_server.shard.state.delta_chain import EncodedStream
-from shardwell_server.shard.state.snapshots import VersionBytes
-from shardwell_wire import value_deltas, wire_dtypes
+from shardwell_server.shard.versions import encoded_versions
+from shardwell_server.shard.versions.encoded_versions import EncodedStream
+from shardwell_server.shard.versions.values import VersionBytes
+from shardwell_wire.encoding import value_deltas, wire_dtypes
 from shardwell_wire.errors import VersionGoneError
 from shardwell_wire.v1 import common_pb2, shard_pb2
 from tests.support.shard_server import MIXED, OneUnit, ShardServer, layout_of, train
@@ -212,13 +212,13 @@ def test_the_memory_of_a_chain_is_bounded(server: ShardServer) -> None:
     for number in range(40):
         step(one, number)
         client.gather()
-        limit = len(client.stream) + delta_chain.largest_useful(len(client.stream))
+        limit = len(client.stream) + encoded_versions.largest_useful(len(client.stream))
         assert server.unreserved_bytes() <= limit
     assert oldest.gather() == len(client.stream), "the first deltas were dropped"
 
 
 def test_unused_chain_is_dropped(server: ShardServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delta_chain, "_IDLE_UPDATES", 3)
+    monkeypatch.setattr(encoded_versions, "_IDLE_UPDATES", 3)
     one = started(server)
     client = Client(one)
     client.gather()

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from shardwell.transport.incoming import into
+from shardwell.transport.base import into
 from shardwell.transport.shm_transport import ShmTransport
 from shardwell_server.shard.memory.shared_memory import SharedMemory
-from shardwell_server.shard.state.encoded_versions import EncodedVersions
-from shardwell_server.shard.state.values import Values
-from shardwell_wire import wire_dtypes
-from shardwell_wire.chunk_streams import memory_at
+from shardwell_server.shard.versions.encoded_versions import EncodedVersions
+from shardwell_server.shard.versions.values import Values
+from shardwell_wire.encoding import wire_dtypes
+from shardwell_wire.encoding.chunk_streams import memory_at
+from shardwell_wire.encoding.streams import InVector, StreamPlan
 from shardwell_wire.errors import VersionGoneError
-from shardwell_wire.layout import UnitLayout
-from shardwell_wire.stream_plan import InVector, StreamPlan
+from shardwell_wire.model.layout import UnitLayout
 from shardwell_wire.v1 import common_pb2, shard_pb2
 from tests.support.shard_server import BIG, MIXED, PLAIN, OneUnit, ShardServer, error_of, in_background, train, unit
 

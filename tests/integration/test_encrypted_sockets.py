@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from shardwell.transport import rpc
-from shardwell.transport.shard_client import ShardClient
+from shardwell.transport.grpc_transport import ShardClient
 from shardwell.transport.socket_transport import SocketTransport
-from shardwell_wire import socket_frames, tls
-from shardwell_wire.byte_streams import EncryptedStream, PlainStream
-from shardwell_wire.credentials import Credentials
+from shardwell_wire.connection import socket_frames
+from shardwell_wire.encoding.chunk_streams import EncryptedStream, PlainStream
 from shardwell_wire.errors import AccessError, UnavailableError
-from shardwell_wire.tls import Encryption, Tls, must_encrypt
+from shardwell_wire.security import tls
+from shardwell_wire.security.credentials import Credentials
+from shardwell_wire.security.tls import Encryption, Tls, must_encrypt
 from tests.support.certificates import TestAuthority
 from tests.support.shard_server import BIG, ShardServer, error_of, unit
 from tests.support.socket_transport import ConnectedUnit, Peer, assert_holds, closing_transport
@@ -182,7 +183,7 @@ def test_worn_out_connection_is_replaced(encrypted: ConnectedUnit, monkeypatch: 
     former = stream_of(encrypted.transport)
     encrypted.gather(0)
     assert stream_of(encrypted.transport) is former
-    monkeypatch.setattr("shardwell_wire.byte_streams._MOST_RECORDS", 10)
+    monkeypatch.setattr("shardwell_wire.encoding.chunk_streams._MOST_RECORDS", 10)
     encrypted.gather(0)
     assert stream_of(encrypted.transport) is not former
 

@@ -7,9 +7,9 @@ import torch
 
 import shardwell
 from shardwell import init
-from shardwell.transport.incoming import into
+from shardwell.transport.base import into
 from shardwell_server.shard.arithmetic import random_values
-from shardwell_wire.chunk_streams import memory_at
+from shardwell_wire.encoding.chunk_streams import memory_at
 from shardwell_wire.errors import InvalidRequestError, NonFiniteError
 from shardwell_wire.v1 import initialization_pb2
 from tests.support.module_parity import Gpt

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from shardwell_server import encryption
 from shardwell_server.cli import main
-from shardwell_wire.credentials import NO_CREDENTIALS, Credentials, new_key
+from shardwell_server.serving import authentication
 from shardwell_wire.errors import UsageError
-from shardwell_wire.tls import Tls
+from shardwell_wire.security.credentials import NO_CREDENTIALS, Credentials, new_key
+from shardwell_wire.security.tls import Tls
 from tests.integration.test_shard_process import ready_address, server_process
 from tests.integration.test_tokens import terminal
 from tests.support.certificates import TestAuthority
@@ -22,7 +22,7 @@ INSECURE, SECURE = argparse.Namespace(insecure=True), argparse.Namespace(insecur
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "[::1]"])
 def test_loopback_needs_nothing(host: str) -> None:
-    assert encryption.insecurity(host, NO_CREDENTIALS, SECURE) == ""
+    assert authentication.insecurity(host, NO_CREDENTIALS, SECURE) == ""
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "192.0.2.1"])
@@ -34,9 +34,9 @@ def test_network_needs_tls_and_a_token(host: str, tmp_path: Path) -> None:
         (Credentials(tls=tls), "no token"),
     ):
         with pytest.raises(UsageError, match=f"the server has {lacks}: .* --insecure"):
-            encryption.insecurity(host, credentials, SECURE)
-        assert encryption.insecurity(host, credentials, INSECURE) == lacks
-    assert encryption.insecurity(host, Credentials(key=new_key(), tls=tls), SECURE) == ""
+            authentication.insecurity(host, credentials, SECURE)
+        assert authentication.insecurity(host, credentials, INSECURE) == lacks
+    assert authentication.insecurity(host, Credentials(key=new_key(), tls=tls), SECURE) == ""
 
 
 @pytest.mark.parametrize(

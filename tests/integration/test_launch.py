@@ -17,7 +17,7 @@ import pytest
 
 import shardwell
 from shardwell.command.cli import main
-from shardwell.processes.trainer_process import TrainerProcess
+from shardwell.processes.launch import TrainerProcess
 from tests.support.cluster import descendants, wait_gone
 
 SHARDWELL = [sys.executable, "-m", "shardwell"]

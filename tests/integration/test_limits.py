@@ -15,15 +15,15 @@ import pytest
 import torch
 
 import shardwell.testing
-from shardwell.session.coordinator_client import CoordinatorClient
-from shardwell_server import limits
+from shardwell.transport.rpc import CoordinatorClient
+from shardwell_server.serving import limits
 from shardwell_server.shard.requests import streams
 from shardwell_server.shard.transports import socket_transport
 from shardwell_server.shard.transports.socket_connection import Connection
-from shardwell_wire import chunk_streams
-from shardwell_wire.channel import MAX_MESSAGE_BYTES, SERVER_OPTIONS, open_channel
+from shardwell_wire.connection.channel import MAX_MESSAGE_BYTES, SERVER_OPTIONS, open_channel
+from shardwell_wire.connection.socket_frames import Kind
+from shardwell_wire.encoding import chunk_streams
 from shardwell_wire.errors import AccessError, CapacityError, DeadlineError, InvalidRequestError, TooManyRequestsError
-from shardwell_wire.socket_frames import Kind
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 from tests.support.backup_pair import Pair
 from tests.support.shard_server import PLAIN, HalfStream, OneUnit, ShardServer, assert_all, error_of, layout_of, unit

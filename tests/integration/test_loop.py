@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import shardwell
-from shardwell.session.step_commit import StepCommitter
+from shardwell.step.step_commit import StepCommitter
 
 
 class Raise(torch.autograd.Function):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardwell.transport.partitions import PartitionLocation, PartitionSegment
-from shardwell_wire import chunk_streams
+from shardwell_wire.encoding import chunk_streams
 from shardwell_wire.errors import (
     CapacityError,
     ChunkError,
@@ -20,8 +20,8 @@ from shardwell_wire.errors import (
     StaleEpochError,
     StepStateError,
 )
-from shardwell_wire.layout import BLOCK_BYTES
-from shardwell_wire.partitions import TRAINER_PREFIX, part_in
+from shardwell_wire.model.layout import BLOCK_BYTES
+from shardwell_wire.model.topology import TRAINER_PREFIX, part_in
 from shardwell_wire.v1 import common_pb2, shard_pb2
 from tests.support.shard_server import MIXED, PLAIN, OneUnit, ShardServer, assert_all, error_of, unit
 

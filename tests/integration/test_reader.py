@@ -14,8 +14,8 @@ from torch import nn
 
 import shardwell
 from shardwell.transport import selector
+from shardwell.weights import pinned_version
 from shardwell.weights import pinned_version as pinned_module
-from shardwell.weights import run_connections
 from shardwell.weights.pinned_version import PinnedVersion
 from shardwell_wire.errors import (
     DeadlineError,
@@ -116,7 +116,7 @@ class Training:
 
 @pytest.fixture(params=TRANSPORTS, ids="+".join)
 def _transports(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_connections, "TRANSPORT_NAMES", request.param)
+    monkeypatch.setattr(pinned_version, "TRANSPORT_NAMES", request.param)
 
 
 def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -156,7 +156,7 @@ def test_a_model_follows_in_16_bits(cluster: shardwell.LocalCluster, request: py
 def test_readers_that_follow_at_different_intervals_get_deltas(
     cluster: shardwell.LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_connections, "TRANSPORT_NAMES", ("socket",))
+    monkeypatch.setattr(pinned_version, "TRANSPORT_NAMES", ("socket",))
     training, models = Training(cluster.address), (Model(), Model())
     with (
         training.in_background(),
@@ -326,4 +326,4 @@ def delete(cluster: shardwell.LocalCluster, run: str) -> None:
 
 
 def test_reader_transports_are_those_of_trainers() -> None:
-    assert run_connections.TRANSPORT_NAMES == selector.TRANSPORT_NAMES
+    assert pinned_version.TRANSPORT_NAMES == selector.TRANSPORT_NAMES

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import shardwell
-from shardwell.session import measurements
+from shardwell.training import measurements
 from shardwell.transport.shm_transport import GradientBuffers
 from shardwell.transport.socket_transport import SocketTransport
 from shardwell_server.coordinator.storage.storage import Storage

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwell.data_plane.remote_shard import RemoteShard, Wire
+from shardwell.data_plane.shard import RemoteShard, Wire
 from shardwell.transport.base import ignore
 from shardwell.transport.server_connection import ServerConnection
 from shardwell_server.shard.memory.shared_memory import SharedBuffer, SharedMemory
 from shardwell_wire.errors import UnavailableError
-from shardwell_wire.shared_files import UntrustedFileError
+from shardwell_wire.host.shared_memory import UntrustedFileError
 from tests.support.shard_server import PLAIN, OneUnit, ShardServer, error_of, unit
 from tests.support.shm_transport import ConnectedUnit
 from tests.support.transports import part_header

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardwell_wire.errors import IncompleteStepError, InvalidRequestError, NotFoundError, UnitMismatchError
-from shardwell_wire.layout import BLOCK_BYTES
+from shardwell_wire.model.layout import BLOCK_BYTES
 from shardwell_wire.v1 import shard_pb2
 from tests.support.shard_server import PLAIN, OneUnit, ShardServer, error_of, train
 

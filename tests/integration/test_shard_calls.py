@@ -16,7 +16,7 @@ from shardwell.transport.server_connection import ServerConnection
 from shardwell_server.coordinator.servers.cluster import Server
 from shardwell_server.coordinator.servers.shard_client import GrpcShardCalls
 from shardwell_wire.errors import NotFoundError, UnavailableError
-from shardwell_wire.run_identity import RunIdentity
+from shardwell_wire.model.names import RunIdentity
 from tests.support.shard_server import ShardServer, shared_loop
 
 
@@ -48,7 +48,7 @@ def test_refused_connection_proves_nothing() -> None:
 
 
 def test_process_gone_from_this_host_has_ended() -> None:
-    program = "from shardwell_wire.process_identity import own_identity; print(own_identity())"
+    program = "from shardwell_wire.host.server_folders import own_identity; print(own_identity())"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert not is_running("127.0.0.1:9", process=ended.stdout.strip())
 

@@ -17,15 +17,15 @@ import pytest
 import torch
 
 from shardwell_server.shard.memory.shared_memory import SharedMemory
-from shardwell_server.shard.state import taking_up, version_capture
+from shardwell_server.shard.state import portable_state, taking_up
 from shardwell_wire import fault_points
 from shardwell_wire.checkpoints.folder import RunFolder
-from shardwell_wire.checkpoints.local_storage import LocalStorage
 from shardwell_wire.checkpoints.manifest import FileRecord, Manifest
 from shardwell_wire.checkpoints.reading import Checkpoint
+from shardwell_wire.checkpoints.storage import LocalStorage
 from shardwell_wire.errors import CorruptDataError, NotFoundError, StaleEpochError, StepStateError
-from shardwell_wire.server_folders import FolderOwner
-from shardwell_wire.topology import World
+from shardwell_wire.host.server_folders import FolderOwner
+from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import shard_pb2
 from tests.support.shard_server import OneUnit, ShardServer, error_of, in_background, layout_of
 
@@ -202,7 +202,7 @@ def test_an_update_waits_for_the_file_if_there_is_no_memory_for_a_copy(
     unit = OneUnit(server, BIG).begin()
     train(unit, range(1), algorithm="sgd", momentum=0.9)
     expected, checkpoints, gate = tensors(unit), Checkpoints(unit, folder), Gate()
-    monkeypatch.setattr(version_capture, "MAX_WAIT_S", 60.0)
+    monkeypatch.setattr(portable_state, "MAX_WAIT_S", 60.0)
     monkeypatch.setattr(server.store.memory, "try_acquire", lambda size: None)
     with fault_points.armed("server.checkpoint.middle", gate):
         checkpoints.begin(1)
@@ -227,7 +227,7 @@ def test_a_checkpoint_that_delays_an_update_too_long_is_given_up(
     unit = OneUnit(server, BIG).begin()
     train(unit, range(1), algorithm="sgd")
     checkpoints, gate = Checkpoints(unit, folder), Gate()
-    monkeypatch.setattr(version_capture, "MAX_WAIT_S", 0.05)
+    monkeypatch.setattr(portable_state, "MAX_WAIT_S", 0.05)
     monkeypatch.setattr(server.store.memory, "try_acquire", lambda size: None)
     with fault_points.armed("server.checkpoint.middle", gate):
         checkpoints.begin(1)

@@ -19,9 +19,9 @@ import grpc.aio
 import pytest
 
 from shardwell_server.cli import main
-from shardwell_server.rpc import add_service
+from shardwell_server.serving.rpc import add_service
 from shardwell_server.shard.process.registration import Registration
-from shardwell_server.shard.state.shard_spec import Role, ShardSpec
+from shardwell_server.shard.shard_spec import Role, ShardSpec
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_wire.errors import (
     AccessError,
@@ -33,7 +33,7 @@ from shardwell_wire.errors import (
     StaleEpochError,
     UnavailableError,
 )
-from shardwell_wire.run_identity import RunIdentity
+from shardwell_wire.model.names import RunIdentity
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support.ports import reserved_ports
 from tests.support.shard_server import layout_of, shared_loop

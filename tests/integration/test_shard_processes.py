@@ -17,9 +17,9 @@ import psutil
 import pytest
 
 from shardwell_server.cli import main
-from shardwell_server.process import Endpoint
+from shardwell_server.serving.process import Endpoint
 from shardwell_server.shard.process.process_group import ProcessGroup, command_line, member_settings
-from shardwell_wire.channel import open_channel
+from shardwell_wire.connection.channel import open_channel
 from shardwell_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 from tests.support.cluster import descendants, wait_gone, wait_until
 from tests.support.ports import reserved_ports

@@ -11,13 +11,13 @@ import grpc
 import pytest
 import torch
 
-from shardwell.transport.incoming import into
-from shardwell.transport.shard_client import ShardClient
+from shardwell.transport.base import into
+from shardwell.transport.grpc_transport import ShardClient
 from shardwell_server.shard.arithmetic.shard_optimizer import ShardOptimizer
 from shardwell_server.shard.memory import buffers
-from shardwell_server.shard.memory import sending as sending_module
+from shardwell_server.shard.memory import buffers as sending_module
 from shardwell_server.shard.requests import inspection
-from shardwell_wire import chunk_streams
+from shardwell_wire.encoding import chunk_streams
 from shardwell_wire.errors import (
     CapacityError,
     DeadlineError,
@@ -26,7 +26,7 @@ from shardwell_wire.errors import (
     StepStateError,
     VersionGoneError,
 )
-from shardwell_wire.layout import UnitLayout
+from shardwell_wire.model.layout import UnitLayout
 from shardwell_wire.v1 import shard_pb2
 from tests.support.shard_server import (
     BIG,

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from shardwell.transport.incoming import into
+from shardwell.transport.base import into
 from shardwell.transport.shm_transport import ShmTransport
 from shardwell.transport.socket_transport import SocketTransport
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.process.registration import Registration
-from shardwell_server.shard.state.shard_spec import ShardSpec
+from shardwell_server.shard.shard_spec import ShardSpec
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_wire.errors import InvalidRequestError, NotFoundError, RunDeletedError, ShardwellError
-from shardwell_wire.run_identity import RunIdentity
+from shardwell_wire.model.names import RunIdentity
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 from tests.support.shard_server import PLAIN, OneUnit, ShardServer, assert_all, error_of, train, unit
 from tests.support.shm_transport import ConnectedUnit as ShmUnit

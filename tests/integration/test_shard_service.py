@@ -9,7 +9,8 @@ from typing import Any
 import grpc
 import pytest
 
-from shardwell_wire import chunk_streams
+from shardwell_wire.encoding import chunk_streams
+from shardwell_wire.encoding.wire_dtypes import AS_STORED, WireDtype
 from shardwell_wire.errors import (
     AccessError,
     CapacityError,
@@ -24,9 +25,8 @@ from shardwell_wire.errors import (
     StepStateError,
     UnitMismatchError,
 )
-from shardwell_wire.topology import MAX_WORLD_SIZE
+from shardwell_wire.model.topology import MAX_WORLD_SIZE
 from shardwell_wire.v1 import common_pb2, shard_pb2
-from shardwell_wire.wire_dtypes import AS_STORED, WireDtype
 from tests.support.shard_server import (
     BIG,
     MIXED,

@@ -18,7 +18,7 @@ from shardwell_wire.errors import (
     InvalidRequestError,
     StepStateError,
 )
-from shardwell_wire.optimizers import KEPT_GROUP
+from shardwell_wire.model.optimizers import KEPT_GROUP
 from shardwell_wire.v1 import shard_pb2
 from tests.support.shard_server import (
     SERVICE,

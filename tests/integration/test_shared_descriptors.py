@@ -16,10 +16,8 @@ import pytest
 from shardwell import LocalCluster
 from shardwell.transport.server_connection import ServerConnection
 from shardwell_server.shard.memory.shared_memory import SharedMemory
-from shardwell_server.shard.transports import shm_descriptors
-from shardwell_wire.shared_descriptors import ANSWER, TOKEN_BYTES, receive_descriptor, request
-from shardwell_wire.shared_files import opened
-from shardwell_wire.shared_segment import HEAD_BYTES
+from shardwell_server.shard.transports import shm_buffers
+from shardwell_wire.host.shared_memory import ANSWER, HEAD_BYTES, TOKEN_BYTES, opened, receive_descriptor, request
 from tests.support.cluster import wait_until
 from tests.support.processes import TrainerProcess
 from tests.support.shard_server import ShardServer, assert_all, unit
@@ -121,8 +119,8 @@ def connect(path: str) -> socket.socket:
 
 def test_idle_and_malformed_connections_are_closed(connected: ConnectedUnit, monkeypatch: pytest.MonkeyPatch) -> None:
     path = connected.transport._offer.socket
-    monkeypatch.setattr(shm_descriptors, "MAX_WAITING", 3)
-    monkeypatch.setattr(shm_descriptors, "REQUEST_LIMIT_S", 0.2)
+    monkeypatch.setattr(shm_buffers, "MAX_WAITING", 3)
+    monkeypatch.setattr(shm_buffers, "REQUEST_LIMIT_S", 0.2)
     with ExitStack() as stack:
         idle = [stack.enter_context(connect(path)) for _ in range(10)]
         for packet in (b"\xff" * 200, bytes(1000), b"x"):
@@ -154,7 +152,7 @@ def test_server_without_a_socket_is_reached_over_the_network(
     def fail(_: Path) -> socket.socket:
         raise OSError("no sockets here")
 
-    monkeypatch.setattr(shm_descriptors, "_listen", fail)
+    monkeypatch.setattr(shm_buffers, "_listen", fail)
     with closing(SharedMemory()) as shared, ShardServer(shared=shared) as server:
         one = unit(server)
         connection = ServerConnection(

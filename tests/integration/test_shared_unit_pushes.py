@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardwell_wire.errors import IncompleteStepError, InvalidRequestError
-from shardwell_wire.layout import UnitLayout
+from shardwell_wire.model.layout import UnitLayout
 from shardwell_wire.v1 import common_pb2, shard_pb2
 from tests.support.shard_server import OneUnit, ShardServer, error_of, layout_of, unit
 

@@ -27,8 +27,7 @@ from shardwell_wire.errors import (
     StepStateError,
     VersionGoneError,
 )
-from shardwell_wire.shared_files import opened
-from shardwell_wire.shared_proof import NONCE_BYTES
+from shardwell_wire.host.shared_memory import NONCE_BYTES, opened
 from shardwell_wire.v1 import common_pb2, shard_pb2
 from tests.support.shard_server import (
     PLAIN,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwell.data_plane.remote_shard import RemoteShard, Wire
+from shardwell.data_plane.shard import RemoteShard, Wire
 from shardwell.transport.base import ignore
 from shardwell.transport.server_connection import ServerConnection
 from shardwell_server.shard.memory.shared_memory import SharedMemory

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from shardwell.processes.local_cluster import ServerProcess
-from shardwell.transport.incoming import into
+from shardwell.transport.base import into
+from shardwell.transport.grpc_transport import ShardClient
 from shardwell.transport.rpc import Endpoint
-from shardwell.transport.shard_client import ShardClient
 from shardwell.transport.socket_transport import SocketConnection, SocketTransport
-from shardwell_wire import socket_frames
-from shardwell_wire.credentials import NO_CREDENTIALS
+from shardwell_wire.connection import socket_frames
+from shardwell_wire.connection.socket_frames import Kind
 from shardwell_wire.errors import (
     AccessError,
     ChunkError,
@@ -32,9 +32,9 @@ from shardwell_wire.errors import (
     VersionGoneError,
     to_status_details,
 )
-from shardwell_wire.layout import UnitLayout
-from shardwell_wire.run_identity import RunIdentity
-from shardwell_wire.socket_frames import Kind
+from shardwell_wire.model.layout import UnitLayout
+from shardwell_wire.model.names import RunIdentity
+from shardwell_wire.security.credentials import NO_CREDENTIALS
 from shardwell_wire.v1 import common_pb2, shard_pb2
 from tests.support.shard_server import (
     BIG,

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from shardwell.data_plane.partition_updates import RemotePartition
-from shardwell.data_plane.remote_shard import RemoteShard, Wire
+from shardwell.data_plane.shard import RemoteShard, Wire
 from shardwell.transport.partitions import PartitionLocation, PartitionSegment, SharedPartitionSegment
 from shardwell.transport.server_connection import ServerConnection
 from shardwell.transport.shm_transport import ShmTransport
 from shardwell_server.shard.memory.budget import Memory
 from shardwell_server.shard.memory.shared_memory import SharedMemory
-from shardwell_server.shard.state.partitions import Partitions
-from shardwell_server.shard.state.shard_spec import ShardSpec
+from shardwell_server.shard.optimizer.partitions import Partitions
+from shardwell_server.shard.shard_spec import ShardSpec
 from shardwell_server.shard.transports.shm_buffers import SharedStagingBuffer
 from shardwell_wire.errors import (
     ConflictError,
@@ -29,8 +29,8 @@ from shardwell_wire.errors import (
     StaleEpochError,
     StepStateError,
 )
-from shardwell_wire.partitions import TRAINER_PREFIX, part_in
-from shardwell_wire.run_identity import RunIdentity
+from shardwell_wire.model.names import RunIdentity
+from shardwell_wire.model.topology import TRAINER_PREFIX, part_in
 from shardwell_wire.v1 import common_pb2, shard_pb2
 from tests.support.shard_server import MIXED, PLAIN, OneUnit, ShardServer, assert_all, error_of, layout_of, unit
 

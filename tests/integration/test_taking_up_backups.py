@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from shardwell_server.shard.memory.shared_memory import SharedMemory
-from shardwell_server.shard.state.shard_spec import Role
-from shardwell_wire.server_folders import FolderOwner
+from shardwell_server.shard.shard_spec import Role
+from shardwell_wire.host.server_folders import FolderOwner
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2
 from tests.integration.test_buffer_shards import FIRST, LAYOUT
 from tests.support.backup_pair import BACKUP, Pair, adam, gradients, hash_of, shard_on, straight

@@ -18,11 +18,11 @@ import torch
 
 import shardwell
 from shardwell.command.cli import main as command
-from shardwell.session.coordinator_client import CoordinatorClient
-from shardwell_wire.channel import open_channel
-from shardwell_wire.credentials import NO_CREDENTIALS, Credentials, MemberCredentials, new_key
+from shardwell.transport.rpc import CoordinatorClient
+from shardwell_wire.connection.channel import open_channel
 from shardwell_wire.errors import AccessError, UnauthenticatedError, UsageError, from_rpc_error
-from shardwell_wire.tokens import Role
+from shardwell_wire.security.credentials import NO_CREDENTIALS, Credentials, MemberCredentials, new_key
+from shardwell_wire.security.tokens import Role
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 from tests.integration.test_shard_process import ready_address, server_process
 from tests.support.cluster import build_model, small_run

@@ -17,8 +17,8 @@ from torch.distributed import DistStoreError, PrefixStore
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
 
 import shardwell
-from shardwell.session.coordinator_client import CoordinatorClient
-from shardwell.session.torchrun_rendezvous import CoordinatorBackend, TorchrunStore, create
+from shardwell.grid.torchrun_rendezvous import CoordinatorBackend, TorchrunStore, create
+from shardwell.transport.rpc import CoordinatorClient
 from tests.support.processes import ROOT
 
 TRAIN = """

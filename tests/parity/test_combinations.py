@@ -16,8 +16,7 @@ import torch
 
 import shardwell
 from shardwell import BackwardPrefetch, MixedPrecisionPolicy, ReplicaOptions, ShardingStrategy
-from shardwell.module.fully_shard import fully_shard
-from shardwell.module.sharded_module import ShardedModule
+from shardwell.module.fully_shard import ShardedModule, fully_shard
 from shardwell.module.unit import owner_of
 from tests.support.combinations import ByHand, Combination, Layer, loss_of, random_model, random_policy
 from tests.support.in_memory_store import InMemoryStore, fused_adamw

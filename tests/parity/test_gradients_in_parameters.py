@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwell.module.sharded_module import ShardedModule
+from shardwell.module.fully_shard import ShardedModule
 from tests.support.module_parity import Pair, inputs, wrap_children
 
 

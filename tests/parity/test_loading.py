@@ -23,10 +23,10 @@ from shardwell import SizePolicy, auto_wrap, from_safetensors
 from shardwell.module.fully_shard import fully_shard
 from shardwell.module.units import Units
 from shardwell.weights import loading
-from shardwell.weights.safetensors_file import StoredTensor
+from shardwell.weights.checkpoint_reader import StoredTensor
 from shardwell.weights.state_dict import full_state_dict
-from shardwell_wire.boxes import Box
 from shardwell_wire.errors import CorruptDataError, NotFoundError, UsageError
+from shardwell_wire.model.layout import Box
 from tests.support.in_memory_store import InMemoryStore
 from tests.support.module_parity import Gpt, gpt, gpt_loss
 

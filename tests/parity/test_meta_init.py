@@ -17,7 +17,7 @@ from shardwell.module.units import Units
 from shardwell.seeds import derive_seed
 from shardwell.weights.state_dict import full_state_dict
 from shardwell_wire.errors import CapacityError, UsageError
-from shardwell_wire.layout import UnitLayout
+from shardwell_wire.model.layout import UnitLayout
 from tests.support.in_memory_store import InMemoryStore, fused_adamw
 from tests.support.module_parity import Gpt, Sharded, gpt, gpt_loss, inputs
 

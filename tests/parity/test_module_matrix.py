@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from shardwell.module.fully_shard import fully_shard
+from shardwell.module.fully_shard import ShardedModule, fully_shard
 from shardwell.module.residency import UnitState
-from shardwell.module.sharded_module import ShardedModule
 from shardwell_wire.errors import UsageError
 from tests.support.in_memory_store import InMemoryStore
 from tests.support.module_parity import LAYERS, Pair, Sharded, gpt, gpt_loss, inputs, wrap_blocks, wrap_children

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwell.module.fully_shard import fully_shard
-from shardwell.module.sharded_module import ShardedModule
+from shardwell.module.fully_shard import ShardedModule, fully_shard
 from tests.support.in_memory_store import InMemoryStore
 from tests.support.module_parity import Pair, inputs
 

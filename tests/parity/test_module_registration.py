@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from shardwell.module.fully_shard import fully_shard
-from shardwell.module.sharded_module import ShardedModule
+from shardwell.module.fully_shard import ShardedModule, fully_shard
 from shardwell.module.store import InitialValues
 from shardwell.module.units import Units
 from shardwell_wire.errors import CapacityError, TiedParameterError, UsageError
-from shardwell_wire.layout import UnitLayout
+from shardwell_wire.model.layout import UnitLayout
 from tests.support.in_memory_store import InMemoryStore
 from tests.support.module_parity import Gpt, Sharded, gpt, gpt_loss, inputs, wrap_blocks, wrap_whole
 

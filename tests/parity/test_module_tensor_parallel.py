@@ -22,8 +22,8 @@ from torch.distributed.tensor.parallel import (
 from torch.func import functional_call
 
 from shardwell import MixedPrecisionPolicy
-from shardwell.module.freed_parameter import FreedParameter
 from shardwell.module.fully_shard import fully_shard
+from shardwell.module.parameters import FreedParameter
 from tests.support import gloo
 from tests.support.in_memory_store import InMemoryStore
 from tests.support.module_parity import Sharded, inputs

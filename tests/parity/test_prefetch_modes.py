@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shardwell import BackwardPrefetch, ShardingStrategy
-from shardwell_wire.layout import UnitLayout
+from shardwell_wire.model.layout import UnitLayout
 from tests.support.in_memory_store import InMemoryStore
 from tests.support.module_parity import Pair, Sharded, gpt, gpt_loss, wrap_blocks
 from tests.support.strategies import ROOT, commit, sharded_modules, step, wrap_with

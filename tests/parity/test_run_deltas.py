@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import shardwell
-from shardwell.data_plane import fetches
+from shardwell.data_plane import fetch
 from tests.support import transformer
 from tests.support.cluster import join_options
 from tests.support.processes import TrainerProcess
@@ -55,7 +55,7 @@ def test_deltas_change_no_bit(request: pytest.FixtureRequest, servers: str, gath
 def test_large_shards_are_fetched_by_themselves(
     cluster_of_three: shardwell.LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetches.Fetches.__init__, "__kwdefaults__", {"max_batched_bytes": None})
+    monkeypatch.setattr(fetch.Fetches.__init__, "__kwdefaults__", {"max_batched_bytes": None})
     hashed, stats = train_two_ranks(
         cluster_of_three.address, transports="socket", gather_dtype="bfloat16", delta_cache_bytes=PLENTY
     )

@@ -15,8 +15,8 @@ import torch
 
 import shardwell
 from shardwell.parallel import plan_tensor_parallel
-from shardwell.session.coordinator_client import CoordinatorClient
-from shardwell_wire.chunk_streams import memory_at
+from shardwell.transport.rpc import CoordinatorClient
+from shardwell_wire.encoding.chunk_streams import memory_at
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support import gloo, split_gpt, transformer
 from tests.support.cluster import join_options

@@ -11,7 +11,7 @@ import pytest
 
 import shardwell
 from shardwell_wire.errors import UsageError
-from shardwell_wire.layout import align
+from shardwell_wire.model.layout import align
 from tests.support import transformer
 from tests.support.processes import TrainerProcess
 from tests.support.reference import undisturbed_sha256

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import shardwell
 from shardwell.weights import saving
-from shardwell.weights.tensor_parallel import mesh_of
+from shardwell.weights.state_dict import mesh_of
 from shardwell_wire.errors import ConflictError, UsageError
 from tests.parity.test_module_tensor_parallel import Model, make_optimizer, parallel_model, wrap
 from tests.support import gloo

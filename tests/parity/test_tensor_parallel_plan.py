@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from examples.gpt import GPT, GPTConfig
 from shardwell.parallel import plan_tensor_parallel
-from shardwell.parallel.collectives import ActivationShape, CollectivePhase
+from shardwell.parallel.description import ActivationShape, CollectivePhase
 from tests.support import gloo
 from tests.support.processes import run_ranks
 

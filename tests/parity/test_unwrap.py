@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 import shardwell.testing
 from shardwell import MemoryOptions, MixedPrecisionPolicy, ShardingStrategy, auto_wrap, fully_shard, unwrap
-from shardwell.module.freed_parameter import FreedParameter, is_sharded
-from shardwell.module.sharded_module import ShardedModule, sharding_of
+from shardwell.module.fully_shard import ShardedModule, sharding_of
+from shardwell.module.parameters import FreedParameter, is_sharded
 from shardwell.weights.state_dict import full_state_dict
 from shardwell_wire.errors import UsageError
 from tests.parity.test_module_tensor_parallel import make_optimizer, parallel_model

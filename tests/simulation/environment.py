@@ -21,8 +21,10 @@ from typing import Any
 
 from shardwell_server.coordinator.servers import shard_client
 from shardwell_server.coordinator.storage import database
-from shardwell_server.shard.checkpoints import writing as checkpoint_writing
-from shardwell_wire import channel, names, process_identity
+from shardwell_server.shard.checkpoints import files as checkpoint_writing
+from shardwell_wire.connection import channel
+from shardwell_wire.host import server_folders
+from shardwell_wire.model import names
 from tests.simulation.loop import current_process
 from tests.simulation.network import Channel, Network
 
@@ -121,9 +123,9 @@ def _install() -> None:
     _replace(channel.open_aio_channel, lambda address, tls: Channel(running().network, address))
     _replace(shard_client._connect, _connect)
     database.sqlite3 = _Sqlite()  # type: ignore[attr-defined]
-    _replace(process_identity.own_identity, _own_identity)
-    _replace(process_identity.has_ended, _has_ended)
-    _replace(process_identity.runs_here, _runs_here)
+    _replace(server_folders.own_identity, _own_identity)
+    _replace(server_folders.has_ended, _has_ended)
+    _replace(server_folders.runs_here, _runs_here)
     checkpoint_writing.threading = _Threading()  # type: ignore[attr-defined]
     checkpoint_writing._NICENESS = 0
     # Both take long, and neither is a part of the protocol.

@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 import torch
 
-from shardwell_wire.layout import DTYPE_NUMBERS, UnitLayout
+from shardwell_wire.model.layout import DTYPE_NUMBERS, UnitLayout
 from shardwell_wire.v1 import common_pb2
 
 _SGD = {"lr": 0.1, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nesterov": 0.0, "maximize": 0.0}

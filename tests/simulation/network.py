@@ -18,7 +18,7 @@ import grpc.aio
 from google.protobuf.descriptor import ServiceDescriptor
 from grpc.aio import Metadata
 
-from shardwell_server.rpc import add_service
+from shardwell_server.serving.rpc import add_service
 from tests.simulation.loop import Process, VirtualLoop, current_process
 
 _MEAN_DELAY_S, _MEAN_SLOW_DELAY_S, _SLOW_CHANCE = 0.0008, 0.04, 0.03

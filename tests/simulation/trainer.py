@@ -12,7 +12,8 @@ import torch
 from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
-from shardwell_wire import chunk_streams
+from shardwell_wire.connection.channel import backoff, retry_async
+from shardwell_wire.encoding import chunk_streams
 from shardwell_wire.errors import (
     ConflictError,
     DuplicateError,
@@ -24,9 +25,8 @@ from shardwell_wire.errors import (
     VersionGoneError,
     from_rpc_error,
 )
-from shardwell_wire.layout import UnitLayout
-from shardwell_wire.retry import backoff, retry_async
-from shardwell_wire.topology import World
+from shardwell_wire.model.layout import UnitLayout
+from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 from tests.simulation.environment import running
 from tests.simulation.jobs import History, Job
@@ -278,7 +278,7 @@ class Membership:
                 continue
 
     async def _keep_stream(self) -> None:
-        """Keeps the membership stream open, as ``shardwell.session.membership_stream`` does."""
+        """Keeps the membership stream open, as ``shardwell.membership.heartbeats`` does."""
         request = coordinator_pb2.KeepMembershipRequest(
             run=RUN, run_id=self._run_id, trainer=self._node.name, epoch=self._epoch
         )
@@ -308,7 +308,7 @@ class Membership:
             self._trace(f"Leave: {error}")
 
     async def _poll(self, rpc_name: str, request: Any, done: Callable[[Any], bool]) -> Any:
-        """Repeats an rpc until its answer is final, as ``shardwell.session.membership`` does."""
+        """Repeats an rpc until its answer is final, as ``shardwell.membership.membership`` does."""
         while True:
             request.wait_s = _POLL_S
             answer = await self._retried(rpc_name, request)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from shardwell_wire.consistency import ASYNCHRONOUS, Consistency
 from shardwell_wire.errors import StepRestartedError
+from shardwell_wire.model.topology import ASYNCHRONOUS, Consistency
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support.coordinator import Harness, Trainer
 from tests.support.coordinator_steps import team_with_unit

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwell_server.certificates import make_certificates
-from shardwell_wire.tls import TlsOptions
+from shardwell_wire.security.tls import TlsOptions
 
 HOSTS = ("localhost", "127.0.0.1")
 

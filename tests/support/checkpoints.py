@@ -16,8 +16,8 @@ from shardwell_wire.checkpoints.format import FilePlan, Part, Piece, checksum_of
 from shardwell_wire.checkpoints.manifest import MANIFEST_NAME, Manifest
 from shardwell_wire.checkpoints.opening import open_storage
 from shardwell_wire.checkpoints.writing import CheckpointFileWriter
-from shardwell_wire.layout import Parameter, UnitLayout
-from shardwell_wire.topology import World
+from shardwell_wire.model.layout import Parameter, UnitLayout
+from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import coordinator_pb2
 
 RUN, WORLD = "gpt", World(dp=2)

@@ -15,12 +15,10 @@ from typing import Any
 
 from shardwell_server.coordinator.coordinator import Coordinator
 from shardwell_server.coordinator.servicer import CoordinatorServicer
-from shardwell_server.coordinator.settings import Settings
+from shardwell_server.coordinator.settings import BackgroundTasks, Settings
 from shardwell_server.coordinator.storage.storage import Storage
-from shardwell_server.coordinator.waiting import BackgroundTasks
-from shardwell_wire.consistency import SYNCHRONOUS, Consistency
-from shardwell_wire.names import check_names
-from shardwell_wire.topology import World
+from shardwell_wire.model.names import check_names
+from shardwell_wire.model.topology import SYNCHRONOUS, Consistency, World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 from tests.support.fake_shards import DirectCalls, FakeShard
 

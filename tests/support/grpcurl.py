@@ -19,8 +19,8 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from shardwell.credentials import find_credentials
-from shardwell_wire.channel import open_channel
-from shardwell_wire.credentials import Credentials
+from shardwell_wire.connection.channel import open_channel
+from shardwell_wire.security.credentials import Credentials
 
 TIMEOUT_S = 20.0
 

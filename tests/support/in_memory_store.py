@@ -14,7 +14,7 @@ import torch
 from shardwell.module.store import InitialValues
 from shardwell_server.shard.arithmetic import random_values
 from shardwell_wire.errors import UsageError
-from shardwell_wire.layout import BLOCK_BYTES, UnitLayout, cut
+from shardwell_wire.model.layout import BLOCK_BYTES, UnitLayout, cut
 
 MakeOptimizer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 

@@ -8,7 +8,7 @@ import torch
 
 from shardwell.module.store import InitialValues, InPlaceVector
 from shardwell_wire.errors import VersionGoneError
-from shardwell_wire.layout import UnitLayout
+from shardwell_wire.model.layout import UnitLayout
 from tests.support.in_memory_store import InMemoryStore
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import shardwell
-from shardwell.memory.allocator import trim
+from shardwell.memory.buffers import trim
 
 WIDTH, NUM_BLOCKS = 512, 12
 PUSH_BYTES = 16 << 20

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import shardwell
-from shardwell.data_plane.node_group import BACKENDS
+from shardwell.peers.node_group import BACKENDS
 from tests.support.reference import sha256
 
 WIDTH, LAYERS, ROWS, STEPS = 1021, 8, 64, 6

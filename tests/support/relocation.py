@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from shardwell_server.coordinator.relocation import keeper
-from shardwell_server.coordinator.runs.run import Run
+from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.storage.records import BackupState
-from shardwell_wire.consistency import SYNCHRONOUS, Consistency
 from shardwell_wire.errors import StepRestartedError
-from shardwell_wire.topology import World
+from shardwell_wire.model.topology import SYNCHRONOUS, Consistency, World
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2
 from tests.support.coordinator import Harness, Trainer, config
 

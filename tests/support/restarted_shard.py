@@ -19,19 +19,19 @@ import torch
 import xxhash
 
 from shardwell_server.shard.arithmetic import update_pieces
+from shardwell_server.shard.gradients.contributions import Contribution
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.requests import steps
 from shardwell_server.shard.requests.peers import NoPeers
 from shardwell_server.shard.requests.replication import Replicator
-from shardwell_server.shard.state.contributions import Contribution
+from shardwell_server.shard.shard_spec import ShardSpec
 from shardwell_server.shard.state.runs import HostedRun
-from shardwell_server.shard.state.shard_spec import ShardSpec
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_server.shard.state.unit_shard import UnitShard
 from shardwell_wire import fault_points
-from shardwell_wire.layout import Parameter, UnitLayout
-from shardwell_wire.run_identity import RunIdentity
-from shardwell_wire.server_folders import FolderOwner
+from shardwell_wire.host.server_folders import FolderOwner
+from shardwell_wire.model.layout import Parameter, UnitLayout
+from shardwell_wire.model.names import RunIdentity
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
 DP = 2

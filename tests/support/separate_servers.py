@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from shardwell.processes.local_cluster import ServerProcess
-from shardwell_wire.server_folders import DEFAULT_DIRECTORY, FolderOwner, folders_of, remove_folders
+from shardwell_wire.host.server_folders import DEFAULT_DIRECTORY, FolderOwner, folders_of, remove_folders
 
 _START_S, _STOP_S = 90.0, 60.0
 

@@ -17,26 +17,26 @@ import grpc
 import grpc.aio
 import torch
 
-from shardwell.transport.incoming import into
-from shardwell.transport.shard_client import ShardClient
-from shardwell_server.connections import grpc_port
-from shardwell_server.rpc import add_service
+from shardwell.transport.base import into
+from shardwell.transport.grpc_transport import ShardClient
+from shardwell_server.serving.limits import grpc_port
+from shardwell_server.serving.rpc import add_service
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.process.peers import GrpcPeers
 from shardwell_server.shard.servicer import ShardServicer
-from shardwell_server.shard.state.fences import CoordinatorTerm
+from shardwell_server.shard.state.runs import CoordinatorTerm
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_server.shard.state.unit_shard import UnitShard
 from shardwell_server.shard.transports.registry import TransportResources, build_transports
 from shardwell_server.shard.transports.shm_transport import ShmTransport
 from shardwell_server.shard.transports.socket_transport import SocketTransport
-from shardwell_wire import chunk_streams
-from shardwell_wire.channel import SERVER_OPTIONS
-from shardwell_wire.credentials import Credentials
+from shardwell_wire.connection.channel import SERVER_OPTIONS
+from shardwell_wire.encoding import chunk_streams
 from shardwell_wire.errors import ShardwellError, from_rpc_error
-from shardwell_wire.layout import DTYPE_NUMBERS, UnitLayout
-from shardwell_wire.run_identity import RunIdentity
-from shardwell_wire.tls import Tls, TlsOptions
+from shardwell_wire.model.layout import DTYPE_NUMBERS, UnitLayout
+from shardwell_wire.model.names import RunIdentity
+from shardwell_wire.security.credentials import Credentials
+from shardwell_wire.security.tls import Tls, TlsOptions
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
 Result = TypeVar("Result")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from shardwell_wire.shared_descriptors import SOCKET_NAME
+from shardwell_wire.host.shared_memory import SOCKET_NAME
 from tests.support.cluster import wait_until
 
 SHARED_MEMORY = Path("/dev/shm")

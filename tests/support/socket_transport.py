@@ -9,15 +9,16 @@ from typing import Any
 
 import torch
 
-from shardwell.transport.incoming import into
+from shardwell.transport.base import into
 from shardwell.transport.socket_transport import SocketTransport
-from shardwell_wire import chunk_streams, socket_frames
+from shardwell_wire.connection import socket_frames
+from shardwell_wire.connection.socket_frames import Kind
+from shardwell_wire.encoding import chunk_streams
 from shardwell_wire.errors import (
     ShardwellError,
     from_status_details,
 )
-from shardwell_wire.layout import UnitLayout
-from shardwell_wire.socket_frames import Kind
+from shardwell_wire.model.layout import UnitLayout
 from shardwell_wire.v1 import shard_pb2
 from tests.support.shard_server import (
     PLAIN,

@@ -11,7 +11,7 @@ from types import TracebackType
 import psutil
 
 from shardwell.credentials import PublishedCredentials
-from shardwell_wire.tokens import ClusterKey
+from shardwell_wire.security.tokens import ClusterKey
 
 
 class TcpProxy:

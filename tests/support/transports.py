@@ -13,19 +13,21 @@ from shardwell.transport.base import (
     BatchAnswers,
     FetchTarget,
     GradientPart,
+    Incoming,
     NearlyDone,
+    PartHeader,
+    Place,
     PreparedPush,
+    PushedRange,
     ShardAddress,
     StreamTransport,
     ignore,
 )
-from shardwell.transport.fetch_batch import Arrived, SmallFetch
-from shardwell.transport.incoming import Incoming, Place
-from shardwell.transport.push_header import PartHeader, PushedRange
+from shardwell.transport.server_connection import Arrived, SmallFetch
 from shardwell.transport.shared_vector import SharedVector
-from shardwell_wire.chunk_streams import memory_at
+from shardwell_wire.encoding.chunk_streams import memory_at
+from shardwell_wire.encoding.wire_dtypes import AS_STORED, WireDtype
 from shardwell_wire.v1 import common_pb2, shard_pb2
-from shardwell_wire.wire_dtypes import AS_STORED, WireDtype
 from tests.support.shard_server import OneUnit
 
 

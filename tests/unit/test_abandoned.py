@@ -7,9 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from shardwell.data_plane.abandoned import read_newest
-from shardwell.data_plane.remote_shard import RemoteShard
-from shardwell.data_plane.remote_unit import RemoteUnit
+from shardwell.data_plane.fetch import read_newest
+from shardwell.data_plane.shard import RemoteShard, RemoteUnit
 from shardwell_wire.errors import (
     DeadlineError,
     NotFoundError,

@@ -23,8 +23,7 @@ import pytest
 import shardwell
 from shardwell.command import cli
 from shardwell.optimizers.sharded_optimizer import ShardedOptimizer
-from shardwell.session.config import JoinConfig, TransferOptions, WaitOptions
-from shardwell.session.torchrun_place import TorchrunPlace
+from shardwell.options import JoinConfig, TorchrunPlace, TransferOptions, WaitOptions
 from shardwell_server import cli as server_cli
 
 ROOT = Path(__file__).parents[2]

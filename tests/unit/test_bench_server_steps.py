@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import server_steps
-from shardwell_wire.server_folders import DEFAULT_DIRECTORY
+from shardwell_wire.host.server_folders import DEFAULT_DIRECTORY
 
 
 def test_benchmark_prints_a_row_per_case(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,8 +7,8 @@ import torch
 
 from benchmarks.wire_loss import LossCheck, WireResult, relative_error
 from benchmarks.wire_options import LOSS_OPTIONS, REFERENCE
-from shardwell.session.config import JoinConfig, TransferOptions
-from shardwell_wire.wire_dtypes import GATHER_NAMES, PUSH_NAMES
+from shardwell.options import JoinConfig, TransferOptions
+from shardwell_wire.encoding.wire_dtypes import GATHER_NAMES, PUSH_NAMES
 
 
 def values(numel: int) -> torch.Tensor:

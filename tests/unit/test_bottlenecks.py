@@ -11,8 +11,7 @@ import pytest
 
 from shardwell.monitor.bottlenecks import Bottleneck, Severity, find_bottlenecks
 from shardwell.monitor.report import make_report
-from shardwell.monitor.setup import MonitoredSetup
-from shardwell.monitor.step_times import CommitFacts, LastFinished, ServerUpdate, StepPart, StepTimes
+from shardwell.monitor.step_times import CommitFacts, LastFinished, MonitoredSetup, ServerUpdate, StepPart, StepTimes
 
 MB = 1_000_000
 SETUP = MonitoredSetup(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwell.memory.buffer_pool import BufferPool
+from shardwell.memory.buffers import BufferPool
 
 LIMIT = 1000
 

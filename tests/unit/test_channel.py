@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
-from shardwell_wire.channel import open_aio_channel, open_channel
+from shardwell_wire.connection.channel import open_aio_channel, open_channel
 
 
 @pytest.fixture

@@ -11,17 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwell.session.residuals import RestoredResiduals
+from shardwell.store.residuals import RestoredResiduals
 from shardwell_server.shard.checkpoints.contents import describe_shard, fill_shard
 from shardwell_server.shard.state.portable_state import PartState, ShardState
-from shardwell_wire.boxes import Box, common_runs
-from shardwell_wire.checkpoints.elements import pieces_of, read_elements
 from shardwell_wire.checkpoints.format import Piece
-from shardwell_wire.checkpoints.local_storage import LocalStorage
-from shardwell_wire.checkpoints.reading import Checkpoint
+from shardwell_wire.checkpoints.reading import Checkpoint, pieces_of, read_elements
+from shardwell_wire.checkpoints.storage import LocalStorage
 from shardwell_wire.errors import CorruptDataError, UnitMismatchError
-from shardwell_wire.layout import BLOCK_BYTES, Parameter, UnitLayout
-from shardwell_wire.topology import World
+from shardwell_wire.model.layout import BLOCK_BYTES, Box, Parameter, UnitLayout, common_runs
+from shardwell_wire.model.topology import World
 from tests.support.checkpoints import write_checkpoint
 
 SHAPE = (90, 70)

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from shardwell_wire import chunk_streams
-from shardwell_wire.chunk_streams import (
+from shardwell_wire.encoding import chunk_streams
+from shardwell_wire.encoding.chunk_streams import (
     MAX_CHUNK_BYTES,
     ChunkView,
     StreamReceiver,

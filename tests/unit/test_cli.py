@@ -19,10 +19,10 @@ from shardwell.command.cli import build_parser, main
 from shardwell.command.inspect_commands import to_json
 from shardwell.command.inspect_tables import ParameterPiece
 from shardwell.processes import launch
-from shardwell.processes.trainer_process import describe_exit
+from shardwell.processes.launch import describe_exit
 from shardwell.sizes import format_size
 from shardwell_server import cli as server_cli
-from shardwell_wire.topology import World
+from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 
 
@@ -90,7 +90,7 @@ def test_ctrl_c_prints_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("shardwell.session.coordinator_client.CoordinatorClient.call", interrupted)
+    monkeypatch.setattr("shardwell.transport.rpc.CoordinatorClient.call", interrupted)
     assert main(["runs", "--address", "127.0.0.1:1"]) == 130
     assert capsys.readouterr().err == ""
 

@@ -4,10 +4,9 @@ from dataclasses import fields
 
 import pytest
 
-from shardwell.session.config import JoinConfig, TransferOptions, WaitOptions
-from shardwell.session.environment import read_environment
+from shardwell.options import JoinConfig, TransferOptions, WaitOptions, read_environment
 from shardwell_wire.errors import UsageError, WorldError
-from shardwell_wire.topology import World
+from shardwell_wire.model.topology import World
 from tests.support.cluster import join_options
 
 ENVIRONMENT = {

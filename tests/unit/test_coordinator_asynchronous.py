@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from shardwell_wire.consistency import ASYNCHRONOUS, BOUNDED_STALENESS, SYNCHRONOUS, Consistency
 from shardwell_wire.errors import (
     InvalidRequestError,
     RunMismatchError,
@@ -16,7 +15,7 @@ from shardwell_wire.errors import (
     StaleEpochError,
     UnavailableError,
 )
-from shardwell_wire.topology import World
+from shardwell_wire.model.topology import ASYNCHRONOUS, BOUNDED_STALENESS, SYNCHRONOUS, Consistency, World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 from tests.support.asynchronous import commits, take_item, team
 from tests.support.coordinator import Harness, buffers, config, harness, optimizer, run_async

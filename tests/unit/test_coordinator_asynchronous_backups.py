@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from shardwell_wire.consistency import ASYNCHRONOUS
 from shardwell_wire.errors import InvalidRequestError, StepRestartedError, UnavailableError
+from shardwell_wire.model.topology import ASYNCHRONOUS
 from shardwell_wire.v1 import shard_pb2
 from tests.support.asynchronous import commits, take_item, take_restarted_item
 from tests.support.coordinator import Harness, Trainer, harness, run_async

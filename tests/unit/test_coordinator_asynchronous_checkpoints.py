@@ -9,9 +9,8 @@ import pytest
 from shardwell_server.coordinator.checkpoints import choosing, restoring
 from shardwell_wire.checkpoints.opening import open_storage
 from shardwell_wire.checkpoints.reading import read_manifest
-from shardwell_wire.consistency import ASYNCHRONOUS, BOUNDED_STALENESS, SYNCHRONOUS, Consistency
 from shardwell_wire.errors import RunMismatchError
-from shardwell_wire.topology import World
+from shardwell_wire.model.topology import ASYNCHRONOUS, BOUNDED_STALENESS, SYNCHRONOUS, Consistency, World
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support.asynchronous import commits, take_item, team
 from tests.support.coordinator import Harness, Trainer, config, harness, run_async

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from shardwell_server.coordinator.checkpoints import restoring
-from shardwell_server.coordinator.checkpoints.files import CheckpointFiles
+from shardwell_server.coordinator.checkpoints.manifests import CheckpointFiles
 from shardwell_server.coordinator.leases import trainers
 from shardwell_server.coordinator.runs.checkpoints import RunCheckpoints
 from shardwell_server.coordinator.storage.records import CheckpointRecord
@@ -29,7 +29,7 @@ from shardwell_wire.checkpoints.reading import read_manifest
 from shardwell_wire.checkpoints.storage import Storage
 from shardwell_wire.checkpoints.writing import CheckpointFileWriter
 from shardwell_wire.errors import InvalidRequestError, StaleEpochError, StepStateError
-from shardwell_wire.topology import World
+from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support.coordinator import Harness, Trainer, config, harness, run_async
 from tests.support.coordinator_steps import take_step

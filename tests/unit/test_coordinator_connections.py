@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from shardwell_server.coordinator import connection
-from shardwell_server.coordinator.runs.members import MemberState
+from shardwell_server.coordinator.ranks.members import MemberState
 from shardwell_server.coordinator.servers.cluster import ServerState
 from shardwell_wire.errors import RunDeletedError, StaleEpochError
-from shardwell_wire.process_identity import has_ended, own_identity, runs_here
+from shardwell_wire.host.server_folders import has_ended, own_identity, runs_here
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support.coordinator import Harness, Trainer, harness, run_async
 
-_PROGRAM = "import sys; from shardwell_wire.process_identity import own_identity; print(own_identity()); input()"
+_PROGRAM = "import sys; from shardwell_wire.host.server_folders import own_identity; print(own_identity()); input()"
 ELSEWHERE = "another-boot/pid:[1]/7/9"
 """Identity of a process on another host."""
 

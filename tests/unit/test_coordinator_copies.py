@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from shardwell_server.coordinator.runs.copies import WorkTimes
+from shardwell_server.coordinator.steps.work import WorkTimes
 from shardwell_wire.errors import UnavailableError
-from shardwell_wire.topology import World
+from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support.coordinator import Harness, Trainer, config, finished_item, harness, run_async
 from tests.support.fake_shards import fail_times

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shardwell_wire.errors import StaleEpochError, StepRestartedError
-from shardwell_wire.topology import World
+from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support.coordinator import Harness, Trainer, config, finished_item, harness, run_async, unit
 from tests.unit.test_coordinator_connections import keep

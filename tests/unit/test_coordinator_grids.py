@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwell_server.coordinator.checkpoints.grids import has_units_of
+from shardwell_server.coordinator.checkpoints.choosing import has_units_of
 from shardwell_wire.checkpoints.format import Piece
 from shardwell_wire.checkpoints.manifest import message_from_dict, message_to_dict
 from shardwell_wire.checkpoints.opening import open_storage
@@ -23,8 +23,8 @@ from shardwell_wire.errors import (
     UnavailableError,
     UnitMismatchError,
 )
-from shardwell_wire.layout import Parameter, UnitLayout
-from shardwell_wire.topology import World
+from shardwell_wire.model.layout import Parameter, UnitLayout
+from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import common_pb2
 from tests.support.checkpoints import write_checkpoint
 from tests.support.coordinator import SGD, Harness, Trainer, config, harness, run_async

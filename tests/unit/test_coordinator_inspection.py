@@ -9,7 +9,7 @@ import pytest
 
 from shardwell_server.coordinator.inspection.events import KEPT_EVENTS, EventKind, EventLog
 from shardwell_wire.errors import InvalidRequestError, WorldError
-from shardwell_wire.topology import World
+from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support.coordinator import config, harness, run_async, unit
 

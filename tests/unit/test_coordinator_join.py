@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from shardwell_server.coordinator import state
-from shardwell_server.coordinator.placement import placer
-from shardwell_server.coordinator.runs import members
-from shardwell_server.coordinator.runs.members import MAX_GONE_MEMBERS
+from shardwell_server.coordinator import placement, state
+from shardwell_server.coordinator.ranks import members
+from shardwell_server.coordinator.ranks.members import MAX_GONE_MEMBERS
 from shardwell_wire.errors import (
     CapacityError,
     DuplicateError,
@@ -22,7 +21,7 @@ from shardwell_wire.errors import (
     StaleEpochError,
     WorldError,
 )
-from shardwell_wire.topology import World
+from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 from tests.support.coordinator import config, harness, run_async, unit
 
@@ -466,7 +465,7 @@ def test_late_trainer_gets_its_work_at_once_if_nobody_else_computes_it(tmp_path:
 def test_runs_trainers_and_units_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "MAX_RUNS", 2)
     monkeypatch.setattr(members, "MAX_SPARES", 1)
-    monkeypatch.setattr(placer, "MAX_UNITS", 1)
+    monkeypatch.setattr(placement, "MAX_UNITS", 1)
 
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from shardwell_server.coordinator.runs.rank_assignment import Applicant
-from shardwell_server.coordinator.runs.replicas import replicas_of
-from shardwell_server.coordinator.runs.run import Run
+from shardwell_server.coordinator.ranks.rank_assignment import Applicant, replicas_of
+from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.settings import RunSettings
-from shardwell_wire.layout import Parameter, UnitLayout
-from shardwell_wire.run_identity import RunIdentity
-from shardwell_wire.topology import World
+from shardwell_wire.model.layout import Parameter, UnitLayout
+from shardwell_wire.model.names import RunIdentity
+from shardwell_wire.model.topology import World
 
 WORLD = World(dp=2, tp=2, pp=2)
 

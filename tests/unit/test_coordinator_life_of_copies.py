@@ -10,10 +10,10 @@ import pytest
 from shardwell_server.coordinator.checkpoints import restoring
 from shardwell_server.coordinator.checkpoints.manifests import manifest_of
 from shardwell_server.coordinator.leases.servers import ServerState
-from shardwell_server.coordinator.relocation.adoption import Adoption
+from shardwell_server.coordinator.relocation.relocator import Adoption
 from shardwell_server.coordinator.storage.records import BackupState, CheckpointRecord
 from shardwell_wire.errors import ConflictError, StaleEpochError, UnavailableError
-from shardwell_wire.topology import World
+from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2
 from tests.support.coordinator import Harness, config, harness, run_async, unit
 from tests.support.fake_shards import fail_times

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from shardwell_server.coordinator.relocation.keeper import BackupKeeper
-from shardwell_server.coordinator.runs.relocations import Relocations
-from shardwell_server.coordinator.runs.run import Run
-from shardwell_server.coordinator.runs.units import Promotion
+from shardwell_server.coordinator.run import Run
+from shardwell_server.coordinator.runs.units import Promotion, Relocations
 from tests.support.coordinator import Harness, Trainer, harness, run_async
 from tests.support.relocation import (
     confirmed,

@@ -18,8 +18,8 @@ from shardwell_wire.errors import (
     UnavailableError,
     VersionGoneError,
 )
-from shardwell_wire.optimizers import KEPT_GROUP
-from shardwell_wire.topology import World
+from shardwell_wire.model.optimizers import KEPT_GROUP
+from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import common_pb2, shard_pb2
 from tests.support.coordinator import harness, optimizer, run_async, unit
 from tests.support.coordinator_steps import take_step, team_with_unit
@@ -301,7 +301,7 @@ def test_reset_during_the_previous_update_cancels_the_preparation(tmp_path: Path
 
 
 def test_norm_may_be_infinite_if_its_norm_type_is_near_0() -> None:
-    from shardwell_server.coordinator.runs.gradient_norms import NormKind, PreparedGradients
+    from shardwell_server.coordinator.steps.proposals import NormKind, PreparedGradients
 
     kind = NormKind(1e-3)
     prepared = PreparedGradients.combine([shard_pb2.UnitNorm(square_partials=[4.0], power_partials=[1e5])], kind)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from shardwell_wire.errors import InvalidRequestError, RunMismatchError, StaleEpochError
-from shardwell_wire.parallel_plans import MAX_PLAN_BYTES, MAX_PLAN_MODELS, MAX_PLAN_ROWS
-from shardwell_wire.topology import World
+from shardwell_wire.model.names import MAX_PLAN_BYTES, MAX_PLAN_MODELS, MAX_PLAN_ROWS
+from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support.coordinator import Trainer, harness, run_async
 

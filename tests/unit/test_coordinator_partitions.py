@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shardwell_wire.errors import HyperparameterMismatchError, IncompleteStepError
-from shardwell_wire.topology import World
+from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 from tests.support.coordinator import Harness, Trainer, config, finished_item, harness, run_async
 from tests.support.fake_shards import fail_times

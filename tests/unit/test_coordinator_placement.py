@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from shardwell_server.coordinator.placement.ranges import Candidate, place
-from shardwell_wire.layout import BLOCK_BYTES, Parameter, UnitLayout
+from shardwell_server.coordinator.placement import Candidate, place
+from shardwell_wire.model.layout import BLOCK_BYTES, Parameter, UnitLayout
 
 MIB = 1 << 20
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardwell_server.coordinator.runs.work_items import WorkState
+from shardwell_server.coordinator.steps.step import WorkState
 from shardwell_wire.errors import (
     DuplicateError,
     StaleEpochError,
@@ -17,7 +17,7 @@ from shardwell_wire.errors import (
     UnavailableError,
     VersionGoneError,
 )
-from shardwell_wire.topology import World
+from shardwell_wire.model.topology import World
 from tests.support.coordinator import Harness, Trainer, harness, run_async
 
 ONE_EACH, GRID = World(dp=3), World(dp=2, tp=2)

@@ -7,14 +7,9 @@ from collections import Counter
 
 import pytest
 
-from shardwell_server.coordinator.runs.rank_assignment import (
-    Applicant,
-    assign_ranks,
-    claim_ranks,
-    natural_key,
-)
+from shardwell_server.coordinator.ranks.rank_assignment import Applicant, assign_ranks, claim_ranks, natural_key
 from shardwell_wire.errors import DuplicateError
-from shardwell_wire.topology import World
+from shardwell_wire.model.topology import World
 
 
 def applicants(*hosts: str) -> list[Applicant]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwell_wire.errors import DuplicateError, StaleEpochError
-from shardwell_wire.topology import World
+from shardwell_wire.model.topology import World
 from tests.support.coordinator import Harness, Trainer, config, harness, run_async
 
 WORLD = World(dp=1, pp=2)

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from shardwell_server.coordinator.runs.rank_assignment import Applicant, assign_ranks, requested_place
-from shardwell_server.coordinator.runs.replica_assignment import claim_place, form_replica
-from shardwell_server.coordinator.runs.replicas import replicas_of
+from shardwell_server.coordinator.ranks.rank_assignment import (
+    Applicant,
+    assign_ranks,
+    claim_place,
+    form_replica,
+    replicas_of,
+    requested_place,
+)
 from shardwell_wire.errors import DuplicateError
-from shardwell_wire.topology import World
+from shardwell_wire.model.topology import World
 
 WORLD = World(dp=2, tp=2)
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from shardwell_server.coordinator.runs.replica_stores import ReplicaStore, ReplicaStores
+from shardwell_server.coordinator.ranks.replica_stores import ReplicaStore, ReplicaStores
 from shardwell_wire.errors import CapacityError, InvalidRequestError, StaleEpochError
-from shardwell_wire.topology import World
+from shardwell_wire.model.topology import World
 from tests.support.coordinator import Harness, Trainer, config, harness, run_async
 from tests.unit.test_coordinator_connections import keep
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from shardwell_server.coordinator.runs.replicas import (
+from shardwell_server.coordinator.ranks.rank_assignment import (
     complete_replicas,
     distribute_items,
     ranks_of_items,
     replicas_of,
     waiting_replicas,
 )
-from shardwell_wire.topology import World
+from shardwell_wire.model.topology import World
 
 Replica = tuple[str, ...]
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from shardwell_server.coordinator.checkpoints.residuals import usable_files
-from shardwell_server.coordinator.runs.residuals import ResidualReport, ResidualReports
-from shardwell_wire.checkpoints.local_storage import LocalStorage
+from shardwell_server.coordinator.checkpoints.saving import usable_files
+from shardwell_server.coordinator.runs.checkpoints import ResidualReport, ResidualReports
 from shardwell_wire.checkpoints.manifest import FileRecord, Manifest
+from shardwell_wire.checkpoints.storage import LocalStorage
 from shardwell_wire.errors import StepStateError
-from shardwell_wire.topology import World
+from shardwell_wire.model.topology import World
 
 FILE = FileRecord(
     name="residuals-1.safetensors", server_id="trainer-1", size_bytes=100, header_bytes=50, header_xxh3_64="0" * 16

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwell_wire.channel import RECONNECT_S
+from shardwell_wire.connection.channel import RECONNECT_S
 from shardwell_wire.errors import StaleEpochError, StepRestartedError, StepStateError, UnavailableError
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support.coordinator import Harness, Trainer, harness, run_async, unit

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardwell_server.coordinator.runs.run import Run
+from shardwell_server.coordinator.run import Run
 from shardwell_wire.errors import AccessError, InvalidRequestError, RunDeletedError, StepStateError
 from tests.support.coordinator import Harness, Trainer, harness, optimizer, run_async, unit
 from tests.support.fake_shards import fail_times

@@ -11,7 +11,7 @@ import pytest
 from shardwell.command import inspect_tables
 from shardwell_server.coordinator.servers.cluster import ServerState
 from shardwell_wire.errors import ConflictError, DuplicateError, NotFoundError, StaleEpochError, UnavailableError
-from shardwell_wire.process_identity import has_ended
+from shardwell_wire.host.server_folders import has_ended
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support.coordinator import Harness, harness, run_async, unit
 
@@ -170,7 +170,7 @@ def test_server_whose_heartbeats_do_not_arrive_is_lost_although_it_answers_probe
 
 
 def test_ended_process_is_detected_by_its_identity_on_the_same_host_only() -> None:
-    program = "import sys; from shardwell_wire.process_identity import own_identity; print(own_identity()); input()"
+    program = "import sys; from shardwell_wire.host.server_folders import own_identity; print(own_identity()); input()"
     with subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as child:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardwell_server.coordinator.runs.committed_steps import CommittedSteps, UpdateTime
+from shardwell_server.coordinator.steps.committed_steps import CommittedSteps, UpdateTime
 from shardwell_server.coordinator.storage.records import CommitRecord
 from shardwell_wire.errors import (
     CapacityError,

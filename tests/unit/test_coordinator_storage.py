@@ -24,7 +24,7 @@ from shardwell_server.coordinator.storage.records import (
 )
 from shardwell_server.coordinator.storage.storage import FILE_NAME, SCHEMA_VERSION, Storage
 from shardwell_wire.errors import ConflictError, UnavailableError
-from shardwell_wire.topology import World
+from shardwell_wire.model.topology import World
 from tests.support.coordinator import Harness, Trainer, config, harness, optimizer, run_async
 
 RUN = RunRecord(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwell_server.coordinator.runs.work_items import WorkState
+from shardwell_server.coordinator.steps.step import WorkState
 from shardwell_wire.errors import InvalidRequestError
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support.coordinator import Harness, Trainer, harness, run_async

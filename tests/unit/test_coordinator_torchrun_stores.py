@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from shardwell_server.coordinator import torchrun_stores
+from shardwell_server.coordinator import rendezvous
+from shardwell_server.coordinator.rendezvous import IDLE_S, MAX_STORE_BYTES, TorchrunStores
 from shardwell_server.coordinator.servicer import CoordinatorServicer
-from shardwell_server.coordinator.torchrun_stores import IDLE_S, MAX_STORE_BYTES, TorchrunStores
-from shardwell_wire.credentials import new_key
 from shardwell_wire.errors import CapacityError, ConflictError, InvalidRequestError
+from shardwell_wire.security.credentials import new_key
 from tests.support.coordinator import Clock, harness, run_async
 
 
@@ -31,7 +31,7 @@ def test_stores_are_separate_and_end_when_nobody_uses_them() -> None:
 
 
 def test_stores_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torchrun_stores, "MAX_STORES", 2)
+    monkeypatch.setattr(rendezvous, "MAX_STORES", 2)
     stores = TorchrunStores(is_protected=True, clock=Clock())
     stores.open("a"), stores.open("b")
     with pytest.raises(CapacityError, match="has 2 stores of torchrun already"):

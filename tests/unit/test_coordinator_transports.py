@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwell_server.coordinator.runs.members import MAX_TRANSPORTS
+from shardwell_server.coordinator.ranks.members import MAX_TRANSPORTS
 from shardwell_wire.errors import InvalidRequestError
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 from tests.support.coordinator import harness, run_async

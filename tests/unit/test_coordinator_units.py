@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardwell_server.coordinator.waiting import Signal
+from shardwell_server.coordinator.settings import Signal
 from shardwell_wire.errors import (
     CapacityError,
     ConflictError,
@@ -20,7 +20,7 @@ from shardwell_wire.errors import (
     UnavailableError,
     UnitMismatchError,
 )
-from shardwell_wire.layout import UnitLayout
+from shardwell_wire.model.layout import UnitLayout
 from shardwell_wire.v1 import common_pb2
 from tests.support.coordinator import Harness, harness, run_async, unit
 from tests.support.fake_shards import COST, fail_times

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from shardwell_wire.errors import DeadlineError, NotFoundError, StepStateError, VersionGoneError
-from shardwell_wire.layout import UnitLayout
-from shardwell_wire.topology import World
+from shardwell_wire.model.layout import UnitLayout
+from shardwell_wire.model.topology import World
 from tests.support.coordinator import harness, run_async, unit
 
 

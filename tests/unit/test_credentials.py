@@ -15,11 +15,12 @@ import pytest
 
 from shardwell import credentials as local
 from shardwell.credentials import PublishedCredentials, find_credentials
-from shardwell.session.coordinator_client import CoordinatorClient
+from shardwell.transport.rpc import CoordinatorClient
 from shardwell_server.cli import main as server_command
-from shardwell_wire import credentials as wire
-from shardwell_wire import secret_files
-from shardwell_wire.credentials import (
+from shardwell_wire.errors import UnauthenticatedError, UsageError
+from shardwell_wire.security import credentials as wire
+from shardwell_wire.security import secret_files
+from shardwell_wire.security.credentials import (
     NO_CREDENTIALS,
     Credentials,
     MemberCredentials,
@@ -28,8 +29,7 @@ from shardwell_wire.credentials import (
     read_token_file,
     token_in,
 )
-from shardwell_wire.errors import UnauthenticatedError, UsageError
-from shardwell_wire.tokens import LIFETIME_S, ClusterKey, Role
+from shardwell_wire.security.tokens import LIFETIME_S, ClusterKey, Role
 
 TOKEN = "0123456789abcdef"
 OTHER = "fedcba9876543210"
@@ -37,7 +37,7 @@ OTHER = "fedcba9876543210"
 HOLD = """
 import sys
 from shardwell.credentials import PublishedCredentials
-from shardwell_wire.tokens import ClusterKey
+from shardwell_wire.security.tokens import ClusterKey
 published = PublishedCredentials(sys.argv[1], ClusterKey(sys.argv[2]))
 print("ready", flush=True)
 sys.stdin.read()

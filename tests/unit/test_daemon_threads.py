@@ -10,13 +10,13 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from shardwell.data_plane.transfer_queue import DaemonThreads
+from shardwell.data_plane.transfers import DaemonThreads
 from tests.support.cluster import wait_until
 from tests.support.processes import ROOT
 
 INTERRUPTED = """
 import atexit, threading
-from shardwell.data_plane.transfer_queue import DaemonThreads
+from shardwell.data_plane.transfers import DaemonThreads
 
 started = threading.Event()
 

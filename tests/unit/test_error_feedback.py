@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from shardwell.data_plane.error_feedback import ErrorFeedback
-from shardwell.memory.buffer_pool import BufferPool
-from shardwell_wire.chunk_streams import memory_at
-from shardwell_wire.layout import Parameter, UnitLayout
-from shardwell_wire.stream_plan import InParameters, InVector, StreamPlan
+from shardwell.memory.buffers import BufferPool
+from shardwell_wire.encoding.chunk_streams import memory_at
+from shardwell_wire.encoding.streams import InParameters, InVector, StreamPlan
+from shardwell_wire.encoding.wire_dtypes import WireDtype
+from shardwell_wire.model.layout import Parameter, UnitLayout
 from shardwell_wire.v1.common_pb2 import (
     WIRE_DTYPE_BFLOAT16,
     WIRE_DTYPE_FLOAT8,
@@ -24,7 +25,6 @@ from shardwell_wire.v1.common_pb2 import (
     WIRE_DTYPE_TOP_K_10_PERCENT,
     WIRE_DTYPE_UNSPECIFIED,
 )
-from shardwell_wire.wire_dtypes import WireDtype
 
 LAYOUT = UnitLayout(
     "block",

@@ -8,9 +8,9 @@ from concurrent.futures import Future
 
 import pytest
 
-from shardwell.data_plane.fetch_batches import FetchBatches
-from shardwell.data_plane.fetches import _MAX_BATCHES, _THREADS
-from shardwell.data_plane.transfer_queue import DaemonThreads
+from shardwell.data_plane.batches import FetchBatches
+from shardwell.data_plane.fetch import _MAX_BATCHES, _THREADS
+from shardwell.data_plane.transfers import DaemonThreads
 from shardwell_wire.errors import ShardwellError, StaleEpochError, UnavailableError
 
 

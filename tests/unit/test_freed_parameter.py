@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shardwell.module.freed_parameter import FreedParameter
+from shardwell.module.parameters import FreedParameter
 from shardwell.module.unit import owner_of
 from shardwell_wire.errors import FreedParameterError
 from tests.support.module_parity import Sharded, wrap_children

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from shardwell.data_plane.remote_unit import RemoteUnit
-from shardwell.session.gradient_groups import RankOwner, complete_group
-from shardwell.session.gradient_routes import SMALL_UNIT_BYTES, AdaptiveRoute
-from shardwell_wire.layout import Parameter, UnitLayout
-from shardwell_wire.sum_order import SumOrder
+from shardwell.data_plane.shard import RemoteUnit
+from shardwell.store.sums import SMALL_UNIT_BYTES, AdaptiveRoute, RankOwner, complete_group
+from shardwell_wire.model.layout import Parameter, UnitLayout
+from shardwell_wire.model.sum_order import SumOrder
 
 
 def owners(*hosts: str) -> list[RankOwner]:

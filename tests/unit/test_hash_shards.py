@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from shardwell_server.shard.requests import relocation
+from shardwell_server.shard.shard_spec import Role
 from shardwell_server.shard.state.runs import HostedRun
-from shardwell_server.shard.state.shard_spec import Role
 from shardwell_wire.v1 import shard_pb2
 
 

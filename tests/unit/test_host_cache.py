@@ -17,12 +17,11 @@ from typing import Any
 
 import pytest
 
-from shardwell.data_plane import host_folder
-from shardwell.data_plane.host_cache import CachedShard, CacheKey, Fetch, HostCache
-from shardwell.data_plane.host_folder import MEMORY, HostFolder
+from shardwell.data_plane import host_cache
+from shardwell.data_plane.host_cache import MEMORY, CachedShard, CacheKey, Fetch, HostCache, HostFolder
 from shardwell.transport.shared_vector import SegmentLocation, SharedVector
 from shardwell_wire.errors import DeadlineError, UnavailableError, VersionGoneError
-from shardwell_wire.layout import BLOCK_BYTES
+from shardwell_wire.model.layout import BLOCK_BYTES
 from tests.support.processes import ROOT
 
 SIZE = 2 * BLOCK_BYTES
@@ -449,7 +448,7 @@ def test_aborted_removal_is_resumed(memory: Path, monkeypatch: pytest.MonkeyPatc
         raise OSError(errno.EIO, "aborted")
 
     with monkeypatch.context() as patched:
-        patched.setattr(host_folder, "_remove_empty", cut)
+        patched.setattr(host_cache, "_remove_empty", cut)
         folder.close()
     assert list(folder.path.iterdir()) == []
     HostFolder("other", memory).close()

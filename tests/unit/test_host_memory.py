@@ -7,9 +7,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shardwell_server.shard.memory import host_memory
-from shardwell_server.shard.memory.budget import default_budget_bytes
-from shardwell_server.shard.memory.host_memory import cgroup_limits
+from shardwell_server.shard.memory import budget
+from shardwell_server.shard.memory.budget import cgroup_limits, default_budget_bytes
 
 GIB = 1 << 30
 NO_LIMIT_V1 = 9223372036854771712
@@ -79,15 +78,15 @@ def test_machine_memory_counts_without_limits(tmp_path: Path, monkeypatch: pytes
     assert cgroup_limits(tmp_path / "nowhere") == []
     machine = psutil.virtual_memory().total
     for limits, usable in (([], machine), ([1 << 62], machine), ([GIB, 5], 5)):
-        monkeypatch.setattr(host_memory, "cgroup_limits", lambda limits=limits: limits)
-        assert host_memory.usable_memory_bytes() == usable
+        monkeypatch.setattr(budget, "cgroup_limits", lambda limits=limits: limits)
+        assert budget.usable_memory_bytes() == usable
 
 
 def test_limit_of_a_container_is_not_divided_by_the_servers_on_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = psutil.virtual_memory().total
-    monkeypatch.setattr(host_memory, "cgroup_limits", lambda: [3 * 1024, 1 << 62])
+    monkeypatch.setattr(budget, "cgroup_limits", lambda: [3 * 1024, 1 << 62])
     assert default_budget_bytes(3) == 819, "80 % of a third of a limit that the servers share"
     assert default_budget_bytes(3, own_limits=True) == 2457, "80 % of a container's own limit"
-    monkeypatch.setattr(host_memory, "cgroup_limits", lambda: [machine])
+    monkeypatch.setattr(budget, "cgroup_limits", lambda: [machine])
     for own_limits in (False, True):
         assert default_budget_bytes(3, own_limits=own_limits) == int(machine // 3 * 0.8)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from shardwell.data_plane import interrupts
-from shardwell.data_plane.interrupts import uninterrupted
+from shardwell.data_plane import transfers
+from shardwell.data_plane.transfers import uninterrupted
 
 
 @pytest.fixture
@@ -42,17 +42,17 @@ def test_every_deferred_handler_runs_if_one_raises(received: list[int]) -> None:
 def test_interrupt_while_handlers_are_restored_leaves_no_signal_deferred(
     received: list[int], monkeypatch: pytest.MonkeyPatch, deferred: bool
 ) -> None:
-    set_handler: Callable[..., Any] = interrupts._set_handler
+    set_handler: Callable[..., Any] = transfers._set_handler
     calls = 0
 
-    def set_and_interrupt(number: int, handler: interrupts.Handler) -> None:
+    def set_and_interrupt(number: int, handler: transfers.Handler) -> None:
         nonlocal calls
         set_handler(number, handler)
         calls += 1
         if calls == 3:  # the first handler that is restored
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(interrupts, "_set_handler", set_and_interrupt)
+    monkeypatch.setattr(transfers, "_set_handler", set_and_interrupt)
     with pytest.raises(KeyboardInterrupt), uninterrupted:
         if deferred:
             signal.raise_signal(signal.SIGTERM)

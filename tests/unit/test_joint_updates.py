@@ -11,7 +11,7 @@ import torch
 
 from shardwell_server.optimizer_checks import allocation_key
 from shardwell_server.shard.memory.shared_memory import SharedBuffer
-from shardwell_server.shard.state.joint_undo import ChangedRange, CopyPlan, JointUndo
+from shardwell_server.shard.restart.undo import ChangedRange, CopyPlan, JointUndo
 from shardwell_server.shard.state.joint_updates import JointUpdates, StepUpdate
 from shardwell_server.shard.state.runs import HostedRun
 from shardwell_server.shard.state.store import ShardStore

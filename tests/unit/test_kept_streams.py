@@ -10,10 +10,10 @@ import pytest
 import xxhash
 
 from shardwell.data_plane.kept_streams import DecodedStream, DeltaCache, DeltaIncoming, KeptStream, receiving
-from shardwell.memory.buffer_pool import BufferPool
-from shardwell.session.run_store import RunStore
-from shardwell.transport.incoming import Incoming
-from shardwell_wire import value_deltas
+from shardwell.memory.buffers import BufferPool
+from shardwell.store.run_store import RunStore
+from shardwell.transport.base import Incoming
+from shardwell_wire.encoding import value_deltas
 from shardwell_wire.errors import CorruptDataError
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2
 

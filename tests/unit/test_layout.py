@@ -6,7 +6,7 @@ import random
 import pytest
 
 from shardwell_wire.errors import InvalidRequestError
-from shardwell_wire.layout import ALIGNMENT_BYTES, BLOCK_BYTES, Parameter, Segment, UnitLayout, cut
+from shardwell_wire.model.layout import ALIGNMENT_BYTES, BLOCK_BYTES, Parameter, Segment, UnitLayout, cut
 from shardwell_wire.v1 import common_pb2
 
 

@@ -10,11 +10,17 @@ from typing import Any
 
 import pytest
 
-from shardwell_server import limits
-from shardwell_server.connections import close_connection, close_connections, grpc_port
-from shardwell_server.limits import Rate, RequestLimits, Unproven
+from shardwell_server.serving import limits
+from shardwell_server.serving.limits import (
+    Rate,
+    RequestLimits,
+    Unproven,
+    close_connection,
+    close_connections,
+    grpc_port,
+)
 from shardwell_wire.errors import TooManyRequestsError
-from shardwell_wire.tokens import Identity, Role
+from shardwell_wire.security.tokens import Identity, Role
 
 
 class Clock:

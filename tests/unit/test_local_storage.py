@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from shardwell_wire.checkpoints.local_storage import LocalStorage
+from shardwell_wire.checkpoints.storage import LocalStorage
 from shardwell_wire.errors import NotFoundError
 
 

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from google.protobuf.message import Message
 
+from shardwell_server.shard.gradients.contributions import Contribution
 from shardwell_server.shard.requests import steps
 from shardwell_server.shard.requests.replication import Replicator
-from shardwell_server.shard.state.contributions import Contribution
+from shardwell_server.shard.shard_spec import ShardSpec
 from shardwell_server.shard.state.replication import Backup
 from shardwell_server.shard.state.runs import HostedRun
-from shardwell_server.shard.state.shard_spec import ShardSpec
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_wire.errors import UnavailableError
-from shardwell_wire.layout import Parameter, UnitLayout
-from shardwell_wire.run_identity import RunIdentity
+from shardwell_wire.model.layout import Parameter, UnitLayout
+from shardwell_wire.model.names import RunIdentity
 from shardwell_wire.v1 import common_pb2, shard_pb2
 from tests.simulation.loop import VirtualLoop
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from shardwell_wire import low_rank_factors
-from shardwell_wire.chunk_streams import memory_at
-from shardwell_wire.layout import Parameter, UnitLayout, cut
-from shardwell_wire.stream_plan import InParameters, InVector, RangePlans, StreamPlan
+from shardwell_wire.encoding import low_rank_factors
+from shardwell_wire.encoding.chunk_streams import memory_at
+from shardwell_wire.encoding.streams import InParameters, InVector, RangePlans, StreamPlan
+from shardwell_wire.encoding.wire_dtypes import AS_STORED, LOW_RANK, WireDtype, applied, stream_size
+from shardwell_wire.model.layout import Parameter, UnitLayout, cut
 from shardwell_wire.v1.common_pb2 import WIRE_DTYPE_LOW_RANK_4, WIRE_DTYPE_UNSPECIFIED
-from shardwell_wire.wire_dtypes import AS_STORED, LOW_RANK, WireDtype, applied, stream_size
 
 EVERY = list(LOW_RANK)
 

@@ -8,14 +8,13 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from shardwell_server.shard.arithmetic.reduction import Reduced
-from shardwell_server.shard.arithmetic.small_reductions import reduce_small
+from shardwell_server.shard.arithmetic.reduction import Reduced, reduce_small
+from shardwell_server.shard.gradients.contributions import Contribution
+from shardwell_server.shard.gradients.mean_gradient import MeanGradient
 from shardwell_server.shard.memory.budget import Memory
-from shardwell_server.shard.state.contributions import Contribution
-from shardwell_server.shard.state.mean_gradient import MeanGradient
-from shardwell_server.shard.state.shard_spec import segment_views
-from shardwell_wire.layout import Parameter, UnitLayout
-from shardwell_wire.sum_order import SumOrder
+from shardwell_server.shard.shard_spec import segment_views
+from shardwell_wire.model.layout import Parameter, UnitLayout
+from shardwell_wire.model.sum_order import SumOrder
 
 SIZE, HALF = 128, 64
 

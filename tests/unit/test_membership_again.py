@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from shardwell.session.config import JoinConfig
-from shardwell.session.membership import Membership
+from shardwell.membership.membership import Membership
+from shardwell.options import JoinConfig
 from shardwell_wire.errors import StaleEpochError
 from shardwell_wire.v1 import coordinator_pb2
 from tests.unit.test_replica_epoch import FakeCoordinator

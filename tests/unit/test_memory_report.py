@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from shardwell.module.memory_report import MemoryReport, local_ratio, measure, num_parameters
 from shardwell.module.residency import UnitState
+from shardwell.session.memory_report import MemoryReport, local_ratio, measure, num_parameters
 from tests.support.module_parity import Sharded, gpt, gpt_loss, wrap_blocks, wrap_whole
 
 

@@ -10,12 +10,12 @@ from rich.console import Console
 
 from examples.gpt import GPT, GPTConfig
 from shardwell.command import inspect_tables
+from shardwell.grid import parallel_plan
 from shardwell.parallel import ActivationShape, SchedulePlan, plan_tensor_parallel, split_model
 from shardwell.parallel.description import ModelDescription
-from shardwell.session import parallel_plan
 from shardwell_wire.errors import UsageError
-from shardwell_wire.parallel_plans import MAX_PLAN_BYTES, MAX_PLAN_ROWS
-from shardwell_wire.topology import World
+from shardwell_wire.model.names import MAX_PLAN_BYTES, MAX_PLAN_ROWS
+from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import coordinator_pb2
 
 MICRO_BATCHES, SIZE = 4, ActivationShape(batch=2, length=8)

@@ -10,8 +10,8 @@ from torch import nn
 
 from examples.gpt import GPT, GPTConfig
 from shardwell.parallel import split_model
-from shardwell.parallel.layers import LayerKind
-from shardwell.parallel.partition import balanced_starts, even_starts
+from shardwell.parallel.splitting import balanced_starts, even_starts
+from shardwell.parallel.transformer import LayerKind
 from shardwell.wrapping.policies import BlockPolicy
 from shardwell_wire.errors import TiedParameterError, UsageError
 

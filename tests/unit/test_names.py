@@ -7,9 +7,9 @@ import logging
 import pytest
 from google.protobuf.message import Message
 
-from shardwell_server.rpc import reported_error
+from shardwell_server.serving.rpc import reported_error
 from shardwell_wire.errors import InvalidRequestError
-from shardwell_wire.names import MAX_NAME_LENGTH, MAX_PATH_LENGTH, check_id, check_name, check_names, check_path
+from shardwell_wire.model.names import MAX_NAME_LENGTH, MAX_PATH_LENGTH, check_id, check_name, check_names, check_path
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 
 

@@ -14,21 +14,19 @@ import pytest
 import torch
 from torch._C._distributed_c10d import FileStore
 
-from shardwell.data_plane.fetches import Fetches
-from shardwell.data_plane.host_folder import HostFolder
-from shardwell.data_plane.node_gathers import NodeGathers
-from shardwell.data_plane.node_group import NodeGroup, NodeRendezvous
-from shardwell.data_plane.node_rounds import MAX_FAILURES
-from shardwell.data_plane.remote_shard import RemoteShard, Wire
-from shardwell.data_plane.remote_unit import RemoteUnit
-from shardwell.data_plane.traffic_stats import TrafficStats
+from shardwell.data_plane.fetch import Fetches
+from shardwell.data_plane.host_cache import HostFolder
+from shardwell.data_plane.shard import RemoteShard, RemoteUnit, Wire
+from shardwell.data_plane.transfers import TrafficStats
 from shardwell.memory.device_copies import Exchange
 from shardwell.module.mixed_precision import layout_in
-from shardwell.transport.incoming import Place
-from shardwell_wire.chunk_streams import memory_at
+from shardwell.peers.node_gathers import NodeGathers
+from shardwell.peers.node_group import MAX_FAILURES, NodeGroup, NodeRendezvous
+from shardwell.transport.base import Place
+from shardwell_wire.encoding.chunk_streams import memory_at
 from shardwell_wire.errors import CapacityError, UnavailableError
-from shardwell_wire.layout import BLOCK_BYTES, Parameter, UnitLayout
-from shardwell_wire.run_identity import RunIdentity
+from shardwell_wire.model.layout import BLOCK_BYTES, Parameter, UnitLayout
+from shardwell_wire.model.names import RunIdentity
 from shardwell_wire.v1 import shard_pb2
 from tests.support.cluster import wait_until
 from tests.support.transports import FakeStream, StreamedServer

@@ -11,8 +11,8 @@ from dataclasses import astuple
 
 import pytest
 
-from shardwell.data_plane.host_folder import HostFolder
-from shardwell.data_plane.node_group import CONNECTED, MemberGoneError, NodeRendezvous, Outcome, Round
+from shardwell.data_plane.host_cache import HostFolder
+from shardwell.peers.node_group import CONNECTED, MemberGoneError, NodeRendezvous, Outcome, Round
 
 LONG_S, SHORT_S = 60.0, 0.05
 MakeRendezvous = Callable[[int], list[NodeRendezvous]]
@@ -106,8 +106,8 @@ def test_member_that_left_is_detected(make: MakeRendezvous) -> None:
 
 _COME = """
 import sys
-from shardwell.data_plane.host_folder import HostFolder
-from shardwell.data_plane.node_group import NodeRendezvous
+from shardwell.data_plane.host_cache import HostFolder
+from shardwell.peers.node_group import NodeRendezvous
 rendezvous = NodeRendezvous(HostFolder(sys.argv[1]), 1, 2)
 print("there", flush=True)
 sys.stdin.read()
@@ -138,7 +138,7 @@ def test_meet_returns_false_without_all_members(make: MakeRendezvous) -> None:
 
 
 def test_second_process_with_the_same_rank_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwell.data_plane.node_group._LOCK_LIMIT_S", SHORT_S)
+    monkeypatch.setattr("shardwell.peers.node_group._LOCK_LIMIT_S", SHORT_S)
     key = uuid.uuid4().hex
     rendezvous, folder = NodeRendezvous(HostFolder(key), 0, 2), HostFolder(key)
     with pytest.raises(BlockingIOError, match="another process has this rank"):
@@ -152,8 +152,8 @@ def test_concurrent_reads_see_whole_records(make: MakeRendezvous) -> None:
     with rendezvous._changing() as record:
         record.version, record.number, record.unit, record.num_arrived = 7, 3, 5, 1
     writing = (
-        "import sys; from shardwell.data_plane.host_folder import HostFolder; "
-        "from shardwell.data_plane.node_group import NodeRendezvous; "
+        "import sys; from shardwell.data_plane.host_cache import HostFolder; "
+        "from shardwell.peers.node_group import NodeRendezvous; "
         "rendezvous = NodeRendezvous(HostFolder(sys.argv[1]), 2, 3); print('there', flush=True)\n"
         "while True:\n with rendezvous._changing(): pass"
     )

@@ -11,19 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from shardwell.data_plane.gradient_sums import GradientSums
-from shardwell.data_plane.host_folder import HostFolder
-from shardwell.data_plane.node_exchange import NodeExchange
-from shardwell.data_plane.node_group import NodeRendezvous
-from shardwell.data_plane.pushes import Pushes
-from shardwell.data_plane.remote_shard import RemoteShard, Wire
-from shardwell.data_plane.remote_unit import RemoteUnit
-from shardwell.data_plane.shared_gradients import SharedGradients
-from shardwell.data_plane.traffic_stats import TrafficStats
+from shardwell.data_plane.host_cache import HostFolder
+from shardwell.data_plane.push import Pushes
+from shardwell.data_plane.shard import RemoteShard, RemoteUnit, Wire
+from shardwell.data_plane.transfers import TrafficStats
+from shardwell.peers.gradient_sums import GradientSums
+from shardwell.peers.node_exchange import NodeExchange, SharedGradients
+from shardwell.peers.node_group import NodeRendezvous
 from shardwell.transport.route_stats import HIERARCHICAL
-from shardwell_wire.layout import BLOCK_BYTES, Parameter, UnitLayout
-from shardwell_wire.run_identity import RunIdentity
-from shardwell_wire.sum_order import Scratch, SumOrder
+from shardwell_wire.model.layout import BLOCK_BYTES, Parameter, UnitLayout
+from shardwell_wire.model.names import RunIdentity
+from shardwell_wire.model.sum_order import Scratch, SumOrder
 from shardwell_wire.v1 import common_pb2, shard_pb2
 from tests.support.transports import FakeStream, StreamedServer, part_header
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardwell.session.notices import RunNotices
-from shardwell_server.coordinator.runs.notices import Notices
+from shardwell.membership.heartbeats import RunNotices
+from shardwell_server.coordinator.run import Notices
 
 
 def test_identical_notices_are_logged_once_a_minute_with_their_number(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,9 +7,9 @@ import inspect
 import pytest
 
 import shardwell
-from shardwell_server.shard.arithmetic.algorithms.engines import ENGINES
-from shardwell_wire.layout import Parameter, UnitLayout
-from shardwell_wire.optimizers import OPTIMIZERS
+from shardwell_server.shard.arithmetic.algorithms import ENGINES
+from shardwell_wire.model.layout import Parameter, UnitLayout
+from shardwell_wire.model.optimizers import OPTIMIZERS
 
 CLASSES = {
     kind.algorithm: kind

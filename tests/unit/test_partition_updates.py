@@ -12,12 +12,11 @@ import torch
 
 from shardwell.data_plane import partition_updates
 from shardwell.data_plane.partition_updates import PartitionUpdates
-from shardwell.data_plane.remote_shard import RemoteShard, Wire
-from shardwell.data_plane.remote_unit import RemoteUnit
+from shardwell.data_plane.shard import RemoteShard, RemoteUnit, Wire
 from shardwell.transport.base import ShardAddress
 from shardwell.transport.partitions import PartitionSegment
-from shardwell_wire.layout import BLOCK_BYTES, Parameter, UnitLayout
-from shardwell_wire.run_identity import RunIdentity
+from shardwell_wire.model.layout import BLOCK_BYTES, Parameter, UnitLayout
+from shardwell_wire.model.names import RunIdentity
 from shardwell_wire.v1 import common_pb2
 
 NUM_SHARDS = 6

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from shardwell_wire.errors import InvalidRequestError
-from shardwell_wire.layout import BLOCK_BYTES, cut
-from shardwell_wire.partitions import check_state_tensor, part_in, partition_of, runs_on_trainers
+from shardwell_wire.model.layout import BLOCK_BYTES, cut
+from shardwell_wire.model.topology import check_state_tensor, part_in, partition_of, runs_on_trainers
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
 

@@ -12,16 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from shardwell.data_plane.gradient_exchange import WholeGradient, cuts_of
-from shardwell.data_plane.node_group import MemberGoneError
-from shardwell.data_plane.peer_exchange import PeerExchange
-from shardwell.data_plane.peer_links import Listener, connect
-from shardwell.data_plane.remote_shard import RemoteShard, Wire
-from shardwell.data_plane.remote_unit import RemoteUnit
+from shardwell.data_plane.shard import RemoteShard, RemoteUnit, Wire
+from shardwell.peers.gradient_sums import WholeGradient, cuts_of
+from shardwell.peers.node_group import MemberGoneError
+from shardwell.peers.peer_exchange import Listener, PeerExchange, connect
 from shardwell_wire.errors import UnavailableError
-from shardwell_wire.layout import BLOCK_BYTES, Parameter, UnitLayout
-from shardwell_wire.run_identity import RunIdentity
-from shardwell_wire.tokens import PROOF_BYTES
+from shardwell_wire.model.layout import BLOCK_BYTES, Parameter, UnitLayout
+from shardwell_wire.model.names import RunIdentity
+from shardwell_wire.security.tokens import PROOF_BYTES
 from tests.support.transports import FakeStream, StreamedServer
 
 LAYOUT = UnitLayout("u", (Parameter("a", (3001,), "float32"), Parameter("b", (7,), "float64")))

@@ -25,8 +25,8 @@ from shardwell.planning.tables import assumptions
 from shardwell.planning.trainers import wire_bytes
 from shardwell.wrapping.policies import BlockPolicy, ModuleTypePolicy, NoWrapPolicy, SizePolicy
 from shardwell_wire.errors import UsageError
-from shardwell_wire.layout import Parameter, UnitLayout
-from shardwell_wire.topology import World
+from shardwell_wire.model.layout import Parameter, UnitLayout
+from shardwell_wire.model.topology import World
 from tests.support.module_parity import Block, Sharded, gpt
 from tests.support.real_models import VOCABULARY, llama
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from shardwell.session import polling
-from shardwell.session.config import WaitOptions
+from shardwell.membership import admission
+from shardwell.options import WaitOptions
 from shardwell.transport.rpc import ServiceClient
 from shardwell_wire.errors import DeadlineError, UnavailableError
 
@@ -30,7 +30,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
-    monkeypatch.setattr(polling, "time", found)
+    monkeypatch.setattr(admission, "time", found)
     return found
 
 
@@ -46,7 +46,7 @@ def unavailable(clock: Clock, took_s: float, *, retry_for_s: float, until_s: flo
 @pytest.mark.parametrize("took_s", [0.0, 3.0, 20.0, 60.0])
 def test_retries_end_at_the_limit(took_s: float, clock: Clock) -> None:
     with pytest.raises(UnavailableError):
-        polling.retry_and_warn(partial(unavailable, clock, took_s or 0.01), WAITS)
+        admission.retry_and_warn(partial(unavailable, clock, took_s or 0.01), WAITS)
     assert 1025.0 <= clock.now <= 1026.0
 
 
@@ -54,12 +54,12 @@ def test_retries_end_at_the_limit(took_s: float, clock: Clock) -> None:
 def test_polls_end_at_the_limit_also_if_the_coordinator_goes_away(outage_at_s: float, clock: Clock) -> None:
     def call(request: Any, timeout_s: float, until_s: float) -> Any:
         if clock.now >= 1000 + outage_at_s:
-            return polling.retry_and_warn(partial(unavailable, clock, 10.0), WAITS, until_s)
+            return admission.retry_and_warn(partial(unavailable, clock, 10.0), WAITS, until_s)
         clock.now += request.wait_s
         return SimpleNamespace(waiting_for=["trainer 'b'"])
 
     with pytest.raises((DeadlineError, UnavailableError)):
-        polling.poll(call, SimpleNamespace(wait_s=0.0), lambda _: False, what="a test", waits=WAITS)
+        admission.poll(call, SimpleNamespace(wait_s=0.0), lambda _: False, what="a test", waits=WAITS)
     assert 1025.0 <= clock.now <= 1026.0
 
 

@@ -12,8 +12,10 @@ import torch
 
 from shardwell_server import optimizer_checks
 from shardwell_server.shard.arithmetic.reduction import Reduced
+from shardwell_server.shard.gradients.contributions import Contribution
 from shardwell_server.shard.memory.budget import Memory
-from shardwell_server.shard.state.contributions import Contribution
+from shardwell_server.shard.optimizer.partitions import TrainerState
+from shardwell_server.shard.shard_spec import ShardSpec
 from shardwell_server.shard.state.portable_state import (
     PartState,
     ShardState,
@@ -24,14 +26,12 @@ from shardwell_server.shard.state.portable_state import (
     import_state,
     merge,
 )
-from shardwell_server.shard.state.shard_spec import ShardSpec
-from shardwell_server.shard.state.trainer_state import TrainerState
 from shardwell_server.shard.state.unit_shard import UnitShard
 from shardwell_wire.errors import InvalidRequestError, StepStateError
-from shardwell_wire.layout import BLOCK_BYTES, Parameter, UnitLayout
-from shardwell_wire.optimizers import KEPT_GROUP, OPTIMIZERS
-from shardwell_wire.partitions import part_in
-from shardwell_wire.run_identity import RunIdentity
+from shardwell_wire.model.layout import BLOCK_BYTES, Parameter, UnitLayout
+from shardwell_wire.model.names import RunIdentity
+from shardwell_wire.model.optimizers import KEPT_GROUP, OPTIMIZERS
+from shardwell_wire.model.topology import part_in
 from shardwell_wire.v1 import common_pb2, shard_pb2
 from tests.unit.test_shard_optimizers import SETTINGS
 

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
+from shardwell.options import TorchrunPlace, WaitOptions
 from shardwell.session import private_cluster
-from shardwell.session.config import WaitOptions
 from shardwell.session.private_cluster import _JoinedCluster, _Launch, _SharedCluster
-from shardwell.session.torchrun_place import TorchrunPlace
-from shardwell_wire.credentials import NO_CREDENTIALS
 from shardwell_wire.errors import DeadlineError, UnavailableError
+from shardwell_wire.security.credentials import NO_CREDENTIALS
 
 WAITS = WaitOptions(wait_limit_s=0.2, warn_after_s=0.1)
 

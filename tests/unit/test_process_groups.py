@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import FileStore
 
-from shardwell.data_plane.host_folder import HostFolder
-from shardwell.data_plane.node_group import NodeGroup, NodeRendezvous
-from shardwell.session import process_groups
-from shardwell.session.config import JoinConfig, TransferOptions
-from shardwell.session.process_groups import NodeMembers, form_node_group
+from shardwell.data_plane.host_cache import HostFolder
+from shardwell.grid import replica
+from shardwell.grid.replica import NodeMembers, form_node_group
+from shardwell.options import JoinConfig, TransferOptions
+from shardwell.peers.node_group import NodeGroup, NodeRendezvous
 from tests.support.cluster import wait_until
 
 
@@ -22,7 +22,7 @@ def test_trainer_continues_alone_when_the_other_member_dies_after_connecting(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     key, membership = uuid.uuid4().hex, Any
-    monkeypatch.setattr(process_groups, "_find_members", lambda *_: NodeMembers(key, (0, 1), 0))
+    monkeypatch.setattr(replica, "_find_members", lambda *_: NodeMembers(key, (0, 1), 0))
 
     def connect_and_die() -> None:
         folder = HostFolder(key)

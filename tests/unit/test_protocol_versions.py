@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from shardwell_wire import protocol_versions
+from shardwell_wire.connection import protocol_versions
 from shardwell_wire.errors import ConflictError
-from shardwell_wire.topology import World
+from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support.coordinator import config, harness, run_async
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from shardwell.data_plane.push_batches import PushBatches
-from shardwell.data_plane.transfer_queue import DaemonThreads
+from shardwell.data_plane.batches import PushBatches
+from shardwell.data_plane.transfers import DaemonThreads
 from shardwell_wire.errors import ShardwellError, StaleEpochError, UnavailableError
 
-AGE = "shardwell.data_plane.push_batches._MAX_AGE_S"
+AGE = "shardwell.data_plane.batches._MAX_AGE_S"
 
 
 class Push:

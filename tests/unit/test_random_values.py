@@ -9,8 +9,8 @@ import torch
 
 from shardwell import init
 from shardwell_server.shard.arithmetic import random_values
-from shardwell_wire.boxes import Box
 from shardwell_wire.errors import InvalidRequestError
+from shardwell_wire.model.layout import Box
 from shardwell_wire.v1 import initialization_pb2
 
 ODD = 3 * random_values.BLOCK_ELEMENTS + 17

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from shardwell_server.coordinator.runs.checkpoints import RunCheckpoints
-from shardwell_server.coordinator.runs.relocations import Relocations
-from shardwell_server.coordinator.runs.units import DeclaredUnits, Unit
+from shardwell_server.coordinator.runs.units import DeclaredUnits, Relocations, Unit
+from shardwell_server.coordinator.settings import Signal
 from shardwell_server.coordinator.storage.records import BackupRecord, BackupState, ShardRecord
-from shardwell_server.coordinator.waiting import Signal
-from shardwell_wire.layout import UnitLayout
+from shardwell_wire.model.layout import UnitLayout
 from shardwell_wire.v1 import common_pb2
 
 

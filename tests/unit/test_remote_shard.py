@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from shardwell.data_plane import remote_shard
-from shardwell.data_plane.remote_shard import RemoteShard, Wire
-from shardwell.data_plane.shard_owner import ShardOwner
+from shardwell.data_plane import shard as remote_shard
+from shardwell.data_plane.shard import RemoteShard, ShardOwner, Wire
 from shardwell_wire.errors import DeadlineError, StaleEpochError
-from shardwell_wire.run_identity import RunIdentity
+from shardwell_wire.model.names import RunIdentity
 from tests.support.shard_server import PLAIN
 
 

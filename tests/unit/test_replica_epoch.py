@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from shardwell.session.config import JoinConfig
-from shardwell.session.membership import Membership
-from shardwell.session.peer_connections import end_connections, open_connections
-from shardwell.session.replica_epoch import ReplicaEpoch
-from shardwell.session.step_commit import StepCommitter
-from shardwell_wire.credentials import NO_CREDENTIALS
+from shardwell.grid.replica import end_connections, open_connections
+from shardwell.membership.admission import ReplicaEpoch
+from shardwell.membership.membership import Membership
+from shardwell.options import JoinConfig
+from shardwell.step.step_commit import StepCommitter
+from shardwell_wire.connection.protocol_versions import own_versions
 from shardwell_wire.errors import ReplicaLostError
-from shardwell_wire.protocol_versions import own_versions
-from shardwell_wire.topology import World
+from shardwell_wire.model.topology import World
+from shardwell_wire.security.credentials import NO_CREDENTIALS
 from shardwell_wire.v1 import coordinator_pb2
 
 WAITING = coordinator_pb2.FinishWorkResponse(waiting_for=["rank 1"])

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwell.data_plane.gradient_checksums import GradientChecksums
+from shardwell.data_plane.gradient_parts import GradientChecksums
 from shardwell_wire.errors import InvalidRequestError
-from shardwell_wire.topology import World
+from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support.coordinator import Harness, Trainer, harness, optimizer, run_async, unit
 

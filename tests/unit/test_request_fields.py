@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
-from shardwell_server.authorization import COORDINATOR_RPCS, SHARD_RPCS
-from shardwell_wire.names import _BY_FIELD, _BY_MESSAGE_AND_FIELD
-from shardwell_wire.tokens import Role
+from shardwell_server.serving.authorization import COORDINATOR_RPCS, SHARD_RPCS
+from shardwell_wire.model.names import _BY_FIELD, _BY_MESSAGE_AND_FIELD
+from shardwell_wire.security.tokens import Role
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2
 
 SERVICES = (

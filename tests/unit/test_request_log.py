@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwell_server.request_log import RequestLog
+from shardwell_server.serving.rpc import RequestLog
 from shardwell_wire.errors import DuplicateError, InvalidRequestError
 
 

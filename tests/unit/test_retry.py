@@ -7,8 +7,8 @@ from itertools import islice
 
 import pytest
 
+from shardwell_wire.connection.channel import backoff, retry, retry_async
 from shardwell_wire.errors import ConflictError, UnavailableError
-from shardwell_wire.retry import backoff, retry, retry_async
 
 
 class Flaky:

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from shardwell_server.rpc import reported_error
+from shardwell_server.serving.rpc import reported_error
 from shardwell_wire.errors import (
     AccessError,
     InternalError,

@@ -10,10 +10,10 @@ from torch import nn
 
 from shardwell.module.naming import GridPlace
 from shardwell.module.store import InitialValues
-from shardwell.session.run_buffers import RunBuffers
-from shardwell.session.step_state import WorkItemState
+from shardwell.step.step_state import WorkItemState
+from shardwell.store.buffers import RunBuffers
 from shardwell_wire.errors import UsageError, VersionGoneError
-from shardwell_wire.layout import UnitLayout
+from shardwell_wire.model.layout import UnitLayout
 from shardwell_wire.v1 import coordinator_pb2
 
 

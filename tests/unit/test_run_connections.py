@@ -9,12 +9,12 @@ import pytest
 
 from shardwell.transport.base import ByteCounter
 from shardwell.transport.shared_vector import SegmentLocation
-from shardwell.weights import run_connections
-from shardwell.weights.run_connections import RunConnections
-from shardwell_wire.credentials import NO_CREDENTIALS
+from shardwell.weights import pinned_version
+from shardwell.weights.pinned_version import RunConnections
 from shardwell_wire.errors import NotFoundError, UnavailableError, VersionGoneError
-from shardwell_wire.layout import Parameter, UnitLayout
-from shardwell_wire.run_identity import RunIdentity
+from shardwell_wire.model.layout import Parameter, UnitLayout
+from shardwell_wire.model.names import RunIdentity
+from shardwell_wire.security.credentials import NO_CREDENTIALS
 from shardwell_wire.v1.common_pb2 import ShardRange
 
 LAYOUT = UnitLayout("u", (Parameter("w", (4,), "float32"),))
@@ -54,8 +54,8 @@ class _Shard:
 @pytest.fixture
 def connections(monkeypatch: pytest.MonkeyPatch) -> RunConnections:
     monkeypatch.setattr(_Connection, "opened", [], raising=False)
-    monkeypatch.setattr(run_connections, "ServerConnection", _Connection)
-    monkeypatch.setattr(run_connections, "RemoteShard", _Shard)
+    monkeypatch.setattr(pinned_version, "ServerConnection", _Connection)
+    monkeypatch.setattr(pinned_version, "RemoteShard", _Shard)
     return RunConnections(RunIdentity("run", "id"), NO_CREDENTIALS)
 
 
@@ -99,7 +99,7 @@ def test_shard_whose_file_vanishes_before_it_is_mapped_is_read_over_another_conn
     def vanished(_: _Shard, location: SegmentLocation) -> None:
         raise FileNotFoundError(2, "No such file or directory", location.file)
 
-    monkeypatch.setattr(run_connections, "CAN_MAP", True)
+    monkeypatch.setattr(pinned_version, "CAN_MAP", True)
     with monkeypatch.context() as patch:
         patch.setattr(_Shard, "locate", lambda _: SegmentLocation("/folder/file", 0, 16))
         patch.setattr(_Shard, "map", vanished, raising=False)
@@ -122,7 +122,7 @@ def test_concurrent_first_reads_of_a_shard_keep_one_stream(
 
     monkeypatch.setattr(_Shard, "locate", locate)
     monkeypatch.setattr(_Shard, "fetch", fetch)
-    monkeypatch.setattr(run_connections, "CAN_MAP", True)
+    monkeypatch.setattr(pinned_version, "CAN_MAP", True)
     connections.server(shard("1"))
     reads = [threading.Thread(target=used_connection, args=(connections, shard("1"))) for _ in range(2)]
     for read in reads:

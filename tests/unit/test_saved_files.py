@@ -14,8 +14,7 @@ from shardwell_server.shard.memory import saved_files
 from shardwell_server.shard.memory.saved_files import SavedFiles
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_wire.errors import CapacityError, CorruptDataError
-from shardwell_wire.process_identity import own_identity
-from shardwell_wire.server_folders import FolderOwner, make_folder, remove_remains, take_folder
+from shardwell_wire.host.server_folders import FolderOwner, make_folder, own_identity, remove_remains, take_folder
 
 OWNER = FolderOwner(server_id="s", coordinator="here:1")
 CONTENTS = {"record.shard": b"a record", "values": bytes(range(256)) * 40_000, "empty": b""}
@@ -91,7 +90,7 @@ def test_nothing_is_saved_by_a_process_that_ends_in_between(tmp_path: Path, sour
 import os
 from pathlib import Path
 from shardwell_server.shard.memory import saved_files
-from shardwell_wire.server_folders import FolderOwner
+from shardwell_wire.host.server_folders import FolderOwner
 saved_files._write_durably = lambda *_: os._exit(7)
 owner = FolderOwner(server_id="s", coordinator="here:1")
 saved_files.SavedFiles(Path({str(saved.directory)!r}), owner).write(Path({str(source)!r}), ["values"])

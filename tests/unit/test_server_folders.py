@@ -9,10 +9,16 @@ from pathlib import Path
 import pytest
 
 from shardwell_server.shard.memory.shared_memory import SharedMemory
-from shardwell_wire import server_folders
-from shardwell_wire.process_identity import own_identity
-from shardwell_wire.server_folders import RECORD_SUFFIX, FolderOwner, make_folder, remove_remains, take_folder
-from shardwell_wire.shared_descriptors import SOCKET_NAME
+from shardwell_wire.host import server_folders
+from shardwell_wire.host.server_folders import (
+    RECORD_SUFFIX,
+    FolderOwner,
+    make_folder,
+    own_identity,
+    remove_remains,
+    take_folder,
+)
+from shardwell_wire.host.shared_memory import SOCKET_NAME
 
 
 def test_a_folder_can_be_taken_up_while_other_servers_look_for_remains(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from shardwell.transport.server_guard import CorruptTransfers, ServerGuard
+from shardwell.transport.selector import CorruptTransfers, ServerGuard
 from shardwell_wire.errors import (
     ConflictError,
     CorruptDataError,

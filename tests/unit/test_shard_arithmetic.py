@@ -20,12 +20,12 @@ from shardwell_server.shard.arithmetic.reduction import (
     compute_mean,
     exact_partials,
     reduce_shard,
+    square_plan,
 )
 from shardwell_server.shard.arithmetic.shard_optimizer import ShardOptimizer
-from shardwell_server.shard.arithmetic.squares import square_plan
 from shardwell_wire.errors import InvalidRequestError
-from shardwell_wire.layout import BLOCK_BYTES
-from shardwell_wire.sum_order import Scratch, SumOrder
+from shardwell_wire.model.layout import BLOCK_BYTES
+from shardwell_wire.model.sum_order import Scratch, SumOrder
 from shardwell_wire.v1 import common_pb2
 
 ADAM = {"lr": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "amsgrad": 0.0, "maximize": 0.0}

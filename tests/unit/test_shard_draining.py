@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from shardwell_server.shard.process import draining
+from shardwell_server.shard.process import registration
 from shardwell_wire.errors import NotFoundError, ShardwellError, UnavailableError
 from shardwell_wire.v1 import coordinator_pb2
 
@@ -19,9 +19,9 @@ GONE = UnavailableError("the coordinator refused the connection")
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draining, "_POLL_S", 0.001)
-    monkeypatch.setattr(draining, "_STUCK_S", 0.05)
-    monkeypatch.setattr(draining, "_SILENCE_S", 0.05)
+    monkeypatch.setattr(registration, "_POLL_S", 0.001)
+    monkeypatch.setattr(registration, "_STUCK_S", 0.05)
+    monkeypatch.setattr(registration, "_SILENCE_S", 0.05)
 
 
 class Coordinator:
@@ -55,19 +55,19 @@ class Coordinator:
 )
 def test_server_waits_until_its_shards_have_moved(answers: list[Answer], drained: bool, asked: int) -> None:
     coordinator = Coordinator(answers)
-    assert asyncio.run(draining.drain(coordinator.ask, 60.0)) is drained
+    assert asyncio.run(registration.drain(coordinator.ask, 60.0)) is drained
     assert coordinator.asked == asked
 
 
 @pytest.mark.parametrize("answers", [[(5, "start more servers")], [5, GONE]])
 def test_server_gives_up_when_nothing_moves(answers: list[Answer]) -> None:
     coordinator = Coordinator(answers)
-    assert not asyncio.run(asyncio.wait_for(draining.drain(coordinator.ask, 3600.0), 30.0))
+    assert not asyncio.run(asyncio.wait_for(registration.drain(coordinator.ask, 3600.0), 30.0))
     assert coordinator.asked > 2
 
 
 def test_server_gives_up_after_the_limit() -> None:
-    assert not asyncio.run(asyncio.wait_for(draining.drain(Coordinator([5]).ask, 0.05), 30.0))
+    assert not asyncio.run(asyncio.wait_for(registration.drain(Coordinator([5]).ask, 0.05), 30.0))
 
 
 def test_limit_ends_a_question_without_answer() -> None:
@@ -75,4 +75,4 @@ def test_limit_ends_a_question_without_answer() -> None:
         await asyncio.Event().wait()
         raise AssertionError
 
-    assert not asyncio.run(asyncio.wait_for(draining.drain(never, 0.05), 30.0))
+    assert not asyncio.run(asyncio.wait_for(registration.drain(never, 0.05), 30.0))

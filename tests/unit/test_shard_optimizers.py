@@ -14,8 +14,8 @@ from shardwell_server import optimizer_checks
 from shardwell_server.shard.arithmetic.shard_optimizer import ShardOptimizer
 from shardwell_server.shard.arithmetic.update_pieces import Piece, Progress
 from shardwell_wire.errors import InvalidRequestError
-from shardwell_wire.layout import Parameter, UnitLayout
-from shardwell_wire.optimizers import OPTIMIZERS
+from shardwell_wire.model.layout import Parameter, UnitLayout
+from shardwell_wire.model.optimizers import OPTIMIZERS
 from shardwell_wire.v1 import common_pb2
 
 ADAM = {"lr": 0.01, "beta2": 0.95, "eps": 1e-6, "weight_decay": 0.1}

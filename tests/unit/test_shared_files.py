@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwell_wire.shared_files import (
+from shardwell_wire.host.shared_memory import (
     UntrustedFileError,
     open_file,
     open_folder,

@@ -19,8 +19,8 @@ import torch
 from shardwell_server.shard.memory import shared_memory
 from shardwell_server.shard.memory.shared_memory import SharedMemory, ShmReserve
 from shardwell_wire.errors import CapacityError
-from shardwell_wire.server_folders import DEFAULT_DIRECTORY
-from shardwell_wire.shared_segment import HEAD_BYTES, UPDATING, read_version
+from shardwell_wire.host.server_folders import DEFAULT_DIRECTORY
+from shardwell_wire.host.shared_memory import HEAD_BYTES, UPDATING, read_version
 
 HOLD = """
 import sys

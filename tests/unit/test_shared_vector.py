@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwell.transport.shared_vector import SegmentLocation, SharedVector
-from shardwell.transport.written_pages import WrittenPages
+from shardwell.transport.shared_vector import SegmentLocation, SharedVector, WrittenPages
 from shardwell_server.shard.memory.shared_memory import ShardFile, SharedMemory
 from shardwell_wire.errors import VersionGoneError
-from shardwell_wire.layout import BLOCK_BYTES
-from shardwell_wire.shared_segment import HEAD_BYTES, UPDATING
+from shardwell_wire.host.shared_memory import HEAD_BYTES, UPDATING
+from shardwell_wire.model.layout import BLOCK_BYTES
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ import torch
 
 from shardwell_server.shard.arithmetic.update_pieces import Changed, Piece
 from shardwell_server.shard.memory.shared_memory import SharedBuffer
-from shardwell_server.shard.state.step_word import Prepared, StepWord
-from shardwell_server.shard.state.undo_area import SharedProgress, UndoArea
-from shardwell_wire.shared_segment import UPDATING, read_version, write_version
+from shardwell_server.shard.restart.shard_record import Prepared, StepWord
+from shardwell_server.shard.restart.undo import SharedProgress, UndoArea
+from shardwell_wire.host.shared_memory import UPDATING, read_version, write_version
 
 READER = """
 import mmap, sys, time

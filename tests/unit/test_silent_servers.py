@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from shardwell_server.shard.requests.silence import SilenceLimits, unless_silent
+from shardwell_server.shard.requests.peers import SilenceLimits, unless_silent
 from shardwell_wire.errors import DeadlineError, NotFoundError, UnavailableError
 
 LIMITS = SilenceLimits(0.01, 0.01)

@@ -10,9 +10,9 @@ from contextlib import closing
 import pytest
 
 from shardwell_server.shard.transports.socket_connection import Connection
-from shardwell_wire import socket_frames
+from shardwell_wire.connection import socket_frames
+from shardwell_wire.connection.socket_frames import Kind, StreamReceiver
 from shardwell_wire.errors import ShardwellError, VersionGoneError, from_status_details
-from shardwell_wire.socket_frames import Kind, StreamReceiver
 from shardwell_wire.v1 import shard_pb2
 
 RESPONSE = shard_pb2.GatherBatchResponse(ranges=[shard_pb2.GatheredRange(version=3, size_bytes=600)])

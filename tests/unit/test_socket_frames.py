@@ -7,9 +7,9 @@ import struct
 import pytest
 import xxhash
 
-from shardwell_wire import socket_frames
+from shardwell_wire.connection import socket_frames
+from shardwell_wire.connection.socket_frames import Kind
 from shardwell_wire.errors import ChunkError, CorruptDataError, InvalidRequestError
-from shardwell_wire.socket_frames import Kind
 from shardwell_wire.v1 import shard_pb2
 
 TOKEN = bytes(range(32))

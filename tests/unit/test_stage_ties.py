@@ -13,7 +13,7 @@ from shardwell.module.naming import GridPlace
 from shardwell.module.units import Units
 from shardwell.parallel import split_model
 from shardwell_wire.errors import TiedParameterError
-from shardwell_wire.layout import UnitLayout
+from shardwell_wire.model.layout import UnitLayout
 from tests.support.in_memory_store import InMemoryStore
 from tests.support.split_gpt import gpt
 

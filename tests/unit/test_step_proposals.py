@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from shardwell_server.coordinator.runs.proposals import Proposals, StepProposal, require_same_proposal, union_of
+from shardwell_server.coordinator.steps.proposals import Proposals, StepProposal, require_same_proposal, union_of
 from shardwell_wire.errors import HyperparameterMismatchError
-from shardwell_wire.layout import Parameter, UnitLayout
+from shardwell_wire.model.layout import Parameter, UnitLayout
 from shardwell_wire.v1 import common_pb2
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from shardwell.session.step_commit import StepUpdate
-from shardwell.session.step_state import FinishedStep, StepPhase, StepState
+from shardwell.step.step_commit import StepUpdate
+from shardwell.step.step_state import FinishedStep, StepPhase, StepState
 from shardwell_wire.errors import UsageError
 from shardwell_wire.v1 import common_pb2
 from shardwell_wire.v1.coordinator_pb2 import WorkItem

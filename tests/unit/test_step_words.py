@@ -10,13 +10,22 @@ from pathlib import Path
 import pytest
 
 from shardwell_server.shard.memory.shared_memory import SharedMemory
+from shardwell_server.shard.restart.shard_record import (
+    MAX_UPDATES,
+    PartRecord,
+    Prepared,
+    PreparedRecord,
+    ShardDescription,
+    StepWord,
+    decode,
+    encode_spec,
+    next_generation,
+)
+from shardwell_server.shard.shard_spec import ShardSpec
 from shardwell_server.shard.state import taking_up
-from shardwell_server.shard.state.shard_record import PartRecord, PreparedRecord, ShardDescription, decode, encode_spec
-from shardwell_server.shard.state.shard_spec import ShardSpec
-from shardwell_server.shard.state.step_word import MAX_UPDATES, Prepared, StepWord, next_generation
-from shardwell_wire.layout import UnitLayout
-from shardwell_wire.run_identity import RunIdentity
-from shardwell_wire.server_folders import FolderOwner
+from shardwell_wire.host.server_folders import FolderOwner
+from shardwell_wire.model.layout import UnitLayout
+from shardwell_wire.model.names import RunIdentity
 from shardwell_wire.v1 import common_pb2
 from tests.support.shard_server import OneUnit, ShardServer, layout_of
 

@@ -13,14 +13,14 @@ import torch
 from shardwell_server.coordinator.checkpoints.manifests import require_same_run
 from shardwell_server.coordinator.settings import RunSettings
 from shardwell_server.shard.arithmetic.reduction import reduce_shard
-from shardwell_server.shard.state import shard_record
-from shardwell_server.shard.state.shard_spec import ShardSpec
+from shardwell_server.shard.restart import shard_record
+from shardwell_server.shard.shard_spec import ShardSpec
 from shardwell_wire.checkpoints.manifest import REDUCTION_GROUPS, Manifest
 from shardwell_wire.errors import RunMismatchError, WorldError
-from shardwell_wire.layout import UnitLayout
-from shardwell_wire.run_identity import RunIdentity
-from shardwell_wire.sum_order import Scratch, SumOrder
-from shardwell_wire.topology import World, checked_groups
+from shardwell_wire.model.layout import UnitLayout
+from shardwell_wire.model.names import RunIdentity
+from shardwell_wire.model.sum_order import Scratch, SumOrder
+from shardwell_wire.model.topology import World, checked_groups
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
 Array = np.ndarray[tuple[int], np.dtype[np.generic]]

@@ -7,7 +7,7 @@ import struct
 
 import pytest
 
-from shardwell_wire.tcp_options import set_options
+from shardwell_wire.connection.socket_frames import set_options
 
 _TCP_REPAIR = 19
 """Socket option of Linux with which a socket is closed without a packet to its peer."""

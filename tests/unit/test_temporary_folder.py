@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from shardwell_wire.temporary_folder import PREFIX, TemporaryFolder, temporary_folder
+from shardwell_wire.host.temporary_folder import PREFIX, TemporaryFolder, temporary_folder
 
 HOLD = """
 import sys
-from shardwell_wire.temporary_folder import TemporaryFolder
+from shardwell_wire.host.temporary_folder import TemporaryFolder
 made = TemporaryFolder()
 (made.path / "state").mkdir()
 print(made.path, flush=True)

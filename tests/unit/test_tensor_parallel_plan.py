@@ -10,8 +10,8 @@ from torch import nn
 
 from examples.gpt import GPT, GPTConfig
 from shardwell.parallel import plan_tensor_parallel
-from shardwell.parallel.collectives import ActivationShape, CollectivePhase
-from shardwell.parallel.layers import LayerKind, list_layers
+from shardwell.parallel.description import ActivationShape, CollectivePhase
+from shardwell.parallel.transformer import LayerKind, list_layers
 from shardwell_wire.errors import UsageError
 
 

@@ -14,12 +14,11 @@ from shardwell.weights.checkpoint_conversion import checkpoint_to_dcp, dcp_to_ch
 from shardwell.weights.pinned_version import PinnedVersion, PlacedUnit, StoredParameter
 from shardwell_server.coordinator.runs.units import DeclaredUnits, Unit, require_same_layout
 from shardwell_server.optimizer_checks import check_fit
-from shardwell_wire.boxes import Box
 from shardwell_wire.checkpoints.format import Piece
 from shardwell_wire.checkpoints.manifest import message_to_dict
 from shardwell_wire.errors import ConflictError, InvalidRequestError, StepStateError, UnitMismatchError
-from shardwell_wire.layout import Parameter, UnitLayout
-from shardwell_wire.run_identity import RunIdentity
+from shardwell_wire.model.layout import Box, Parameter, UnitLayout
+from shardwell_wire.model.names import RunIdentity
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 from tests.support.checkpoints import write_checkpoint
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwell.module.tensors import attribute_tensors, find_tensors, map_tensors, share_storage
+from shardwell.module.mixed_precision import attribute_tensors, find_tensors, map_tensors, share_storage
 
 ONE, TWO = torch.ones(1), torch.ones(2)
 

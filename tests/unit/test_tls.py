@@ -19,14 +19,12 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
-from shardwell.session.coordinator_client import CoordinatorClient
-from shardwell.transport.rpc import ServiceClient
+from shardwell.transport.rpc import CoordinatorClient, ServiceClient
 from shardwell_server.cli import main as server_command
-from shardwell_wire.channel import open_channel
-from shardwell_wire.credentials import Credentials
+from shardwell_wire.connection.channel import open_channel
 from shardwell_wire.errors import TlsError, UnavailableError, UsageError
-from shardwell_wire.tls import Encryption, Tls, TlsOptions
-from shardwell_wire.tls_problems import tls_problem
+from shardwell_wire.security.credentials import Credentials
+from shardwell_wire.security.tls import Encryption, Tls, TlsOptions, tls_problem
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support.certificates import TestAuthority, replace_files
 

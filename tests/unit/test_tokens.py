@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from shardwell_wire.errors import AccessError, UnauthenticatedError
-from shardwell_wire.tokens import INITIALIZER, LIFETIME_S, PROOF_BYTES, ClusterKey, Identity, Role, is_token
+from shardwell_wire.security.tokens import INITIALIZER, LIFETIME_S, PROOF_BYTES, ClusterKey, Identity, Role, is_token
 
 NOW = 1_700_000_000.0
 KEY = ClusterKey("0123456789abcdef", lambda: NOW)

@@ -10,12 +10,12 @@ import struct
 import pytest
 import torch
 
-from shardwell_wire.chunk_streams import memory_at
+from shardwell_wire.encoding.chunk_streams import memory_at
+from shardwell_wire.encoding.streams import InParameters, InVector, StreamPlan
+from shardwell_wire.encoding.wire_dtypes import TOP_K_PERCENT, WireDtype, check_gather_dtype
 from shardwell_wire.errors import InvalidRequestError
-from shardwell_wire.layout import Parameter, UnitLayout
-from shardwell_wire.stream_plan import InParameters, InVector, StreamPlan
+from shardwell_wire.model.layout import Parameter, UnitLayout
 from shardwell_wire.v1.common_pb2 import WIRE_DTYPE_TOP_K_1_PERCENT, WIRE_DTYPE_TOP_K_10_PERCENT
-from shardwell_wire.wire_dtypes import TOP_K_PERCENT, WireDtype, check_gather_dtype
 
 TOP_K = list(TOP_K_PERCENT)
 

@@ -5,7 +5,7 @@ from itertools import permutations, product
 import pytest
 
 from shardwell_wire.errors import WorldError
-from shardwell_wire.topology import AXES, MAX_WORLD_SIZE, Coordinates, World, check_data_ranks
+from shardwell_wire.model.topology import AXES, MAX_WORLD_SIZE, Coordinates, World, check_data_ranks
 
 ALL_WORLDS = [World(dp, tp, pp, order) for dp, tp, pp in product((1, 2, 3), repeat=3) for order in permutations(AXES)]
 

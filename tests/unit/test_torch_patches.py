@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad
 from torch.optim import optimizer as torch_optimizer
 
 import shardwell
-from shardwell.module import backward_entry, torch_patches
+from shardwell.module import hooks, torch_patches
 from shardwell.module.units import Units
 from tests.support.in_memory_store import InMemoryStore
 from tests.support.module_parity import Sharded, inputs, layers, squared_loss, wrap_children
@@ -36,7 +36,7 @@ def no_others() -> None:
     torch_patches.watch(last)
     for units in [*torch_patches._watched, last]:
         torch_patches.unwatch(units)
-    assert not torch_patches._undo and not list(backward_entry._watched)
+    assert not torch_patches._undo and not list(hooks._watched)
 
 
 @pytest.mark.usefixtures("no_others")
@@ -122,9 +122,9 @@ def test_backward_of_an_older_plain_graph_is_not_searched(monkeypatch: pytest.Mo
     sharded = Sharded(layers(7, 5, 3), wrap_children)
     plain = squared_loss(layers(7, 5, 3), 0)
     loss = squared_loss(sharded.model, 0)
-    visited = list(backward_entry._reachable([plain], sharded.units.passes.graphs))
-    assert all(backward_entry._is_leaf(node) for node in visited)
-    assert list(backward_entry._reachable([loss], sharded.units.passes.graphs))
+    visited = list(hooks._reachable([plain], sharded.units.passes.graphs))
+    assert all(hooks._is_leaf(node) for node in visited)
+    assert list(hooks._reachable([loss], sharded.units.passes.graphs))
 
 
 def test_parameter_data_works_as_in_torch() -> None:

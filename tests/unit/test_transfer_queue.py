@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardwell.data_plane.transfer_queue import TransferQueue
+from shardwell.data_plane.transfers import TransferQueue
 from shardwell.transport.base import NEARLY_DONE_BYTES, NearlyDone
 from shardwell_wire.errors import UnavailableError
 

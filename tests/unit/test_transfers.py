@@ -19,18 +19,15 @@ import pytest
 import torch
 
 from shardwell.data_plane.error_feedback import EncodedGradients
-from shardwell.data_plane.fetches import Fetches
-from shardwell.data_plane.pushes import Pushes
-from shardwell.data_plane.remote_shard import RemoteShard, Wire
-from shardwell.data_plane.remote_unit import RemoteUnit
-from shardwell.data_plane.traffic_stats import TrafficStats
-from shardwell.data_plane.transfer_queue import TransferQueue
-from shardwell.transport.base import PreparedPush
-from shardwell.transport.incoming import Place
+from shardwell.data_plane.fetch import Fetches
+from shardwell.data_plane.push import Pushes
+from shardwell.data_plane.shard import RemoteShard, RemoteUnit, Wire
+from shardwell.data_plane.transfers import TrafficStats, TransferQueue
+from shardwell.transport.base import Place, PreparedPush
+from shardwell_wire.encoding.streams import InParameters, StreamPlan
 from shardwell_wire.errors import CapacityError, UnavailableError
-from shardwell_wire.layout import Parameter, UnitLayout
-from shardwell_wire.run_identity import RunIdentity
-from shardwell_wire.stream_plan import InParameters, StreamPlan
+from shardwell_wire.model.layout import Parameter, UnitLayout
+from shardwell_wire.model.names import RunIdentity
 from shardwell_wire.v1 import shard_pb2
 from shardwell_wire.v1.common_pb2 import WIRE_DTYPE_INT8
 from tests.support.processes import ROOT
@@ -356,9 +353,9 @@ def test_an_error_of_an_alternative_ends_the_gather(client: FakeServer, max_batc
 WAITING = """
 import atexit, threading
 from tests.unit.test_transfers import LAYOUT, FakeServer, gradients, part_header, unit_on
-from shardwell.data_plane.fetches import Fetches
-from shardwell.data_plane.pushes import Pushes
-from shardwell.data_plane.traffic_stats import TrafficStats
+from shardwell.data_plane.fetch import Fetches
+from shardwell.data_plane.push import Pushes
+from shardwell.data_plane.transfers import TrafficStats
 
 started = threading.Semaphore(0)
 
@@ -436,7 +433,7 @@ def test_drain_returns_after_an_interrupt_at_any_line_of_a_push(client: FakeServ
 def test_pushes_that_start_while_another_thread_waits_are_sent(
     client: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardwell.data_plane.push_batches._MAX_AGE_S", 1e9)
+    monkeypatch.setattr("shardwell.data_plane.batches._MAX_AGE_S", 1e9)
     pushes, unit = Pushes(TrafficStats(), push_bytes=1 << 20), unit_on(client)
     flats = dict(gradients())
     release = pushes.hold(100)
@@ -473,7 +470,7 @@ def test_a_push_that_has_ended_keeps_no_gradient(client: FakeServer) -> None:
 
 
 def test_small_parts_of_several_units_share_a_message(client: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwell.data_plane.push_batches._MAX_AGE_S", 1e9)
+    monkeypatch.setattr("shardwell.data_plane.batches._MAX_AGE_S", 1e9)
     sizes: list[int] = []
     push_batch = StreamedServer.push_batch
 

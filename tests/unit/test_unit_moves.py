@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from shardwell.data_plane.kept_streams import DeltaCache
-from shardwell.data_plane.remote_shard import RemoteShard, Wire
-from shardwell.data_plane.remote_unit import RemoteUnit
-from shardwell.session.unit_moves import MovableUnits, UnitMoves
-from shardwell_wire.layout import Parameter, UnitLayout
-from shardwell_wire.run_identity import RunIdentity
+from shardwell.data_plane.shard import RemoteShard, RemoteUnit, Wire
+from shardwell.store.run_units import MovableUnits, UnitMoves
+from shardwell_wire.model.layout import Parameter, UnitLayout
+from shardwell_wire.model.names import RunIdentity
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
 LAYOUT = UnitLayout("layer", (Parameter("weight", (1024,), "float32"),))

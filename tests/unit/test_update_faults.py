@@ -16,8 +16,8 @@ from shardwell_server.shard.arithmetic import update_pieces
 from shardwell_server.shard.arithmetic.shard_optimizer import ShardOptimizer
 from shardwell_server.shard.arithmetic.update_pieces import Changed, Piece, packed
 from shardwell_server.shard.memory.shared_memory import SharedBuffer
-from shardwell_server.shard.state.undo_area import SharedProgress, UndoArea
-from shardwell_wire.optimizers import OPTIMIZERS
+from shardwell_server.shard.restart.undo import SharedProgress, UndoArea
+from shardwell_wire.model.optimizers import OPTIMIZERS
 from shardwell_wire.v1 import common_pb2
 from tests.unit.test_shard_optimizers import bits, step_of
 

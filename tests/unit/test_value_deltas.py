@@ -5,9 +5,9 @@ import contextlib
 import numpy as np
 import pytest
 
-from shardwell_wire import value_deltas
+from shardwell_wire.encoding import value_deltas
+from shardwell_wire.encoding.value_deltas import BLOCK_NUMEL, GROUP_BLOCKS
 from shardwell_wire.errors import CorruptDataError
-from shardwell_wire.value_deltas import BLOCK_NUMEL, GROUP_BLOCKS
 
 GROUP = GROUP_BLOCKS * BLOCK_NUMEL
 SIZES = [0, 1, 17, 255, 256, 257, 4096, GROUP - 1, GROUP, GROUP + 1, 2 * GROUP + 300]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shardwell import fully_shard
-from shardwell.memory.nan_pages import nan_storage
+from shardwell.memory.buffers import nan_storage
 from shardwell.module.units import Units
 from shardwell_wire.errors import ShardwellError
 from tests.support.in_memory_store import InMemoryStore

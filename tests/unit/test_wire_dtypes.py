@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from shardwell_wire.chunk_streams import memory_at
-from shardwell_wire.layout import Parameter, Segment, UnitLayout, cut
-from shardwell_wire.stream_plan import InParameters, InVector, StreamPlan
+from shardwell_wire.encoding.chunk_streams import memory_at
+from shardwell_wire.encoding.streams import InParameters, InVector, StreamPlan
+from shardwell_wire.encoding.wire_dtypes import LOW_RANK, TOP_K_BLOCK_NUMEL, WireDtype, stream_size
+from shardwell_wire.model.layout import Parameter, Segment, UnitLayout, cut
 from shardwell_wire.v1 import common_pb2
 from shardwell_wire.v1.common_pb2 import (
     WIRE_DTYPE_BFLOAT16,
@@ -24,7 +25,6 @@ from shardwell_wire.v1.common_pb2 import (
     WIRE_DTYPE_TOP_K_10_PERCENT,
     WIRE_DTYPE_UNSPECIFIED,
 )
-from shardwell_wire.wire_dtypes import LOW_RANK, TOP_K_BLOCK_NUMEL, WireDtype, stream_size
 
 EVERY = sorted(set(common_pb2.WireDtype.values()) - LOW_RANK.keys())  # tests/unit/test_low_rank_factors.py has these
 SCALED = [WIRE_DTYPE_INT8, WIRE_DTYPE_FLOAT8]

@@ -22,9 +22,8 @@ from shardwell.command.inspect_commands import (
 from shardwell.command.relocation_commands import verify_run
 from shardwell.session.checkpoints import follow_checkpoint, is_writing, request_checkpoint, require_not_failed
 from shardwell.sizes import format_size
-from shardwell_wire.checkpoints.folder import Entry, entries_below
+from shardwell_wire.checkpoints.folder import Entry, entries_below, verify
 from shardwell_wire.checkpoints.opening import absolute, local_path, open_storage
-from shardwell_wire.checkpoints.verification import verify
 from shardwell_wire.errors import NotFoundError
 
 _PIPE_WIDTH = 200

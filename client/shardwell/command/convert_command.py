@@ -13,7 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from shardwell.weights.checkpoint_conversion import NoteBytes, checkpoint_to_dcp, dcp_to_checkpoint
 from shardwell.weights.checkpoint_reader import open_checkpoint
-from shardwell.weights.dcp_metadata import METADATA_NAME
+from shardwell.weights.dcp import METADATA_NAME
 from shardwell_wire.checkpoints.opening import local_path
 from shardwell_wire.errors import UsageError
 

@@ -23,7 +23,7 @@ from shardwell.command.inspect_commands import (
     positive_seconds,
 )
 from shardwell.sizes import format_size
-from shardwell.weights.checkpoint_files import Values, total_bytes, write_dcp, write_safetensors
+from shardwell.weights.checkpoint_reader import Values, total_bytes, write_dcp, write_safetensors
 from shardwell.weights.pinned_version import PinnedVersion, pinned_version
 from shardwell_wire.errors import CapacityError, UsageError
 

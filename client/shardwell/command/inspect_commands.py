@@ -18,14 +18,13 @@ from rich.console import Console, RenderableType
 
 from shardwell.command import inspect_tables as tables
 from shardwell.credentials import find_credentials
-from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell.sizes import format_size
-from shardwell.transport.rpc import ServiceClient
-from shardwell_wire.credentials import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, Credentials
+from shardwell.transport.rpc import CoordinatorClient, ServiceClient
 from shardwell_wire.errors import NotFoundError, ShardwellError, UnavailableError, UsageError
-from shardwell_wire.names import nearest
-from shardwell_wire.tls_arguments import add_tls_arguments, has_tls_arguments, tls_options
-from shardwell_wire.topology import World
+from shardwell_wire.model.names import nearest
+from shardwell_wire.model.topology import World
+from shardwell_wire.security.credentials import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, Credentials
+from shardwell_wire.security.tls import add_tls_arguments, has_tls_arguments, tls_options
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2
 
 DEFAULT_ADDRESS = "localhost:50051"

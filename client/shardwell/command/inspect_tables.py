@@ -16,8 +16,7 @@ from rich.text import Text
 
 from shardwell.planning import division_tables
 from shardwell.sizes import format_size
-from shardwell_wire.consistency import Consistency
-from shardwell_wire.topology import AXES, AXIS_NAMES, World
+from shardwell_wire.model.topology import AXES, AXIS_NAMES, Consistency, World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 
 _WORK_STATES = {

@@ -13,10 +13,10 @@ from shardwell.command.inspect_commands import (
     credentials_of,
     open_coordinator,
 )
-from shardwell_wire.credentials import TOKEN_FILE_VARIABLE, Credentials
 from shardwell_wire.errors import NotFoundError, UsageError
-from shardwell_wire.run_identity import new_run_id
-from shardwell_wire.tokens import Role
+from shardwell_wire.model.names import new_run_id
+from shardwell_wire.security.credentials import TOKEN_FILE_VARIABLE, Credentials
+from shardwell_wire.security.tokens import Role
 from shardwell_wire.v1 import coordinator_pb2
 
 _DESCRIPTION = """\

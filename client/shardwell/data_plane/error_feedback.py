@@ -19,13 +19,12 @@ from functools import partial
 
 import torch
 
-from shardwell.memory.buffer_pool import BufferPool
-from shardwell_wire.chunk_streams import memory_at
-from shardwell_wire.layout import UnitLayout
-from shardwell_wire.quantization_blocks import scratch_values
-from shardwell_wire.stream_plan import InParameters, RangePlans
-from shardwell_wire.stream_slices import MatrixSlice, Slice
-from shardwell_wire.wire_dtypes import AS_STORED, WireDtype, applied
+from shardwell.memory.buffers import BufferPool
+from shardwell_wire.encoding.chunk_streams import memory_at
+from shardwell_wire.encoding.quantization_blocks import scratch_values
+from shardwell_wire.encoding.streams import InParameters, MatrixSlice, RangePlans, Slice
+from shardwell_wire.encoding.wire_dtypes import AS_STORED, WireDtype, applied
+from shardwell_wire.model.layout import UnitLayout
 
 _ITEM_BYTES = 4
 """Size of a float32."""

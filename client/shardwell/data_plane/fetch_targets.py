@@ -9,16 +9,15 @@ from dataclasses import dataclass
 import torch
 
 from shardwell.data_plane.kept_streams import DecodedStream, KeptStream, receiving
-from shardwell.memory.buffer_pool import BufferPool
-from shardwell.transport.base import ShardAddress
-from shardwell.transport.incoming import Incoming
+from shardwell.memory.buffers import BufferPool
+from shardwell.transport.base import Incoming, ShardAddress
 from shardwell.transport.shared_vector import SharedVector
-from shardwell_wire import wire_dtypes
-from shardwell_wire.chunk_streams import memory_at
-from shardwell_wire.layout import UnitLayout
-from shardwell_wire.quantization_blocks import bytes_tensor
-from shardwell_wire.stream_plan import InVector, RangePlans, StreamPlan
-from shardwell_wire.wire_dtypes import AS_STORED, WireDtype
+from shardwell_wire.encoding import wire_dtypes
+from shardwell_wire.encoding.chunk_streams import memory_at
+from shardwell_wire.encoding.quantization_blocks import bytes_tensor
+from shardwell_wire.encoding.streams import InVector, RangePlans, StreamPlan
+from shardwell_wire.encoding.wire_dtypes import AS_STORED, WireDtype
+from shardwell_wire.model.layout import UnitLayout
 
 
 @dataclass(slots=True, eq=False)

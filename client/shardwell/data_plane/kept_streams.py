@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 import torch
 import xxhash
 
-from shardwell.memory.buffer_pool import BufferPool
-from shardwell.transport.incoming import Incoming
-from shardwell_wire import value_deltas
-from shardwell_wire.chunk_streams import memory_at
+from shardwell.memory.buffers import BufferPool
+from shardwell.transport.base import Incoming
+from shardwell_wire.encoding import value_deltas
+from shardwell_wire.encoding.chunk_streams import memory_at
 from shardwell_wire.errors import CorruptDataError
 from shardwell_wire.v1 import shard_pb2
 

@@ -6,11 +6,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 
-from shardwell.data_plane.remote_shard import RemoteShard
-from shardwell.data_plane.remote_unit import RemoteUnit
-from shardwell.data_plane.transfer_queue import DaemonThreads
+from shardwell.data_plane.shard import RemoteShard, RemoteUnit
+from shardwell.data_plane.transfers import DaemonThreads
 from shardwell.transport.partitions import CachedPartition, PartitionLocation, PartitionSegment
-from shardwell_wire.partitions import part_in
+from shardwell_wire.model.topology import part_in
 from shardwell_wire.v1 import common_pb2
 
 _AHEAD_COUNT, _BEHIND_COUNT = 3, 3

@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from shardwell.memory.buffer_pool import BufferPool
+from shardwell.memory.buffers import BufferPool, nan_storage
 from shardwell.memory.device_copies import Arrival, Exchange
-from shardwell.memory.nan_pages import nan_storage
 from shardwell.module.residency import ResidentBytes
-from shardwell_wire.chunk_streams import memory_at
-from shardwell_wire.layout import UnitLayout
+from shardwell_wire.encoding.chunk_streams import memory_at
+from shardwell_wire.model.layout import UnitLayout
 
 _CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 """Some versions of torch lack the method. ``resize_`` replaces it then. See Note: [Swapped storages]."""

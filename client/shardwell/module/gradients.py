@@ -16,12 +16,11 @@ import torch
 from torch import nn
 
 from shardwell.module.flat_vector import FlatVector
-from shardwell.module.mixed_precision import Precision
+from shardwell.module.mixed_precision import Precision, local_part
 from shardwell.module.residency import UnitSettings
 from shardwell.module.store import ParameterStore
-from shardwell.module.tensors import local_part
 from shardwell_wire.errors import UsageError
-from shardwell_wire.layout import UnitLayout
+from shardwell_wire.model.layout import UnitLayout
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from shardwell.memory.device_copies import Completable
-from shardwell_wire.layout import Segment, UnitLayout
+from shardwell_wire.model.layout import Segment, UnitLayout
 from shardwell_wire.v1 import initialization_pb2
 
 

@@ -22,12 +22,12 @@ from torch.nn import utils
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from shardwell.module import backward_entry
-from shardwell.module.freed_parameter import refuse_clipping
+from shardwell.module import hooks
+from shardwell.module.parameters import refuse_clipping
 from shardwell.module.unit import owner_of
 from shardwell.module.units import Units
 from shardwell_wire.errors import UsageError
-from shardwell_wire.optimizers import OPTIMIZERS
+from shardwell_wire.model.optimizers import OPTIMIZERS
 
 _CLIPPING_FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_")
 
@@ -46,13 +46,13 @@ def watch(units: Units) -> None:
     if not _undo:
         _install()
     _watched.add(units)
-    backward_entry.watch(units)
+    hooks.watch(units)
 
 
 def unwatch(units: Units) -> None:
     """Ends the checks for these units, because the session is closed. Reverts all changes if there are no others."""
     _watched.discard(units)
-    backward_entry.unwatch(units)
+    hooks.unwatch(units)
     if not _watched:
         while _undo:
             _undo.pop()()
@@ -74,7 +74,7 @@ def _install() -> None:
                 _change(module, alias, checked)
     # clip_grad.get_total_norm stays unchecked: clip_grad_norm_ of ordinary parameters without gradients calls it.
     _change(utils, "get_total_norm", _checked(utils.get_total_norm, _check_gradients))
-    run_backward = backward_entry.searching(torch.autograd.graph._engine_run_backward)
+    run_backward = hooks.searching(torch.autograd.graph._engine_run_backward)
     for module in (torch.autograd.graph, torch.autograd):  # torch imports the function under two names
         _change(module, "_engine_run_backward", run_backward)
 

@@ -16,19 +16,18 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from shardwell.memory.allocator import trim
+from shardwell.memory.buffers import trim
 from shardwell.module.flat_vector import FlatVector, VectorMemory
-from shardwell.module.freed_parameter import OWNER_ATTRIBUTE
 from shardwell.module.gradients import LocalGradients
-from shardwell.module.initialization import FlatValues, NewValues
+from shardwell.module.initial_values import FlatValues, NewValues
 from shardwell.module.mixed_precision import AS_STORED, MixedPrecisionPolicy, Precision
+from shardwell.module.parameters import OWNER_ATTRIBUTE, FoundParameter, UnitParameters
 from shardwell.module.residency import ResidentUnit, UnitState
 from shardwell.module.store import InPlaceVector, ParameterStore
-from shardwell.module.unit_parameters import FoundParameter, UnitParameters
-from shardwell_wire.chunk_streams import memory_at
+from shardwell_wire.encoding.chunk_streams import memory_at
 from shardwell_wire.errors import VersionGoneError
-from shardwell_wire.layout import UnitLayout
-from shardwell_wire.shared_segment import order_loads
+from shardwell_wire.host.shared_memory import order_loads
+from shardwell_wire.model.layout import UnitLayout
 
 
 class ForwardCall:

@@ -9,20 +9,20 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 import torch
 from torch import nn
 
-from shardwell.memory.buffer_pool import BufferPool
+from shardwell.memory.buffers import BufferPool
 from shardwell.module.flat_vector import VectorMemory
-from shardwell.module.forward_backward import ForwardBackward, raise_written
 from shardwell.module.gradients import GradientPushes, with_gradients
-from shardwell.module.initialization import NewValues
+from shardwell.module.initial_values import NewValues
 from shardwell.module.mixed_precision import AS_STORED, MixedPrecisionPolicy
 from shardwell.module.naming import GridPlace
+from shardwell.module.parameters import FoundParameter
+from shardwell.module.passes import ForwardBackward, raise_written
 from shardwell.module.residency import ResidencyPolicy, UnitState
 from shardwell.module.store import ParameterStore
 from shardwell.module.strategy import BackwardPrefetch, ReplicaOptions, ShardingStrategy
 from shardwell.module.unit import Unit, check_versions, owner_of
-from shardwell.module.unit_parameters import FoundParameter
 from shardwell_wire.errors import CapacityError, UsageError
-from shardwell_wire.layout import UnitLayout
+from shardwell_wire.model.layout import UnitLayout
 
 ONE_REPLICA = GridPlace()
 """Place of all trainers in a world that has a data axis only."""

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from shardwell.monitor.setup import MonitoredSetup
-from shardwell.monitor.step_times import StepPart, StepTimes
+from shardwell.monitor.step_times import MonitoredSetup, StepPart, StepTimes
 from shardwell.sizes import format_size
 
 

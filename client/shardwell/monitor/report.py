@@ -14,8 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwell.monitor.bottlenecks import Bottleneck, find_bottlenecks, format_seconds
-from shardwell.monitor.setup import MonitoredSetup
-from shardwell.monitor.step_times import StepPart, StepTimes
+from shardwell.monitor.step_times import MonitoredSetup, StepPart, StepTimes
 from shardwell.sizes import format_size
 from shardwell.transport.route_stats import ROUTES, RouteTotals
 

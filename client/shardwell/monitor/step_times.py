@@ -1,4 +1,6 @@
-"""Measures where the training thread spends each step, from counters that the session keeps anyway.
+"""The options and sizes of a session that advice depends on.
+
+Measures where the training thread spends each step, from counters that the session keeps anyway.
 
 Note: [What the monitor measures]
     A step lasts from the end of the previous commit to the end of its own commit. The first step after ``join`` is not
@@ -20,6 +22,46 @@ from typing import Protocol
 
 from shardwell.transport.route_stats import ROUTES, RouteTotals
 from shardwell_wire.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MonitoredSetup:
+    """The options and sizes of a session that advice depends on."""
+
+    trainer: str
+    """Name of this trainer."""
+    transports: str
+    """``transports`` of ``join``."""
+    streamed: Mapping[str, bool]
+    """The servers whose weights are streamed, by address, and whether each is on this host."""
+    gather_dtype: str
+    push_dtype: str
+    prefetch_bytes: int
+    keep_bytes: int
+    """0 also if kept weights share ``prefetch_bytes``."""
+    max_gathers_in_flight: int
+    unit_bytes: tuple[int, ...]
+    """Size of each unit's flat vector."""
+    memory_bytes: int
+    """Memory that this process could use for gathered weights when the report was made: what is free on the device
+    of the units, and what the weights and their idle buffers take."""
+
+    routes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Route and reason of each unit whose gradient was pushed, by the unit's name. Empty: all gradients are pushed
+    directly."""
+    corrupt_transfers: Mapping[str, int] = field(default_factory=dict)
+    """Transfers since ``join`` whose bytes arrived with a wrong checksum, by the servers' addresses. Empty: none."""
+
+    @property
+    def model_bytes(self) -> int:
+        """Size of all weights."""
+        return sum(self.unit_bytes)
+
+    @property
+    def largest_unit_bytes(self) -> int:
+        """Size of the largest unit."""
+        return max(self.unit_bytes, default=0)
+
 
 MAX_STEPS = 1024
 """Steps that the monitor remembers. A step takes about 1 KiB."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from shardwell.optimizers.sharded_optimizer import ShardedOptimizer
 from shardwell_wire.errors import UsageError
-from shardwell_wire.partitions import runs_on_trainers
+from shardwell_wire.model.topology import runs_on_trainers
 from shardwell_wire.v1 import common_pb2
 
 

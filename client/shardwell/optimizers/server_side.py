@@ -1,4 +1,4 @@
-"""Optimizers that run on the shard servers. Hyper-parameters, bounds and state: ``shardwell_wire/optimizers.py``."""
+"""Optimizers that run on the shard servers. Hyper-parameters and state: ``shardwell_wire/model/optimizers.py``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from shardwell.module.tensors import local_part
+from shardwell.module.mixed_precision import local_part
 from shardwell.optimizers.sharded_optimizer import ShardedOptimizer
 from shardwell_wire.errors import UsageError
 

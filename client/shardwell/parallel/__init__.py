@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardwell.parallel.collectives import ActivationShape
+    from shardwell.parallel.description import ActivationShape
     from shardwell.parallel.pipeline import PipelineStage
     from shardwell.parallel.schedules import SCHEDULES, PipelineSchedule, SchedulePlan
     from shardwell.parallel.splitting import ModelSplit, split_model
@@ -26,7 +26,7 @@ __all__ = [
 
 _MODULES = {
     "SCHEDULES": "shardwell.parallel.schedules",
-    "ActivationShape": "shardwell.parallel.collectives",
+    "ActivationShape": "shardwell.parallel.description",
     "ModelSplit": "shardwell.parallel.splitting",
     "PipelineSchedule": "shardwell.parallel.schedules",
     "PipelineStage": "shardwell.parallel.pipeline",

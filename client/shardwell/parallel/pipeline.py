@@ -1,4 +1,7 @@
-"""Pipeline stages of sharded models, for the schedules of ``torch.distributed.pipelining``."""
+"""Pipeline stages of sharded models, for the schedules of ``torch.distributed.pipelining``.
+
+Reports the measured bubble of a pipeline to the performance monitor of the trainer.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
 
-from shardwell.module.accumulation import Accumulation
+from shardwell.module.fully_shard import Accumulation
+from shardwell.monitor.step_times import StepPart
 from shardwell.parallel.splitting import StageExample
 from shardwell.seeds import derive_seed
+from shardwell.session.session import session_of
 from shardwell_wire.errors import UsageError
 
 
@@ -153,3 +158,17 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
     with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
         torch.manual_seed(seed)
         yield
+
+
+def report_bubble(module: nn.Module, idle_s: float) -> None:
+    """Adds idle time to ``PIPELINE_BUBBLE`` of the session that has a module's parameters, if there is one.
+
+    Reports nothing for a GPU: its kernels run in the background, so the calls of a stage end before its work.
+
+    Args:
+        module: A stage's module.
+        idle_s: Seconds in which this trainer computed nothing.
+    """
+    parameter = next(module.parameters(), None)
+    if parameter is not None and parameter.device.type == "cpu" and (session := session_of(parameter)) is not None:
+        session.monitor.add(StepPart.PIPELINE_BUBBLE, max(0.0, idle_s))

@@ -11,16 +11,16 @@ from torch import nn
 
 from shardwell.module.naming import GridPlace
 from shardwell.parallel.description import ModelDescription, StageDescription, describe_model
-from shardwell.parallel.layers import list_layers
 from shardwell.parallel.schedules import SchedulePlan
 from shardwell.parallel.splitting import micro_batch_of, split_model
 from shardwell.parallel.tensor import TensorParallelPlan, plan_tensor_parallel
+from shardwell.parallel.transformer import list_layers
 from shardwell.planning.activations import SavedActivations
 from shardwell.planning.plan_model import NotRecorded, ShapeModel, plan_units, record_activations
 from shardwell.planning.rehearsal import PlannedUnit
 from shardwell_wire.errors import UsageError
-from shardwell_wire.layout import Parameter, UnitLayout
-from shardwell_wire.topology import World
+from shardwell_wire.model.layout import Parameter, UnitLayout
+from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import coordinator_pb2
 
 

@@ -6,11 +6,11 @@ import os
 from dataclasses import dataclass, field
 
 from shardwell.module.strategy import BackwardPrefetch, ShardingStrategy, check_strategy
+from shardwell_wire.encoding.wire_dtypes import GATHER_NAMES, PUSH_NAMES
 from shardwell_wire.errors import UsageError
-from shardwell_wire.layout import UnitLayout
-from shardwell_wire.optimizers import OPTIMIZERS, OptimizerSpec
-from shardwell_wire.topology import World
-from shardwell_wire.wire_dtypes import GATHER_NAMES, PUSH_NAMES
+from shardwell_wire.model.layout import UnitLayout
+from shardwell_wire.model.optimizers import OPTIMIZERS, OptimizerSpec
+from shardwell_wire.model.topology import World
 
 OPTIMIZER_CHOICES: dict[str, tuple[OptimizerSpec, tuple[str, ...]]] = {
     **{name: (spec, ()) for name, spec in sorted(OPTIMIZERS.items())},

@@ -15,8 +15,8 @@ from shardwell.planning.options import PlanOptions
 from shardwell.planning.rehearsal import PlannedUnit
 from shardwell.planning.trainers import RehearsedTrainer, num_contributors, stored_units, wire_bytes
 from shardwell_wire.errors import UsageError
-from shardwell_wire.layout import cut
-from shardwell_wire.shared_segment import HEAD_BYTES
+from shardwell_wire.host.shared_memory import HEAD_BYTES
+from shardwell_wire.model.layout import cut
 
 _RESERVED_STATES = 2
 """State tensors that a server reserves for every shard, whatever the optimizer."""

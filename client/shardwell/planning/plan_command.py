@@ -18,10 +18,10 @@ from shardwell.planning.division import DivisionOptions
 from shardwell.planning.estimate import plan_run
 from shardwell.planning.options import OPTIMIZER_CHOICES, PlanOptions
 from shardwell.planning.tables import to_json, to_tables
-from shardwell.wrapping.memory_strategy import MemoryStrategy
-from shardwell_wire.layout import PARAMETER_ITEM_SIZES
-from shardwell_wire.topology import World
-from shardwell_wire.wire_dtypes import GATHER_NAMES, PUSH_NAMES
+from shardwell.wrapping.policies import MemoryStrategy
+from shardwell_wire.encoding.wire_dtypes import GATHER_NAMES, PUSH_NAMES
+from shardwell_wire.model.layout import PARAMETER_ITEM_SIZES
+from shardwell_wire.model.topology import World
 
 _EPILOG = """\
 Your own model: a function that returns the model, or (model, (arguments of an example call))

@@ -23,10 +23,9 @@ from shardwell.module.naming import plan_units as plan_call
 from shardwell.planning.activations import SavedActivations, recording
 from shardwell.planning.rehearsal import PlannedCall, PlannedUnit
 from shardwell.wrapping.auto_wrap import ChosenUnit, choose_units
-from shardwell.wrapping.memory_strategy import supports_recomputation
-from shardwell.wrapping.policies import WrapPolicy
+from shardwell.wrapping.policies import WrapPolicy, supports_recomputation
 from shardwell_wire.errors import UsageError
-from shardwell_wire.layout import UnitLayout
+from shardwell_wire.model.layout import UnitLayout
 
 
 @dataclass(frozen=True)

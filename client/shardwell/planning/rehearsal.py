@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from shardwell.module.residency import Phase, ResidencyPolicy, ResidentBytes, ResidentUnit, UnitState
 from shardwell.planning.options import PlanOptions
-from shardwell_wire.layout import UnitLayout
+from shardwell_wire.model.layout import UnitLayout
 
 _NUM_STEPS = 3
 """The first step records the order of units, the second one the transition between steps. Later steps are equal."""

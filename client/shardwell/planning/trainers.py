@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwell.module.strategy import ShardingStrategy
-from shardwell.parallel.schedule_memory import micro_batches_in_flight
+from shardwell.parallel.schedules import micro_batches_in_flight
 from shardwell.planning.division import Division, PlannedStage
 from shardwell.planning.options import PlanOptions
 from shardwell.planning.rehearsal import PlannedUnit, Rehearsal, rehearse, rehearse_schedule
-from shardwell_wire import value_deltas
-from shardwell_wire.layout import UnitLayout
-from shardwell_wire.wire_dtypes import GATHER_NAMES, PUSH_NAMES, stream_size
+from shardwell_wire.encoding import value_deltas
+from shardwell_wire.encoding.wire_dtypes import GATHER_NAMES, PUSH_NAMES, stream_size
+from shardwell_wire.model.layout import UnitLayout
 
 
 def num_copies(unit: PlannedUnit, options: PlanOptions) -> int:

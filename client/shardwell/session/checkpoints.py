@@ -10,7 +10,7 @@ from shardwell_wire.errors import UnavailableError
 from shardwell_wire.v1 import coordinator_pb2
 
 if TYPE_CHECKING:  # commands use this module without torch
-    from shardwell.session.membership import Membership
+    from shardwell.membership.membership import Membership
 
 POLL_S = 1.0
 """How long one rpc waits for the end of a checkpoint."""

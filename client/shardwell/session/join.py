@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from shardwell.session.config import JoinConfig, TransferOptions, WaitOptions
+from shardwell.options import JoinConfig, TransferOptions, WaitOptions
 from shardwell.session.session import Session
-from shardwell_wire.consistency import Consistency
-from shardwell_wire.tls import TlsOptions
-from shardwell_wire.topology import World
+from shardwell_wire.model.topology import Consistency, World
+from shardwell_wire.security.tls import TlsOptions
 
 
 def join(

@@ -23,12 +23,11 @@ from torch.distributed import DistError
 from torch.distributed.rendezvous import rendezvous
 
 from shardwell.credentials import find_credentials
+from shardwell.options import JoinConfig, TorchrunPlace, WaitOptions
 from shardwell.processes.local_cluster import LocalCluster
-from shardwell.session.config import JoinConfig, WaitOptions
-from shardwell.session.coordinator_client import CoordinatorClient
-from shardwell.session.torchrun_place import TorchrunPlace
-from shardwell_wire.credentials import Credentials
+from shardwell.transport.rpc import CoordinatorClient
 from shardwell_wire.errors import DeadlineError, ShardwellError, UnavailableError, UsageError
+from shardwell_wire.security.credentials import Credentials
 from shardwell_wire.v1 import coordinator_pb2
 
 logger = logging.getLogger(__name__)

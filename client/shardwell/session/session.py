@@ -12,32 +12,31 @@ from typing import Any, Self, TypeVar
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwell.credentials import find_credentials
-from shardwell.memory.allocator import share_heaps
+from shardwell.grid import replica
+from shardwell.grid.replica import ReplicaGroup, import_first_uses, is_lost_peer
+from shardwell.membership.membership import Membership
+from shardwell.memory.buffers import share_heaps
 from shardwell.module import guards
-from shardwell.module.memory_report import MemoryReport, measure
 from shardwell.module.units import Units
 from shardwell.monitor.report import PerformanceReport, make_report
 from shardwell.monitor.step_times import StepMonitor
-from shardwell.session import forks, process_groups
+from shardwell.options import DEFAULT_RUN, JoinConfig
 from shardwell.session.checkpoints import save_checkpoint
-from shardwell.session.config import DEFAULT_RUN, JoinConfig
-from shardwell.session.coordinator_client import CoordinatorClient
-from shardwell.session.lost_peers import is_lost_peer
-from shardwell.session.measurements import describe_setup
-from shardwell.session.membership import Membership
-from shardwell.session.preemption import preemption
+from shardwell.session.memory_report import MemoryReport, measure
 from shardwell.session.private_cluster import open_private_cluster
-from shardwell.session.replica import ReplicaGroup, import_first_uses
-from shardwell.session.run_store import RunStore
-from shardwell.session.state_owners import StateOwners
-from shardwell.session.step import Step
-from shardwell.session.step_commit import StepCommitter
-from shardwell.session.step_in_flight import StepInFlight
-from shardwell.session.step_state import StepState
-from shardwell.session.training import Training
-from shardwell.session.training_loop import TrainingLoop
-from shardwell_wire.consistency import Consistency
+from shardwell.step.step_commit import StepCommitter
+from shardwell.step.step_state import StepState
+from shardwell.store.run_store import RunStore
+from shardwell.training.measurements import describe_setup
+from shardwell.training.rejoining import preemption
+from shardwell.training.step import Step, TrainingLoop
+from shardwell.training.step_in_flight import StepInFlight
+from shardwell.training.tracked_objects import StateOwners
+from shardwell.training.training import Training
+from shardwell.transport import rpc
+from shardwell.transport.rpc import CoordinatorClient
 from shardwell_wire.errors import ReplicaLostError, ShardwellError, UsageError
+from shardwell_wire.model.topology import Consistency
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
 logger = logging.getLogger(__name__)
@@ -369,7 +368,7 @@ class Session:
             raise UsageError(
                 f"a device mesh needs one trainer per logical rank; this one plays {self.num_ranks} of {self.world}"
             )
-        return process_groups.device_mesh(
+        return replica.device_mesh(
             self.world, rank, host=self.config.host, exchange=self.exchange_address, device_type=device_type
         )
 
@@ -508,7 +507,7 @@ def _trainer_of(run_id: str) -> str | None:
 
 
 def _register(session: Session) -> None:
-    forks.watch(_disown_all)
+    rpc.watch(_disown_all)
     _open_sessions.add(session)
     atexit.register(session.close)
 

@@ -1,4 +1,10 @@
-"""The interface of a transport, which moves the bytes of a shard between this trainer and one shard server.
+"""Memory for the stream of one fetch, and what a trainer makes of the stream.
+
+The header of a push: the fields that one part has on all shards, and those that all parts have on one shard.
+
+Neither is encoded anew for each push and shard. A batch of pushes names the fields of the attempt once.
+
+The interface of a transport, which moves the bytes of a shard between this trainer and one shard server.
 
 Note: [Adding a transport]
     A transport is a module of this package with one class: a ``StreamTransport`` if it sends bytes over a connection,
@@ -18,15 +24,116 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
-from shardwell.transport.incoming import Incoming, Place
 from shardwell.transport.partitions import PartitionLocation, PartitionSegment
-from shardwell.transport.push_header import PartHeader, PushedRange
 from shardwell.transport.shared_vector import SharedVector
+from shardwell_wire.encoding.wire_dtypes import AS_STORED, WireDtype
 from shardwell_wire.errors import UnavailableError
-from shardwell_wire.layout import UnitLayout
-from shardwell_wire.run_identity import RunIdentity
+from shardwell_wire.model.layout import UnitLayout
+from shardwell_wire.model.names import RunIdentity
 from shardwell_wire.v1 import common_pb2, shard_pb2
-from shardwell_wire.wire_dtypes import WireDtype
+
+Place = Callable[[shard_pb2.GatherHeader], memoryview]
+"""Returns the memory for the stream that a header announces. Called again if a fetch is repeated."""
+
+
+def into(memory: memoryview) -> Place:
+    """Returns a ``Place`` for a stream whose size is known."""
+    return lambda _: memory
+
+
+class Incoming:
+    """The stream of one fetch. For one thread at a time.
+
+    Args:
+        memory: Memory for the whole stream.
+        use: Called with the whole stream once it is complete.
+    """
+
+    base: shard_pb2.StreamBase | None = None
+    """What this trainer has of the stream. None: it accepts no deltas."""
+
+    def __init__(self, memory: memoryview, use: Callable[[memoryview], None] = lambda _: None) -> None:
+        self._memory, self._use = memory, use
+        self.received_bytes = 0
+        """Size of what arrives in place of the stream, or the stream."""
+
+    def place(self, version: int, deltas: shard_pb2.StreamDeltas | None) -> memoryview:
+        """Returns the memory for what the server sends.
+
+        Args:
+            version: The version of the stream.
+            deltas: From the header. None: the header has none.
+
+        Raises:
+            CorruptDataError: The deltas are not of the stream that this trainer has.
+        """
+        self.received_bytes = len(self._memory)
+        return self._memory
+
+    def finish(self) -> None:
+        """Uses the stream, which has arrived and been checked.
+
+        Raises:
+            CorruptDataError: The deltas are malformed, or do not give the stream.
+        """
+        self._use(self._memory)
+
+
+@dataclass(slots=True, eq=False)
+class PartHeader:
+    """One part of a contribution: the fields of its header that are the same for all shards of the unit."""
+
+    common: shard_pb2.ReduceScatterHeader
+    """The fields that all parts of the attempt share, without a request id. Must not change any more."""
+    part: int = 0
+    """Number of the part."""
+    dropped_indices: Sequence[int] = ()
+    """Parameters whose earlier gradients are dropped."""
+    request_id: str = ""
+    """Prefix of the ids of the part's requests. Empty: they have none."""
+    summed: Sequence[shard_pb2.SummedRank] = ()
+    """Ranks whose gradients are in the part. Empty: the part has the gradients of one rank."""
+
+
+class PushedRange:
+    """Some parameters of a unit, cut to one shard. Shared by all pushes of these parameters.
+
+    Args:
+        unit: Name of the unit.
+        start_bytes: Half-open range of the shard in the unit's flat vector.
+        stop_bytes: End of the range.
+        indices: The parameters, by rising index.
+    """
+
+    def __init__(self, unit: str, start_bytes: int, stop_bytes: int, indices: Sequence[int]) -> None:
+        self.unit, self.start_bytes, self.stop_bytes, self.indices = unit, start_bytes, stop_bytes, tuple(indices)
+        self.shard_key = unit, start_bytes
+        """Identifies the shard on its server."""
+        self._encoded = shard_pb2.ReduceScatterHeader(
+            unit=unit, parameter_indices=indices, start_bytes=start_bytes, stop_bytes=stop_bytes
+        ).SerializeToString()
+
+    def header(self, part: PartHeader, wire_dtype: WireDtype = AS_STORED) -> shard_pb2.ReduceScatterHeader:
+        """Returns the whole header of a push."""
+        header = shard_pb2.ReduceScatterHeader()
+        header.CopyFrom(part.common)
+        if part.request_id:  # one per shard: a server may own several shards of the unit
+            header.context.request_id = f"{part.request_id}.{self.start_bytes}"
+        self.complete(header, part, wire_dtype)
+        return header
+
+    def complete(self, header: shard_pb2.ReduceScatterHeader, part: PartHeader, wire_dtype: WireDtype) -> None:
+        """Sets the fields that are not in ``PartHeader.common``."""
+        header.MergeFromString(self._encoded)
+        if part.part:
+            header.part = part.part
+        if part.dropped_indices:
+            header.dropped_indices.extend(part.dropped_indices)
+        if part.summed:
+            header.summed.extend(part.summed)
+        if wire_dtype:
+            header.wire_dtype = wire_dtype
+
 
 NearlyDone = Callable[[], None]
 """Callback fired when a transfer is nearly done, so that the next can start. May fire more than once."""

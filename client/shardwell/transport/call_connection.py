@@ -14,10 +14,10 @@ import threading
 import time
 from collections.abc import Callable
 
-from shardwell_wire import call_frames
-from shardwell_wire.call_frames import CallConnectionError, End
+from shardwell_wire.connection import call_frames
+from shardwell_wire.connection.call_frames import CallConnectionError, End
+from shardwell_wire.connection.socket_frames import set_options
 from shardwell_wire.errors import DeadlineError, from_status_details
-from shardwell_wire.tcp_options import set_options
 from shardwell_wire.v1 import common_pb2
 
 logger = logging.getLogger(__name__)

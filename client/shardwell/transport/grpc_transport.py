@@ -1,13 +1,272 @@
-"""The transport over gRPC streams."""
+"""Client of the shard service. All transports use it for their rpcs.
+
+The transport over gRPC streams.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from shardwell.transport.base import BatchAnswers, ByteCounter, NearlyDone, StreamTransport, ignore
-from shardwell.transport.incoming import Place
-from shardwell.transport.shard_client import ShardClient
+from shardwell.transport.base import (
+    NEARLY_DONE_BYTES,
+    BatchAnswers,
+    ByteCounter,
+    NearlyDone,
+    Place,
+    StreamTransport,
+    ignore,
+)
+from shardwell.transport.partitions import (
+    CachedPartition,
+    IncomingPartition,
+    PartitionLocation,
+    PartitionSegment,
+    describe_state,
+    memory_of,
+    read_request,
+    stage_header,
+)
+from shardwell.transport.rpc import ServiceClient
+from shardwell_wire.encoding import chunk_streams
+from shardwell_wire.errors import ChunkError, ShardwellError
+from shardwell_wire.security.credentials import Credentials
 from shardwell_wire.v1 import common_pb2, shard_pb2
+
+
+class ShardClient(ServiceClient):
+    """Calls the shard service at ``host:port``.
+
+    Args:
+        address: host:port.
+        chunk_bytes: Payload per message, in both directions.
+        check: See ``ServiceClient``.
+        credentials: See ``ServiceClient``.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        chunk_bytes: int = chunk_streams.DEFAULT_CHUNK_BYTES,
+        check: Callable[[], None] = lambda: None,
+        credentials: Credentials | None = None,
+    ) -> None:
+        super().__init__(address, shard_pb2.DESCRIPTOR.services_by_name["ShardService"], check, credentials)
+        self._chunk_bytes = chunk_bytes
+        self._gather = self.byte_response_stub("Gather")
+        self._gather_batch = self.byte_response_stub("GatherBatch")
+        self._measure = self.byte_response_stub("MeasureTransport")
+        self._initialize = self.byte_request_stub("InitializeUnit")
+        self._reduce_scatter = self.byte_request_stub("ReduceScatter")
+
+    def fetch_stream(
+        self,
+        request: shard_pb2.GatherRequest,
+        place: Place,
+        *,
+        timeout_s: float,
+        retry_for_s: float,
+        nearly_done: NearlyDone = ignore,
+    ) -> int:
+        """Fetches one version of a shard; see ``StreamTransport``. Sets ``request.chunk_bytes``."""
+        request.chunk_bytes = self._chunk_bytes
+
+        def fetch() -> int:
+            what = f"Gather of unit {request.unit!r} from {self.address}"
+            receiver, version = chunk_streams.StreamReceiver([], what), 0
+            for number, data in enumerate(self._gather(request, timeout=timeout_s)):
+                message, chunk = chunk_streams.decode_message(data, shard_pb2.GatherResponse)
+                if number == 0:
+                    version = message.header.version
+                    receiver = chunk_streams.StreamReceiver([place(message.header)], what)
+                receiver.feed(chunk)
+                if receiver.total_bytes - receiver.received_bytes <= NEARLY_DONE_BYTES:
+                    nearly_done()
+            receiver.require_complete()
+            return version
+
+        return self.attempt(fetch, retry_for_s=retry_for_s)
+
+    def push_stream(
+        self,
+        header: shard_pb2.ReduceScatterHeader,
+        pieces: Sequence[memoryview],
+        *,
+        timeout_s: float,
+        retry_for_s: float,
+        nearly_done: NearlyDone = ignore,
+    ) -> shard_pb2.ReduceScatterResponse:
+        """Pushes one part of a contribution; see ``StreamTransport``."""
+        first = shard_pb2.ReduceScatterRequest(header=header)
+
+        def send() -> shard_pb2.ReduceScatterResponse:
+            stream = _then(chunk_streams.encode_stream(first, pieces, chunk_bytes=self._chunk_bytes), nearly_done)
+            response: shard_pb2.ReduceScatterResponse = self._reduce_scatter(stream, timeout=timeout_s)
+            return response
+
+        return self.attempt(send, retry_for_s=retry_for_s)
+
+    def initialize(
+        self,
+        header: shard_pb2.InitializeUnitHeader,
+        pieces: Callable[[], Iterable[chunk_streams.Buffer]],
+        size_bytes: int,
+        *,
+        timeout_s: float,
+        retry_for_s: float,
+    ) -> shard_pb2.InitializeUnitResponse:
+        """Uploads the initial values of a shard.
+
+        Args:
+            header: The shard, and the parameters whose values the server draws.
+            pieces: Returns the other values, computed while they are sent. Called once per attempt.
+            size_bytes: Size of all pieces.
+            timeout_s: Deadline of one attempt.
+            retry_for_s: How long to retry while the server is unavailable.
+
+        Raises:
+            Exception: The exception that computing a piece raised.
+        """
+        first = shard_pb2.InitializeUnitRequest(header=header)
+        failures: list[Exception] = []
+
+        def send() -> shard_pb2.InitializeUnitResponse:
+            stream = chunk_streams.encode_stream(
+                first, _recording(pieces(), failures), chunk_bytes=self._chunk_bytes, total_bytes=size_bytes
+            )
+            response: shard_pb2.InitializeUnitResponse = self._initialize(stream, timeout=timeout_s)
+            return response
+
+        try:
+            return self.attempt(send, retry_for_s=retry_for_s)
+        except ShardwellError as error:
+            if failures:  # gRPC hides the exception of a request iterator
+                raise failures[0] from error
+            raise
+
+    def control(
+        self, request: shard_pb2.ReduceGradientBufferRequest, *, timeout_s: float, retry_for_s: float
+    ) -> shard_pb2.ReduceGradientBufferResponse:
+        """Sends a control message; see ``StreamTransport``."""
+        answer: shard_pb2.ReduceGradientBufferResponse = self.call(
+            "ReduceGradientBuffer", request, timeout_s=timeout_s, retry_for_s=retry_for_s
+        )
+        return answer
+
+    def fetch_batch(self, request: shard_pb2.GatherBatchRequest, answers: BatchAnswers, *, timeout_s: float) -> None:
+        """Sends a batch of small fetches; see ``StreamTransport``."""
+
+        def receive() -> None:
+            what = f"GatherBatch from {self.address}"
+            for data in self._gather_batch(request, timeout=timeout_s):
+                response, chunk = chunk_streams.decode_message(data, shard_pb2.GatherBatchResponse)
+                receiver = chunk_streams.StreamReceiver(answers.places(response), what)
+                receiver.feed(chunk)
+                receiver.require_complete()
+                answers.finish(response)
+            if answers.are_missing:
+                raise ChunkError(f"{what}: the stream ended before every range was answered")
+
+        self.attempt(receive, retry_for_s=0.0)
+
+    def push_batch(self, request: shard_pb2.ReduceBatchRequest, *, timeout_s: float) -> shard_pb2.ReduceBatchResponse:
+        """Sends a batch of small pushes; see ``StreamTransport``."""
+        answer: shard_pb2.ReduceBatchResponse = self.call("ReduceBatch", request, timeout_s=timeout_s)
+        return answer
+
+    def measure_stream(self, size_bytes: int, *, timeout_s: float) -> float:
+        """Receives bytes without content; returns bytes per second."""
+        request = shard_pb2.MeasureTransportRequest(size_bytes=size_bytes, chunk_bytes=self._chunk_bytes)
+        started = time.perf_counter()
+
+        def receive() -> int:
+            return sum(len(data) for data in self._measure(request, timeout=timeout_s))
+
+        return self.attempt(receive, retry_for_s=0.0) / (time.perf_counter() - started)
+
+    def read_partition(
+        self,
+        location: PartitionLocation,
+        context: common_pb2.RequestContext,
+        *,
+        timeout_s: float,
+        cached: CachedPartition | None = None,
+    ) -> PartitionSegment:
+        """Fetches an optimizer partition of a prepared step.
+
+        Args:
+            location: The partition.
+            context: Names the step and the lease.
+            timeout_s: Deadline of one attempt, and how long to retry while the server is unavailable.
+            cached: Values and state of this trainer. They are not fetched if the server confirms that they are current.
+
+        Raises:
+            StepStateError: The step is not prepared.
+            StaleEpochError: The partition belongs to another trainer.
+        """
+        request = read_request(location, context, cached)
+
+        def fetch() -> PartitionSegment:
+            incoming = None
+            for data in self.byte_response_stub("ReadPartition")(request, timeout=timeout_s):
+                message, chunk = chunk_streams.decode_message(data, shard_pb2.ReadPartitionResponse)
+                incoming = incoming or IncomingPartition(location, message.header, cached)
+                incoming.receiver.feed(chunk)
+            assert incoming is not None
+            return incoming.finish()
+
+        return self.attempt(fetch, retry_for_s=timeout_s)
+
+    def stage_partition(
+        self,
+        location: PartitionLocation,
+        context: common_pb2.RequestContext,
+        segment: PartitionSegment,
+        *,
+        timeout_s: float,
+        share_state: bool = False,
+    ) -> None:
+        """Sends the new values of the parameters that have a gradient, and the whole new state.
+
+        Args:
+            location: The partition.
+            context: Names the step, the lease and the request.
+            segment: The values and the state.
+            timeout_s: Deadline of one attempt, and how long to retry while the server is unavailable.
+            share_state: Whether the server puts the state in shared memory, for the next step.
+
+        Raises:
+            StepStateError: The gradient has since been recomputed.
+            StaleEpochError: The partition belongs to another trainer.
+            NonFiniteError: A value is NaN or infinity.
+            CapacityError: The server has no memory for the partition.
+        """
+        state = describe_state(location, segment)
+        header = stage_header(location, context, segment, state)
+        header.share_state = share_state
+        tensors = [segment.values[index] for index in sorted(segment.gradients)] + [tensor for _, tensor in state]
+        first = shard_pb2.StagePartitionRequest(header=header)
+
+        def send() -> None:
+            stream = chunk_streams.encode_stream(first, [memory_of(tensor) for tensor in tensors])
+            self.byte_request_stub("StagePartition")(stream, timeout=timeout_s)
+
+        self.attempt(send, retry_for_s=timeout_s)
+
+
+def _then(stream: Iterable[bytes], callback: Callable[[], None]) -> Iterator[bytes]:
+    yield from stream
+    callback()
+
+
+def _recording(pieces: Iterable[chunk_streams.Buffer], failures: list[Exception]) -> Iterator[chunk_streams.Buffer]:
+    """Yields ``pieces``, and appends the exception that iterating over them raises."""
+    try:
+        yield from pieces
+    except Exception as error:
+        failures.append(error)
+        raise
 
 
 class GrpcTransport(StreamTransport):

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from shardwell.transport.shared_vector import OpenFile, map_shared
-from shardwell_wire import chunk_streams
+from shardwell_wire.encoding import chunk_streams
 from shardwell_wire.errors import UsageError
-from shardwell_wire.layout import DTYPE_NAMES, DTYPE_NUMBERS, Segment, UnitLayout
-from shardwell_wire.partitions import state_places, values_offset
-from shardwell_wire.shared_files import opened
+from shardwell_wire.host.shared_memory import opened
+from shardwell_wire.model.layout import DTYPE_NAMES, DTYPE_NUMBERS, Segment, UnitLayout
+from shardwell_wire.model.topology import state_places, values_offset
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
 _NUMBER_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}

@@ -1,8 +1,16 @@
-"""Calls Shardwell services by blocking rpcs, with bounded retries and credentials."""
+"""Calls Shardwell services by blocking rpcs, with bounded retries and credentials.
+
+Client of the coordinator's service.
+
+Warns before a fork that gRPC does not survive. See Note: [gRPC and fork] in ``shardwell_wire``.
+"""
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
+import os
 import socket
 import threading
 import time
@@ -14,11 +22,11 @@ import grpc
 from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
+import shardwell_wire
 from shardwell.credentials import find_credentials
 from shardwell.transport.call_connection import CallConnections
-from shardwell_wire.byte_streams import EncryptedStream, PlainStream
-from shardwell_wire.channel import open_channel
-from shardwell_wire.credentials import Credentials
+from shardwell_wire.connection.channel import open_channel, retry
+from shardwell_wire.encoding.chunk_streams import EncryptedStream, PlainStream
 from shardwell_wire.errors import (
     DeadlineError,
     ShardwellError,
@@ -26,10 +34,9 @@ from shardwell_wire.errors import (
     UnavailableError,
     from_rpc_error,
 )
-from shardwell_wire.retry import retry
-from shardwell_wire.tls import must_encrypt
-from shardwell_wire.tls_problems import connection_error
-from shardwell_wire.v1 import common_pb2
+from shardwell_wire.security.credentials import Credentials
+from shardwell_wire.security.tls import connection_error, must_encrypt
+from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
 Result = TypeVar("Result")
 
@@ -333,3 +340,40 @@ class ServiceClient:
             return stub(*arguments, metadata=self.credentials.metadata, **options)
 
         return call
+
+
+class CoordinatorClient(ServiceClient):
+    """Calls ``CoordinatorService``.
+
+    Args:
+        address: host:port.
+        credentials: See ``ServiceClient``. Calls to the cluster's shard servers carry ``self.credentials``, too.
+    """
+
+    def __init__(self, address: str, credentials: Credentials | None = None) -> None:
+        service = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"]
+        super().__init__(address, service, credentials=credentials)
+
+
+logger = logging.getLogger(__name__)
+
+
+@functools.cache
+def watch(in_child: Callable[[], None]) -> None:
+    """Calls a function in every process that this one forks from now on.
+
+    Args:
+        in_child: The function. It must not call gRPC.
+    """
+    if shardwell_wire.GRPC_HANDLES_FORKS:
+        os.register_at_fork(before=_warn)
+    os.register_at_fork(after_in_child=in_child)
+
+
+@functools.cache
+def _warn() -> None:
+    logger.warning(
+        "this process forks while gRPC handles forks, so the forked process, such as a worker of a DataLoader, may be "
+        "killed: grpc was imported before shardwell. Import grpc after shardwell, set GRPC_ENABLE_FORK_SUPPORT=0, or "
+        "use DataLoader(multiprocessing_context='spawn')"
+    )

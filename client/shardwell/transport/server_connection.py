@@ -1,43 +1,210 @@
-"""What a trainer does with one shard server: reads weights, pushes gradients, reads and stages optimizer partitions."""
+"""Fetches small shards of several units from one server together.
+
+Sends the small parts of several contributions to one server in one message.
+
+What a trainer does with one shard server: reads weights, pushes gradients, reads and stages optimizer partitions.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
+
+import xxhash
 
 from shardwell.transport.base import (
     ByteCounter,
     FetchTarget,
+    Incoming,
     NearlyDone,
     PreparedPush,
     ShardAddress,
     Transport,
     ignore,
 )
-from shardwell.transport.fetch_batch import Arrived, SmallFetch, fetch_together
+from shardwell.transport.grpc_transport import ShardClient
 from shardwell.transport.partitions import (
     CachedPartition,
     PartitionLocation,
     PartitionSegment,
     SharedPartitionSegment,
 )
-from shardwell.transport.push_batch import push_together
-from shardwell.transport.selector import TransportSelector
-from shardwell.transport.server_guard import ServerGuard
-from shardwell.transport.shard_client import ShardClient
+from shardwell.transport.selector import ServerGuard, TransportSelector
 from shardwell.transport.shared_vector import SegmentLocation
-from shardwell_wire.credentials import Credentials
+from shardwell_wire.encoding.wire_dtypes import AS_STORED
 from shardwell_wire.errors import (
     CapacityError,
     ConflictError,
+    InvalidRequestError,
     NotFoundError,
     ShardwellError,
     UnavailableError,
     VersionGoneError,
 )
-from shardwell_wire.run_identity import RunIdentity
+from shardwell_wire.model.names import RunIdentity
+from shardwell_wire.security.credentials import Credentials
 from shardwell_wire.v1 import common_pb2, shard_pb2
+
+Arrived = Callable[[int, int], None]
+"""Called when a shard has arrived, with its position in the batch and its version."""
+
+
+@dataclass(frozen=True, slots=True)
+class SmallFetch:
+    """A fetch of one version of a shard, small enough for a message."""
+
+    shard: ShardAddress
+    version: int
+    target: FetchTarget
+
+
+class _Answers:
+    """Receives the answers to a batch. A ``BatchAnswers``.
+
+    Args:
+        peer: Address of the server, for errors.
+        streams: The stream of each fetch, and its context, which ends when the fetch is done.
+        counter: Counts the received bytes.
+        arrived: See ``Arrived``.
+    """
+
+    def __init__(
+        self, peer: str, streams: Sequence[tuple[Incoming, ExitStack]], counter: ByteCounter, arrived: Arrived
+    ) -> None:
+        self._peer, self._streams, self._counter, self._arrived = peer, streams, counter, arrived
+        self._left = set(range(len(streams)))
+
+    @property
+    def are_missing(self) -> bool:
+        return bool(self._left)
+
+    def places(self, response: shard_pb2.GatherBatchResponse) -> list[memoryview]:
+        numbers = [each.number for each in response.ranges]
+        if not numbers or len(set(numbers)) < len(numbers) or not self._left.issuperset(numbers):
+            raise InvalidRequestError(
+                f"shard server at {self._peer} answered ranges {numbers[:10]} of a batch of {len(self._streams)}, of "
+                f"which {len(self._left)} are missing: expected each range once"
+            )
+        self._left.difference_update(numbers)
+        places = []
+        for each in response.ranges:
+            if each.status:
+                continue
+            stream, _ = self._streams[each.number]
+            place = stream.place(each.version, each.deltas if each.HasField("deltas") else None)
+            if len(place) != each.size_bytes:
+                raise InvalidRequestError(
+                    f"shard server at {self._peer} sends {each.size_bytes} bytes for range {each.number} of a batch, "
+                    f"expected {len(place)}"
+                )
+            places.append(place)
+        return places
+
+    def finish(self, response: shard_pb2.GatherBatchResponse) -> None:
+        for each in response.ranges:
+            if not each.status:
+                stream, context = self._streams[each.number]
+                stream.finish()
+                context.close()
+                self._counter.add(received_bytes=each.size_bytes)
+                self._arrived(each.number, each.version)
+
+
+def fetch_together(
+    transports: TransportSelector,
+    fetches: Sequence[SmallFetch],
+    counter: ByteCounter,
+    arrived: Arrived,
+    *,
+    timeout_s: float,
+) -> None:
+    """Fetches shards with one request, once, waiting until their versions exist.
+
+    Shards that have not arrived when the function returns or raises must be fetched by themselves.
+
+    Args:
+        transports: The transports to the server.
+        fetches: At least one shard of the server.
+        counter: Counts the received bytes.
+        arrived: See ``Arrived``. Shards that can be read at once arrive before those that wait for their versions.
+        timeout_s: Deadline.
+
+    Raises:
+        ShardwellError: The request or its answer was lost, or is malformed.
+    """
+    run = transports.run
+    request = shard_pb2.GatherBatchRequest(run=run.name, run_id=run.run_id)
+    with ExitStack() as stack:
+        streams = list[tuple[Incoming, ExitStack]]()
+        for each in fetches:
+            context = stack.enter_context(ExitStack())
+            stream = context.enter_context(each.target.incoming())
+            streams.append((stream, context))
+            request.ranges.append(
+                each.shard.gather_request(each.version, each.target.wire_dtype, base=stream.base, names_run=False)
+            )
+        answers = _Answers(transports.client.address, streams, counter, arrived)
+        transports.fetch_batch(request, answers, timeout_s=timeout_s)
+
+
+def push_together(
+    transports: TransportSelector, prepared: Sequence[PreparedPush], counter: ByteCounter, *, timeout_s: float
+) -> list[bool]:
+    """Sends parts in one message, once.
+
+    Args:
+        transports: The transports to the server.
+        prepared: The parts, in memory of the server or small enough for a message.
+        counter: Counts the streamed bytes.
+        timeout_s: Deadline.
+
+    Returns:
+        For each part whether the server has accepted it. The others must be pushed one by one.
+
+    Raises:
+        ShardwellError: The message or its answer was lost.
+    """
+    shared, positions, accepted = transports.shared, list[int](), [False] * len(prepared)
+    common = prepared[0].header.common
+    request = shard_pb2.ReduceBatchRequest(run=transports.run.name, run_id=transports.run.run_id, common=common)
+    for position, each in enumerate(prepared):
+        if not each.is_shared:
+            part, wire_dtype = _add_stream(each, request), each.gradients.wire_dtype
+        elif shared is None or (buffered := shared.add_to_batch(each, request)) is None:
+            continue
+        else:
+            part, wire_dtype = buffered, AS_STORED
+        if each.header.common is common:
+            each.cut.complete(part.header, each.header, wire_dtype)
+        else:  # of another attempt
+            part.header.CopyFrom(each.cut.header(each.header, wire_dtype))
+        positions.append(position)
+    if not positions:
+        return accepted
+    response = transports.push_batch(request, timeout_s=timeout_s)
+    if len(response.results) != len(positions):
+        raise InvalidRequestError(
+            f"shard server at {transports.client.address} answered a batch of {len(positions)} parts with "
+            f"{len(response.results)} results"
+        )
+    for position, part, result in zip(positions, request.parts, response.results, strict=True):
+        accepted[position] = not result.status
+        transports.guard.note_rejected("a part of a batch of pushes", result.status)
+        if part.HasField("stream"):
+            counter.add(sent_bytes=len(part.stream) if accepted[position] else 0)
+        elif shared is not None:
+            shared.finish_batched(prepared[position], result)
+    return accepted
+
+
+def _add_stream(prepared: PreparedPush, request: shard_pb2.ReduceBatchRequest) -> shard_pb2.BatchedPart:
+    with prepared.gradients.stream() as pieces:
+        stream = b"".join(pieces)
+    return request.parts.add(stream=stream, checksum=xxhash.xxh3_64_intdigest(stream))
+
 
 logger = logging.getLogger(__name__)
 

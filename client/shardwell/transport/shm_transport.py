@@ -20,10 +20,12 @@ from shardwell.transport.base import (
     GradientPart,
     NearlyDone,
     PreparedPush,
+    PushedRange,
     ShardAddress,
     SharedTransport,
     ignore,
 )
+from shardwell.transport.grpc_transport import ShardClient
 from shardwell.transport.partitions import (
     PartitionLocation,
     PartitionSegment,
@@ -33,16 +35,12 @@ from shardwell.transport.partitions import (
     read_request,
     stage_header,
 )
-from shardwell.transport.push_header import PushedRange
-from shardwell.transport.shard_client import ShardClient
 from shardwell.transport.shared_vector import map_shared
+from shardwell_wire.encoding.wire_dtypes import AS_STORED
 from shardwell_wire.errors import StepStateError, UnavailableError
-from shardwell_wire.run_identity import RunIdentity
-from shardwell_wire.shared_descriptors import receive_descriptor
-from shardwell_wire.shared_files import opened
-from shardwell_wire.shared_proof import NONCE_BYTES, PROOF_BYTES, session_name
+from shardwell_wire.host.shared_memory import NONCE_BYTES, PROOF_BYTES, opened, receive_descriptor, session_name
+from shardwell_wire.model.names import RunIdentity
 from shardwell_wire.v1 import common_pb2, shard_pb2
-from shardwell_wire.wire_dtypes import AS_STORED
 
 _MAX_PROOF_FILE_BYTES = 16 << 20
 

@@ -1,20 +1,324 @@
-"""The transport over TCP: frames from and to the memory of tensors, without copies in this process."""
+"""One connection of the socket transport: frames from and to the memory of tensors.
+
+The transport over TCP: frames from and to the memory of tensors, without copies in this process.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import math
+import select
+import socket
+import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
-from shardwell.transport.base import BatchAnswers, ByteCounter, NearlyDone, StreamTransport, ignore
-from shardwell.transport.incoming import Place
-from shardwell.transport.shard_client import ShardClient
-from shardwell.transport.socket_connection import SocketConnection
-from shardwell_wire.errors import AccessError, UnavailableError
-from shardwell_wire.retry import retry
-from shardwell_wire.run_identity import RunIdentity
+from shardwell.transport.base import (
+    NEARLY_DONE_BYTES,
+    BatchAnswers,
+    ByteCounter,
+    NearlyDone,
+    Place,
+    StreamTransport,
+    ignore,
+)
+from shardwell.transport.grpc_transport import ShardClient
+from shardwell.transport.rpc import Endpoint
+from shardwell_wire.connection import socket_frames
+from shardwell_wire.connection.channel import retry
+from shardwell_wire.connection.socket_frames import Kind, set_options
+from shardwell_wire.encoding import chunk_streams
+from shardwell_wire.encoding.chunk_streams import Buffer, EncryptedStream, LowWaterMark
+from shardwell_wire.errors import (
+    AccessError,
+    DeadlineError,
+    ShardwellError,
+    UnavailableError,
+    from_status_details,
+)
+from shardwell_wire.model.names import RunIdentity
 from shardwell_wire.v1 import common_pb2, shard_pb2
+
+_TIMEVAL = struct.Struct("ll")
+
+_LONGEST_POLL_MS = 3_600_000
+"""Longest timeout of one poll. The system call takes a 32-bit number of milliseconds."""
+
+_TIMEOUT_SLACK_S = 0.1
+"""How late a send may time out. Setting the kernel's timeout before every call costs more than a small call."""
+
+_MAX_BUFFERS = 512
+"""Buffers per system call. The lowest limit of the supported systems is 1024."""
+
+_AHEAD_BYTES = 16 << 10
+"""Bytes that may be received beyond those that are wanted, to receive several small frames with one call. They are
+copied."""
+
+
+class SocketConnection:
+    """Sends requests one after another. For one thread at a time, except ``abort``.
+
+    Args:
+        endpoint: Connects to the shard server.
+        offer: Port and token of the session, and the encryption that the server requires.
+        peer: Name of the server in errors.
+        timeout_s: Deadline for connecting.
+
+    Raises:
+        UnavailableError: The port cannot be reached.
+        AccessError: The session is closed.
+        DeadlineError: The server did not answer in time.
+    """
+
+    def __init__(self, endpoint: Endpoint, offer: shard_pb2.SocketOffer, *, peer: str, timeout_s: float) -> None:
+        self._peer, self._deadline = peer, time.monotonic() + timeout_s
+        self.is_idle = False
+        """Whether no request is in flight: the next bytes in either direction start a frame of a new request."""
+        with self._request("connect", timeout_s):
+            self._socket = endpoint.connect(offer.port, timeout_s)
+            set_options(self._socket)
+            # Blocking, so that one call sends a whole frame. `_limit_send` sets the timeout of a call.
+            self._socket.settimeout(None)
+            self._readable = select.poll()
+            self._readable.register(self._socket, select.POLLIN)
+            self._mark = LowWaterMark(self._socket)
+            self._send_limit_s = 0.0
+            self._scratch = memoryview(bytearray(_AHEAD_BYTES))
+            self._ahead = self._scratch[:0]
+            """Bytes that were received and not wanted yet."""
+            try:
+                self._stream = endpoint.byte_stream(self._socket, offer.encryption)
+                self._shake_hands()
+                self._send([socket_frames.hello(offer.token)])
+                self._receive_message(Kind.WELCOME)
+            except BaseException:
+                self._socket.close()
+                raise
+
+    @property
+    def usable(self) -> bool:
+        """Whether another request can be sent. False if the server has closed the connection."""
+        return self.is_idle and not self._stream.is_worn_out and not self._has_input()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def abort(self) -> None:
+        """Makes the request in flight fail. Called by other threads."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def fetch_stream(
+        self,
+        request: shard_pb2.GatherRequest,
+        place: Place,
+        *,
+        what: str,
+        timeout_s: float,
+        nearly_done: NearlyDone = ignore,
+    ) -> int:
+        """Fetches a version; returns the version."""
+        with self._request(what, timeout_s):
+            self._send([socket_frames.encode_request(Kind.GATHER, request, timeout_s)])
+            header = socket_frames.parse_message(self._receive_message(Kind.GATHERING), shard_pb2.GatherHeader)
+            self._receive_streams([place(header)], what, nearly_done)
+            return header.version
+
+    def measure(self, target: memoryview, *, timeout_s: float) -> None:
+        """Receives bytes without content."""
+        what = "a measurement"
+        with self._request(what, timeout_s):
+            request = shard_pb2.MeasureTransportRequest(size_bytes=len(target))
+            self._send([socket_frames.encode_request(Kind.MEASURE, request, timeout_s)])
+            self._receive_streams([target], what, ignore)
+
+    def push_stream(
+        self,
+        header: shard_pb2.ReduceScatterHeader,
+        pieces: Sequence[memoryview],
+        *,
+        what: str,
+        timeout_s: float,
+        nearly_done: NearlyDone = ignore,
+    ) -> shard_pb2.ReduceScatterResponse:
+        """Pushes the bytes of ``pieces``."""
+        with self._request(what, timeout_s):
+            # A server that rejects the push answers mid-stream and may close the connection before the stream ends.
+            with contextlib.suppress(ConnectionError):
+                self._send_stream(socket_frames.encode_request(Kind.REDUCE_SCATTER, header, timeout_s), pieces)
+            nearly_done()
+            try:
+                payload = self._receive_message(Kind.REDUCE_SCATTERED)
+            except ShardwellError:
+                self.is_idle = False  # the server does not read the rest of the stream
+                raise
+            return socket_frames.parse_message(payload, shard_pb2.ReduceScatterResponse)
+
+    def control(
+        self, request: shard_pb2.ReduceGradientBufferRequest, *, what: str, timeout_s: float
+    ) -> shard_pb2.ReduceGradientBufferResponse:
+        """Sends a control message."""
+        with self._request(what, timeout_s):
+            self._send([socket_frames.encode_request(Kind.REDUCE_GRADIENT_BUFFER, request, timeout_s)])
+            payload = self._receive_message(Kind.GRADIENT_BUFFER_REDUCED)
+            return socket_frames.parse_message(payload, shard_pb2.ReduceGradientBufferResponse)
+
+    def fetch_batch(self, request: shard_pb2.GatherBatchRequest, answers: BatchAnswers, *, timeout_s: float) -> None:
+        """Sends a batch of small fetches, and receives all answers."""
+        what = f"GatherBatch of {len(request.ranges)} ranges"
+        with self._request(what, timeout_s):
+            self._send([socket_frames.encode_request(Kind.GATHER_BATCH, request, timeout_s)])
+            while answers.are_missing:
+                payload = self._receive_message(Kind.BATCH_GATHERED)
+                response = socket_frames.parse_message(payload, shard_pb2.GatherBatchResponse)
+                self._receive_streams(answers.places(response), what, ignore)
+                answers.finish(response)
+
+    def push_batch(self, request: shard_pb2.ReduceBatchRequest, *, timeout_s: float) -> shard_pb2.ReduceBatchResponse:
+        """Sends a batch of small pushes."""
+        with self._request(f"ReduceBatch of {len(request.parts)} parts", timeout_s):
+            self._send([socket_frames.encode_request(Kind.REDUCE_BATCH, request, timeout_s)])
+            payload = self._receive_message(Kind.BATCH_REDUCED)
+            return socket_frames.parse_message(payload, shard_pb2.ReduceBatchResponse)
+
+    # ---- one request ----
+
+    @contextmanager
+    def _request(self, what: str, timeout_s: float) -> Iterator[None]:
+        self._deadline, self.is_idle = time.monotonic() + timeout_s, False
+        try:
+            yield
+            self.is_idle = True
+        except ShardwellError:
+            raise
+        except TimeoutError:
+            raise DeadlineError(f"{what}: {self._peer} did not finish within {timeout_s:g} s") from None
+        except OSError as error:
+            raise UnavailableError(
+                f"{what}: the connection of the {self._peer} failed: {error}", peer=self._peer
+            ) from error
+
+    def _send_stream(self, request: bytes, pieces: Sequence[memoryview]) -> None:
+        """Sends a request and its stream. Stops early if the server answers before the stream ends."""
+        sender, left_bytes = socket_frames.StreamSender(), sum(map(len, pieces))
+        buffers: list[Buffer] = [request]
+        for parts in chunk_streams.batches(pieces, socket_frames.DATA_BYTES):
+            if parts:
+                buffers += sender.data(parts)
+            left_bytes -= sum(map(len, parts))
+            if not left_bytes:
+                buffers.append(sender.end())
+            if self._has_input():
+                return
+            self._send(buffers)
+            buffers = []
+
+    def _receive_streams(self, targets: Sequence[memoryview], what: str, nearly_done: NearlyDone) -> None:
+        """Receives one stream into several places."""
+        receiver = socket_frames.StreamReceiver(targets, sum(map(len, targets)), what, may_be_refused=True)
+        while not receiver.over:
+            receiver.took(self._receive(receiver.places()))
+            if receiver.left_bytes <= NEARLY_DONE_BYTES:
+                nearly_done()
+        if receiver.refusal_bytes is not None:
+            raise self._receive_error(receiver.refusal_bytes)
+
+    def _receive_message(self, expected: Kind) -> bytes:
+        """Returns the payload of the next frame. Raises the error that the server sent in its place."""
+        kind, size_bytes = socket_frames.parse_head(
+            self._receive_exactly(socket_frames.HEAD_BYTES), expected, Kind.ERROR
+        )
+        if kind is Kind.ERROR:
+            raise self._receive_error(size_bytes)
+        return self._receive_exactly(size_bytes)
+
+    def _receive_error(self, size_bytes: int) -> ShardwellError:
+        error = from_status_details(self._receive_exactly(size_bytes), self._peer)
+        self.is_idle = True
+        return error
+
+    # ---- bytes ----
+
+    def _shake_hands(self) -> None:
+        """Waits for the TLS handshake, if the connection is encrypted."""
+        while isinstance(self._stream, EncryptedStream):
+            self._limit_send()
+            try:
+                return self._stream.handshake()
+            except BlockingIOError:
+                self._wait_for_input()
+        return None
+
+    def _send(self, buffers: Sequence[Buffer]) -> None:
+        left = buffers
+        while left:
+            self._limit_send()
+            with contextlib.suppress(BlockingIOError):
+                left = socket_frames.unsent(left, self._stream.send(left[:_MAX_BUFFERS]))
+
+    def _limit_send(self) -> None:
+        """Makes the next send raise BlockingIOError at about the deadline of the request."""
+        remaining_s = self._remaining_s()
+        if 0 <= self._send_limit_s - remaining_s < _TIMEOUT_SLACK_S:
+            return
+        seconds, rest_s = divmod(remaining_s, 1.0)
+        # Two zeros would mean "no timeout".
+        limit = _TIMEVAL.pack(int(seconds), max(1, int(rest_s * 1e6)))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        self._send_limit_s = remaining_s
+
+    def _has_input(self) -> bool:
+        """Whether the server has sent a byte or closed the connection."""
+        self._mark.want(1)
+        return bool(self._ahead or self._stream.buffered_bytes or self._readable.poll(0))
+
+    def _receive_exactly(self, size_bytes: int) -> bytes:
+        data = bytearray(size_bytes)
+        left = memoryview(data)
+        while left:
+            left = left[self._receive([left]) :]
+        return bytes(data)
+
+    def _receive(self, places: Sequence[memoryview]) -> int:
+        """Waits for bytes and writes them to consecutive places; returns their number."""
+        if self._ahead:
+            return self._take_ahead(places)
+        wanted_bytes, has_bytes = sum(map(len, places)), self._stream.buffered_bytes > 0
+        while True:
+            # Poll first. A blocking receive starts to copy at once, and the kernel then compares the mark with the
+            # missing bytes only, which may be fewer than the mark.
+            if not has_bytes:
+                self._mark.want(self._stream.low_water_mark(wanted_bytes))
+                self._wait_for_input()
+            with contextlib.suppress(BlockingIOError):
+                count = self._stream.receive([*places, self._scratch])
+                if not count:
+                    raise ConnectionResetError("the server closed the connection in the middle of a response")
+                if count > wanted_bytes:
+                    self._ahead = self._scratch[: count - wanted_bytes]
+                return min(count, wanted_bytes)
+            has_bytes = False
+
+    def _take_ahead(self, places: Sequence[memoryview]) -> int:
+        count = 0
+        for place in places:
+            part, self._ahead = self._ahead[: len(place)], self._ahead[len(place) :]
+            place[: len(part)] = part
+            count += len(part)
+        return count
+
+    def _wait_for_input(self) -> None:
+        self._readable.poll(min(_LONGEST_POLL_MS, math.ceil(1000 * self._remaining_s())))
+
+    def _remaining_s(self) -> float:
+        remaining_s = self._deadline - time.monotonic()
+        if remaining_s <= 0:
+            raise TimeoutError
+        return remaining_s
+
 
 Result = TypeVar("Result")
 

@@ -1,4 +1,6 @@
-"""Converts checkpoints of runs to ``torch.distributed.checkpoint`` and back, with optimizer state.
+"""Parameter groups as torch's optimizers keep them, and as shard servers apply them.
+
+Converts checkpoints of runs to ``torch.distributed.checkpoint`` and back, with optimizer state.
 
 The other side has the layout of ``torch.distributed.checkpoint.state_dict.get_state_dict``, saved as
 ``{"model": model_state, "optim": optimizer_state}``.
@@ -8,17 +10,15 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shardwell.weights.checkpoint_files import memory_of, write_dcp
-from shardwell.weights.checkpoint_reader import CheckpointReader
-from shardwell.weights.dcp_reading import DcpReader, EntryPath
-from shardwell.weights.torch_optimizers import find_algorithm, hyperparameters, torch_group
+from shardwell.weights.checkpoint_reader import CheckpointReader, memory_of, write_dcp
+from shardwell.weights.dcp import DcpReader, EntryPath
 from shardwell_wire.checkpoints.folder import RunFolder
 from shardwell_wire.checkpoints.format import VALUES, FilePlan, Part, Piece, PieceKind
 from shardwell_wire.checkpoints.manifest import (
@@ -31,9 +31,108 @@ from shardwell_wire.checkpoints.manifest import (
 from shardwell_wire.checkpoints.opening import open_storage
 from shardwell_wire.checkpoints.writing import CheckpointFileWriter
 from shardwell_wire.errors import UsageError
-from shardwell_wire.layout import Parameter
-from shardwell_wire.optimizers import NO_GROUP, OPTIMIZERS, StateShape, StateTensor
+from shardwell_wire.model.layout import Parameter
+from shardwell_wire.model.optimizers import NO_GROUP, OPTIMIZERS, StateShape, StateTensor
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
+
+_CLASSES = {
+    name.lower(): each
+    for name, each in vars(torch.optim).items()
+    if isinstance(each, type) and issubclass(each, torch.optim.Optimizer)
+}
+"""torch's optimizers by the names of ``OPTIMIZERS``."""
+_FUSED = ("adam", "adamw", "sgd")
+"""Optimizers for which shard servers use torch's fused kernels."""
+
+
+def find_algorithm(groups: Iterable[Mapping[str, Any]], state_names: Collection[str]) -> str:
+    """Returns the optimizer that has these parameter groups and state.
+
+    Args:
+        groups: Parameter groups of a torch optimizer.
+        state_names: Names of its state tensors.
+
+    Raises:
+        UsageError: None or several fit.
+    """
+    groups = list(groups)
+    found = [name for name, each in _CLASSES.items() if name in OPTIMIZERS and _fits(name, each, groups, state_names)]
+    decoupled = {bool(group.get("decoupled_weight_decay")) for group in groups}
+    if {"adam", "adamw"} <= set(found) and len(decoupled) == 1:
+        found.remove("adam" if decoupled == {True} else "adamw")
+    if len(found) != 1:
+        fitting = " and ".join(sorted(found)) or "none"
+        raise UsageError(
+            f"which optimizer wrote the state {sorted(state_names)}? {fitting} of the known ones fit: name it "
+            "(optimizer=, --optimizer)"
+        )
+    return found[0]
+
+
+def _fits(
+    name: str, optimizer: type[torch.optim.Optimizer], groups: list[Mapping[str, Any]], state_names: Collection[str]
+) -> bool:
+    spec = OPTIMIZERS[name]
+    known = set(torch_group(name, {}, optimizer=optimizer))
+    written = {key for group in groups for key in group} - {"params", "initial_lr"}
+    return written <= known and set(state_names) <= {tensor.name for tensor in spec.state} and bool(written)
+
+
+def hyperparameters(algorithm: str, group: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the numbers of a parameter group, as in ``ParameterGroup.hyperparameters``.
+
+    Raises:
+        UsageError: A number is missing.
+    """
+    settings = {**torch_group(algorithm, {}), **group}
+    if algorithm == "muon":
+        settings["match_rms_adamw"] = settings.get("adjust_lr_fn") == "match_rms_adamw"
+    if algorithm == "adafactor":
+        eps1, eps2 = settings["eps"]
+        settings["eps"] = (torch.finfo(torch.float32).eps if eps1 is None else eps1, eps2)
+    numbers = {}
+    for each in OPTIMIZERS[algorithm].hyperparameters:
+        value = each.value_in(settings)
+        if value is None:
+            raise UsageError(f"the parameter group has no {each.label!r}, which {algorithm!r} needs")
+        numbers[each.name] = float(value)
+    return numbers
+
+
+def torch_group(
+    algorithm: str,
+    numbers: Mapping[str, float],
+    *,
+    optimizer: type[torch.optim.Optimizer] | None = None,
+) -> dict[str, Any]:
+    """Returns a parameter group with all settings of torch's optimizer, without ``params``.
+
+    Args:
+        algorithm: Name of the optimizer.
+        numbers: As in ``ParameterGroup.hyperparameters``. Settings that are not named get torch's defaults.
+        optimizer: torch's class. Default: the class of this name, if torch has one.
+    """
+    optimizer = _CLASSES.get(algorithm) if optimizer is None else optimizer
+    settings: dict[str, Any] = {}
+    if optimizer is not None:
+        more: dict[str, Any] = {"lr": 1e-3} if algorithm == "sgd" else {}
+        settings = dict(optimizer([torch.zeros(1, 1)], **more).param_groups[0])
+        del settings["params"]
+        if "fused" in settings:  # as on the shard servers: the bits of fused kernels differ from those of the others
+            settings["fused"] = algorithm in _FUSED
+    tuples: dict[str, dict[int, float]] = {}
+    for each in OPTIMIZERS[algorithm].hyperparameters:
+        if each.name in numbers:
+            value: Any = numbers[each.name]
+            value = bool(value) if each.is_flag else int(value) if each.is_integer else value
+            if each.argument:
+                tuples.setdefault(each.argument, {})[each.index] = value
+            elif each.name == "match_rms_adamw":
+                settings["adjust_lr_fn"] = "match_rms_adamw" if value else settings.get("adjust_lr_fn")
+            else:
+                settings[each.name] = value
+    return settings | {argument: tuple(items[index] for index in sorted(items)) for argument, items in tuples.items()}
+
 
 NoteBytes = Callable[[int], None]
 """Called with the number of bytes that were converted."""

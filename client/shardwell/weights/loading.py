@@ -10,15 +10,14 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from shardwell.module.initialization import InitFunction
+from shardwell.module.initial_values import InitFunction
+from shardwell.module.mixed_precision import local_box, local_part
+from shardwell.module.parameters import FoundParameter, Site
 from shardwell.module.store import InitialValues
-from shardwell.module.tensors import local_box, local_part
 from shardwell.module.unit import owner_of
-from shardwell.module.unit_parameters import FoundParameter, Site
-from shardwell.weights.safetensors_file import StoredTensor, find_tensors
-from shardwell_wire.boxes import Box
+from shardwell.weights.checkpoint_reader import StoredTensor, find_tensors
 from shardwell_wire.errors import UsageError
-from shardwell_wire.layout import Segment, UnitLayout
+from shardwell_wire.model.layout import Box, Segment, UnitLayout
 from shardwell_wire.v1 import initialization_pb2
 
 WINDOW_BYTES = 4 << 20

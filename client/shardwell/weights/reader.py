@@ -16,15 +16,20 @@ from torch.nn.parameter import is_lazy
 
 from shardwell.credentials import find_credentials
 from shardwell.module.unit import owner_of
-from shardwell.session.coordinator_client import CoordinatorClient
+from shardwell.transport.rpc import CoordinatorClient
 from shardwell.weights.loading import Rename
-from shardwell.weights.pinned_version import PinnedVersion, StoredParameter, describe_weights, newest_version
-from shardwell.weights.run_connections import RunConnections
+from shardwell.weights.pinned_version import (
+    PinnedVersion,
+    RunConnections,
+    StoredParameter,
+    describe_weights,
+    newest_version,
+)
+from shardwell_wire.connection.channel import backoff
+from shardwell_wire.encoding.wire_dtypes import GATHER_NAMES
 from shardwell_wire.errors import UnavailableError, UsageError, VersionGoneError
-from shardwell_wire.retry import backoff
-from shardwell_wire.run_identity import RunIdentity
-from shardwell_wire.tls import TlsOptions
-from shardwell_wire.wire_dtypes import GATHER_NAMES
+from shardwell_wire.model.names import RunIdentity
+from shardwell_wire.security.tls import TlsOptions
 
 _MAX_NAMES = 10
 """Limit of the names of each kind in an error message."""

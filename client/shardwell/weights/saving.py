@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from shardwell.module.unit import owner_of
-from shardwell.weights.checkpoint_files import Values, write_dcp, write_safetensors
-from shardwell.weights.state_dict import of_one_version, read_values
-from shardwell.weights.tensor_parallel import mesh_of, written_by_one
+from shardwell.weights.checkpoint_reader import Values, write_dcp, write_safetensors
+from shardwell.weights.state_dict import mesh_of, of_one_version, read_values, written_by_one
 from shardwell_wire.errors import UsageError
 
 Result = TypeVar("Result")

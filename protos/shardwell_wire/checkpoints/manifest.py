@@ -14,13 +14,11 @@ from typing import Any
 
 from google.protobuf import json_format
 
-from shardwell_wire.checkpoints.format import FORMAT_VERSION, checksum_of, require_count, require_readable
-from shardwell_wire.checkpoints.safetensors_header import parse_json
-from shardwell_wire.consistency import SYNCHRONOUS, Consistency
+from shardwell_wire.checkpoints.format import FORMAT_VERSION, checksum_of, parse_json, require_count, require_readable
 from shardwell_wire.errors import CorruptDataError, ShardwellError
-from shardwell_wire.layout import UnitLayout
-from shardwell_wire.names import check_id, check_name
-from shardwell_wire.topology import World
+from shardwell_wire.model.layout import UnitLayout
+from shardwell_wire.model.names import check_id, check_name
+from shardwell_wire.model.topology import SYNCHRONOUS, Consistency, World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
 MANIFEST_NAME = "manifest.json"

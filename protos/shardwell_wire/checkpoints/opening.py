@@ -15,8 +15,7 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardwell_wire.checkpoints.local_storage import LocalStorage
-from shardwell_wire.checkpoints.storage import Storage
+from shardwell_wire.checkpoints.storage import LocalStorage, Storage
 from shardwell_wire.errors import AccessError, InvalidRequestError
 
 ROOT_OPTION, ROOT_VARIABLE = "--checkpoint-root", "SHARDWELL_CHECKPOINT_ROOT"
@@ -48,7 +47,7 @@ def open_storage(url: str | Path) -> Storage:
     """
     if (path := local_path(str(url))) is not None:
         return LocalStorage(path)
-    from shardwell_wire.checkpoints.object_storage import ObjectStorage
+    from shardwell_wire.checkpoints.storage import ObjectStorage
 
     return ObjectStorage(str(url))
 

@@ -10,17 +10,18 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 
-from shardwell_server import audit, authentication, checkpoint_roots, encryption, process
-from shardwell_server.call_server import CallServer
 from shardwell_server.coordinator.coordinator import Coordinator
 from shardwell_server.coordinator.servers.shard_client import GrpcShardCalls
 from shardwell_server.coordinator.servicer import CoordinatorServicer
 from shardwell_server.coordinator.settings import Settings
 from shardwell_server.coordinator.storage.storage import Storage
-from shardwell_server.sizes import parse_size
-from shardwell_wire.credentials import NO_CREDENTIALS, Credentials
-from shardwell_wire.temporary_folder import temporary_folder
-from shardwell_wire.tokens import Role
+from shardwell_server.serving import authentication, authorization, process
+from shardwell_server.serving import authentication as encryption
+from shardwell_server.serving.call_server import CallServer
+from shardwell_server.serving.limits import parse_size
+from shardwell_wire.host.temporary_folder import temporary_folder
+from shardwell_wire.security.credentials import NO_CREDENTIALS, Credentials
+from shardwell_wire.security.tokens import Role
 from shardwell_wire.v1 import coordinator_pb2
 
 logger = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default=env("SHARDWELL_MIN_SHARD_BYTES", f"{defaults.min_shard_bytes >> 20}MiB"),
         help="smallest shard into which a unit is cut (SHARDWELL_MIN_SHARD_BYTES, default %(default)s)",
     )
-    checkpoint_roots.add_argument(parser)
+    authorization.add_root_argument(parser)
     parser.add_argument(
         "--restart-wait-s",
         metavar="S",
@@ -97,8 +98,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "(SHARDWELL_RESTART_WAIT_S, default %(default)s)",
     )
     authentication.add_argument(parser)
-    audit.add_argument(parser)
-    encryption.add_arguments(parser)
+    authorization.add_audit_argument(parser)
+    encryption.add_tls_options(parser)
     parser.add_argument("--exit-with-parent", action="store_true", help="stop when standard input closes")
     parser.add_argument(
         "--log-level",
@@ -121,11 +122,11 @@ def _run(arguments: argparse.Namespace) -> int:
         lease_s=arguments.lease_s,
         min_servers=arguments.min_servers,
         min_shard_bytes=arguments.min_shard_bytes,
-        checkpoint_roots=checkpoint_roots.from_arguments(arguments, credentials),
+        checkpoint_roots=authorization.roots_from_arguments(arguments, credentials),
         restart_wait_s=arguments.restart_wait_s,
         insecure=encryption.insecurity(endpoint.host, credentials, arguments),
     )
-    audit.start(arguments.audit_log)
+    authorization.start(arguments.audit_log)
     with nullcontext(arguments.state_dir) if arguments.state_dir else temporary_folder() as path:
         process.run(
             coordinate(settings, Path(path), endpoint, keeps_state=bool(arguments.state_dir), credentials=credentials),

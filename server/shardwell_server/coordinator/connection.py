@@ -20,8 +20,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from shardwell_server.coordinator.waiting import Signal
-from shardwell_wire.process_identity import has_ended, runs_here
+from shardwell_server.coordinator.settings import Signal
+from shardwell_wire.host.server_folders import has_ended, runs_here
 
 GRACE_S = 0.2
 """Time in which a process can open a broken stream again, in seconds."""

@@ -8,30 +8,23 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 
-from shardwell_server.coordinator.checkpoints.files import CheckpointFiles
-from shardwell_server.coordinator.checkpoints.filling import UnitFiller
-from shardwell_server.coordinator.checkpoints.restoring import RunRestorer
+from shardwell_server.coordinator.checkpoints.manifests import CheckpointFiles
+from shardwell_server.coordinator.checkpoints.restoring import RunRestorer, UnitFiller
 from shardwell_server.coordinator.checkpoints.saving import CheckpointSaver
-from shardwell_server.coordinator.commit.commit_requests import CommitRequests
-from shardwell_server.coordinator.commit.committer import Committer
+from shardwell_server.coordinator.commit.committer import Committer, UpdateSender
 from shardwell_server.coordinator.commit.preparation import StepPreparer
-from shardwell_server.coordinator.commit.updates import UpdateSender
-from shardwell_server.coordinator.commit.work_requests import WorkRequests
+from shardwell_server.coordinator.commit.requests import CommitRequests, WorkRequests
 from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.leases.servers import ServerLeases
 from shardwell_server.coordinator.leases.trainers import TrainerLeases
-from shardwell_server.coordinator.placement.placer import UnitPlacer
-from shardwell_server.coordinator.relocation.adoption import Adoption
-from shardwell_server.coordinator.relocation.drains import Drains
+from shardwell_server.coordinator.placement import UnitPlacer
+from shardwell_server.coordinator.relocation.drains import Drains, RunVerifier
 from shardwell_server.coordinator.relocation.keeper import BackupKeeper
-from shardwell_server.coordinator.relocation.relocator import Relocator
-from shardwell_server.coordinator.relocation.verifier import RunVerifier
-from shardwell_server.coordinator.runs.run import Run
+from shardwell_server.coordinator.relocation.relocator import Adoption, Relocator
+from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.servers.copies import Copies
-from shardwell_server.coordinator.servers.promoter import Promoter
-from shardwell_server.coordinator.servers.releases import Releases
 from shardwell_server.coordinator.servers.shard_client import ShardCalls
-from shardwell_server.coordinator.servers.shard_servers import ShardServers
+from shardwell_server.coordinator.servers.shard_servers import Promoter, Releases, ShardServers
 from shardwell_server.coordinator.settings import Settings
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.storage.storage import Storage

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from shardwell_server.coordinator.rpcs.administration import AdministrationRpcs
-from shardwell_server.coordinator.rpcs.declarations import DeclarationRpcs
-from shardwell_server.coordinator.rpcs.inspection import InspectionRpcs
+from shardwell_server.coordinator.rpcs.operators import AdministrationRpcs, InspectionRpcs
 from shardwell_server.coordinator.rpcs.rendezvous import RendezvousRpcs
 from shardwell_server.coordinator.rpcs.servers import ServerRpcs
-from shardwell_server.coordinator.rpcs.steps import StepRpcs
-from shardwell_server.coordinator.rpcs.trainers import TrainerRpcs
+from shardwell_server.coordinator.rpcs.trainers import DeclarationRpcs, StepRpcs, TrainerRpcs
 
 
 class CoordinatorServicer(

@@ -7,15 +7,14 @@ from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass, field, replace
 
 from shardwell_server.coordinator.inspection.events import EventLog
-from shardwell_server.coordinator.runs.asynchronous_work import AsynchronousWork
-from shardwell_server.coordinator.runs.members import Member, MemberState
-from shardwell_server.coordinator.runs.replicas import ranks_of_items
-from shardwell_server.coordinator.runs.run import Run
-from shardwell_server.coordinator.runs.step import Step
+from shardwell_server.coordinator.ranks.members import Member, MemberState
+from shardwell_server.coordinator.ranks.rank_assignment import ranks_of_items
+from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.runs.units import Initializer, Unit
-from shardwell_server.coordinator.runs.work_items import WorkItem, WorkState, new_members
 from shardwell_server.coordinator.servers.cluster import Cluster
-from shardwell_server.coordinator.settings import MAX_RUNS, RunSettings, Settings
+from shardwell_server.coordinator.settings import MAX_RUNS, BackgroundTasks, RunSettings, Settings
+from shardwell_server.coordinator.steps.step import Step, WorkItem, WorkState, new_members
+from shardwell_server.coordinator.steps.work import AsynchronousWork
 from shardwell_server.coordinator.storage.records import (
     CheckpointRecord,
     CommitRecord,
@@ -27,12 +26,11 @@ from shardwell_server.coordinator.storage.records import (
     UnitRecord,
 )
 from shardwell_server.coordinator.storage.storage import Storage
-from shardwell_server.coordinator.waiting import BackgroundTasks
+from shardwell_wire.connection.channel import retry_async
 from shardwell_wire.errors import CapacityError, NotFoundError, RunDeletedError, ShardwellError
-from shardwell_wire.layout import UnitLayout
-from shardwell_wire.retry import retry_async
-from shardwell_wire.run_identity import RunIdentity, new_run_id
-from shardwell_wire.topology import World
+from shardwell_wire.model.layout import UnitLayout
+from shardwell_wire.model.names import RunIdentity, new_run_id
+from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
 logger = logging.getLogger(__name__)

@@ -8,37 +8,28 @@ from contextlib import AbstractAsyncContextManager, aclosing
 
 from google.protobuf.message import Message
 
-from shardwell_server.rpc import Call
+from shardwell_server.serving.rpc import Call
 from shardwell_server.shard.concurrency import first_of, uninterrupted
-from shardwell_server.shard.requests import (
-    backups,
-    initial_values,
-    inspection,
-    partitions,
-    pushes,
-    reading,
-    received_steps,
-    relocation,
-    steps,
-)
+from shardwell_server.shard.requests import backups, inspection, partitions, pushes, reading, relocation, steps, streams
+from shardwell_server.shard.requests import backups as received_steps
 from shardwell_server.shard.requests.checkpoints import CheckpointRequests
 from shardwell_server.shard.requests.peers import NoPeers, Peers
 from shardwell_server.shard.requests.replication import Replicator
 from shardwell_server.shard.requests.streams import IncomingMessages, StandingStreams
-from shardwell_server.shard.state.fences import CoordinatorTerm
-from shardwell_server.shard.state.runs import HostedRun
-from shardwell_server.shard.state.shard_spec import Role, ShardSpec
+from shardwell_server.shard.shard_spec import Role, ShardSpec
+from shardwell_server.shard.state.runs import CoordinatorTerm, HostedRun
 from shardwell_server.shard.state.store import ShardStore, named_identity
-from shardwell_server.shard.transports import batch_requests, gather_batches, shm_requests
+from shardwell_server.shard.transports import batches, shm_transport
 from shardwell_server.shard.transports.base import ServerTransports, measurement_chunks
 from shardwell_server.shard.transports.shm_transport import ShmTransport
-from shardwell_wire import chunk_streams, fault_points
+from shardwell_wire import fault_points
 from shardwell_wire.checkpoints.opening import CheckpointRoots
+from shardwell_wire.encoding import chunk_streams
 from shardwell_wire.errors import InvalidRequestError, NotFoundError
-from shardwell_wire.layout import UnitLayout
-from shardwell_wire.run_identity import RunIdentity
-from shardwell_wire.tokens import INITIALIZER
-from shardwell_wire.topology import checked_groups
+from shardwell_wire.model.layout import UnitLayout
+from shardwell_wire.model.names import RunIdentity
+from shardwell_wire.model.topology import checked_groups
+from shardwell_wire.security.tokens import INITIALIZER
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
 _ABORT_WAIT_S = 5.0
@@ -262,7 +253,7 @@ class ShardServicer:
         self._check_request_id(call, header.context, header)
         self._store.lease.check()
         shard = self._store.exact_run(header.context).primary(header.unit, header.start_bytes, header.stop_bytes)
-        await initial_values.receive(self._store, shard, header, incoming, call.remaining_s())
+        await streams.receive(self._store, shard, header, incoming, call.remaining_s())
         return shard_pb2.InitializeUnitResponse(version=shard.version)
 
     async def Gather(self, request: shard_pb2.GatherRequest, call: Call) -> AsyncIterator[bytes]:
@@ -304,14 +295,14 @@ class ShardServicer:
         self, request: shard_pb2.OpenStagingBufferRequest, call: Call
     ) -> shard_pb2.OpenStagingBufferResponse:
         self._store.check_lease(request.partition.context, request.partition.dp_rank)
-        return await shm_requests.open_staging_buffer(self._store, self._transports.find(ShmTransport), request)
+        return await shm_transport.open_staging_buffer(self._store, self._transports.find(ShmTransport), request)
 
     async def StageStagingBuffer(
         self, request: shard_pb2.StageStagingBufferRequest, call: Call
     ) -> shard_pb2.StageStagingBufferResponse:
         self._store.check_lease(request.header.context, request.header.dp_rank)
         self._check_request_id(call, request.header.context, request)
-        return await shm_requests.stage_staging_buffer(self._store, self._transports.find(ShmTransport), request)
+        return await shm_transport.stage_staging_buffer(self._store, self._transports.find(ShmTransport), request)
 
     async def PinVersion(
         self, request: shard_pb2.PinVersionRequest, call: Call
@@ -333,7 +324,7 @@ class ShardServicer:
                 await first_of(self._stopping, run.dropped)  # gRPC cancels this task when the trainer disconnects
 
     async def GatherBatch(self, request: shard_pb2.GatherBatchRequest, call: Call) -> AsyncIterator[bytes]:
-        groups = gather_batches.groups(self._store, request, call.remaining_s(), call.peer)
+        groups = batches.groups(self._store, request, call.remaining_s(), call.peer)
         async with aclosing(groups):
             async for group in groups:
                 async with self._message(call, group.response.ByteSize() + group.size_bytes):
@@ -348,27 +339,27 @@ class ShardServicer:
 
     async def LocateShard(self, request: shard_pb2.LocateShardRequest, call: Call) -> shard_pb2.LocateShardResponse:
         shm = self._transports.find(ShmTransport)
-        return await shm_requests.locate_shard(self._store, shm, request, call.remaining_s())
+        return await shm_transport.locate_shard(self._store, shm, request, call.remaining_s())
 
     async def OpenGradientBuffer(
         self, request: shard_pb2.OpenGradientBufferRequest, call: Call
     ) -> shard_pb2.OpenGradientBufferResponse:
-        return shm_requests.open_gradient_buffer(self._store, self._transports.find(ShmTransport), request)
+        return shm_transport.open_gradient_buffer(self._store, self._transports.find(ShmTransport), request)
 
     async def CloseSharedBuffers(
         self, request: shard_pb2.CloseSharedBuffersRequest, call: Call
     ) -> shard_pb2.CloseSharedBuffersResponse:
-        return shm_requests.close_shared_buffers(self._store, self._transports.find(ShmTransport), request)
+        return shm_transport.close_shared_buffers(self._store, self._transports.find(ShmTransport), request)
 
     async def ReduceGradientBuffer(
         self, request: shard_pb2.ReduceGradientBufferRequest, call: Call
     ) -> shard_pb2.ReduceGradientBufferResponse:
         shm = self._transports.find(ShmTransport)
-        return await shm_requests.reduce_gradient_buffer(self._store, shm, request, call.remaining_s())
+        return await shm_transport.reduce_gradient_buffer(self._store, shm, request, call.remaining_s())
 
     async def ReduceBatch(self, request: shard_pb2.ReduceBatchRequest, call: Call) -> shard_pb2.ReduceBatchResponse:
         wait_s = call.remaining_s()
-        return await batch_requests.reduce_batch(self._store, self._transports, request, wait_s, call.peer)
+        return await batches.reduce_batch(self._store, self._transports, request, wait_s, call.peer)
 
     # ---- rpcs for inspection ----
 

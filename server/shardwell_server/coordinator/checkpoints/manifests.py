@@ -1,17 +1,24 @@
-"""Converts a run to the manifest of a checkpoint, and back."""
+"""Threads for work on folders of checkpoints.
+
+Converts a run to the manifest of a checkpoint, and back.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf import json_format
 
-from shardwell_server.coordinator.runs.asynchronous_work import AsynchronousWork
-from shardwell_server.coordinator.runs.run import Run
+from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.settings import RunSettings
+from shardwell_server.coordinator.steps.work import AsynchronousWork
 from shardwell_server.coordinator.storage.records import CommitRecord
+from shardwell_wire.checkpoints.folder import RunFolder
 from shardwell_wire.checkpoints.manifest import (
     CONSISTENCY,
     ITEM_NUMBERS,
@@ -22,8 +29,58 @@ from shardwell_wire.checkpoints.manifest import (
     message_from_dict,
     message_to_dict,
 )
-from shardwell_wire.errors import CorruptDataError, RunMismatchError
+from shardwell_wire.checkpoints.opening import CheckpointRoots
+from shardwell_wire.checkpoints.storage import Storage
+from shardwell_wire.errors import CorruptDataError, InternalError, RunMismatchError, ShardwellError, UnavailableError
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+class CheckpointFiles:
+    """Opens folders of checkpoints, and runs blocking work on them in threads.
+
+    The threads are their own, because a bucket that does not answer must not block anything else.
+
+    Args:
+        roots: The folders that may be opened.
+    """
+
+    def __init__(self, roots: CheckpointRoots) -> None:
+        self._roots = roots
+        self._threads = ThreadPoolExecutor(8, thread_name_prefix="shardwell-checkpoints")
+        self._closed = False
+
+    async def __call__(self, work: Callable[[], Result]) -> Result:
+        """Returns the result of ``work``. Unexpected errors of storage libraries become InternalError."""
+        if self._closed:
+            raise UnavailableError("the coordinator is stopping")
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        except (ShardwellError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            logger.exception("unexpected error in the storage of checkpoints")
+            raise InternalError(f"the storage of checkpoints failed: {type(error).__name__}: {error}") from error
+
+    def open(self, url: str) -> Storage:
+        """Returns the storage at a path or URL. Blocks.
+
+        Raises:
+            ShardwellError: See ``CheckpointRoots.open``.
+        """
+        return self._roots.open(url)
+
+    def open_run(self, url: str, run: str) -> RunFolder:
+        """Returns the folder of a run in a folder of checkpoints. Blocks. Raises as ``open``."""
+        return RunFolder(self._roots.open(url), run)
+
+    def close(self) -> None:
+        """Lets running work end, and starts no more."""
+        self._closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 def manifest_of(run: Run, checkpoint_id: str, created: float, commits: Iterable[CommitRecord]) -> Manifest:

@@ -13,13 +13,12 @@ from itertools import pairwise
 from typing import Any
 
 from shardwell_server.coordinator.inspection.events import EventKind
-from shardwell_server.coordinator.runs.gradient_norms import NormKind, PreparedGradients
-from shardwell_server.coordinator.runs.module_buffers import changed_buffers
-from shardwell_server.coordinator.runs.proposals import committed_optimizer
-from shardwell_server.coordinator.runs.run import Run
-from shardwell_server.coordinator.runs.step import Step
+from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.servers.shard_servers import ShardServers, check_recoverable
 from shardwell_server.coordinator.state import CoordinatorState
+from shardwell_server.coordinator.steps.committed_steps import changed_buffers
+from shardwell_server.coordinator.steps.proposals import NormKind, PreparedGradients, committed_optimizer
+from shardwell_server.coordinator.steps.step import Step
 from shardwell_server.coordinator.storage.records import BackupState
 from shardwell_server.optimizer_checks import allocation_key, units_that_count
 from shardwell_wire.errors import IncompleteStepError, NonFiniteError, ShardwellError, StepStateError

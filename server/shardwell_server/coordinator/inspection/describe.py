@@ -6,17 +6,16 @@ from collections import Counter
 from collections.abc import Iterable
 
 from shardwell_server.coordinator.inspection.events import timestamp
+from shardwell_server.coordinator.ranks.rank_assignment import Replica
+from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.runs.checkpoints import CheckpointInFlight
-from shardwell_server.coordinator.runs.replicas import Replica
-from shardwell_server.coordinator.runs.run import Run
-from shardwell_server.coordinator.runs.step import Step
 from shardwell_server.coordinator.runs.units import Unit
-from shardwell_server.coordinator.runs.work_items import WorkState
 from shardwell_server.coordinator.servers.cluster import Cluster
+from shardwell_server.coordinator.settings import poll
+from shardwell_server.coordinator.steps.step import Step, WorkState
 from shardwell_server.coordinator.storage.records import BackupState, CheckpointRecord, ShardRecord
-from shardwell_server.coordinator.waiting import poll
 from shardwell_wire.errors import DeadlineError, InvalidRequestError, NotFoundError, StepStateError, VersionGoneError
-from shardwell_wire.topology import AXES, AXIS_NUMBERS, Coordinates, World
+from shardwell_wire.model.topology import AXES, AXIS_NUMBERS, Coordinates, World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
 MAX_LISTED_GROUP_MEMBERS = 1 << 20

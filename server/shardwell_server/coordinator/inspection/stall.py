@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwell_server.coordinator.runs.run import Run
-from shardwell_server.coordinator.runs.step import Step
-from shardwell_server.coordinator.runs.work_items import MemberWork, WorkItem, WorkState
+from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.servers.cluster import Cluster, ServerState, describe_unreachable
 from shardwell_server.coordinator.servers.shard_servers import availability_errors
+from shardwell_server.coordinator.steps.step import MemberWork, Step, WorkItem, WorkState
 
 MAX_LINES = 64
 

@@ -7,12 +7,12 @@ import logging
 from contextlib import nullcontext
 
 from shardwell_server.coordinator.inspection.events import EventKind
-from shardwell_server.coordinator.runs.members import Member
-from shardwell_server.coordinator.runs.run import Run
-from shardwell_server.coordinator.runs.synchronous_work import SynchronousWork
-from shardwell_server.coordinator.runs.work_items import WorkItem, WorkState
+from shardwell_server.coordinator.ranks.members import Member
+from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.servers.shard_servers import ShardServers
 from shardwell_server.coordinator.state import CoordinatorState
+from shardwell_server.coordinator.steps.step import WorkItem, WorkState
+from shardwell_server.coordinator.steps.work import SynchronousWork
 from shardwell_wire import fault_points
 from shardwell_wire.errors import NotFoundError, ShardwellError
 from shardwell_wire.v1 import shard_pb2

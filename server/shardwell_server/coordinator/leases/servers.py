@@ -29,9 +29,9 @@ from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.servers.cluster import Server, ServerState, describe_unreachable
 from shardwell_server.coordinator.servers.shard_client import REFUSED, ShardCalls
 from shardwell_server.coordinator.state import CoordinatorState
+from shardwell_wire.connection.channel import backoff
 from shardwell_wire.errors import ConflictError, DuplicateError, ShardwellError, StaleEpochError, UnavailableError
-from shardwell_wire.process_identity import has_ended
-from shardwell_wire.retry import backoff
+from shardwell_wire.host.server_folders import has_ended
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
 logger = logging.getLogger(__name__)

@@ -26,18 +26,17 @@ from dataclasses import replace
 from shardwell_server.coordinator.connection import GRACE_S, ConnectionState
 from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.leases.items import ItemLeases
-from shardwell_server.coordinator.runs.members import Member, TransportReport, UnreachableServer
-from shardwell_server.coordinator.runs.rank_assignment import Applicant
-from shardwell_server.coordinator.runs.run import Run
-from shardwell_server.coordinator.runs.step import Step
+from shardwell_server.coordinator.ranks.members import Member, TransportReport, UnreachableServer
+from shardwell_server.coordinator.ranks.rank_assignment import Applicant
+from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.servers.shard_servers import ShardServers
-from shardwell_server.coordinator.settings import RunSettings
+from shardwell_server.coordinator.settings import RunSettings, poll
 from shardwell_server.coordinator.state import CoordinatorState
-from shardwell_server.coordinator.waiting import poll
-from shardwell_wire.channel import RECONNECT_S
+from shardwell_server.coordinator.steps.step import Step
+from shardwell_wire.connection.channel import RECONNECT_S
 from shardwell_wire.errors import AccessError, RunDeletedError, StaleEpochError
-from shardwell_wire.layout import UnitLayout
-from shardwell_wire.process_identity import has_ended
+from shardwell_wire.host.server_folders import has_ended
+from shardwell_wire.model.layout import UnitLayout
 from shardwell_wire.v1 import coordinator_pb2
 
 logger = logging.getLogger(__name__)

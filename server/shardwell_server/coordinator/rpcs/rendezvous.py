@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from shardwell_server.coordinator.ranks.members import Member
+from shardwell_server.coordinator.ranks.replica_stores import ReplicaStore
 from shardwell_server.coordinator.rendezvous import find_store, open_store, wait_for_keys
 from shardwell_server.coordinator.rpcs.base import CoordinatorRpcs, wait_limit
-from shardwell_server.coordinator.runs.members import Member
-from shardwell_server.coordinator.runs.replica_stores import ReplicaStore
-from shardwell_server.coordinator.runs.run import Run
-from shardwell_server.coordinator.waiting import poll
-from shardwell_server.request_log import check_request_id
-from shardwell_server.rpc import Call
-from shardwell_wire.names import check_name
+from shardwell_server.coordinator.run import Run
+from shardwell_server.coordinator.settings import poll
+from shardwell_server.serving.rpc import Call, check_request_id
+from shardwell_wire.model.names import check_name
 from shardwell_wire.v1 import coordinator_pb2
 
 _MAX_MISSING_KEYS = 64

@@ -1,4 +1,9 @@
-"""Rpcs of a trainer's membership: joining, heartbeats, leaving, and the stream of news."""
+"""Rpcs of a trainer's membership: joining, heartbeats, leaving, and the stream of news.
+
+Rpcs with which trainers declare the model: its units, their initial values and the parallel plan.
+
+Rpcs that end a step: finished and restarted work, norms, and the commit.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +12,20 @@ from contextlib import aclosing
 
 from shardwell_server.coordinator.inspection import describe
 from shardwell_server.coordinator.inspection.stall import explain_stall
+from shardwell_server.coordinator.ranks.members import ItemInProgress, Member, TransportReport
+from shardwell_server.coordinator.ranks.rank_assignment import Applicant
 from shardwell_server.coordinator.rpcs.base import CoordinatorRpcs, check_seconds, wait_limit
-from shardwell_server.coordinator.runs.members import ItemInProgress, Member, TransportReport
-from shardwell_server.coordinator.runs.rank_assignment import Applicant
-from shardwell_server.coordinator.runs.run import Run
+from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.servers.shard_servers import check_recoverable
 from shardwell_server.coordinator.settings import RunSettings
-from shardwell_server.rpc import Call
-from shardwell_wire.names import check_name
-from shardwell_wire.protocol_versions import negotiate
-from shardwell_wire.topology import World
+from shardwell_server.coordinator.steps.parallel_plan import check_plan
+from shardwell_server.coordinator.steps.proposals import NormKind, StepProposal
+from shardwell_server.serving.rpc import Call
+from shardwell_wire.connection.protocol_versions import negotiate
+from shardwell_wire.errors import InvalidRequestError
+from shardwell_wire.model.layout import UnitLayout
+from shardwell_wire.model.names import check_name
+from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import coordinator_pb2
 
 
@@ -150,3 +159,161 @@ def _in_progress(request: coordinator_pb2.HeartbeatRequest, now: float) -> ItemI
     item = request.item_in_progress
     check_seconds("item_in_progress.for_s", item.for_s)
     return ItemInProgress(item.step, item.global_rank, now - item.for_s)
+
+
+_DECLARE_WAIT_S = 5.0
+"""Longest time that a declaration waits for shard servers. Trainers then warn, and try again."""
+
+_FILL_WAIT_S = 5.0
+"""Longest time that a declaration waits until the servers have read a unit from a checkpoint."""
+
+
+class DeclarationRpcs(CoordinatorRpcs):
+    """Rpcs that declare a run's model."""
+
+    async def DeclareUnit(
+        self, request: coordinator_pb2.DeclareUnitRequest, call: Call
+    ) -> coordinator_pb2.DeclareUnitResponse:
+        layout = UnitLayout.from_proto(request.unit)
+        run, member = self._member(request)
+        with member.serving_rpc(self._state.clock):
+            await self._coordinator.filler.check(run, layout)
+            unit = await self._coordinator.placer.declare(run, layout, wait_limit(call, _DECLARE_WAIT_S))
+            if not unit.published and run.filled_from is not None:
+                await self._coordinator.filler.fill(run, unit, wait_limit(call, _FILL_WAIT_S))
+            elif not unit.published:
+                self._coordinator.trainers.revoke_initializer(run, layout, wanted_by=member)
+            await self._state.save(run)  # the shards may have moved, and the response names their servers
+            response = coordinator_pb2.DeclareUnitResponse(
+                unit_index=unit.index,
+                shards=describe.shard_ranges(unit, self._state.cluster),
+                placement=run.relocations.announced,
+            )
+            if unit.published:
+                response.version = run.committed_step
+            elif run.filled_from is not None:
+                response.loading = run.checkpoints.describe_filling(layout.unit)
+            elif (initializer := run.choose_initializer(layout)) is not None and initializer.trainer == member.name:
+                response.initialize, response.epoch = True, initializer.epoch
+                self._issuer.prove_initializer(run, response)
+            await self._state.save(run)
+            return response
+
+    async def PublishInitialUnit(
+        self, request: coordinator_pb2.PublishInitialUnitRequest, call: Call
+    ) -> coordinator_pb2.PublishInitialUnitResponse:
+        run, member = self._member(request, membership_epoch=False)
+        with member.serving_rpc(self._state.clock):
+            unit = run.units.require(request.unit)
+            await self._coordinator.placer.publish(run, unit, member.name, request.context.epoch)
+            return coordinator_pb2.PublishInitialUnitResponse(version=run.committed_step)
+
+    async def DeclareParallelPlan(
+        self, request: coordinator_pb2.DeclareParallelPlanRequest, call: Call
+    ) -> coordinator_pb2.DeclareParallelPlanResponse:
+        check_plan(request.plan)
+        run, member = self._member(request)
+        with member.serving_rpc(self._state.clock):
+            run.declare_parallel_plan(member.name, request.plan)
+            await self._state.save(run)  # before any trainer trains by it
+        return coordinator_pb2.DeclareParallelPlanResponse()
+
+
+class StepRpcs(CoordinatorRpcs):
+    """Rpcs with which trainers end a step."""
+
+    async def ResetWork(
+        self, request: coordinator_pb2.ResetWorkRequest, call: Call
+    ) -> coordinator_pb2.ResetWorkResponse:
+        run, member = self._member(request, membership_epoch=False)
+        with member.serving_rpc(self._state.clock):
+            response = await self._coordinator.work_requests.reset_work(
+                run, member, request, wait_limit(call, request.wait_s)
+            )
+        if response.HasField("item"):
+            self._issuer.prove_leases(run, [response.item])
+        return response
+
+    async def FinishWork(
+        self, request: coordinator_pb2.FinishWorkRequest, call: Call
+    ) -> coordinator_pb2.FinishWorkResponse:
+        run, member = self._member(request)
+        if request.HasField("item_limit"):
+            member.note_item_limit(request.item_limit)
+        with member.serving_rpc(self._state.clock):
+            response = await self._coordinator.work_requests.finish_work(
+                run,
+                member,
+                request.context.step,
+                request.items,
+                accept_work=request.accept_work,
+                accept_copies=request.accept_copies and request.accept_work,
+                wait_s=wait_limit(call, request.wait_s),
+            )
+        self._issuer.prove_leases(run, response.work.items)
+        return response
+
+    async def PrepareGradients(
+        self, request: coordinator_pb2.PrepareGradientsRequest, call: Call
+    ) -> coordinator_pb2.PrepareGradientsResponse:
+        run, member = self._member(request)
+        with member.serving_rpc(self._state.clock):
+            return await self._coordinator.commit_requests.prepare_gradients(
+                run,
+                member,
+                request.context.step,
+                _item_name(run, request),
+                kind=_norm_kind(request),
+                wait_s=wait_limit(call, request.wait_s),
+                counted=request.unit_indices,
+                kept=request.kept_unit_indices,
+            )
+
+    async def CommitStep(
+        self, request: coordinator_pb2.CommitStepRequest, call: Call
+    ) -> coordinator_pb2.CommitStepResponse:
+        run, member = self._member(request)
+        proposal = StepProposal(
+            trainer=member.name,
+            trainer_and_ranks=run.describe_trainer(member.name),
+            optimizer=request.optimizer,
+            clip_coefficient=request.clip_coefficient,
+            unit_order=tuple(request.unit_order),
+            state=request.state if request.HasField("state") else None,
+            norm_attempts=request.norm_attempts if request.HasField("norm_attempts") else None,
+        )
+        if request.HasField("item_limit"):
+            member.note_item_limit(request.item_limit)
+        with member.serving_rpc(self._state.clock):
+            response = await self._coordinator.commit_requests.commit_step(
+                run,
+                member,
+                request.context.step,
+                proposal,
+                wait_limit(call, request.wait_s),
+                request.staged_partitions,
+                _item_name(run, request),
+            )
+        self._issuer.prove_leases(run, response.next_work.items)
+        self._issuer.prove_leases(run, response.partitions)
+        return response
+
+
+def _item_name(
+    run: Run, request: coordinator_pb2.PrepareGradientsRequest | coordinator_pb2.CommitStepRequest
+) -> coordinator_pb2.ItemName | None:
+    """Returns the caller's item in an asynchronous run. None: it is not named, or the run is synchronous."""
+    return request.item if run.asynchronous and request.HasField("item") else None
+
+
+def _norm_kind(request: coordinator_pb2.PrepareGradientsRequest) -> NormKind | None:
+    """Returns the norm that a request asks for besides the Euclidean norm. None: there is none."""
+    norm_type, bound = request.norm_type, request.norm_bound
+    if not norm_type >= 0:
+        raise InvalidRequestError(f"norm_type is {norm_type}: expected a number above 0, infinity, or 0 for none")
+    if not bound >= 0 or (bound and not norm_type):
+        raise InvalidRequestError(
+            f"norm_bound is {bound} with norm_type {norm_type}: expected a number above 0 together with a norm_type, "
+            "or 0 for no bound"
+        )
+    return NormKind(norm_type, bound) if norm_type else None

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from shardwell_server.coordinator.connection import MembershipConnection
+from shardwell_server.coordinator.settings import Signal
 from shardwell_server.coordinator.storage.records import ServerRecord
-from shardwell_server.coordinator.waiting import Signal
 from shardwell_wire.errors import (
     DuplicateError,
     InvalidRequestError,
     NotFoundError,
     StaleEpochError,
 )
-from shardwell_wire.names import check_id, check_name, is_address, nearest
+from shardwell_wire.model.names import check_id, check_name, is_address, nearest
 from shardwell_wire.v1 import coordinator_pb2
 
 PROMOTION_MARGIN_S = 0.5

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from shardwell_server.coordinator.runs.run import Run
+from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.runs.units import Promotion, Unit
 from shardwell_server.coordinator.servers.cluster import Cluster
 from shardwell_server.coordinator.storage.records import BackupRecord, BackupState, ShardRecord

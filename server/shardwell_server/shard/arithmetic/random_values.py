@@ -15,8 +15,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from shardwell_wire.boxes import Box
 from shardwell_wire.errors import InvalidRequestError
+from shardwell_wire.model.layout import Box
 from shardwell_wire.v1 import initialization_pb2
 
 BLOCK_ELEMENTS = 1 << 14

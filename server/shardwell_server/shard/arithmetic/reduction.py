@@ -4,21 +4,29 @@ Note: [Norms]
     A term is the fp64 sum over the part of one parameter that is inside one fixed block of the flat vector. Shards are
     cut at blocks, so the terms are the same for any number of servers. Terms are added without rounding error, so
     their order and grouping do not matter either.
+
+Sums the squares of gradients for the Euclidean norm. See Note: [Norms] in ``reduction.py``.
+
+Reduces several small shards together. The results have the same bits as those of ``reduce_shard``.
+
+Most of the time of a small shard is the fixed cost of each tensor operation. Shards with the same order of additions
+share the division and the squares: rows of blocks of all shards are summed by one operation, each row by itself.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from functools import lru_cache
+from itertools import chain, compress, islice
 
 import torch
 
-from shardwell_server.shard.arithmetic.squares import SLICE_BYTES, SquarePlan, square_plan
 from shardwell_server.shard.arithmetic.update_pieces import Clipping
-from shardwell_wire.layout import BLOCK_BYTES
-from shardwell_wire.sum_order import Scratch, SumOrder, Term
+from shardwell_wire.model.layout import BLOCK_BYTES
+from shardwell_wire.model.sum_order import Scratch, SumOrder, Term
 
 
 @dataclass(frozen=True)
@@ -221,3 +229,196 @@ def exact_partials(terms: Sequence[float]) -> list[float]:
     except OverflowError:
         return [math.inf]
     return partials
+
+
+SLICE_BYTES = 256 << 10
+"""Size of the slices that are summed, divided and squared together, while they are in the cache."""
+
+
+class _Workspace(threading.local):
+    """Memory of one thread for the values of one slice in fp64. A new allocation each time would cost page faults."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.float64)
+
+    def double(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns values of at most one slice in fp64. The result is valid until the next call."""
+        if values.dtype == torch.float64:
+            return values
+        if self._memory.numel() < values.numel():
+            self._memory = torch.empty(values.numel(), dtype=torch.float64)
+        return self._memory[: values.numel()].copy_(values)
+
+
+_workspace = _Workspace()
+
+
+@dataclass(frozen=True, slots=True)
+class SquarePlan:
+    """How the squares of adjacent segments are summed, by block of the flat vector.
+
+    Blocks that lie within one segment are squared together, as rows. In the others, each segment's part has a sum of
+    its own.
+    """
+
+    numel: int
+    """Number of elements from the start of the first segment to the end of the last."""
+    row: int
+    """Number of elements of a block."""
+    base: int
+    """Number of elements of the flat vector before the first segment, in a vector of these elements only."""
+    row_count: int
+    """Number of whole blocks."""
+    is_own: bytes
+    """1 for each whole block that lies within one segment, 0 for the others."""
+    parts: Sequence[tuple[int, Sequence[slice]]]
+    """Parts of segments in other blocks, by length."""
+
+    def slices(self) -> Iterator[tuple[slice, tuple[int, int, int]]]:
+        """Yields the slices of the vector that are reduced together.
+
+        Each comes with the first element and the end of its whole blocks, and the number of whole blocks before.
+        """
+        base, row, step, stop = self.base, self.row, SLICE_BYTES // BLOCK_BYTES * self.row, 0
+        first_block = -(-base // row)
+        while stop < self.numel:
+            start, stop = stop, min(self.numel, (base + stop) // step * step + step - base)
+            low, high = -(-(base + start) // row), (base + stop) // row
+            yield slice(start, stop), (low * row - base, high * row - base, low - first_block)
+
+    def compute_norms(self, values: torch.Tensor, rows: tuple[int, int, int], norms: torch.Tensor) -> None:
+        """Computes the norms of the whole blocks of one slice.
+
+        Args:
+            values: The vector. [numel]
+            rows: See ``slices``.
+            norms: Receives the norms. fp64. [row_count]
+        """
+        start, stop, number = rows
+        if start < stop:
+            own = _workspace.double(values[start:stop]).view(-1, self.row)
+            torch.linalg.vector_norm(own, 2.0, dim=1, out=norms[number : number + own.shape[0]])
+
+    def squares(self, values: torch.Tensor, norms: torch.Tensor) -> list[float]:
+        """Returns one sum of squares for each part of a segment in one block.
+
+        Args:
+            values: The vector. [numel]
+            norms: The norms of all whole blocks. fp64. [row_count]
+        """
+        found: list[float] = list(compress(norms.tolist(), self.is_own))
+        for length, places in self.parts:
+            rows = torch.cat([values[here] for here in places]).view(-1, length)
+            found += torch.linalg.vector_norm(rows, 2.0, dim=1, dtype=torch.float64).tolist()
+        return [norm * norm for norm in found]
+
+
+@lru_cache(1024)
+def square_plan(first_bytes: tuple[int, ...], numels: tuple[int, ...], item_size: int) -> SquarePlan:
+    """Returns the plan of adjacent segments.
+
+    Args:
+        first_bytes: First byte of each segment in the flat vector. The segments do not overlap and are not empty.
+        numels: Number of elements of each segment.
+        item_size: Size of an element.
+    """
+    row, base = BLOCK_BYTES // item_size, first_bytes[0] // item_size
+    starts = [first // item_size - base for first in first_bytes]
+    numel = starts[-1] + numels[-1]
+    first_block, end_block = -(-base // row), (base + numel) // row
+    is_own = bytearray(max(0, end_block - first_block))
+    parts: dict[int, list[slice]] = {}
+    for start, count in zip(starts, numels, strict=True):
+        stop = start + count
+        low, high = -(-(base + start) // row), (base + stop) // row
+        if low < high:
+            is_own[low - first_block : high - first_block] = b"\1" * (high - low)
+        head_stop = min(stop, low * row - base)
+        for begin, end in ((start, head_stop), (max(head_stop, high * row - base), stop)):
+            if begin < end:
+                parts.setdefault(end - begin, []).append(slice(begin, end))
+    return SquarePlan(numel, row, base, len(is_own), bytes(is_own), list(parts.items()))
+
+
+MAX_BYTES = 64 << 10
+"""Size of the largest shard that is worth it."""
+_TOGETHER_BYTES = 1 << 20
+"""Size of the shards that are reduced together, so that their means stay in the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class SmallMean:
+    """Where the mean gradient of a small shard is written: all segments, and the bytes between them, as one vector."""
+
+    vector: torch.Tensor
+    """The whole shard. [numel]"""
+    gradients: Sequence[torch.Tensor]
+    """The segments, by number. Each [numel]"""
+    rows: Sequence[torch.Tensor]
+    """The segments, divided at the blocks of the flat vector. Each [num_rows, row]"""
+    buffer: torch.Tensor | None
+    """Memory of the server that contains the vector. None: it is in a file."""
+
+
+@dataclass(frozen=True, slots=True)
+class SmallReduction:
+    """One small shard to reduce. Every rank has a gradient of each segment, or none at all."""
+
+    terms: Sequence[Term]
+    """Gradients of the whole shard by ascending data rank. Bytes between the segments are undefined. Each [numel]"""
+    mean: SmallMean
+
+
+def reduce_small(shards: Sequence[SmallReduction], order: SumOrder) -> list[Reduced | None]:
+    """Returns the mean gradient of each shard. None: it is not finite, and ``reduce_shard`` must find out where.
+
+    Args:
+        shards: Shards with gradients of one dtype of 32 or 64 bits.
+        order: The run's order of additions.
+    """
+    found: list[Reduced | None] = []
+    for some in _in_cache(shards):
+        scratch = Scratch()
+        for shard in some:
+            _add(shard, order, scratch)
+        _divide_small([shard.mean.vector for shard in some], order.dp)
+        for shard, squares in zip(some, _squares([shard.mean.rows for shard in some]), strict=True):
+            is_finite = all(map(math.isfinite, squares))
+            mean = shard.mean
+            found.append(Reduced(mean.gradients, mean.buffer, exact_partials(squares)) if is_finite else None)
+    return found
+
+
+def _in_cache(shards: Sequence[SmallReduction]) -> list[Sequence[SmallReduction]]:
+    """Divides shards into groups whose means are in the cache from the additions to the norm."""
+    count = max(1, _TOGETHER_BYTES // max(shard.mean.vector.nbytes for shard in shards))
+    return [shards[start : start + count] for start in range(0, len(shards), count)]
+
+
+def _add(shard: SmallReduction, order: SumOrder, scratch: Scratch) -> None:
+    total = order.add(shard.terms, shard.mean.vector, scratch)
+    if total is not shard.mean.vector:  # one rank's gradient
+        shard.mean.vector.copy_(total)
+
+
+def _divide_small(means: list[torch.Tensor], dp: int) -> None:
+    """As ``reduction.compute_mean`` divides."""
+    if dp & (dp - 1):
+        torch._foreach_div_(means, dp)
+    elif dp > 1:
+        torch._foreach_mul_(means, 1.0 / dp)
+
+
+def _squares(shards: Sequence[Sequence[torch.Tensor]]) -> list[list[float]]:
+    """Returns ``block_squares`` of the rows of each shard."""
+    by_length: dict[int, list[torch.Tensor]] = {}
+    for rows in shards:
+        for piece in rows:
+            by_length.setdefault(piece.shape[1], []).append(piece)
+    norms = {
+        length: iter(torch.linalg.vector_norm(torch.cat(pieces), 2.0, dim=1, dtype=torch.float64).tolist())
+        for length, pieces in by_length.items()
+    }
+    return [
+        [norm * norm for piece in rows for norm in islice(norms[piece.shape[1]], piece.shape[0])] for rows in shards
+    ]

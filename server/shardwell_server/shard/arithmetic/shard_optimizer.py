@@ -1,17 +1,26 @@
-"""Applies the optimizer of a step to the parts of parameters in a shard."""
+"""The state of a shard's optimizer between two updates: as it is saved, taken up, exported and restored.
+
+Memory of an optimizer's state, allocated before the update that creates the state.
+
+Applies the optimizer of a step to the parts of parameters in a shard.
+
+The update of several small shards by a few tensor operations.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from typing import TypeVar
 
 import torch
 
 from shardwell_server.optimizer_checks import algorithm_of, allocation_key
-from shardwell_server.shard.arithmetic.algorithms.engines import (
+from shardwell_server.shard.arithmetic.algorithms import (
     ENGINES,
     Engine,
+    JointCall,
     Part,
     Plan,
     Settings,
@@ -19,17 +28,109 @@ from shardwell_server.shard.arithmetic.algorithms.engines import (
     torch_settings,
 )
 from shardwell_server.shard.arithmetic.averages import AveragedUpdate, Averages
-from shardwell_server.shard.arithmetic.joint_update import JointPart
-from shardwell_server.shard.arithmetic.optimizer_content import OptimizerContent, PartContent, RestoredPart
-from shardwell_server.shard.arithmetic.state_allocation import (
-    Allocate,
-    AllocatedState,
-    FreshState,
-    MissingTensors,
-    allocate_ordinary,
-)
 from shardwell_server.shard.arithmetic.update_pieces import Clipping, Piece, Progress, apply, packed_bytes, slice_bytes
+from shardwell_wire import fault_points
 from shardwell_wire.v1 import common_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class RestoredPart:
+    """Optimizer state of one part, which another shard had before."""
+
+    algorithm: str | None = None
+    """The optimizer of the last update. None: the part has had no update."""
+    step_count: int = 0
+    """Number of updates by this optimizer."""
+    state: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """State tensors by torch's names."""
+    average: torch.Tensor | None = None
+    """Moving average. None: the part has none."""
+
+
+@dataclass(slots=True)
+class PartContent:
+    """The state of one part between two updates."""
+
+    algorithm: str | None
+    step_count: int
+    state: State
+    average: torch.Tensor | None
+    fresh_algorithm: str | None
+    """Optimizer for whose first update state is allocated. None: no state is allocated."""
+    initializers: Mapping[str, object]
+    """The settings that determined the initial values of ``fresh_state``."""
+    fresh_state: State
+    fresh_average: torch.Tensor | None
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors."""
+        averages = (self.average, self.fresh_average)
+        return [*self.state.values(), *self.fresh_state.values(), *(each for each in averages if each is not None)]
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerContent:
+    """The state of an optimizer between two updates, with the memory that is allocated for the next one."""
+
+    parts: Sequence[PartContent] = ()
+    averages_started: bool = False
+
+
+Key = TypeVar("Key")
+
+Allocate = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
+"""Returns memory for tensors that are given on the meta device, in their order. The content is undefined."""
+
+
+def allocate_ordinary(templates: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Allocates tensors in the memory of this process."""
+    return [torch.empty_like(template, device="cpu") for template in templates]
+
+
+@dataclass(frozen=True, slots=True)
+class FreshState:
+    """State that is allocated for the next update of one part."""
+
+    algorithm: str
+    initializers: Mapping[str, object]
+    """The settings that determine the initial values."""
+    state: State
+
+
+@dataclass(slots=True)
+class AllocatedState:
+    """Memory that is allocated for the next update."""
+
+    states: dict[int, FreshState] = field(default_factory=dict)
+    """By part number."""
+    averages: dict[int, torch.Tensor] = field(default_factory=dict)
+    """By part number."""
+
+    @property
+    def size_bytes(self) -> int:
+        states = sum(tensor.nbytes for fresh in self.states.values() for tensor in fresh.state.values())
+        return states + sum(average.nbytes for average in self.averages.values())
+
+
+class MissingTensors:
+    """Tensors to allocate, together with their initial value and the mapping that receives them."""
+
+    def __init__(self) -> None:
+        self._templates: list[torch.Tensor] = []
+        self._targets: list[tuple[float, Callable[[torch.Tensor], None]]] = []
+
+    def add(self, template: torch.Tensor, initial: float, receiver: dict[Key, torch.Tensor], key: Key) -> None:
+        """Adds a tensor, given on the meta device."""
+        self._templates.append(template)
+        self._targets.append((initial, partial(receiver.__setitem__, key)))
+
+    def allocate(self, allocate: Allocate) -> None:
+        """Allocates all tensors at once. Writes to all of the memory, because the system provides pages only then."""
+        if self._templates:
+            for tensor, (initial, receive) in zip(allocate(self._templates), self._targets, strict=True):
+                receive(tensor.fill_(initial))
+
 
 _AVERAGE = "ema"
 """Name of the moving average in the state."""
@@ -461,3 +562,80 @@ def _settings(algorithm: str, group: bytes) -> Settings:
 
 def _decay(optimizer: common_pb2.OptimizerStep) -> float | None:
     return optimizer.ema_decay if optimizer.HasField("ema_decay") else None
+
+
+Gradients = Sequence[torch.Tensor | None]
+"""Mean gradients of one shard, by part. Each [numel]"""
+
+
+@dataclass(frozen=True, slots=True)
+class JointPart:
+    """A part of a parameter that a joint update changes. It has all state that the update needs."""
+
+    number: int
+    """Index of the part in its shard."""
+    group: int
+    """Index of its parameter group."""
+    kind: Hashable
+    """``Engine.joint_kind``."""
+    engine: Engine
+    values: torch.Tensor
+    """[numel]"""
+    state: State
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    group: int
+    call: JointCall
+    places: Sequence[tuple[int, int]]
+    """Shard and part of each gradient."""
+
+
+class JointUpdate:
+    """The prepared updates of several shards. The same object can run the updates of later steps.
+
+    The bits are those of one update per shard, because the algorithms treat every part by itself.
+
+    Args:
+        parts: The parts that change, by shard.
+        averages: The averages of each shard. None of them is new.
+        settings: Settings of each parameter group.
+    """
+
+    def __init__(
+        self, parts: Sequence[Sequence[JointPart]], averages: Sequence[Averages], settings: Sequence[Settings]
+    ) -> None:
+        self._averages = averages
+        alike: dict[Hashable, list[tuple[int, JointPart]]] = {}
+        for shard, own in enumerate(parts):
+            for part in own:
+                alike.setdefault((part.group, part.kind), []).append((shard, part))
+        self._calls = [_joint_call(own, settings) for own in alike.values()]
+
+    def run(
+        self, gradients: Sequence[Gradients], settings: Sequence[Settings], clipping: Clipping, decay: float | None
+    ) -> None:
+        """Updates values, state and averages in place. After an error, they are undefined.
+
+        Args:
+            gradients: By shard.
+            settings: By parameter group.
+            clipping: How gradients are scaled and clamped.
+            decay: See ``Averages.start_update``.
+        """
+        for each in self._calls:
+            own = [gradient for shard, part in each.places if (gradient := gradients[shard][part]) is not None]
+            each.call(clipping.apply_all(own), settings[each.group])
+            fault_points.reach("server.update.joint", stage="changed")
+        if decay is not None:
+            for averages in self._averages:
+                for piece in averages.start_update({}, decay).after():
+                    piece.run()
+
+
+def _joint_call(parts: Sequence[tuple[int, JointPart]], settings: Sequence[Settings]) -> _Call:
+    first = parts[0][1]
+    values, states = [part.values for _, part in parts], [part.state for _, part in parts]
+    call = first.engine.joint_call(values, states, settings[first.group])
+    return _Call(first.group, call, [(shard, part.number) for shard, part in parts])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwell_wire import fault_points
-from shardwell_wire.layout import BLOCK_BYTES
+from shardwell_wire.model.layout import BLOCK_BYTES
 
 SLICE_BYTES = 64 * BLOCK_BYTES
 """Size of the slices in which element-wise algorithms update values."""

@@ -7,17 +7,16 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from shardwell_server.shard.optimizer.partitions import TrainerState
 from shardwell_server.shard.state.portable_state import PartState, ShardState
-from shardwell_server.shard.state.trainer_state import TrainerState
-from shardwell_wire.checkpoints.elements import NoteRead, entries_of, read_elements
-from shardwell_wire.checkpoints.elements import pieces_of as stored_pieces
 from shardwell_wire.checkpoints.format import AVERAGE, KEPT_GRADIENT, TRAINER_STATE, VALUES, Part, Piece
-from shardwell_wire.checkpoints.reading import Checkpoint, StoredPiece
-from shardwell_wire.chunk_streams import memory_at
+from shardwell_wire.checkpoints.reading import Checkpoint, NoteRead, StoredPiece, entries_of, read_elements
+from shardwell_wire.checkpoints.reading import pieces_of as stored_pieces
+from shardwell_wire.encoding.chunk_streams import memory_at
 from shardwell_wire.errors import CorruptDataError, UnitMismatchError
-from shardwell_wire.layout import DTYPE_NAMES, DTYPE_NUMBERS, Parameter, Segment, UnitLayout
-from shardwell_wire.optimizers import OPTIMIZERS, StateShape
-from shardwell_wire.partitions import part_in
+from shardwell_wire.model.layout import DTYPE_NAMES, DTYPE_NUMBERS, Parameter, Segment, UnitLayout
+from shardwell_wire.model.optimizers import OPTIMIZERS, StateShape
+from shardwell_wire.model.topology import part_in
 from shardwell_wire.v1 import shard_pb2
 
 # ---- from a shard ----

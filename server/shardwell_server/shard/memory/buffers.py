@@ -1,13 +1,20 @@
-"""Reuse of buffers, and the memory outside reservations."""
+"""Reuse of buffers, and the memory outside reservations.
+
+Memory of messages that clients have not read yet, limited per connection and for all connections.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable
+import logging
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 
 import torch
 
+from shardwell_server.serving.limits import close_connection
 from shardwell_wire.errors import CapacityError
 
 
@@ -171,3 +178,169 @@ class UnreservedMemory:
                 return
             self.used_bytes += size_bytes
             admitted.set_result(None)
+
+
+logger = logging.getLogger(__name__)
+
+STALL_LIMIT_S = 30.0
+"""A connection is closed if its client does not take a message for this long."""
+
+PRESSED_LIMIT_S = 10.0
+"""The same limit while other streams wait for memory."""
+
+_MAX_WAITING = 4096
+_MAX_WAITING_PER_PEER = 512
+_SWEEP_S = 1.0
+
+
+@dataclass(eq=False)
+class _Message:
+    """One message that is being sent or waits to be sent."""
+
+    peer: str
+    size_bytes: int
+    since_s: float = 0.0
+    admitted: asyncio.Future[None] | None = field(default=None, repr=False)
+
+
+class Sending:
+    """Limits the memory of unread messages. Streams wait for memory in order. Used on the event loop.
+
+    gRPC holds a message and a copy of it until the client's flow control admits it. A client that does not read
+    therefore uses the memory of one message per open stream. Nothing frees this memory while the connection is open,
+    not even the end of the rpc on the server. Therefore the connection of a stalled reader is closed.
+
+    Args:
+        limit_bytes: Limit for all connections together.
+        close: Closes the connection of a peer; returns True if the connection was found.
+    """
+
+    def __init__(self, limit_bytes: int, close: Callable[[str], bool] = close_connection) -> None:
+        self.limit_bytes = limit_bytes
+        self.peer_limit_bytes = max(1, limit_bytes // 4)
+        self.used_bytes = 0
+        self._used_by: Counter[str] = Counter()
+        self._sent: dict[_Message, None] = {}
+        """Messages being sent, oldest first."""
+        self._waiting: deque[_Message] = deque()
+        self._waiting_by: Counter[str] = Counter()
+        self._sweeper: asyncio.TimerHandle | None = None
+        self._close = close
+
+    @asynccontextmanager
+    async def message(self, size_bytes: int, peer: str, wait_s: float) -> AsyncIterator[None]:
+        """Counts one message while the block builds it and passes it to gRPC.
+
+        If the client does not take the message in time, its connection is closed, and gRPC cancels the task that runs
+        the block.
+
+        Args:
+            size_bytes: Size of the message with its copies. A message larger than the limits is admitted when no other
+                message is counted.
+            peer: The connection.
+            wait_s: Seconds to wait for memory.
+
+        Raises:
+            CapacityError: No memory became free in time, or too many streams wait already.
+        """
+        message = _Message(peer, size_bytes)
+        if self._waiting or not (self._fits(message) and self._fits_peer(message)):
+            await self._wait(message, wait_s)
+        else:
+            self._begin(message)
+        try:
+            yield
+        finally:
+            self._end(message)
+
+    def _fits(self, message: _Message) -> bool:
+        return not self.used_bytes or self.used_bytes + message.size_bytes <= self.limit_bytes
+
+    def _fits_peer(self, message: _Message) -> bool:
+        own = self._used_by.get(message.peer, 0)
+        return not own or own + message.size_bytes <= self.peer_limit_bytes
+
+    def _begin(self, message: _Message) -> None:
+        loop = asyncio.get_running_loop()
+        message.since_s = loop.time()
+        self.used_bytes += message.size_bytes
+        self._used_by[message.peer] += message.size_bytes
+        self._sent[message] = None
+        if self._sweeper is None:
+            self._sweeper = loop.call_later(_SWEEP_S, self._close_stalled)
+
+    def _end(self, message: _Message) -> None:
+        del self._sent[message]
+        self.used_bytes -= message.size_bytes
+        self._used_by[message.peer] -= message.size_bytes
+        if not self._used_by[message.peer]:
+            del self._used_by[message.peer]
+        if self._waiting:
+            self._admit()
+
+    async def _wait(self, message: _Message, wait_s: float) -> None:
+        waiting, own = len(self._waiting), self._waiting_by.get(message.peer, 0)
+        if waiting >= _MAX_WAITING or own >= _MAX_WAITING_PER_PEER:
+            raise CapacityError(
+                f"{waiting} streams wait for their readers already, {own} of them on this connection; the limits are "
+                f"{_MAX_WAITING} and {_MAX_WAITING_PER_PEER}: read the open streams before opening more"
+            )
+        message.admitted = asyncio.get_running_loop().create_future()
+        self._waiting.append(message)
+        self._waiting_by[message.peer] += 1
+        self._admit()
+        try:
+            async with asyncio.timeout(wait_s):
+                await message.admitted
+        except BaseException as error:
+            if message in self._sent:  # admitted in the same loop iteration as the timeout
+                self._end(message)
+            else:
+                self._stop_waiting(message)
+            if not isinstance(error, TimeoutError):
+                raise
+            own = self._used_by.get(message.peer, 0)
+            raise CapacityError(
+                f"a message of {message.size_bytes} bytes could not be sent within {wait_s:.1f} s: clients have not "
+                f"read {self.used_bytes} bytes yet, {own} of them on this connection; the limits are "
+                f"{self.limit_bytes} and {self.peer_limit_bytes}: read the open streams, or request smaller chunks",
+                limit_bytes=self.limit_bytes,
+            ) from None
+
+    def _stop_waiting(self, message: _Message) -> None:
+        self._waiting.remove(message)
+        self._waiting_by[message.peer] -= 1
+        if not self._waiting_by[message.peer]:
+            del self._waiting_by[message.peer]
+
+    def _admit(self) -> None:
+        """Admits messages that fit, oldest first. A connection at its own limit does not block other connections."""
+        for message in list(self._waiting):
+            assert message.admitted is not None
+            if message.admitted.done() or not self._fits_peer(message):
+                continue  # cancelled in this loop iteration (its task stops waiting), or at the connection's limit
+            if not self._fits(message):
+                return
+            self._stop_waiting(message)
+            self._begin(message)
+            message.admitted.set_result(None)
+
+    def _close_stalled(self) -> None:
+        """Closes the connections of clients that have stopped reading."""
+        loop = asyncio.get_running_loop()
+        limit_s = PRESSED_LIMIT_S if self._waiting else STALL_LIMIT_S
+        stalled = {}
+        for message in self._sent:
+            if loop.time() - message.since_s < limit_s:
+                break  # all later messages are newer
+            stalled[message.peer] = loop.time() - message.since_s
+        for peer, stalled_s in stalled.items():
+            if self._close(peer):
+                logger.warning(
+                    "closed the connection of %s: it has not read for %.0f s and uses %d of %d bytes for messages",
+                    peer,
+                    stalled_s,
+                    self._used_by.get(peer, 0),
+                    self.limit_bytes,
+                )
+        self._sweeper = loop.call_later(_SWEEP_S, self._close_stalled) if self._sent else None

@@ -17,8 +17,8 @@ from typing import Any
 import xxhash
 
 from shardwell_wire.errors import CapacityError, CorruptDataError
-from shardwell_wire.server_folders import FolderOwner
-from shardwell_wire.shared_files import open_file, open_folder, opened
+from shardwell_wire.host.server_folders import FolderOwner
+from shardwell_wire.host.shared_memory import open_file, open_folder, opened
 
 logger = logging.getLogger(__name__)
 

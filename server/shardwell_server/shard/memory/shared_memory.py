@@ -22,23 +22,31 @@ from pathlib import Path
 import torch
 
 from shardwell_server.shard.memory.saved_files import SavedFiles
-from shardwell_wire.chunk_streams import memory_at
+from shardwell_wire.encoding.chunk_streams import memory_at
 from shardwell_wire.errors import CapacityError
-from shardwell_wire.process_identity import has_ended
-from shardwell_wire.server_folders import (
+from shardwell_wire.host.server_folders import (
     DEFAULT_DIRECTORY,
     KEPT_S,
     RECORD_SUFFIX,
     FolderOwner,
     LockedFolder,
+    has_ended,
     make_folder,
     remove_remains,
     size_of,
     take_folder,
     write_whole,
 )
-from shardwell_wire.shared_files import file_size, open_file, open_folder, opened
-from shardwell_wire.shared_segment import HEAD_BYTES, UPDATING, read_version, write_version
+from shardwell_wire.host.shared_memory import (
+    HEAD_BYTES,
+    UPDATING,
+    file_size,
+    open_file,
+    open_folder,
+    opened,
+    read_version,
+    write_version,
+)
 
 logger = logging.getLogger(__name__)
 

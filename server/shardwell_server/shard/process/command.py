@@ -14,8 +14,10 @@ from pathlib import Path
 
 import torch
 
-from shardwell_server import audit, authentication, checkpoint_roots, encryption, process
-from shardwell_server.call_server import CallServer
+from shardwell_server.serving import authentication, authorization, process
+from shardwell_server.serving import authentication as encryption
+from shardwell_server.serving.call_server import CallServer
+from shardwell_server.serving.limits import parse_size
 from shardwell_server.shard.memory.budget import default_budget_bytes
 from shardwell_server.shard.memory.saved_files import SavedFiles
 from shardwell_server.shard.memory.shared_memory import SharedMemory
@@ -26,12 +28,16 @@ from shardwell_server.shard.servicer import ShardServicer
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_server.shard.state.taking_up import recorded_files
 from shardwell_server.shard.transports.registry import TransportResources, build_transports
-from shardwell_server.sizes import parse_size
 from shardwell_wire import fault_points
-from shardwell_wire.process_identity import own_identity, parent_identity
-from shardwell_wire.secret_files import inherited_pipe
-from shardwell_wire.server_folders import DEFAULT_DIRECTORY, FolderOwner, remove_remains
-from shardwell_wire.tokens import Role
+from shardwell_wire.host.server_folders import (
+    DEFAULT_DIRECTORY,
+    FolderOwner,
+    own_identity,
+    parent_identity,
+    remove_remains,
+)
+from shardwell_wire.security.secret_files import inherited_pipe
+from shardwell_wire.security.tokens import Role
 from shardwell_wire.v1 import shard_pb2
 
 logger = logging.getLogger(__name__)
@@ -151,7 +157,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="longest time after SIGTERM in which the shards of the server move to other servers, before it exits; 0: "
         "they do not move (SHARDWELL_DRAIN_S, default %(default)s)",
     )
-    checkpoint_roots.add_argument(parser)
+    authorization.add_root_argument(parser)
     parser.add_argument(
         "--state-dir",
         metavar="DIR",
@@ -161,8 +167,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--supervisor", default=None, help=argparse.SUPPRESS)
     authentication.add_argument(parser)
-    audit.add_argument(parser)
-    encryption.add_arguments(parser)
+    authorization.add_audit_argument(parser)
+    encryption.add_tls_options(parser)
     parser.add_argument("--exit-with-parent", action="store_true", help="stop when standard input closes")
     parser.add_argument(
         "--log-level",
@@ -206,10 +212,10 @@ def _run(arguments: argparse.Namespace) -> int:
     # Before a group starts, whose members would each fail.
     credentials = authentication.from_arguments(arguments)
     encryption.insecurity(endpoint.host, credentials, arguments)
-    checkpoint_roots.from_arguments(arguments, credentials)
+    authorization.roots_from_arguments(arguments, credentials)
     if arguments.processes > 1:
         return _run_group(arguments, endpoint)
-    audit.start(arguments.audit_log)
+    authorization.start(arguments.audit_log)
     torch.set_num_threads(arguments.threads)
     process.run(serve(arguments, endpoint), log_level=arguments.log_level)
     return 0
@@ -260,7 +266,7 @@ async def serve(arguments: argparse.Namespace, endpoint: process.Endpoint) -> No
                 registration.term,
                 transports,
                 peers,
-                checkpoint_roots.from_arguments(arguments, credentials),
+                authorization.roots_from_arguments(arguments, credentials),
             )
             await process.serve(
                 service,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shardwell_server.shard.memory.saved_files import SavedFiles
 from shardwell_wire.errors import ConflictError, NotFoundError
-from shardwell_wire.server_folders import DEFAULT_DIRECTORY, FolderOwner, folders_of, size_of, take_folder
+from shardwell_wire.host.server_folders import DEFAULT_DIRECTORY, FolderOwner, folders_of, size_of, take_folder
 
 _EXAMPLES = """\
 example:

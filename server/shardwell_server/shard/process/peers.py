@@ -13,10 +13,10 @@ import grpc.aio
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from shardwell_wire.channel import open_aio_channel
-from shardwell_wire.credentials import NO_CREDENTIALS, Credentials
+from shardwell_wire.connection.channel import open_aio_channel
 from shardwell_wire.errors import InvalidRequestError, ShardwellError, UsageError
-from shardwell_wire.tls_problems import server_call_error
+from shardwell_wire.security.credentials import NO_CREDENTIALS, Credentials
+from shardwell_wire.security.tls import server_call_error
 from shardwell_wire.v1 import shard_pb2
 
 MAX_IDLE_CHANNELS = 64

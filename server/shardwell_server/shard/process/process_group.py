@@ -11,8 +11,8 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from shardwell_server.process import Endpoint, stop_event
-from shardwell_wire.retry import backoff
+from shardwell_server.serving.process import Endpoint, stop_event
+from shardwell_wire.connection.channel import backoff
 
 logger = logging.getLogger(__name__)
 

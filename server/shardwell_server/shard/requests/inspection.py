@@ -6,12 +6,12 @@ from importlib.metadata import version as installed_version
 
 import torch
 
+from shardwell_server.shard.shard_spec import Role
 from shardwell_server.shard.state.runs import HostedRun
-from shardwell_server.shard.state.shard_spec import Role
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_server.shard.state.unit_shard import UnitShard
 from shardwell_wire.errors import InvalidRequestError, NotFoundError, StepStateError
-from shardwell_wire.layout import DTYPE_NUMBERS
+from shardwell_wire.model.layout import DTYPE_NUMBERS
 from shardwell_wire.v1 import shard_pb2
 
 DEFAULT_PEEK_COUNT, MAX_PEEK_COUNT = 8, 1024

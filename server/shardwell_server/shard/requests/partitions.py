@@ -10,17 +10,17 @@ import torch
 
 from shardwell_server.shard.concurrency import uninterrupted
 from shardwell_server.shard.memory.budget import BufferQuota
+from shardwell_server.shard.optimizer.partitions import PartitionState, StagedPartition
 from shardwell_server.shard.requests.replication import Replicator
 from shardwell_server.shard.requests.streams import IncomingStream
-from shardwell_server.shard.state.partitions import PartitionState, StagedPartition
 from shardwell_server.shard.state.runs import HostedRun
-from shardwell_server.shard.state.snapshots import VersionBytes
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_server.shard.state.unit_shard import UnitShard
-from shardwell_wire import chunk_streams
+from shardwell_server.shard.versions.values import VersionBytes
+from shardwell_wire.encoding import chunk_streams
 from shardwell_wire.errors import InvalidRequestError, NonFiniteError, StaleEpochError, StepStateError
-from shardwell_wire.layout import Segment
-from shardwell_wire.partitions import TRAINER_PREFIX, check_state_tensor, state_places
+from shardwell_wire.model.layout import Segment
+from shardwell_wire.model.topology import TRAINER_PREFIX, check_state_tensor, state_places
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
 MAX_NAME_LENGTH = 200

@@ -6,18 +6,19 @@ from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Protocol
 
+from shardwell_server.shard.gradients.contributions import ContributionMemory, Contributions
 from shardwell_server.shard.memory.budget import IncomingBuffer
 from shardwell_server.shard.requests.streams import IncomingStream, ReceivedStream
-from shardwell_server.shard.state.contributions import ContributionMemory, Contributions
-from shardwell_server.shard.state.reductions import reduce_shards
+from shardwell_server.shard.state.joint_updates import reduce_shards
 from shardwell_server.shard.state.runs import HostedRun
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_server.shard.state.unit_shard import UnitShard
-from shardwell_wire import chunk_streams, fault_points
+from shardwell_wire import fault_points
+from shardwell_wire.encoding import chunk_streams
+from shardwell_wire.encoding.streams import StreamPlan
+from shardwell_wire.encoding.wire_dtypes import check_wire_dtype
 from shardwell_wire.errors import InvalidRequestError, StaleEpochError, StepStateError, VersionGoneError
-from shardwell_wire.stream_plan import StreamPlan
 from shardwell_wire.v1 import shard_pb2
-from shardwell_wire.wire_dtypes import check_wire_dtype
 
 
 class AdoptableMemory(ContributionMemory, Protocol):

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 import torch
 
 from shardwell_server.shard.state.runs import HostedRun
-from shardwell_server.shard.state.snapshots import VersionBytes
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_server.shard.state.unit_shard import UnitShard
-from shardwell_server.shard.state.values import Values
-from shardwell_wire import chunk_streams, fault_points
+from shardwell_server.shard.versions.values import Values, VersionBytes
+from shardwell_wire import fault_points
+from shardwell_wire.encoding import chunk_streams
+from shardwell_wire.encoding.wire_dtypes import check_gather_dtype
 from shardwell_wire.errors import InvalidRequestError, NotFoundError, VersionGoneError
 from shardwell_wire.v1 import shard_pb2
-from shardwell_wire.wire_dtypes import check_gather_dtype
 
 
 @dataclass(eq=False)

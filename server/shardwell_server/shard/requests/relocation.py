@@ -12,10 +12,10 @@ import xxhash
 from shardwell_server.shard.concurrency import InThread
 from shardwell_server.shard.requests import steps
 from shardwell_server.shard.requests.peers import tensor_memory
+from shardwell_server.shard.shard_spec import ROLES, Role
 from shardwell_server.shard.state.portable_state import export
 from shardwell_server.shard.state.replication import Backup
 from shardwell_server.shard.state.runs import HostedRun
-from shardwell_server.shard.state.shard_spec import ROLES, Role
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_server.shard.state.unit_shard import UnitShard
 from shardwell_wire import fault_points

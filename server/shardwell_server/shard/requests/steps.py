@@ -11,12 +11,10 @@ from functools import partial
 from shardwell_server import optimizer_checks
 from shardwell_server.shard.concurrency import InThread
 from shardwell_server.shard.requests.replication import Replicator
-from shardwell_server.shard.state.buffer_shard import BufferShard
-from shardwell_server.shard.state.joint_updates import StepUpdate
-from shardwell_server.shard.state.reductions import reduce_shards
+from shardwell_server.shard.shard_spec import Role
+from shardwell_server.shard.state.joint_updates import StepUpdate, reduce_shards
 from shardwell_server.shard.state.runs import HostedRun, PreparedStep
-from shardwell_server.shard.state.shard_spec import Role
-from shardwell_server.shard.state.unit_shard import UnitShard
+from shardwell_server.shard.state.unit_shard import BufferShard, UnitShard
 from shardwell_wire import fault_points
 from shardwell_wire.errors import (
     IncompleteStepError,
@@ -25,7 +23,7 @@ from shardwell_wire.errors import (
     StaleEpochError,
     StepStateError,
 )
-from shardwell_wire.partitions import runs_on_trainers
+from shardwell_wire.model.topology import runs_on_trainers
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
 logger = logging.getLogger(__name__)

@@ -7,22 +7,19 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from shardwell_server.shard.arithmetic.optimizer_content import OptimizerContent, PartContent
+from shardwell_server.shard.arithmetic.shard_optimizer import OptimizerContent, PartContent
 from shardwell_server.shard.memory.budget import Grant, Memory
 from shardwell_server.shard.memory.shared_memory import ShardFile, SharedMemory
-from shardwell_server.shard.state import shard_record
-from shardwell_server.shard.state.buffer_shard import BufferShard
-from shardwell_server.shard.state.joint_undo import SUFFIX as JOINT_SUFFIX
-from shardwell_server.shard.state.joint_undo import restore_interrupted
+from shardwell_server.shard.restart import shard_record
+from shardwell_server.shard.restart.shard_files import RunFiles, ShardFiles
+from shardwell_server.shard.restart.shard_record import PartRecord, ShardDescription, StepWord
+from shardwell_server.shard.restart.undo import SUFFIX as JOINT_SUFFIX
+from shardwell_server.shard.restart.undo import UndoArea, restore_interrupted
+from shardwell_server.shard.shard_spec import ROLES, Role
 from shardwell_server.shard.state.runs import HostedRun
-from shardwell_server.shard.state.shard_files import RunFiles, ShardFiles
-from shardwell_server.shard.state.shard_record import PartRecord, ShardDescription
-from shardwell_server.shard.state.shard_spec import ROLES, Role
-from shardwell_server.shard.state.step_word import StepWord
-from shardwell_server.shard.state.undo_area import UndoArea
-from shardwell_server.shard.state.unit_shard import UnitShard
+from shardwell_server.shard.state.unit_shard import BufferShard, UnitShard
 from shardwell_wire.errors import ShardwellError
-from shardwell_wire.shared_segment import HEAD_BYTES, UPDATING
+from shardwell_wire.host.shared_memory import HEAD_BYTES, UPDATING
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2
 
 logger = logging.getLogger(__name__)

@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import ClassVar, Protocol, TypeVar
 
-from shardwell_wire import chunk_streams
+from shardwell_wire.encoding import chunk_streams
 from shardwell_wire.errors import ConflictError, InvalidRequestError
-from shardwell_wire.run_identity import RunIdentity
-from shardwell_wire.tokens import Identity
+from shardwell_wire.model.names import RunIdentity
+from shardwell_wire.security.tokens import Identity
 from shardwell_wire.v1 import shard_pb2
 
 _MAX_MEASURED_BYTES = 64 << 20

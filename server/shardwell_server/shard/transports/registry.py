@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shardwell_server.listening import listen
+from shardwell_server.serving.call_server import listen
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_server.shard.transports.base import ServerTransport, ServerTransports
 from shardwell_server.shard.transports.shm_transport import ShmTransport
 from shardwell_server.shard.transports.socket_transport import SocketTransport
-from shardwell_wire.tls import Tls
+from shardwell_wire.security.tls import Tls
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,367 @@
+"""Background gathers: all shards of a unit are fetched at once, from all servers.
+
+Waits for versions of units that are read in place, in the calling thread.
+
+Gathers of a work item that does not count any more: they deliver the newest version instead of the item's.
+
+The batch is then computed to its end without effect, and no exception reaches the training script.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from functools import partial
+
+from shardwell.data_plane.batches import MAX_STREAM_BYTES, FetchBatches
+from shardwell.data_plane.shard import PendingFetch, RemoteShard, RemoteUnit, ShardFetch, fetch_together
+from shardwell.data_plane.transfers import DaemonThreads, TrafficStats, TransferQueue, uninterrupted
+from shardwell.transport.base import NearlyDone
+from shardwell.transport.server_connection import ServerConnection
+from shardwell.transport.shared_vector import SharedVector
+from shardwell_wire.connection.channel import backoff
+from shardwell_wire.errors import DeadlineError, NotFoundError, StaleEpochError, UnavailableError, VersionGoneError
+from shardwell_wire.model.layout import UnitLayout
+
+_THREADS = 16
+"""The threads mostly wait for the network. A fetch may also wait for a version."""
+
+
+_MAX_BATCHES = 2
+"""Messages with small fetches in flight to one server. With one, a slow network would be idle between two messages."""
+
+Alternative = Callable[[BaseException], Future[int] | None]
+"""Called when a gather has failed; returns another one in its place, or None. May raise."""
+
+
+class Gather(Future[int]):
+    """The version that a gather fetched. ``result`` adds its waiting time to the statistics.
+
+    Args:
+        stats: Counts the waiting time.
+        alternative: See ``Alternative``. None: a failure is final.
+    """
+
+    def __init__(self, stats: TrafficStats, alternative: Alternative | None = None) -> None:
+        super().__init__()
+        self._stats, self._alternative = stats, alternative
+
+    def result(self, timeout: float | None = None) -> int:
+        if self.done():
+            return super().result()
+        with self._stats.waiting_for_gather():
+            return super().result(timeout)
+
+    def finish_as(self, other: Future[int]) -> None:
+        """Takes the outcome of another gather that is done."""
+        if (error := other.exception()) is not None:
+            self.fail(error)
+        else:
+            self.set_result(Future.result(other))  # the training thread does not wait here
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the gather, which has failed: with the outcome of its alternative, if there is one."""
+        alternative, self._alternative = self._alternative, None
+        try:
+            other = None if alternative is None else alternative(error)
+        except Exception as reason:  # the training thread waits for the gather
+            self.set_exception(reason)
+            return
+        if other is None:
+            self.set_exception(error)
+        else:
+            other.add_done_callback(self.finish_as)
+
+
+class _UnitGather(Gather):
+    """Done when every shard of a unit has arrived or failed. Then no thread writes to the target any more.
+
+    It does not refer to the fetches of the shards, which refer to it: a cycle would keep the target in memory until
+    Python collects it.
+    """
+
+    def __init__(self, shard_count: int, stats: TrafficStats, alternative: Alternative | None) -> None:
+        super().__init__(stats, alternative)
+        self._missing = shard_count
+        self._failure: BaseException | None = None
+        self._count_lock = threading.Lock()
+
+    def end_shard(self, version: int, error: BaseException | None = None) -> None:
+        """Called in any thread when a shard has arrived or failed."""
+        with self._count_lock:
+            self._missing -= 1
+            if self._failure is None:
+                self._failure = error
+            if self._missing:
+                return
+            failure, self._failure = self._failure, None
+        if failure is None:
+            self.set_result(version)
+        else:
+            self.fail(failure)
+
+    def end_shard_as(self, shard: Future[int]) -> None:
+        """Takes the outcome of one shard."""
+        if (error := shard.exception()) is not None:
+            self.end_shard(0, error)
+        else:
+            self.end_shard(Future.result(shard))
+
+
+class Fetches:
+    """Gathers units in background threads. Called by the training thread.
+
+    Args:
+        stats: Counts gathers, bytes and waiting times.
+        max_batched_bytes: Largest shard that is fetched in one message with others. None: no shard is batched.
+    """
+
+    def __init__(self, stats: TrafficStats, *, max_batched_bytes: int | None = MAX_STREAM_BYTES) -> None:
+        self.stats, self._max_batched_bytes = stats, max_batched_bytes
+        self._threads = DaemonThreads(_THREADS, "shardwell-fetch")
+        self._queues = defaultdict[ServerConnection, TransferQueue[int]](lambda: TransferQueue(self._threads))
+        self._batches: dict[ServerConnection, FetchBatches[PendingFetch]] = {}
+        self._collects = False
+        """Whether small fetches are held back until ``together`` ends."""
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Sends the small fetches that start in the block in one message per server, or in several full ones."""
+        with uninterrupted:
+            self._collects = True
+            try:
+                yield
+            finally:
+                self._collects = False
+                self._flush()
+
+    def _flush(self) -> None:
+        for batches in list(self._batches.values()):  # another thread may add one
+            batches.flush()
+
+    def gather(
+        self,
+        unit: RemoteUnit,
+        version: int,
+        target: memoryview,
+        layout: UnitLayout | None = None,
+        *,
+        exact: bool = False,
+        alternative: Alternative | None = None,
+    ) -> Future[int]:
+        """Starts to fetch all shards of a unit.
+
+        Args:
+            unit: The unit.
+            version: The version to fetch.
+            target: Receives the flat vector; must stay in place until the future is done. [layout.size_bytes]
+            layout: The same parameters in the dtypes to deliver. None: the stored dtypes.
+            exact: Whether to read the values as stored, without rounding.
+            alternative: See ``Alternative``.
+        """
+        self.stats.gather_count += 1
+        if layout is None or layout == unit.layout:
+            self.stats.gathered_bytes += unit.layout.size_bytes
+            return self._fetch_shards(
+                unit,
+                lambda shard: shard.prepare_fetch(version, target[shard.start_bytes : shard.stop_bytes], exact=exact),
+                alternative,
+            )
+        assert not exact
+        self.stats.gathered_bytes += layout.size_bytes
+        return self._fetch_shards(unit, lambda shard: shard.prepare_fetch_cast(version, layout, target), alternative)
+
+    def run(self, action: Callable[[], int]) -> Future[int]:
+        """Runs an action in a fetch thread."""
+        return self._threads.submit(action)
+
+    def is_present(self, unit: RemoteUnit, version: int) -> bool:
+        """Returns whether a unit that is read in place has a version. If so, counts a gather."""
+        assert unit.vector is not None
+        if not unit.vector.shows(version):
+            return False
+        self.stats.gather_count += 1
+        self.stats.in_place_bytes += unit.layout.size_bytes
+        for shard in unit.shards:
+            if shard.cached is not None:
+                shard.cached.count_hit()
+        return True
+
+    def await_version(self, unit: RemoteUnit, version: int) -> Callable[[], int]:
+        """Starts to wait until a unit that is read in place has a version.
+
+        Returns:
+            A function that waits in the calling thread. No background thread waits, except for shards that another
+            trainer of this host may have to fetch.
+        """
+        if self.is_present(unit, version):
+            return lambda: version
+        self.stats.gather_count += 1
+        self.stats.in_place_bytes += unit.layout.size_bytes
+        in_place = partial(wait_in_place, unit, version, self.stats)
+        if all(shard.cached is None for shard in unit.shards):
+            return in_place
+        cached = self._fetch_shards(unit, lambda shard: partial(_await_version, shard, version))
+
+        def both() -> int:
+            cached.result()
+            return in_place()
+
+        return both
+
+    def close(self) -> None:
+        """Fails all waiting fetches. Fetches in flight end when the connection to their server is closed."""
+        for queue in self._queues.values():
+            queue.close()
+        for batches in self._batches.values():
+            batches.close()
+        self._threads.shutdown(wait=False)
+
+    def join(self, limit_s: float) -> None:
+        """Waits after ``close`` until no fetch writes to memory of units, at most ``limit_s``."""
+        self._threads.join(limit_s)
+
+    def _fetch_shards(
+        self,
+        unit: RemoteUnit,
+        work_of: Callable[[RemoteShard], Callable[[NearlyDone], int]],
+        alternative: Alternative | None = None,
+    ) -> Future[int]:
+        with uninterrupted:
+            whole, started_count = _UnitGather(len(unit.shards), self.stats, alternative), 0
+            try:
+                for shard in unit.shards:
+                    self._start(shard, work_of(shard), whole)
+                    started_count += 1
+            except BaseException as error:
+                self._flush()
+                for _ in unit.shards[started_count:]:
+                    whole.end_shard(0, error)
+                wait([whole])  # without a future, the caller may reuse the target at once
+                raise
+            if not self._collects:
+                self._flush()
+            return whole
+
+    def _start(self, shard: RemoteShard, fetch: Callable[[NearlyDone], int], whole: _UnitGather) -> None:
+        size_bytes, limit_bytes = shard.stop_bytes - shard.start_bytes, self._max_batched_bytes
+        is_small = limit_bytes is not None and 0 < size_bytes <= limit_bytes
+        if not is_small or not isinstance(fetch, ShardFetch) or fetch.small is None:
+            self._queues[shard.server].submit(size_bytes, fetch).add_done_callback(whole.end_shard_as)
+            return
+        batches = self._batches.get(fetch.server)
+        if batches is None:
+            batches = self._batches[fetch.server] = FetchBatches(
+                self._threads, fetch_together, max_in_flight=_MAX_BATCHES
+            )
+        batches.add(PendingFetch(fetch, fetch.small, size_bytes, whole.end_shard))
+
+
+def _await_version(shard: RemoteShard, version: int, _: NearlyDone) -> int:
+    return shard.await_version(version)
+
+
+_POLL_LIMIT_S = 0.1
+"""How long to poll shared memory for a version before asking the servers, which may report it gone."""
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0001, 0.001
+_FIRST_NEWEST_PAUSE_S, _LONGEST_NEWEST_PAUSE_S = 0.0005, 0.05
+
+
+def wait_in_place(unit: RemoteUnit, version: int, stats: TrafficStats) -> int:
+    """Waits until the memory of a unit shows a version; returns the version.
+
+    Args:
+        unit: A unit with a vector.
+        version: The version to wait for.
+        stats: Counts the waiting time.
+
+    Raises:
+        VersionGoneError: A later version has replaced it.
+        DeadlineError: The servers have the version, but the memory does not show it.
+    """
+    with stats.waiting_for_gather():
+        return _poll(unit, version)
+
+
+def _poll(unit: RemoteUnit, version: int) -> int:
+    vector, shards = unit.vector, unit.shards
+    assert vector is not None
+    # An update takes milliseconds. An rpc that waits for it would cost almost as much processor time.
+    started = time.perf_counter()
+    deadline, pause_s = started + _POLL_LIMIT_S, _FIRST_PAUSE_S
+    while not vector.shows(version):
+        if time.perf_counter() > deadline:
+            # A segment of a server that is gone shows its last version for ever, until the shard's move is known.
+            for shard in shards:
+                shard.await_version(version)
+                shard.owner.settle()
+            if time.perf_counter() - started > shards[0].wait_limit_s:
+                raise DeadlineError(
+                    f"version {version} of unit {unit.layout.unit!r} did not appear in shared memory, although its "
+                    "servers have it",
+                    unit=unit.layout.unit,
+                )
+            deadline, pause_s = time.perf_counter() + _POLL_LIMIT_S, _FIRST_PAUSE_S
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+    return version
+
+
+def wait_for_any(vector: SharedVector, check: Callable[[], None], limit_s: float) -> int:
+    """Waits until all segments of a unit show the same version; returns it. For a work item that does not count.
+
+    Args:
+        vector: The memory.
+        check: Raises if this trainer cannot continue.
+        limit_s: How long to wait.
+
+    Raises:
+        DeadlineError: No version was complete in time.
+    """
+    deadline = time.monotonic() + limit_s
+    pauses = backoff(_FIRST_NEWEST_PAUSE_S, _LONGEST_NEWEST_PAUSE_S)
+    while (version := vector.version) is None:
+        check()
+        if time.monotonic() > deadline:
+            raise DeadlineError(f"no version of the unit was complete in shared memory for {limit_s:.0f} s")
+        time.sleep(next(pauses))
+    return version
+
+
+_FIRST_PIN_PAUSE_S, _LONGEST_PIN_PAUSE_S = 0.0005, 0.05
+
+_PASSING = (VersionGoneError, StaleEpochError, NotFoundError, DeadlineError, UnavailableError)
+"""Errors of a read while steps are committed, shards move, or the run is loaded from a checkpoint. Then a shard has no
+version yet, or its server has another range of the unit. Any other version, from any other server, will do."""
+
+Read = Callable[[RemoteShard, int | None], int]
+"""Reads one version of a shard, or the newest; returns the version."""
+
+
+def read_newest(find: Callable[[], RemoteUnit], read: Read, check: Callable[[], None], limit_s: float) -> int:
+    """Reads the newest version that all shards of a unit have; returns the version.
+
+    Args:
+        find: Returns the unit as it is cut now.
+        read: Reads one shard.
+        check: Raises if this trainer cannot continue. Called before a read is repeated.
+        limit_s: How long to retry while versions are replaced, shards move, or the run is loaded.
+    """
+    deadline = time.monotonic() + limit_s
+    pauses = backoff(_FIRST_PIN_PAUSE_S, _LONGEST_PIN_PAUSE_S)
+    while True:
+        try:
+            version = None
+            for shard in find().shards:
+                version = read(shard, version)
+            return version or 0
+        except _PASSING:
+            check()
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(next(pauses))

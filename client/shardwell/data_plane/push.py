@@ -1,0 +1,601 @@
+"""The pushes that are in flight: how many bytes they hold, how they end, and who waits for them.
+
+Background pushes of gradients to the shard servers: order, limits in flight and errors.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+
+import torch
+
+from shardwell.data_plane.batches import MAX_STREAM_BYTES, PushBatches
+from shardwell.data_plane.error_feedback import EncodedGradients
+from shardwell.data_plane.shard import RemoteShard, RemoteUnit, ShardPush, push_together
+from shardwell.data_plane.transfers import DaemonThreads, TrafficStats, TransferQueue, closed_error, uninterrupted
+from shardwell.memory.device_copies import to_host
+from shardwell.transport.base import NearlyDone, PartHeader, ignore
+from shardwell.transport.server_connection import ServerConnection
+from shardwell_wire.errors import ShardwellError
+
+logger = logging.getLogger(__name__)
+
+Send = Callable[[NearlyDone], None]
+"""Pushes one shard's part."""
+
+Excuse = Callable[[BaseException], bool]
+"""Returns whether the error of a push does not matter, because the push does not count any more."""
+
+
+class Held:
+    """Gradients that count as in flight."""
+
+    __slots__ = ("_pushes", "active", "size_bytes")
+
+    def __init__(self, pushes: PushesInFlight, size_bytes: int) -> None:
+        self._pushes, self.size_bytes, self.active = pushes, size_bytes, True
+
+    def grow(self, size_bytes: int) -> None:
+        """Counts more bytes, without a wait. Has no effect after ``release``."""
+        self._pushes.grow(self, size_bytes)
+
+    def release(self) -> None:
+        """Called in any thread when the gradients are pushed or dropped. Harmless to repeat."""
+        self._pushes.release([self])
+
+
+class UnitPush:
+    """A push of one part of a contribution, until all shards have it.
+
+    Args:
+        excuse: See ``Pushes.push``.
+        held: Released when the push has ended, if it is given.
+        when_pushed: Called when the push has ended.
+        route: See ``Pushes.push``.
+        size_bytes: Size of the gradients.
+    """
+
+    __slots__ = ("excuse", "held", "missing", "route", "size_bytes", "started_s", "when_pushed")
+
+    def __init__(
+        self,
+        excuse: Excuse,
+        size_bytes: int,
+        *,
+        held: Held | None = None,
+        when_pushed: Callable[[], None] | None = None,
+        route: str | None = None,
+    ) -> None:
+        self.excuse, self.size_bytes, self.held = excuse, size_bytes, held
+        self.when_pushed, self.route = when_pushed, route
+        self.missing = 0
+        """Shards that do not have their part yet."""
+        self.started_s = time.perf_counter() if route is not None else 0.0
+
+
+class QueuedPush:
+    """One shard's part of a push. A ``BatchedPush``.
+
+    Args:
+        of: The push.
+        key: Unit index and number of the shard.
+        send: Pushes the part by itself.
+        size_bytes: Size of the shard.
+    """
+
+    __slots__ = ("batches", "done", "error", "key", "of", "send", "size_bytes")
+
+    def __init__(self, of: UnitPush, key: tuple[int, int], send: Send | None, size_bytes: int) -> None:
+        self.of, self.key, self.send, self.size_bytes = of, key, send, size_bytes
+        self.batches: PushBatches[QueuedPush] | None = None
+        """The batches that contain the part. None: it is sent by itself."""
+        self.done = False
+        """Whether the part has ended. It then refers to no gradients."""
+        self.error: BaseException | None = None
+
+    def push_alone(self) -> None:
+        """See ``BatchedPush``."""
+        assert self.send is not None
+        self.send(ignore)
+
+
+class PushesInFlight:
+    """Counts the pushes in flight and keeps the first error. Thread-safe.
+
+    Args:
+        stats: Counts the routes of pushes, and the time that the training thread waits.
+        push_bytes: Limit of gradient bytes in flight.
+        flush: Starts to send the pushes that wait for others.
+    """
+
+    def __init__(self, stats: TrafficStats, push_bytes: int, flush: Callable[[], None]) -> None:
+        self._stats, self._push_limit, self._flush = stats, push_bytes, flush
+        self._lock = threading.Lock()
+        """Protects the next fields."""
+        self._changed = threading.Condition(self._lock)
+        self._bytes_in_flight, self._pushes_in_flight, self._waiter_count = 0, 0, 0
+        self._error: BaseException | None = None
+        self._ordered_count = 0
+        """Parts that wait for the part before them."""
+
+    @property
+    def are_awaited(self) -> bool:
+        """True while a thread waits for pushes: then no push waits for others."""
+        return bool(self._waiter_count)
+
+    # ---- room and errors ----
+
+    def hold(self, size_bytes: int) -> Held:
+        """Waits until the limit of bytes in flight admits the gradients, and adds their bytes.
+
+        Call it within ``uninterrupted``.
+        """
+        while True:
+            with self._lock:
+                if self._has_room(size_bytes):
+                    self._bytes_in_flight += size_bytes
+                    self._pushes_in_flight += 1
+                    return Held(self, size_bytes)
+            self._wait_for(lambda: self._has_room(size_bytes))
+
+    def _has_room(self, size_bytes: int) -> bool:
+        """True if a push may start. A push larger than the limit goes alone."""
+        return not self._bytes_in_flight or self._bytes_in_flight + size_bytes <= self._push_limit
+
+    def grow(self, held: Held, size_bytes: int) -> None:
+        """See ``Held.grow``."""
+        with self._lock:
+            if held.active:
+                held.size_bytes += size_bytes
+                self._bytes_in_flight += size_bytes
+
+    def release(self, held: Iterable[Held]) -> None:
+        """See ``Held.release``."""
+        with self._lock:
+            freed_bytes = 0
+            for each in held:
+                if each.active:
+                    each.active = False
+                    freed_bytes += each.size_bytes
+                    self._pushes_in_flight -= 1
+            self._bytes_in_flight -= freed_bytes
+            if self._waiter_count and (freed_bytes or not self._pushes_in_flight):
+                self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Waits until no push is in flight."""
+        self._wait_for(lambda: not self._pushes_in_flight)
+
+    def _wait_for(self, is_true: Callable[[], bool]) -> None:
+        """Waits for the end of pushes. Meanwhile no push waits for others."""
+        with self._stats.waiting_for_push(), uninterrupted:
+            with self._lock:
+                self._waiter_count += 1
+            try:
+                self._flush()
+                with self._changed:
+                    uninterrupted.wait_for(self._changed, is_true)
+            finally:
+                with self._lock:
+                    self._waiter_count -= 1
+
+    def fail(self, error: BaseException) -> None:
+        """Makes the next ``raise_error`` raise an error. Called in any thread."""
+        with self._lock:
+            self._error = self._error or error
+
+    def raise_error(self) -> None:
+        """Raises the first error since the last call."""
+        if self._error is None:
+            return
+        with uninterrupted, self._lock:
+            error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def drop_error(self) -> None:
+        """Forgets the error."""
+        self._error = None
+
+    # ---- the end of pushes ----
+
+    def end(self, parts: Sequence[QueuedPush]) -> None:
+        """Called in any thread with parts that have ended. Raises nothing: a push that is not counted never ends."""
+        errors = [part.error for part in parts if part.error is not None and not _is_excused(part.of, part.error)]
+        with self._lock:
+            if errors and self._error is None:
+                self._error = errors[0]
+            for part in parts:
+                part.done, part.send = True, None
+            if self._ordered_count:
+                self._changed.notify_all()
+        self.count_ended([part.of for part in parts])
+
+    def count_ended(self, pushes: Iterable[UnitPush], part_count: int = 1) -> None:
+        """Counts parts of pushes that have ended, or were not started. Completes the pushes without other parts."""
+        ended = list[UnitPush]()
+        with self._lock:
+            for push in pushes:
+                push.missing -= part_count
+                if not push.missing:
+                    ended.append(push)
+        if not ended:
+            return
+        self._count_routes(ended)
+        for push in ended:
+            if (when_pushed := push.when_pushed) is not None:
+                push.when_pushed = None
+                try:
+                    when_pushed()
+                except Exception as error:
+                    self.fail(error)
+        if held := [push.held for push in ended if push.held is not None]:
+            self.release(held)
+
+    def _count_routes(self, ended: Sequence[UnitPush]) -> None:
+        """Counts pushes for their routes."""
+        ended_s = time.perf_counter()
+        for route in {push.route for push in ended if push.route is not None}:
+            own = [push for push in ended if push.route == route]
+            self._stats.routes.add(
+                route,
+                count=len(own),
+                pushed_bytes=sum(push.size_bytes for push in own),
+                seconds=sum(ended_s - push.started_s for push in own),
+            )
+
+    def await_part(self, part: QueuedPush) -> None:
+        """Waits until a part has ended. Raises its error."""
+        with self._changed:
+            self._ordered_count += 1
+            self._changed.wait_for(lambda: part.done)
+            self._ordered_count -= 1
+        if part.error is not None:
+            raise part.error
+
+
+def _is_excused(push: UnitPush, error: BaseException) -> bool:
+    """Returns whether the error of a push does not matter. It matters if that cannot be decided."""
+    try:
+        return push.excuse(error)
+    except Exception:
+        logger.exception("whether the error of a push matters cannot be decided: %s", error)
+        return False
+
+
+_THREADS = 16
+"""The threads mostly wait for the network."""
+
+Prepare = Callable[[RemoteShard], Send]
+"""Reads one shard's part, or refers to it, so that it can be pushed in any thread."""
+
+
+class Pushes:
+    """Pushes gradients in background threads. Called by the training thread, where nothing else is said.
+
+    Args:
+        stats: Counts pushes, bytes and waiting times.
+        push_bytes: Limit of gradient bytes in flight. ``push`` waits while they exceed it.
+        max_batched_bytes: Largest part that is streamed in one message with others. None: no part is batched.
+    """
+
+    def __init__(
+        self, stats: TrafficStats, *, push_bytes: int, max_batched_bytes: int | None = MAX_STREAM_BYTES
+    ) -> None:
+        self.stats = stats
+        self._max_batched_bytes = max_batched_bytes
+        self._threads = DaemonThreads(_THREADS, "shardwell-push")
+        self._queues: dict[ServerConnection, TransferQueue[None]] = {}
+        self._batches: dict[ServerConnection, PushBatches[QueuedPush]] = {}
+        self._starting = threading.Lock()
+        """Held while a push is queued, by the training thread or by the thread that adds gradients."""
+        self._in_flight = PushesInFlight(stats, push_bytes, self._flush)
+        self._opening = threading.Lock()
+        """Protects ``_closed``, and additions to ``_queues`` and ``_batches``."""
+        self._closed = False
+        self._last_part: dict[tuple[int, int], QueuedPush] = {}
+        """The last push to each shard, by unit index and shard number."""
+
+    def push(
+        self,
+        unit: RemoteUnit,
+        header: PartHeader,
+        gradients: Sequence[tuple[int, torch.Tensor]],
+        excuse: Excuse = lambda _: False,
+        *,
+        route: str | None = None,
+    ) -> None:
+        """Starts to push one part of a contribution to every owner of the unit.
+
+        Waits while more than ``push_bytes`` are in flight. Raises the error of an earlier push that failed.
+
+        Args:
+            unit: The unit.
+            header: See ``RemoteShard.prepare_push``.
+            gradients: ``(parameter index, gradient)`` by rising index. The caller must not change them afterwards.
+            excuse: Returns whether an error of this push does not matter. Called in any thread.
+            route: The route for which the push is counted. None: none.
+        """
+        self._in_flight.raise_error()
+        # Gradients on the CPU that go through shared memory are copied before this method returns.
+        if False not in [gradient.is_cpu for _, gradient in gradients]:
+            flats = {
+                index: gradient if gradient.is_contiguous() and not gradient.requires_grad else _plain(gradient)
+                for index, gradient in gradients
+            }
+            prepare: Prepare = partial(_read, header, flats)
+            copies = _copies_all(unit)
+        else:
+            flats, copied = self.start_copies(gradients)
+            prepare = partial(_read_later, copied, header, flats)
+            copies = False
+        size = _size_of(flats)
+        with uninterrupted:
+            held = self._in_flight.hold(0 if copies else size)
+            self._start(unit, prepare, UnitPush(excuse, size, held=held, route=route))
+            if copies and not _copies_all(unit):  # a server had no memory for a copy
+                held.grow(size)
+
+    def push_encoded(
+        self,
+        unit: RemoteUnit,
+        header: PartHeader,
+        gradients: EncodedGradients,
+        excuse: Excuse = lambda _: False,
+        *,
+        route: str | None = None,
+    ) -> None:
+        """Starts to push encoded gradients; see ``push``. Releases them when all shards have their part."""
+        self._in_flight.raise_error()
+        with uninterrupted:
+            copies = _copies_all(unit)
+            held = self._in_flight.hold(0 if copies else len(gradients.stream))
+            push = UnitPush(excuse, gradients.stored_bytes, held=held, when_pushed=gradients.release, route=route)
+            self._start(unit, lambda shard: shard.prepare_push_encoded(header, gradients), push)
+            if copies and not _copies_all(unit):
+                held.grow(len(gradients.stream))
+
+    def start_copies(
+        self, gradients: Sequence[tuple[int, torch.Tensor]]
+    ) -> tuple[dict[int, torch.Tensor], Callable[[], None]]:
+        """Starts to copy gradients to the host. Raises the error of an earlier push that failed.
+
+        Returns:
+            Flat gradients by parameter index, and a function that waits until they are complete.
+        """
+        self._in_flight.raise_error()
+        copies, copied = to_host([gradient for _, gradient in gradients])
+        return {index: flat for (index, _), flat in zip(gradients, copies, strict=True)}, copied
+
+    def hold(self, size_bytes: int) -> Callable[[], None]:
+        """Counts gradients as in flight, once there is room within ``push_bytes``.
+
+        Returns:
+            A function to call in any thread when the gradients are pushed or dropped. Harmless to repeat.
+        """
+        with uninterrupted:
+            return self._in_flight.hold(size_bytes).release
+
+    def push_held(
+        self,
+        unit: RemoteUnit,
+        header: PartHeader,
+        flats: Mapping[int, torch.Tensor],
+        excuse: Excuse,
+        release: Callable[[], None],
+    ) -> None:
+        """Starts to push gradients on the CPU that are counted as in flight. Called in any thread.
+
+        Args:
+            unit: See ``push``.
+            header: See ``push``.
+            flats: Flat gradients by parameter index.
+            excuse: See ``push``.
+            release: The result of ``hold``.
+        """
+        push = UnitPush(excuse, _size_of(flats), when_pushed=release)
+        with uninterrupted:
+            self._start(unit, partial(_read, header, flats), push)
+
+    def push_sums(
+        self,
+        unit: RemoteUnit,
+        header: PartHeader,
+        indices: Sequence[int],
+        sums: Mapping[int, torch.Tensor],
+        excuse: Excuse,
+        when_pushed: Callable[[], None],
+    ) -> None:
+        """Starts to push sums of several ranks' gradients to some shards of a unit. Called in any thread.
+
+        Args:
+            unit: The unit.
+            header: See ``push``. Names the ranks.
+            indices: Parameters that have a gradient, by rising index.
+            sums: By shard number. Each laid out like its shard. uint8. [stop_bytes - start_bytes]
+            excuse: See ``push``.
+            when_pushed: Called when all sums are pushed.
+        """
+        by_start = {unit.shards[number].start_bytes: buffer for number, buffer in sums.items()}
+        size = sum(buffer.numel() for buffer in sums.values())
+        with uninterrupted:
+            self._start(
+                unit,
+                lambda shard: shard.prepare_push_sum(header, indices, by_start[shard.start_bytes]),
+                UnitPush(excuse, size, when_pushed=when_pushed),
+                numbers=sums.keys(),
+            )
+
+    def fail(self, error: BaseException) -> None:
+        """Makes the next ``push`` or ``drain`` raise an error. Called in any thread."""
+        self._in_flight.fail(error)
+
+    def _start(
+        self, unit: RemoteUnit, prepare: Prepare, push: UnitPush, numbers: Collection[int] | None = None
+    ) -> None:
+        """Starts the pushes to shards of a unit. Call it within ``uninterrupted``.
+
+        Args:
+            unit: The unit.
+            prepare: Prepares one shard's part.
+            push: The push.
+            numbers: Numbers of the shards. None: all.
+        """
+        with self._starting:
+            self.stats.push_count += 1
+            self.stats.pushed_bytes += push.size_bytes
+            shards = list(enumerate(unit.shards))
+            if numbers is not None:
+                shards = [(number, shard) for number, shard in shards if number in numbers]
+            push.missing, started_count = len(shards), 0
+            try:
+                for number, shard in shards:
+                    self._submit(push, (unit.index, number), shard, _prepared(prepare, shard))
+                    started_count += 1
+            finally:
+                if started_count < len(shards) or not shards:  # wait only for the parts that were started
+                    self._in_flight.count_ended([push], len(shards) - started_count)
+            if self._in_flight.are_awaited:
+                self._flush()
+
+    def _submit(self, push: UnitPush, key: tuple[int, int], shard: RemoteShard, send: Send) -> None:
+        """Queues the push of a shard's part: with those of other units if it is small, or else by itself."""
+        part = QueuedPush(push, key, send, shard.stop_bytes - shard.start_bytes)
+        previous = self._last_part.get(key)
+        batches = self._batches_for(send) if isinstance(send, ShardPush) else None
+        # The pushes of one queue are sent in order.
+        if batches is not None and (previous is None or previous.done or previous.batches is batches):
+            part.batches = batches
+            batches.add(part)
+            self._last_part[key] = part
+            return
+        self._flush()  # the push may wait for one of them
+        streamed_bytes = 0 if shard.server.copies_gradients else part.size_bytes
+        future = self._queue_of(shard.server).submit(streamed_bytes, partial(self._send, part, previous))
+        self._last_part[key] = part
+        future.add_done_callback(partial(self._end_alone, part))
+
+    def _batches_for(self, push: ShardPush) -> PushBatches[QueuedPush] | None:
+        """Returns the batches that a push belongs to. None: it is sent by itself."""
+        limit_bytes = self._max_batched_bytes
+        if limit_bytes is None or push.stream_bytes > limit_bytes:
+            return None
+        if (batches := self._batches.get(push.server)) is None:
+            with self._opening:
+                self._check_open()
+                batches = self._batches[push.server] = PushBatches(self._threads, _send_together, self._in_flight.end)
+        return batches
+
+    def _queue_of(self, server: ServerConnection) -> TransferQueue[None]:
+        """Returns the queue of pushes that are sent by themselves."""
+        if (queue := self._queues.get(server)) is None:
+            with self._opening:
+                self._check_open()
+                queue = self._queues[server] = TransferQueue(self._threads)
+        return queue
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise closed_error()
+
+    def _send(self, part: QueuedPush, previous: QueuedPush | None, nearly_done: NearlyDone) -> None:
+        """Pushes a part after the previous part to the same shard. See Note: [Order of pushes] in
+        ``transfer_queue.py``."""
+        if previous is not None:
+            self._in_flight.await_part(previous)
+        assert part.send is not None
+        part.send(nearly_done)
+
+    def _end_alone(self, part: QueuedPush, future: Future[None]) -> None:
+        part.error = future.exception()
+        self._in_flight.end([part])
+
+    def _flush(self) -> None:
+        """Starts to send the pushes that wait for others, because somebody waits for them."""
+        for batches in list(self._batches.values()):
+            batches.flush()
+
+    def drain(self) -> None:
+        """Waits until every push is acknowledged; raises the first error."""
+        self._in_flight.wait()
+        self._last_part.clear()
+        self._in_flight.raise_error()
+
+    def discard(self) -> None:
+        """Waits until no push is in flight and drops their errors. Called when their work item is restarted."""
+        self._in_flight.wait()
+        self._last_part.clear()
+        self._in_flight.drop_error()
+
+    def close(self) -> None:
+        """Fails all waiting pushes. Pushes in flight end when the connection to their server is closed."""
+        with self._opening:  # the thread that adds gradients may start a push
+            self._closed = True
+            queues, batches = list(self._queues.values()), list(self._batches.values())
+        for queue in queues:
+            queue.close()
+        for each in batches:
+            each.close()
+        self._threads.shutdown(wait=False)
+
+    def join(self, limit_s: float) -> None:
+        """Waits after ``close`` until no push reads memory of units, at most ``limit_s``."""
+        self._threads.join(limit_s)
+
+
+def _plain(gradient: torch.Tensor) -> torch.Tensor:
+    """Returns a gradient on the CPU without a graph, contiguous."""
+    return gradient.detach().contiguous()
+
+
+def _size_of(flats: Mapping[int, torch.Tensor]) -> int:
+    return sum([flat.nbytes for flat in flats.values()])
+
+
+def _copies_all(unit: RemoteUnit) -> bool:
+    """Whether no gradient of a unit stays in memory until it is sent."""
+    return False not in [shard.owner.server.copies_gradients for shard in unit.shards]
+
+
+def _prepared(prepare: Prepare, shard: RemoteShard) -> Send:
+    """Returns a function that pushes a shard's part, or one that raises the error of preparing the push."""
+    try:
+        return prepare(shard)
+    except ShardwellError as error:
+        # In this frame nothing refers to the error: a cycle would keep the gradients until a garbage collection.
+        return partial(_fail, error)
+
+
+def _read(header: PartHeader, flats: Mapping[int, torch.Tensor], shard: RemoteShard) -> Send:
+    return shard.prepare_push(header, flats)
+
+
+def _read_later(
+    copied: Callable[[], None], header: PartHeader, flats: Mapping[int, torch.Tensor], shard: RemoteShard
+) -> Send:
+    return partial(_push_after_copy, copied, shard, header, flats)
+
+
+def _push_after_copy(
+    copied: Callable[[], None],
+    shard: RemoteShard,
+    header: PartHeader,
+    flats: Mapping[int, torch.Tensor],
+    nearly_done: NearlyDone,
+) -> None:
+    """Pushes a shard's part when the copy from the GPU is done."""
+    copied()
+    shard.prepare_push(header, flats)(nearly_done)
+
+
+def _fail(error: ShardwellError, _: NearlyDone) -> None:
+    raise error
+
+
+def _send_together(parts: Sequence[QueuedPush]) -> list[bool]:
+    return push_together([part.send for part in parts if isinstance(part.send, ShardPush)])

@@ -1,0 +1,1 @@
+"""Replicas: how the trainers of one meet, and what they check together."""

@@ -1,0 +1,123 @@
+"""A ``torch.distributed.Store`` that the coordinator serves.
+
+The store in which the trainers of a replica meet, which the coordinator serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import Store
+
+from shardwell.membership.membership import Membership
+from shardwell_wire.v1 import coordinator_pb2
+
+
+class CoordinatorStore(Store):
+    """A store that no trainer hosts, so it outlives each of them. Calls from several threads may run at once."""
+
+    def _call(self, rpc_name: str, request: Any) -> Any:
+        """Calls an rpc, with the fields that tell the coordinator which store is meant."""
+        raise NotImplementedError
+
+    def _wait_for(self, request: coordinator_pb2.StoreGetRequest) -> coordinator_pb2.StoreGetResponse:
+        """Calls ``StoreGet`` until all keys have values."""
+        raise NotImplementedError
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Sets the value of a key."""
+        self._call("StoreSet", coordinator_pb2.StoreSetRequest(key=key, value=_to_bytes(value)))
+
+    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+        """Sets a key if it has the expected value, or none and the expected value is empty. Returns the key's value."""
+        request = coordinator_pb2.StoreSetRequest(
+            key=key, value=_to_bytes(desired_value), expected=_to_bytes(expected_value)
+        )
+        value: bytes = self._call("StoreSet", request).value
+        return value
+
+    def get(self, key: str) -> bytes:
+        """Waits until a key has a value, and returns it."""
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Waits until all keys have values, and returns them."""
+        return list(self._wait_for(coordinator_pb2.StoreGetRequest(keys=keys)).values)
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        """Sets the values of several keys."""
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def add(self, key: str, value: int) -> int:
+        """Adds to a counter, and returns the sum."""
+        total: int = self._call("StoreAdd", coordinator_pb2.StoreAddRequest(key=key, amount=value)).value
+        return total
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Returns whether all keys have values."""
+        return not self._call("StoreCheck", coordinator_pb2.StoreCheckRequest(keys=keys)).missing
+
+    def num_keys(self) -> int:
+        """Returns the number of keys."""
+        count: int = self._call("StoreCheck", coordinator_pb2.StoreCheckRequest()).key_count
+        return count
+
+    def delete_key(self, key: str) -> bool:
+        """Deletes a key. Returns whether it had a value."""
+        deleted: bool = self._call("StoreDelete", coordinator_pb2.StoreDeleteRequest(key=key)).deleted
+        return deleted
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Waits until all keys have values. The limit is that of ``get``, whatever the timeout."""
+        self.multi_get(keys)
+
+    # The names under which torch calls these methods from C++.
+    deleteKey, getNumKeys = delete_key, num_keys
+
+
+def _to_bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+class ReplicaStore(CoordinatorStore):
+    """The store of the trainers of one replica. It ends when the trainers of the replica change.
+
+    Waits end with ``DeadlineError`` after ``wait_limit_s``, and all calls with ``StaleEpochError`` when the trainers of
+    the replica have changed.
+
+    Args:
+        membership: This trainer's membership in the run.
+        replica_epoch: Epoch of the replica whose store this is.
+    """
+
+    def __init__(self, membership: Membership, replica_epoch: int) -> None:
+        super().__init__()
+        self._membership, self._replica_epoch = membership, replica_epoch
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Has no effect: all waits end after ``wait_limit_s``."""
+
+    def clone(self) -> ReplicaStore:
+        """Returns a store with the same contents."""
+        return self
+
+    def _call(self, rpc_name: str, request: Any) -> Any:
+        self._address(request)
+        return self._membership.call(rpc_name, request)
+
+    def _wait_for(self, request: coordinator_pb2.StoreGetRequest) -> coordinator_pb2.StoreGetResponse:
+        self._address(request)
+        found: coordinator_pb2.StoreGetResponse = self._membership.poll(
+            "StoreGet",
+            request,
+            lambda answer: answer.found,
+            what=f"the other trainers of the replica ({request.keys[0]!r})",
+        )
+        return found
+
+    def _address(self, request: Any) -> None:
+        request.context.CopyFrom(self._membership.context(0))
+        request.trainer, request.replica_epoch = self._membership.trainer, self._replica_epoch

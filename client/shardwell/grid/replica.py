@@ -1,0 +1,467 @@
+"""Recognises errors of collectives whose cause is a lost process.
+
+The TCP connections of a process group, which another thread can end.
+
+Note: [Ending a collective]
+    A collective of gloo in which a process does not answer ends at the group's timeout. With torch 2.13, ``abort`` and
+    ``shutdown`` of the group in another thread do not end it. It fails at once when a connection of the group ends, as
+    if the other process had ended. Gloo does not tell its connections. They are those that exist after the group was
+    formed and did not exist before. A connection to a server that another thread opened meanwhile is ended, too; the
+    trainer connects again.
+
+Groups of processes that talk to each other directly: the run's device mesh, and the node group of one host.
+
+The process group of a replica, and its device mesh.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import logging
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Set
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwell.data_plane.host_cache import HostFolder
+from shardwell.grid.rendezvous import ReplicaStore
+from shardwell.membership.admission import START_AGAIN
+from shardwell.membership.membership import Membership
+from shardwell.options import JoinConfig
+from shardwell.peers.node_group import CONNECTED, MemberGoneError, NodeGroup, NodeRendezvous, Outcome
+from shardwell_wire.errors import (
+    DeadlineError,
+    ReplicaLostError,
+    ShardwellError,
+    StaleEpochError,
+    UnavailableError,
+    UsageError,
+)
+from shardwell_wire.model.topology import World
+from shardwell_wire.v1 import coordinator_pb2
+
+_GLOO = re.compile(
+    r"gloo.*(closed by peer|reset by peer|broken pipe|timed out|connect timeout|socket closed)",
+    re.IGNORECASE | re.DOTALL,
+)
+"""Gloo reports a lost process as a plain RuntimeError: its text begins with the path of a source file of gloo."""
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """True if an error, or an error that caused it, says that another process does not answer."""
+    return any(isinstance(cause, dist.DistError) or _GLOO.search(str(cause)) for cause in _causes(error))
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of the error that caused all others."""
+    *_, cause = _causes(error)
+    return str(cause).strip().partition("\n")[0]
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__
+
+
+_DESCRIPTORS = "/dev/fd"
+"""Folder that lists the open file descriptors of this process, on Linux and macOS."""
+
+
+class Connection(NamedTuple):
+    """The two ends of a TCP connection, as ``socket`` returns them."""
+
+    local: Any
+    remote: Any
+
+
+def open_connections() -> frozenset[Connection]:
+    """Returns the TCP connections of this process."""
+    return frozenset(connection for connection, _ in _connected_sockets())
+
+
+def end_connections(connections: Set[Connection]) -> int:
+    """Ends those of the given connections that this process has. Returns their number.
+
+    Their descriptors stay open: they belong to the process group. Pending data that has arrived can still be read.
+    """
+    count = 0
+    for connection, connected in _connected_sockets():
+        if connection in connections:
+            with suppress(OSError):  # the other process has ended it
+                connected.shutdown(socket.SHUT_RDWR)
+                count += 1
+    return count
+
+
+def _connected_sockets() -> Iterator[tuple[Connection, socket.socket]]:
+    """Yields each TCP connection with a socket that is closed when the next one is requested."""
+    for name in os.listdir(_DESCRIPTORS) if os.path.isdir(_DESCRIPTORS) else ():
+        try:
+            descriptor = os.dup(int(name))
+        except OSError:  # closed meanwhile
+            continue
+        try:
+            duplicate = socket.socket(fileno=descriptor)
+        except OSError:  # not a socket
+            os.close(descriptor)
+            continue
+        with duplicate:
+            if duplicate.family in (socket.AF_INET, socket.AF_INET6) and duplicate.type == socket.SOCK_STREAM:
+                try:
+                    connection = Connection(duplicate.getsockname(), duplicate.getpeername())
+                except OSError:  # not connected
+                    continue
+                yield connection, duplicate
+
+
+logger = logging.getLogger(__name__)
+
+_STORE_NAME = "torch.distributed"
+
+RENDEZVOUS_LIMIT_S = 5.0
+"""Seconds to wait for the other members of a node group. ``join`` returns on all trainers of a run at the
+same time, so a short wait is enough. A trainer that joins later does not take part in this rendezvous."""
+
+CONNECT_LIMIT_S = 60.0
+"""Seconds to wait until present members are connected."""
+
+ExchangeAddress = Callable[[str, str | None], str]
+"""``(name, address) -> address``: publishes an address, or waits for it if ``address`` is None."""
+
+
+# ---- the device mesh ----
+
+
+def device_mesh(
+    world: World, global_rank: int, *, host: str, exchange: ExchangeAddress, device_type: str
+) -> DeviceMesh:
+    """Returns a mesh with the axes ``dp``, ``tp``, ``pp`` in the run's order.
+
+    Creates the default process group if there is none: the trainer of logical rank 0 hosts its store, and the
+    coordinator passes the store's address to the others.
+
+    Args:
+        world: The grid of logical ranks. Each rank has a trainer of its own.
+        global_rank: Logical rank of this trainer.
+        host: Name or address under which other trainers reach this host.
+        exchange: Exchanges the store's address.
+        device_type: Device type of the mesh. ``cpu`` uses gloo, ``cuda`` NCCL.
+
+    Raises:
+        DeadlineError: Other trainers did not call in time.
+    """
+    if not dist.is_initialized():
+        store = _host_store(world, host, exchange) if global_rank == 0 else _find_store(world, exchange)
+        backend = "nccl" if device_type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=global_rank, world_size=world.size)
+    shape = [getattr(world, axis) for axis in world.order]
+    return DeviceMesh(device_type, torch.arange(world.size).view(shape), mesh_dim_names=world.order)
+
+
+def _host_store(world: World, host: str, exchange: ExchangeAddress) -> Store:
+    store = TCPStore(host, 0, world.size, is_master=True, wait_for_workers=False)
+    exchange(_STORE_NAME, f"{host}:{store.port}")
+    return store
+
+
+def _find_store(world: World, exchange: ExchangeAddress) -> Store:
+    host, _, port = exchange(_STORE_NAME, None).rpartition(":")
+    return TCPStore(host, int(port), world.size, is_master=False)
+
+
+# ---- the node group ----
+
+
+@dataclass(frozen=True, slots=True)
+class NodeMembers:
+    """The trainers of this host that hold the same units, including this trainer."""
+
+    key: str
+    """Identifies these members. Another set of trainers, or the same trainers after another join, has another key."""
+    global_ranks: tuple[int, ...]
+    """Logical ranks of the members, in increasing order."""
+    position: int
+    """Index of this trainer in ``global_ranks``."""
+
+
+def form_node_group(membership: Membership, config: JoinConfig) -> NodeGroup | None:
+    """Connects this trainer with the other trainers of its host that joined at the same time.
+
+    Returns:
+        None if there is no other trainer, or if not all of them could be connected. The reason is logged, and all of
+        them get None.
+    """
+    backend = config.transfers.node_group
+    try:
+        members = _find_members(membership, config)
+        if members is None:
+            return None
+        group = _connect(members, backend)
+    except (ShardwellError, MemberGoneError, OSError, RuntimeError) as error:
+        logger.warning(
+            "node group: every trainer of this node fetches whole units for itself: %s", str(error).partition("\n")[0]
+        )
+        return None
+    logger.info("node group: logical ranks %s share gathers over %s", list(members.global_ranks), backend)
+    return group
+
+
+def _find_members(membership: Membership, config: JoinConfig) -> NodeMembers | None:
+    """Finds the trainers of this host that hold the same units."""
+    if len(membership.rank_assignments) != 1:
+        count = len(membership.rank_assignments)
+        logger.info("node group: this trainer plays %d logical ranks and shares no transfers", count)
+        return None
+    own, world = membership.rank_assignments[0].coordinates, membership.world
+    described: coordinator_pb2.DescribeRunResponse = membership.call(
+        "DescribeRun", coordinator_pb2.DescribeRunRequest(run=membership.run)
+    )
+    found = []
+    for trainer in described.trainers:
+        if trainer.live and trainer.host == config.host and len(trainer.global_ranks) == 1:
+            at = world.coordinates(trainer.global_ranks[0])
+            if (at.tp_rank, at.pp_rank) == (own.tp_rank, own.pp_rank):
+                found.append((at.global_rank, trainer.trainer, trainer.epoch))
+    ranks = tuple(rank for rank, _, _ in sorted(found))
+    if len(ranks) < 2 or own.global_rank not in ranks:
+        logger.info("node group: no other trainer on host %r holds the units of this one", config.host)
+        return None
+    identity = (membership.identity, config.host, config.transfers.node_group, sorted(found))
+    return NodeMembers(key_of(identity), ranks, ranks.index(own.global_rank))
+
+
+def key_of(identity: object) -> str:
+    """Returns a name for the members of a group, from what identifies them."""
+    return hashlib.sha256(repr(identity).encode()).hexdigest()[:24]
+
+
+def _connect(members: NodeMembers, backend: str) -> NodeGroup:
+    rank, size = members.position, len(members.global_ranks)
+    rendezvous, folder = meet(members)
+    group = None
+    try:
+        store = FileStore(str(folder.path / "store"), size)
+        group = NodeGroup(rendezvous, backend, store, rank=rank, size=size)
+        if rendezvous.decide(CONNECTED, 0, CONNECT_LIMIT_S) is not Outcome.EXCHANGE:
+            raise UnavailableError("not all trainers of the node could be connected")
+    except BaseException:
+        rendezvous.close() if group is None else group.close()
+        raise
+    return group
+
+
+def meet(members: NodeMembers) -> tuple[NodeRendezvous, HostFolder]:
+    """Waits until all members are present; returns their rendezvous and its folder, which it closes."""
+    folder = HostFolder(members.key)
+    try:
+        rendezvous = NodeRendezvous(folder, members.position, len(members.global_ranks))
+    except BaseException:
+        folder.close()
+        raise
+    if not rendezvous.meet(RENDEZVOUS_LIMIT_S):
+        rendezvous.close()
+        raise UnavailableError(
+            f"not all trainers with logical ranks {list(members.global_ranks)} arrived within "
+            f"{RENDEZVOUS_LIMIT_S:.0f} s, or they do not share memory"
+        )
+    return rendezvous, folder
+
+
+_AXES = ("tp", "pp")
+_PAUSE_S = 0.05
+"""Pause between two questions to the coordinator while members are missing."""
+
+
+def import_first_uses(world: World) -> None:
+    """Imports what torch would import when the model is split: the first use of a DTensor imports torch._dynamo.
+
+    This takes up to a second. A spare spends it before it joins, and not while its replica waits.
+    """
+    if world.tp > 1:
+        importlib.import_module("torch._dynamo")
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaMembers:
+    """The trainers of one replica."""
+
+    dp_rank: int
+    epoch: int
+    """Epoch of the replica: rises whenever its trainers change."""
+    rank: int
+    """This trainer's rank in the replica: by tp rank, then by pp rank."""
+    missing: tuple[str, ...]
+    """Trainers that are gone and not replaced yet."""
+
+
+class ReplicaGroup:
+    """The default process group of a trainer, which spans its replica.
+
+    Args:
+        membership: This trainer's membership in the run.
+        wait_limit_s: Longest wait for the other trainers, and of a collective for a trainer that does not answer.
+    """
+
+    def __init__(self, membership: Membership, *, wait_limit_s: float) -> None:
+        self._membership, self._wait_limit_s = membership, wait_limit_s
+        self._group: dist.ProcessGroup | None = None
+        self._mesh: DeviceMesh | None = None
+        self.epoch = 0
+        """Epoch of the replica whose group was formed last, or was to be formed. Stays when the group is closed."""
+        self._connections: frozenset[Connection] = frozenset()
+        """TCP connections to the other trainers of the replica."""
+        membership.replica_epoch.when_void = self._end_collectives
+
+    def mesh(self, device_type: str) -> DeviceMesh:
+        """Returns the mesh of the replica, with the axes ``tp`` and ``pp``.
+
+        Forms the process group at the first call, and again if the trainers of the replica have changed.
+
+        Raises:
+            UsageError: This trainer plays several places of a replica, or none; or ``torch.distributed`` has another
+                default process group.
+            DeadlineError: The other trainers of the replica did not call in ``wait_limit_s``.
+        """
+        while True:
+            members = self._wait_for_members()
+            if self._mesh is not None and members.epoch == self.epoch:
+                return self._mesh
+            try:
+                self._form(members, device_type)
+            except StaleEpochError as error:  # the store ended: the trainers of the replica have changed meanwhile
+                logger.info("replica %d: %s", members.dp_rank, error)
+
+    def _form(self, members: ReplicaMembers, device_type: str) -> None:
+        self.close()
+        self.epoch = members.epoch
+        if dist.is_initialized():
+            raise UsageError(
+                "torch.distributed is initialised already: session.replica_mesh() makes the default process group, "
+                "which spans the trainers of one replica. Do not call init_process_group"
+            )
+        world = self._membership.world
+        size = world.tp * world.pp
+        timeout = timedelta(seconds=self._wait_limit_s)
+        store = ReplicaStore(self._membership, members.epoch) if size > 1 else HashStore()
+        backend = "nccl" if device_type == "cuda" else "gloo"
+        # torch numbers the groups of a process, also those whose creation failed. All trainers must use the same names.
+        distributed_c10d._world.group_count = 0
+        before = open_connections()
+        dist.init_process_group(backend, store=store, rank=members.rank, world_size=size, timeout=timeout)
+        self._group = dist.group.WORLD
+        try:
+            self._mesh = DeviceMesh(device_type, torch.arange(size).view(world.tp, world.pp), mesh_dim_names=_AXES)
+        except BaseException:  # such as a trainer of the replica that is lost meanwhile
+            self.close()
+            raise
+        self._connections = open_connections() - before
+        self._membership.replica_epoch.form(members.epoch, members.dp_rank)
+        logger.info("replica %d: %d trainers formed a process group over %s", members.dp_rank, size, backend)
+
+    def require_valid(self) -> None:
+        """Raises ReplicaLostError if the trainers of the replica have changed since the process group was formed."""
+        self._membership.replica_epoch.require_valid()
+
+    def require_same_item(self, item: coordinator_pb2.WorkItem) -> None:
+        """Checks that all trainers of the replica start the same attempt of the same item.
+
+        Collectives carry no names. Trainers that compute different items would mix their activations silently.
+
+        Raises:
+            ReplicaLostError: They start different ones, or one of them was lost.
+        """
+        if self._mesh is None or self._mesh.size() == 1:
+            return
+        self._membership.replica_epoch.announce(item.replica_epoch)
+        self.require_valid()
+        own = torch.tensor([item.dp_rank, item.attempt], device=self._mesh.device_type)
+        most = torch.cat([own, -own])
+        try:
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+        except Exception as error:
+            if not is_lost_peer(error):
+                raise
+            raise ReplicaLostError(f"a trainer of this replica was lost: {START_AGAIN}. {first_line(error)}") from error
+        if not torch.equal(most, torch.cat([own, -own])):
+            raise ReplicaLostError(
+                f"the trainers of this replica do not start the same work item: dp rank {item.dp_rank}, attempt "
+                f"{item.attempt} is this trainer's. To go on, {START_AGAIN}"
+            )
+
+    def _wait_for_members(self) -> ReplicaMembers:
+        deadline = time.monotonic() + self._wait_limit_s
+        while (members := self._members()).missing:
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"waited {self._wait_limit_s:.0f} s for the trainers of replica {members.dp_rank}: "
+                    f"{list(members.missing)} are gone and not replaced"
+                )
+            time.sleep(_PAUSE_S)
+        return members
+
+    def _members(self) -> ReplicaMembers:
+        """Asks the coordinator for the trainers of this trainer's replica."""
+        membership, world = self._membership, self._membership.world
+        ranks = [assignment.coordinates for assignment in membership.rank_assignments]
+        if len({(rank.tp_rank, rank.pp_rank) for rank in ranks}) != 1:
+            raise UsageError(
+                "a replica has one trainer per tensor and pipeline rank; this trainer plays the logical ranks "
+                f"{[rank.global_rank for rank in ranks]} of {world}"
+            )
+        own = ranks[0]
+        if world.tp * world.pp == 1:
+            return ReplicaMembers(own.dp_rank, epoch=0, rank=0, missing=())
+        described: coordinator_pb2.DescribeWorldResponse = membership.call(
+            "DescribeWorld", coordinator_pb2.DescribeWorldRequest(run=membership.run)
+        )
+        rank = own.tp_rank * world.pp + own.pp_rank
+        for replica in described.replicas:
+            if membership.trainer in replica.trainers:
+                return ReplicaMembers(own.dp_rank, replica.replica_epoch, rank, tuple(replica.missing))
+        return ReplicaMembers(own.dp_rank, 0, rank, missing=(f"the replica of {membership.trainer!r}",))
+
+    def _end_collectives(self) -> None:
+        """Makes a collective fail in which a trainer does not answer, because the process group is void.
+
+        Only while a work item is computed: after the last step, trainers may leave while others use the group.
+        See Note: [Ending a collective] in ``peer_connections.py``.
+        """
+        if self._membership.computes_item:
+            count = end_connections(self._connections)
+            logger.warning("%s; %d connections are ended", self._membership.replica_epoch.lost_error(), count)
+
+    def close(self) -> None:
+        """Ends the process group, if there is one. Its meshes and the modules that use them are unusable afterwards."""
+        self._membership.replica_epoch.close()
+        self._connections = frozenset()
+        group, self._group, self._mesh = self._group, None, None
+        if group is not None and dist.is_initialized() and dist.group.WORLD is group:
+            dist.destroy_process_group()
+            _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Clears torch's caches of operations on DTensors in this thread.
+
+    Meshes are equal if they have the same shape, whatever their groups. A trainer with another place in the next mesh
+    would find the groups of its former place in the caches.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import debug
+
+        debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]

@@ -1,0 +1,1 @@
+"""A trainer's membership in its run: admission, heartbeats, epochs."""

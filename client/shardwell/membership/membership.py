@@ -1,0 +1,577 @@
+"""Whether a trainer's membership is valid, has lapsed or has ended.
+
+A trainer's membership in a run, and the heartbeats that keep its lease.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from shardwell.membership.admission import Admission, ReplicaEpoch, poll, retry_and_warn
+from shardwell.membership.heartbeats import Heartbeats, ItemInWork, MembershipStream, RunNotices, TrainerReports
+from shardwell.options import JoinConfig
+from shardwell.transport.rpc import CoordinatorClient
+from shardwell_wire.errors import (
+    ConflictError,
+    DuplicateError,
+    RunDeletedError,
+    ShardwellError,
+    StaleEpochError,
+    UnauthenticatedError,
+    UsageError,
+)
+from shardwell_wire.model.names import RunIdentity
+from shardwell_wire.model.topology import World
+from shardwell_wire.security.credentials import Credentials, MemberCredentials
+from shardwell_wire.v1 import common_pb2, coordinator_pb2
+
+logger = logging.getLogger(__name__)
+
+_MAX_REJOINS = 5
+"""Memberships in a row that may lapse without a commit in between. More often, the cause is not going to disappear."""
+
+
+class MembershipState:
+    """State of the memberships of one trainer, one after the other: valid, lapsed, or ended for good. Thread-safe.
+
+    Args:
+        run: Name of the run.
+
+    Attributes:
+        over: Event of the current membership. Set when it is over; ends the threads that keep it.
+        when_lapsed: Called in any thread, once per membership that lapses.
+        when_ended: Called once, in any thread, when the membership has ended for good.
+    """
+
+    def __init__(self, run: str) -> None:
+        self._run, self._trainer, self._epoch = run, "", 0
+        self._ended: ShardwellError | None = None
+        self._lapse: StaleEpochError | None = None
+        self._rejoins_in_a_row = 0
+        self.over = threading.Event()
+        self.when_lapsed: Callable[[], None] = lambda: None
+        self.when_ended: Callable[[], None] = lambda: None
+
+    def begin(self, trainer: str, epoch: int) -> None:
+        """Starts a membership, which is valid."""
+        self._trainer, self._epoch = trainer, epoch
+        self.over = threading.Event()
+        self._lapse = None
+
+    @property
+    def ended(self) -> bool:
+        """True if the membership has ended for good."""
+        return self._ended is not None
+
+    @property
+    def lapsed(self) -> bool:
+        """True if the membership is over and may be followed by another one."""
+        return self._lapse is not None and self._ended is None
+
+    @property
+    def valid(self) -> bool:
+        """True if the membership has neither lapsed nor ended."""
+        return self._lapse is None and self._ended is None
+
+    def check(self) -> None:
+        """Raises the error that ended the membership, if it has ended for good."""
+        if self._ended is not None:
+            raise type(self._ended)(str(self._ended), **self._ended.data) from self._ended
+
+    def require_valid(self) -> None:
+        """Raises the error that ended the membership, also if it has only lapsed."""
+        self.check()
+        if (lapse := self._lapse) is not None:
+            raise StaleEpochError(str(lapse), **lapse.data) from lapse
+
+    def note_commit(self) -> None:
+        """Records that the run has committed a step with this trainer as a member."""
+        self._rejoins_in_a_row = 0
+
+    def note_rejoin(self) -> StaleEpochError:
+        """Records that the trainer is about to join again. Returns why the membership lapsed.
+
+        Raises:
+            StaleEpochError: Memberships have lapsed again and again.
+        """
+        self.check()
+        lapse = self._lapse
+        assert lapse is not None
+        self._rejoins_in_a_row += 1
+        if self._rejoins_in_a_row > _MAX_REJOINS:
+            self.end(
+                StaleEpochError(
+                    f"trainer {self._trainer!r} lost its membership in run {self._run!r} {_MAX_REJOINS + 1} times in a "
+                    f"row without a commit in between, so it stops. The last time: {lapse}",
+                    **lapse.data,
+                )
+            )
+            self.check()
+        return lapse
+
+    def give_up(self, reason: str) -> None:
+        """Makes the membership lapse on the trainer's own account. No effect if it is over already."""
+        if self.valid:
+            self._lapse = StaleEpochError(reason)
+            self.over.set()
+
+    def lapse(self, error: StaleEpochError, epoch: int | None = None) -> None:
+        """Makes the membership lapse.
+
+        Args:
+            error: Why.
+            epoch: The membership that the error concerns. None: the current one.
+        """
+        if self.valid and not self.over.is_set() and epoch in (None, self._epoch):
+            logger.warning("trainer %r is no longer a member of run %r: %s", self._trainer, self._run, error)
+            self._lapse = error
+            self.over.set()
+            self.when_lapsed()
+
+    def end(self, error: ShardwellError) -> None:
+        """Ends the membership for good."""
+        if self._ended is None and (not self.over.is_set() or self._lapse is not None):
+            logger.error("trainer %r is no longer a member of run %r: %s", self._trainer, self._run, error)
+            self._ended = error
+            self.over.set()
+            self.when_ended()
+
+    def close(self, error: ShardwellError) -> None:
+        """Ends the membership for good at the trainer's own wish: without a callback."""
+        self._ended = error
+
+
+_ASK_TIMEOUT_S = 5.0
+_LEAVE_TIMEOUT_S = 2.0
+
+Lease = coordinator_pb2.WorkItem | coordinator_pb2.PartitionWork | coordinator_pb2.DeclareUnitResponse
+"""A lease that the coordinator gave to this trainer: its epoch, and the proof that shard servers need."""
+
+
+class Membership:
+    """One trainer's membership in a run. Joins in the constructor, then sends heartbeats from a background thread.
+
+    Thread-safe. Once the membership has ended, every call raises the error that ended it.
+
+    A membership *lapses* if the trainer lost its lease, or if the run was rolled back. ``rejoin`` then starts another
+    one under the same name. Until then, requests to the coordinator raise StaleEpochError, and weights can be read.
+
+    Args:
+        config: Options of the trainer.
+        coordinator: The coordinator.
+
+    Raises:
+        RunMismatchError: The run exists with another world, seed or number of trainers.
+        DuplicateError: A live trainer has this name or plays the requested rank.
+        DeadlineError: Too few trainers joined in ``wait_limit_s``.
+    """
+
+    def __init__(self, config: JoinConfig, coordinator: CoordinatorClient) -> None:
+        self._config, self._coordinator = config, coordinator
+        self._token = MemberCredentials.of(coordinator.credentials)
+        coordinator.credentials = self._token
+        self._state = MembershipState(config.run)
+        self._admission = Admission(
+            config,
+            coordinator,
+            self._token,
+            check=self._state.check,
+            note_placement=lambda placement: self._note_news(0, placement),
+        )
+        self.token_expired = False
+        """Whether the membership has lapsed because its token was not renewed in time. No server answers then."""
+        self._reports = TrainerReports()
+        self._notices = RunNotices(config.run)
+        self._when_news: Callable[[], None] = lambda: None
+        self._when_residuals_wanted: Callable[[coordinator_pb2.WantedResiduals], None] = lambda wanted: None
+        self._news_lock = threading.Lock()
+        self.replica_epoch = ReplicaEpoch()
+        self.committed_step = 0
+        """Number of committed steps, as far as the coordinator has told outside of the training thread's rpcs."""
+        self.placement = 0
+        """The newest placement of the run's shards that the coordinator has told."""
+        # Random ids of their own would cost more than the rest of a push's context.
+        self._request_prefix, self._request_numbers = uuid.uuid4().hex, itertools.count()
+        joined = self._admission.join()
+        self.identity = RunIdentity(config.run, joined.run_id)
+        self.run = config.run
+        self.world = World.from_proto(joined.config.world)
+        self.seed: int = joined.config.seed
+        self._start(joined)
+
+    def _start(self, joined: coordinator_pb2.JoinResponse) -> None:
+        """Starts the membership that the coordinator granted."""
+        self.trainer: str = joined.trainer
+        self.epoch: int = joined.epoch
+        self._lease_s: float = joined.lease_s
+        self._state.begin(joined.trainer, joined.epoch)
+        self.committed_step = joined.committed_step
+        self._note_joined(joined)
+        self._start_keeping()
+
+    def _note_joined(self, joined: coordinator_pb2.JoinResponse) -> None:
+        """Records the state of the membership."""
+        self.joined = joined
+        self.rank_assignments: tuple[coordinator_pb2.RankAssignment, ...] = tuple(joined.rank_assignments)
+        self.replica_epoch.announce(joined.replica_epoch)
+        self._token.renew(joined.token)
+        self.token_expired = False
+        self._note_news(joined.committed_step, joined.placement)
+        self._notices.show(joined.notices)
+
+    @property
+    def pp_rank(self) -> int:
+        """Pipeline rank of all logical ranks of this trainer. 0 if it has none."""
+        return self.rank_assignments[0].coordinates.pp_rank if self.rank_assignments else 0
+
+    def _start_keeping(self) -> None:
+        """Starts the threads that keep the membership which the last join began."""
+        run, run_id, trainer, epoch = self.run, self.identity.run_id, self.trainer, self.epoch
+        end = partial(self._end, epoch=epoch)
+        self._heartbeats = Heartbeats(
+            self._coordinator,
+            coordinator_pb2.HeartbeatRequest(run=run, run_id=run_id, trainer=trainer, epoch=epoch),
+            self._reports,
+            lease_s=self._lease_s,
+            note_news=self._note_message,
+            end=end,
+            stop=self._state.over,
+        )
+        self._stream = MembershipStream(
+            self._coordinator,
+            coordinator_pb2.KeepMembershipRequest(
+                run=run,
+                run_id=run_id,
+                trainer=trainer,
+                epoch=epoch,
+                has_residuals=self._config.transfers.push_error_feedback,
+            ),
+            note_news=self._note_message,
+            end=end,
+        )
+
+    @property
+    def credentials(self) -> Credentials:
+        """Credentials that every rpc to the cluster carries: this trainer's token, which is renewed with its lease."""
+        return self._token
+
+    @property
+    def coordinator_address(self) -> str:
+        """Address of the coordinator, host:port."""
+        return self._coordinator.address
+
+    def attach(
+        self,
+        *,
+        transports: Callable[[], Sequence[coordinator_pb2.TransportReport]],
+        unreachable: Callable[[], Sequence[coordinator_pb2.UnreachableServer]],
+        when_ended: Callable[[], None],
+        when_news: Callable[[], None] = lambda: None,
+        when_residuals_wanted: Callable[[coordinator_pb2.WantedResiduals], None] = lambda wanted: None,
+        when_lapsed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Connects the membership with the data plane.
+
+        Args:
+            transports: Returns the transports to the shard servers. Called in the heartbeat thread.
+            unreachable: Returns the servers that cannot be reached. Called in the heartbeat thread.
+            when_ended: Called once, in any thread, when the membership has ended for good.
+            when_news: Called in any thread when ``committed_step`` or ``placement`` has risen. Must return at once.
+            when_residuals_wanted: Called in any thread while a checkpoint wants residuals of error feedback, more than
+                once. Must return at once.
+            when_lapsed: Called in any thread, once per membership that lapses.
+        """
+        self._reports.transports, self._reports.unreachable = transports, unreachable
+        self._state.when_ended, self._state.when_lapsed = when_ended, when_lapsed
+        self._when_news, self._when_residuals_wanted = when_news, when_residuals_wanted
+
+    # ---- calls ----
+
+    def context(self, step: int, lease: Lease | None = None) -> common_pb2.RequestContext:
+        """Returns the context of a mutating request, with a new request id.
+
+        Args:
+            step: The step.
+            lease: The lease that allows the request. None: the membership.
+        """
+        return common_pb2.RequestContext(
+            run=self.run,
+            run_id=self.identity.run_id,
+            epoch=self.epoch if lease is None else lease.epoch,
+            step=step,
+            request_id=f"{self._request_prefix}-{next(self._request_numbers)}",
+            lease_proof=b"" if lease is None else lease.lease_proof,
+        )
+
+    def call(self, rpc_name: str, request: Any, *, member: bool = True) -> Any:
+        """Calls the coordinator. Retries for ``wait_limit_s`` while the coordinator is unavailable.
+
+        Args:
+            rpc_name: The rpc.
+            request: Its request.
+            member: Whether to raise StaleEpochError if the membership has lapsed.
+        """
+        if member:
+            self.require_valid()
+        self.check()
+        return self._call(rpc_name, request, timeout_s=self._config.waits.rpc_timeout_s)
+
+    def poll(
+        self, rpc_name: str, request: Any, done: Callable[[Any], bool], *, what: str, with_replica: bool = False
+    ) -> Any:
+        """Repeats an rpc with ``wait_s`` and ``waiting_for`` until ``done(response)`` is true.
+
+        Args:
+            rpc_name: The rpc.
+            request: Its request; ``wait_s`` is set here.
+            done: Returns whether the response is final.
+            what: What the rpc waits for, for messages.
+            with_replica: True if the trainer cannot go on without its replica. A response that is not final then raises
+                an error if the replica's process group is void. A final one counts: a trainer of the replica may have
+                left because the run has ended. See Note: [Void process groups] in ``replica_epoch.py``.
+
+        Raises:
+            DeadlineError: Not done within ``wait_limit_s``. The message says what the coordinator waits for.
+            StaleEpochError: The membership has lapsed.
+            ReplicaLostError: The replica's process group is void.
+        """
+        return poll(
+            partial(self._call_and_note, rpc_name),
+            request,
+            done,
+            what=what,
+            waits=self._config.waits,
+            replica=self.replica_epoch if with_replica else None,
+        )
+
+    def _call_and_note(self, rpc_name: str, request: Any, timeout_s: float, until_s: float) -> Any:
+        """Calls the coordinator, and notes the placement that it tells."""
+        self.require_valid()
+        response = self._call(rpc_name, request, timeout_s=timeout_s, until_s=until_s)
+        self._note_news(0, getattr(response, "placement", 0))
+        return response
+
+    def _call(self, rpc_name: str, request: Any, *, timeout_s: float, until_s: float | None = None) -> Any:
+        call = partial(self._coordinator.call, rpc_name, request, timeout_s=timeout_s)
+        try:
+            return retry_and_warn(call, self._config.waits, until_s)
+        except StaleEpochError:
+            self.ask()  # the request may concern one work item only
+            raise
+        except (RunDeletedError, UnauthenticatedError) as error:
+            self._end(error)
+            self.require_valid()
+            raise
+
+    def list_units(self) -> coordinator_pb2.ListUnitsResponse:
+        """Returns the run's units and the present owners of their shards. Works without a valid membership, too.
+
+        Raises:
+            ConflictError: The run cannot be loaded from any checkpoint. This ends the membership.
+            UnavailableError: The run is being loaded, or the coordinator does not answer.
+        """
+        self.check()
+        request = coordinator_pb2.ListUnitsRequest(run=self.run)
+        try:
+            response: coordinator_pb2.ListUnitsResponse = self._coordinator.call(
+                "ListUnits", request, timeout_s=self._config.waits.rpc_timeout_s
+            )
+        except ConflictError as error:
+            self._end(error)
+            raise
+        return response
+
+    def start_item(self, step: int, global_rank: int) -> None:
+        """Records that this trainer computes a work item, which another trainer may copy if it takes long."""
+        self._reports.item = ItemInWork(step, global_rank, time.monotonic())
+
+    def end_item(self) -> None:
+        """Records that this trainer computes no work item."""
+        self._reports.item = None
+
+    @property
+    def computes_item(self) -> bool:
+        """True between ``start_item`` and ``end_item``."""
+        return self._reports.item is not None
+
+    def exchange_address(self, step: int, name: str, address: str | None) -> str:
+        """Publishes an address under a name; without an address, waits until another trainer publishes one."""
+        request = coordinator_pb2.ExchangeAddressRequest(
+            context=self.context(step), trainer=self.trainer, name=name, address=address
+        )
+        response: coordinator_pb2.ExchangeAddressResponse = self.poll(
+            "ExchangeAddress", request, lambda answer: answer.HasField("address"), what=f"the address {name!r}"
+        )
+        return response.address
+
+    # ---- the lease ----
+
+    def check(self) -> None:
+        """Raises the error that ended the membership, if it has ended for good."""
+        self._state.check()
+
+    @property
+    def lapsed(self) -> bool:
+        """True if the membership is over and ``rejoin`` may start another one."""
+        return self._state.lapsed
+
+    def require_valid(self) -> None:
+        """Raises the error that ended the membership, also if it has only lapsed."""
+        self._state.require_valid()
+
+    def ask(self) -> None:
+        """Sends a heartbeat at once, to learn whether the membership is still valid and where the shards are.
+
+        Returns normally if the membership has lapsed, or if the coordinator does not answer.
+
+        Raises:
+            RunDeletedError: The run was deleted.
+            ConflictError: A shard server has lost its shards of the run.
+        """
+        self._ask()
+
+    def ask_residuals(self) -> coordinator_pb2.WantedResiduals | None:
+        """Returns the checkpoint that wants this trainer's residuals of error feedback. None: there is none.
+
+        Its id is empty if the checkpoint is about to begin.
+        """
+        if self._state.ended:
+            return None
+        try:
+            news = self._ask()
+        except ShardwellError:
+            return None
+        return news.residuals if news is not None and news.HasField("residuals") else None
+
+    def _ask(self) -> coordinator_pb2.HeartbeatResponse | None:
+        """See ``ask``. Returns the answer, if there is one."""
+        self.check()
+        if not self._state.valid:
+            return None
+        heartbeats = self._heartbeats  # another thread may start the next membership meanwhile
+        try:
+            return heartbeats.send(_ASK_TIMEOUT_S)
+        except (StaleEpochError, UnauthenticatedError) as error:
+            self._end(error, heartbeats.epoch)
+        except (RunDeletedError, ConflictError) as error:
+            self._end(error)
+            raise
+        except ShardwellError as error:
+            logger.info("the coordinator did not answer a heartbeat: %s", error)
+        return None
+
+    def note_commit(self) -> None:
+        """Records that the run has committed a step with this trainer as a member."""
+        self._state.note_commit()
+        if self._token.tls is not None:
+            self._token.tls.is_in_use = True
+
+    def give_up(self, reason: str) -> None:
+        """Makes the membership lapse, because this trainer is going to join again. No effect if it is over already."""
+        self._state.give_up(reason)
+
+    def refresh(self) -> coordinator_pb2.JoinResponse:
+        """Asks the coordinator for the present state of this membership, which also replaces ``joined``.
+
+        Raises:
+            StaleEpochError: The membership has lapsed.
+            DeadlineError: A trainer of the replica is gone, and was not replaced in ``wait_limit_s``.
+        """
+        self.require_valid()
+        joined = self._admission.join(self.joined, same=True)
+        if joined.epoch == self.epoch:
+            self._note_joined(joined)
+        else:  # the coordinator had revoked the former membership, and this trainer did not know it yet
+            self._state.over.set()
+            self._stream.close()
+            self._start(joined)
+        return joined
+
+    def rejoin(self) -> coordinator_pb2.JoinResponse:
+        """Starts another membership under the same name after this one has lapsed. Called by the training thread.
+
+        Raises:
+            StaleEpochError: The name belongs to another process now, or memberships lapse again and again.
+            RunDeletedError: The run was deleted.
+            DeadlineError: The run did not admit the trainer in ``wait_limit_s``.
+        """
+        lapse = self._state.note_rejoin()
+        logger.warning("trainer %r joins run %r again: %s", self.trainer, self.run, lapse)
+        self._state.over.set()
+        self._stream.close()
+        try:
+            joined = self._admission.join(self.joined)
+        except DuplicateError as error:  # another process has this trainer's name and place
+            self._state.end(StaleEpochError(f"{lapse}; {error}", **lapse.data))
+            self.check()
+        except RunDeletedError as error:
+            self._state.end(error)
+            raise
+        self._start(joined)
+        return joined
+
+    def leave(self) -> None:
+        """Leaves the run, so that the coordinator reassigns the ranks at once. No effect after the membership ended."""
+        self._state.over.set()
+        self._heartbeats.join(self._config.waits.rpc_timeout_s)
+        if self._state.valid:
+            request = coordinator_pb2.LeaveRequest(
+                run=self.run, run_id=self.identity.run_id, trainer=self.trainer, epoch=self.epoch
+            )
+            try:
+                self._coordinator.call("Leave", request, timeout_s=_LEAVE_TIMEOUT_S)
+            except ShardwellError as error:
+                logger.info("the coordinator did not confirm that trainer %r left: %s", self.trainer, error)
+        self._stream.close()
+        self._state.close(StaleEpochError("the session is closed"))
+
+    def disown(self) -> None:
+        """Ends the membership in a forked process. The process that joined keeps it."""
+        self._state.close(
+            UsageError(
+                "this process was forked from a trainer and is not a member of its run: compute in the process that "
+                "called shardwell.join, or join in this process under another name"
+            )
+        )
+
+    def _note_message(self, news: coordinator_pb2.HeartbeatResponse | coordinator_pb2.KeepMembershipResponse) -> None:
+        self._note_news(news.committed_step, news.placement)
+        if isinstance(news, coordinator_pb2.HeartbeatResponse):
+            self._token.renew(news.token)
+        else:
+            self.replica_epoch.announce(news.replica_epoch)
+            self._notices.show(news.notices)
+            if news.HasField("calls"):
+                self._coordinator.use_calls(news.calls)
+        if news.HasField("residuals"):
+            self._when_residuals_wanted(news.residuals)
+
+    def _note_news(self, committed_step: int, placement: int) -> None:
+        with self._news_lock:
+            risen = committed_step > self.committed_step or placement > self.placement
+            self.committed_step = max(self.committed_step, committed_step)
+            self.placement = max(self.placement, placement)
+        if risen:
+            self._when_news()
+
+    def _end(self, error: ShardwellError, epoch: int | None = None) -> None:
+        """Ends the membership, for good unless the trainer can join again.
+
+        Args:
+            error: Why.
+            epoch: The membership that the error concerns. None: the current one.
+        """
+        if isinstance(error, UnauthenticatedError) and self._token.is_member:
+            self.token_expired = True
+            error = StaleEpochError(f"the token of trainer {self.trainer!r} was not renewed in time: {error}")
+        if isinstance(error, StaleEpochError):
+            self._state.lapse(error, epoch)
+        else:
+            self._state.end(error)

@@ -1,0 +1,538 @@
+"""The class of a parameter while its unit is freed.
+
+The parameter objects that the user made stay in their modules permanently. Optimizers, tied modules, parameter hooks
+and modules that cache their weights (``nn.LSTM``) therefore keep working. Freeing a unit releases the memory and
+changes the class of its parameters to a subclass of ``FreedParameter``. Torch functions that need values raise for
+that class instead of reading released memory. The shape, the gradient, hooks and other metadata still work.
+
+The parameter objects of a unit: where modules hold them, where their values are stored, and when they are usable.
+
+Note: [Version counters]
+    Autograd saves a tensor together with its version counter, and compares the counter when it reads the tensor. All
+    views of a tensor share the counter, except ``Tensor.data``. While a unit is freed, the counter of each of its
+    parameters is a number from ``FREED_VERSION`` on, so autograd raises instead of reading released memory. Gathering
+    restores the counter, so tensors that were saved before are valid again. Older graphs must not read newer weights:
+    when graphs become unusable, the next use of the unit sets the counters to the next multiple of ``_STRIDE``.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+import warnings
+import zlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import nn
+from torch.amp import grad_scaler
+from torch.nn.utils import clip_grad
+
+from shardwell.module.mixed_precision import is_split, local_box, local_part, set_dtype
+from shardwell_wire.encoding.chunk_streams import memory_at
+from shardwell_wire.errors import FreedParameterError, UsageError
+from shardwell_wire.model.layout import Parameter, UnitLayout
+
+OWNER_ATTRIBUTE = "_shardwell_owner"
+"""Attribute of a sharded parameter that holds its ``ParameterOwner``."""
+
+_READABLE = (
+    *("shape", "ndim", "nbytes", "itemsize", "names", "dtype", "device", "layout", "output_nr", "_version"),
+    *("requires_grad", "is_leaf", "grad", "grad_fn", "retains_grad", "_backward_hooks", "_post_accumulate_grad_hooks"),
+    *("is_sparse", "is_quantized", "is_nested", "is_meta", "is_cpu", "is_cuda", "is_mkldnn", "is_mps", "is_xpu"),
+)
+_WRITABLE = ("requires_grad", "grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+_METHODS = (
+    *("size", "dim", "ndimension", "numel", "nelement", "element_size", "__len__", "stride", "storage_offset"),
+    *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_inference", "get_device"),
+    *("requires_grad_", "retain_grad", "register_hook", "register_post_accumulate_grad_hook"),
+    *("new_empty", "new_zeros", "new_ones", "new_full"),
+)
+_FUNCTIONS = (
+    *("numel", "is_floating_point", "is_complex", "is_inference", "is_same_size", "get_device"),
+    *("empty_like", "zeros_like", "ones_like", "full_like"),
+)
+
+_GRAD: Any = torch.Tensor.grad
+_GET_GRAD, _SET_GRAD, _DELETE_GRAD = _GRAD.__get__, _GRAD.__set__, _GRAD.__delete__
+_GRAD_ACCESS = frozenset([_GET_GRAD, _SET_GRAD, _DELETE_GRAD])
+
+_NEEDS_NO_VALUES: frozenset[Callable[..., Any]] = frozenset(
+    [getattr(torch.Tensor, name).__get__ for name in _READABLE if hasattr(torch.Tensor, name)]
+    + [getattr(torch.Tensor, name).__set__ for name in _WRITABLE]
+    + [getattr(torch.Tensor, name) for name in _METHODS]
+    + [getattr(torch, name) for name in _FUNCTIONS if hasattr(torch, name)]
+    + [_DELETE_GRAD, torch.autograd.grad, torch.autograd.backward]
+)
+"""Torch functions that a freed parameter allows, because they neither read nor write values."""
+
+_DEPENDS_ON_DTYPE: frozenset[Callable[..., Any]] = frozenset(
+    [getattr(torch.Tensor, name).__get__ for name in ("dtype", "nbytes", "itemsize")]
+    + [getattr(torch.Tensor, name) for name in ("element_size", "new_empty", "new_zeros", "new_ones", "new_full")]
+    + [getattr(torch, name) for name in ("empty_like", "zeros_like", "ones_like", "full_like")]
+)
+"""Functions that use the dtype. A freed parameter has the dtype of the servers, also under mixed precision."""
+
+_CLIP_FILE, _SCALER_FILE = clip_grad.__file__, grad_scaler.__file__
+_PACKAGE = str(Path(__file__).parents[1])
+
+USE_SHARDED_SCALER = (
+    "torch.amp.GradScaler cannot check gradients that are on the shard servers: use shardwell.amp.GradScaler"
+)
+
+_WHERE_VALUES_ARE = (
+    "Values are available during the forward of the unit's own modules, and between module.unshard() and "
+    "module.reshard(); shardwell.full_state_dict(model) returns all of them. If another module's forward reads this "
+    "parameter, give both modules to one fully_shard call"
+)
+
+_MAX_FRAMES = 60
+"""Limit of the search for a caller. Torch's own frames above an error are fewer."""
+
+_ADVICE = {
+    "torch/nn/parallel/distributed.py": "do not wrap a sharded module in DistributedDataParallel: the servers take the "
+    "mean of the trainers' gradients. For one replica per trainer use strategy=ShardingStrategy.NO_SHARD",
+    "torch/distributed/fsdp/": "do not wrap a sharded module with torch's FSDP: shardwell.fully_shard replaces it",
+    "torch/nn/init.py": "initialise before fully_shard, or pass an init function as fully_shard(..., source=function)",
+    "torch/nn/utils/parametrizations.py": "parametrise modules before fully_shard",
+    "torch/nn/utils/prune.py": "prune before fully_shard",
+    "torch/export/": "export a plain model that was loaded from shardwell.full_state_dict(model)",
+    "torch/optim/swa_utils.py": "set optimizer.ema_decay: the servers keep the average",
+}
+"""What to do instead, by a part of the path of the calling file."""
+
+
+class ParameterOwner(Protocol):
+    """The parameter's unit: the part that a freed parameter uses."""
+
+    @property
+    def name(self) -> str:
+        """The parameter's name in the run."""
+        ...
+
+    @property
+    def unit_name(self) -> str:
+        """The unit's name."""
+        ...
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """Dtype of the parameter on the servers."""
+        ...
+
+    @property
+    def is_pushed(self) -> bool:
+        """True if a gradient of the unit was pushed and not committed yet."""
+        ...
+
+    @property
+    def hidden_gradient(self) -> str:
+        """Where the gradient is that ``.grad`` does not show. Empty: ``.grad`` shows it, or there is none."""
+        ...
+
+    def note_gradient_read(self) -> bool:
+        """Records that the script reads a hidden gradient. Returns True the first time for the model."""
+        ...
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """True if a tensor is a parameter of a unit, freed or not."""
+    return hasattr(tensor, OWNER_ATTRIBUTE)
+
+
+class FreedParameter(torch.Tensor):
+    """A parameter whose values are on the servers only."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func not in _NEEDS_NO_VALUES:
+            _raise_freed(func, args, kwargs or {})
+        if func in _GRAD_ACCESS:
+            # torch calls this method from C, so the frame above is the code that uses the parameter.
+            _check_grad_access(args[0], writes=func != _GET_GRAD, frame=sys._getframe(1))
+        with torch._C.DisableTorchFunctionSubclass():
+            # Under mixed precision the placed tensor has the compute dtype, also while freed.
+            if func in _DEPENDS_ON_DTYPE and args and isinstance(args[0], FreedParameter):
+                args = (_with_stored_dtype(args[0]), *args[1:])
+            return func(*args, **(kwargs or {}))
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        owner = _owner(self)
+        shape = tuple(self.shape)
+        return f"FreedParameter({owner.name!r}, shape={shape}, dtype={self.dtype}, unit={owner.unit_name!r})"
+
+    def __format__(self, format_spec: str) -> str:
+        return format(repr(self), format_spec)
+
+    def full_tensor(self) -> NoReturn:
+        """Always raises. In FSDP2, this method returns the values."""
+        _raise_freed(FreedParameter.full_tensor, (self,), {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        _raise_freed(FreedParameter.__deepcopy__, (self,), {})
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        _raise_freed(FreedParameter.__reduce_ex__, (self,), {})
+
+
+@functools.cache
+def freed_class(original: type[nn.Parameter]) -> type[nn.Parameter]:
+    """Returns the class that parameters of a class have while freed."""
+    return type(f"Freed{original.__name__}", (FreedParameter, original), {"__module__": __name__})
+
+
+def _read_grad(parameter: torch.Tensor) -> torch.Tensor | None:
+    _check_script_access(parameter, writes=False)
+    gradient: torch.Tensor | None = _GET_GRAD(parameter)
+    return gradient
+
+
+def _write_grad(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    _check_script_access(parameter, writes=True)
+    _SET_GRAD(parameter, gradient)
+
+
+def _delete_grad(parameter: torch.Tensor) -> None:
+    _check_script_access(parameter, writes=True)
+    _DELETE_GRAD(parameter)
+
+
+def _check_script_access(parameter: torch.Tensor, *, writes: bool) -> None:
+    """Calls ``_check_grad_access`` unless Shardwell itself uses the gradient."""
+    frame = sys._getframe(2)
+    if is_sharded(parameter) and not frame.f_code.co_filename.startswith(_PACKAGE):
+        _check_grad_access(parameter, writes=writes, frame=frame)
+
+
+@functools.cache
+def watched_parameter() -> type[nn.Parameter]:
+    """Returns the class that gathered parameters have while ``.grad`` does not show their gradient."""
+    members = {"__module__": __name__, "grad": property(_read_grad, _write_grad, _delete_grad)}
+    return type(nn.Parameter.__name__, (nn.Parameter,), members)
+
+
+def _owner(parameter: torch.Tensor) -> ParameterOwner:
+    owner: ParameterOwner = getattr(parameter, OWNER_ATTRIBUTE)
+    return owner
+
+
+def _with_stored_dtype(parameter: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor with the parameter's shape and the dtype of the servers."""
+    dtype = _owner(parameter).stored_dtype
+    if parameter.dtype == dtype:
+        return parameter
+    return torch.empty((), dtype=dtype, device=parameter.device).expand(parameter.shape)
+
+
+def _raise_freed(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> NoReturn:
+    parameter = _first_freed([*args, *kwargs.values()])
+    name, unit = ("?", "?") if parameter is None else (_owner(parameter).name, _owner(parameter).unit_name)
+    function = _function_name(func)
+    initial = "; set initial values before fully_shard, or with its source=" if _writes(function) else ""
+    raise FreedParameterError(
+        f"{function} needs the values of parameter {name!r}, but its unit {unit!r} is freed. "
+        + (f"Do this instead: {advice}" if (advice := _advice()) else f"{_WHERE_VALUES_ARE}{initial}"),
+        unit=unit,
+        parameter=name,
+    )
+
+
+def _first_freed(values: Sequence[Any]) -> FreedParameter | None:
+    for value in values:
+        if isinstance(value, FreedParameter):
+            return value
+        if isinstance(value, (list, tuple)) and (found := _first_freed(value)) is not None:
+            return found
+    return None
+
+
+def _function_name(func: Callable[..., Any]) -> str:
+    if getattr(func, "__name__", "") in ("__get__", "__set__"):
+        return f"Tensor.{getattr(func.__self__, '__name__', 'attribute')}"  # type: ignore[attr-defined]
+    return str(getattr(func, "__name__", func))
+
+
+def _writes(function: str) -> bool:
+    return function.endswith("_") and not function.endswith("__")
+
+
+def _check_grad_access(parameter: torch.Tensor, *, writes: bool, frame: FrameType) -> None:
+    """Raises for code that would mistake the local gradients for all gradients."""
+    owner, caller = _owner(parameter), frame.f_code
+    if caller.co_filename == _CLIP_FILE:
+        refuse_clipping(owner)
+    if caller.co_filename == _SCALER_FILE:
+        raise UsageError(USE_SHARDED_SCALER, parameter=owner.name)
+    if not writes and caller.co_name != "zero_grad" and (place := owner.hidden_gradient) and owner.note_gradient_read():
+        _warn_of_hidden_gradient(owner, place, frame)
+    if owner.is_pushed and (writes or caller.co_name == "zero_grad"):
+        raise UsageError(
+            f"the gradient of {owner.name!r} was already pushed to the shard servers in this step, so setting .grad "
+            "would not change it: call optimizer.zero_grad() to drop the step's gradients, or use "
+            "module.set_requires_gradient_sync(False) to keep gradients in this process until the end of the step",
+            parameter=owner.name,
+        )
+
+
+def _warn_of_hidden_gradient(owner: ParameterOwner, place: str, frame: FrameType) -> None:
+    # Without a registry: Python would suppress the warning for a second model that the same line of code trains.
+    warnings.warn_explicit(
+        f"the .grad of parameter {owner.name!r} is None because its gradient {place}, so code that scales, masks or "
+        "reads gradients between the backward and optimizer.step() has no effect on this model. "
+        "optimizer.clip_grad_norm_ clips by the norm over all gradients and returns it; to change a gradient use "
+        "parameter.register_hook or register_post_accumulate_grad_hook; set_requires_gradient_sync(False) keeps "
+        "gradients in .grad until optimizer.step(), with mixed precision if the policy has "
+        "keep_low_precision_grads=True",
+        UserWarning,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+    )
+
+
+def refuse_clipping(owner: ParameterOwner) -> NoReturn:
+    """Raises because ``torch.nn.utils`` is asked to clip a sharded parameter's gradient."""
+    if is_called_from("transformers/trainer.py"):
+        raise UsageError(
+            "Hugging Face's Trainer asks torch for the gradient norm in every step, even with max_grad_norm=0, but the "
+            f"gradient of {owner.name!r} is pushed to the shard servers. Override two methods of the Trainer: "
+            "_clip_grad_norm(self, model) returns self.optimizer.optimizer.clip_grad_norm_(self.args.max_grad_norm), "
+            "and _get_grad_norm(self, model, grad_norm=None) returns grad_norm",
+            parameter=owner.name,
+        )
+    raise UsageError(
+        f"torch.nn.utils.clip_grad reads only gradients in this process, but the gradient of {owner.name!r} is pushed "
+        "to the shard servers: call optimizer.clip_grad_norm_(max_norm), which clips by the norm over all gradients, "
+        "or optimizer.clip_grad_value_(clip_value)",
+        parameter=owner.name,
+    )
+
+
+def is_called_from(path: str) -> bool:
+    """True if a file with this text in its path is among the callers."""
+    return any(path in frame.f_code.co_filename for frame in _callers(sys._getframe(1)))
+
+
+def _advice() -> str | None:
+    """Returns what to do instead, for the nearest caller in ``_ADVICE``."""
+    for frame in _callers(sys._getframe(1)):
+        for path, text in _ADVICE.items():
+            if path in frame.f_code.co_filename:
+                return text
+    return None
+
+
+def _callers(frame: FrameType | None) -> list[FrameType]:
+    found: list[FrameType] = []
+    while frame is not None and len(found) < _MAX_FRAMES:
+        found.append(frame)
+        frame = frame.f_back
+    return found
+
+
+FIRST_VERSION, FREED_VERSION, _STRIDE = 1 << 20, 1 << 31, 1 << 4
+"""torch stores counters in 32 bits. Counters of tensors that are not sharded stay below ``FIRST_VERSION``."""
+
+_freed_versions = itertools.count(FREED_VERSION)
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """An attribute of a module that holds a parameter or buffer."""
+
+    module: nn.Module
+    name: str
+
+
+@dataclass(slots=True)
+class FoundParameter:
+    """A parameter with all its names and all sites that hold it."""
+
+    parameter: nn.Parameter
+    names: list[str] = field(default_factory=list)
+    sites: list[Site] = field(default_factory=list)
+
+    def describe(self) -> Parameter:
+        """Returns the layout entry, for a ``DTensor`` the entry of its local part."""
+        dtype = str(self.parameter.dtype).removeprefix("torch.")
+        name, shape, aliases = self.names[0], tuple(local_part(self.parameter).shape), tuple(self.names[1:])
+        if not is_split(self.parameter):
+            return Parameter(name, shape, dtype, aliases)
+        return Parameter(name, shape, dtype, aliases, tuple(self.parameter.shape), local_box(self.parameter).offsets)
+
+
+class UnitParameters:
+    """The parameters of one unit. The objects stay in their modules, whether the unit is gathered or freed.
+
+    Args:
+        layout: Their names.
+        found: The parameters, in layout order.
+    """
+
+    def __init__(self, layout: UnitLayout, found: Sequence[FoundParameter]) -> None:
+        self._layout = layout
+        parameters = [entry.parameter for entry in found]
+        # A unit stores the local part of a DTensor, so sharding and tensor parallelism are independent.
+        self._locals = [local_part(parameter) for parameter in parameters]
+        self._classes = [(parameter, type(parameter), freed_class(type(parameter))) for parameter in parameters]
+        self._holders = [
+            (site.module._parameters, site.name, entry.parameter, index)
+            for index, entry in enumerate(found)
+            for site in entry.sites
+        ]
+        self._valid_fingerprints: list[tuple[int, int]] = []
+        """Address and write count of each parameter since it is valid. Gathering does not change them."""
+        self._counters = VersionCounters([*parameters, *self._locals])
+        self._is_watched = False
+        self._sums_at_read: dict[int, int] = {}
+        """Checksums of the parameters whose ``data`` was read since ``allow``: its writes change no fingerprint."""
+
+    def place_all(self, places: Sequence[torch.Tensor]) -> None:
+        """Makes all parameters use the memory of the given tensors, in layout order."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for index, place in enumerate(places):
+                self.place(index, place)
+
+    def place(self, index: int, place: torch.Tensor) -> None:
+        """Makes one parameter use the memory of a tensor."""
+        self._locals[index].data = place
+        set_dtype(self._classes[index][0], place.dtype)
+
+    def detach(self, values: Sequence[torch.Tensor]) -> None:
+        """Makes all parameters ordinary ones with the given values. Existing graphs become unusable."""
+        self._counters.reset()
+        for parameter, original, _ in self._classes:
+            parameter.__class__ = original
+            delattr(parameter, OWNER_ATTRIBUTE)
+        self.place_all(values)
+
+    def copy_to(self, places: Sequence[torch.Tensor], *, skip: Collection[int]) -> None:
+        """Copies the values of all parameters, except those with an index in ``skip``, to the given tensors."""
+        with torch.no_grad():
+            for index, (place, local) in enumerate(zip(places, self._locals, strict=True)):
+                if index not in skip:
+                    place.copy_(local)
+
+    def mark_freed(self) -> None:
+        """Makes autograd raise if it reads the values, which are about to be released."""
+        self._counters.mark_freed()
+
+    def forget_graphs(self) -> None:
+        """Makes tensors that existing graphs saved unusable from the next ``allow`` on."""
+        self._counters.forget_graphs()
+
+    def allow(self) -> None:
+        """Makes the parameters usable, also by autograd. ``written`` reports writes from now on, or since ``forbid``.
+
+        Raises:
+            UsageError: See ``check_holders``. The forward would silently use another parameter.
+        """
+        self.check_holders()
+        for parameter, original, _ in self._classes:
+            parameter.__class__ = original
+        if not self._counters.are_valid:
+            self._counters.mark_valid()
+            # Last, because the fingerprints contain the counters.
+            self._valid_fingerprints = [(local.data_ptr(), local._version) for local in self._locals]
+
+    def note_data_read(self, index: int) -> None:
+        """Makes ``written`` compare a parameter's values with the present ones, until ``forbid``."""
+        if index not in self._sums_at_read:
+            self._sums_at_read[index] = _checksum(self._locals[index])
+
+    def forbid(self) -> None:
+        """Makes every use of the parameters' values raise."""
+        self._is_watched = False
+        self._sums_at_read.clear()
+        for parameter, _, freed in self._classes:
+            parameter.__class__ = freed
+
+    def watch(self) -> None:
+        """Makes ``.grad`` of usable parameters warn, until ``end_watch`` or ``forbid``."""
+        self._is_watched, watched = True, watched_parameter()
+        for parameter, original, _ in self._classes:
+            if original is nn.Parameter:
+                parameter.__class__ = watched
+
+    def end_watch(self) -> None:
+        """Ends ``watch``."""
+        if self._is_watched:
+            self._is_watched = False
+            for parameter, original, _ in self._classes:
+                parameter.__class__ = original
+
+    def written(self) -> list[int]:
+        """Returns the indices of the parameters that were written in place or given other data since ``allow``."""
+        return [
+            index
+            for index, (local, (address, version)) in enumerate(
+                zip(self._locals, self._valid_fingerprints, strict=True)
+            )
+            if local._version != version
+            or local.data_ptr() != address
+            or (index in self._sums_at_read and self._sums_at_read[index] != _checksum(local))
+        ]
+
+    def check_holders(self) -> None:
+        """Raises UsageError if a module holds another parameter than the one that was sharded."""
+        for attributes, name, held, index in self._holders:
+            if attributes.get(name) is not held:
+                unit, parameter = self._layout.unit, self._layout.parameters[index].name
+                raise UsageError(
+                    f"parameter {parameter!r} of unit {unit!r} was replaced or removed after fully_shard (by an "
+                    "assignment, load_state_dict(assign=True) or functional_call), but the shard servers still have "
+                    "the old values: change parameters before fully_shard",
+                    unit=unit,
+                    parameter=parameter,
+                )
+
+
+def _checksum(values: torch.Tensor) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        on_cpu = values.detach().cpu()
+        return zlib.crc32(memory_at(on_cpu.data_ptr(), on_cpu.nbytes))
+
+
+class VersionCounters:
+    """The version counters of one unit's parameters. See Note: [Version counters].
+
+    Args:
+        tensors: The parameters, and for a ``DTensor`` also its local part.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._tensors = tuple({id(tensor): tensor for tensor in tensors}.values())
+        self._freed = tuple(next(_freed_versions) for _ in self._tensors)
+        self._valid = FIRST_VERSION
+        self.are_valid = False
+        """True if the tensors have the counters that current graphs have saved, or higher ones after a write."""
+
+    def mark_valid(self) -> None:
+        """Sets the counters that current graphs have saved."""
+        torch._C._autograd._unsafe_set_version_counter(self._tensors, (self._valid,) * len(self._tensors))
+        self.are_valid = True
+
+    def mark_freed(self) -> None:
+        """Sets counters with which autograd raises."""
+        torch._C._autograd._unsafe_set_version_counter(self._tensors, self._freed)
+        self.are_valid = False
+
+    def forget_graphs(self) -> None:
+        """Makes existing graphs unusable from the next ``mark_valid`` on."""
+        self._valid += _STRIDE
+        self.are_valid = False
+
+    def reset(self) -> None:
+        """Sets the counters of ordinary tensors. Existing graphs become unusable."""
+        self.are_valid = False
+        torch._C._autograd._unsafe_set_version_counter(self._tensors, (0,) * len(self._tensors))

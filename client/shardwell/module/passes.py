@@ -1,0 +1,678 @@
+"""Autograd graphs of sharded modules: which nodes belong to which forward call, and which backwards are running.
+
+Note: [Node numbers]
+    Autograd numbers nodes in the order in which a thread makes them, and a backward always runs the ready node with
+    the highest number. The backward of a forward call therefore begins at a node that made one of the call's results.
+    It has ended when a node runs whose number is lower than the call's first one. Hooks on the nodes of results are
+    enough. Unlike hooks on tensors, they survive in-place operations. Inputs stay untouched: an alias of an input
+    would change what ``is`` returns, and the order in which gradients are summed.
+
+    Each thread numbers its nodes from 0. A number says nothing about a graph that another thread made.
+
+One thread at a time uses the units of a session. Another thread gets an error before any memory is touched.
+
+The parameters of a module are objects that all threads share, and their memory is released when a use ends. A second
+thread therefore cannot use the same modules at the same time. It may use them while no other thread does: between two
+steps, or where both threads hold a lock of the user.
+
+Autograd runs the nodes of a GPU in threads of its own, while the thread that called the backward waits for them.
+
+Gathers units before their forwards and backwards, and frees them and pushes their gradients afterwards.
+
+``residency.py`` decides; this module carries out the decisions.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch.autograd import Variable
+
+from shardwell.memory.buffers import keep_freed_memory
+from shardwell.module.gradients import GradientPushes, with_gradients
+from shardwell.module.residency import Phase, ResidencyPolicy, UnitState
+from shardwell.module.unit import ForwardCall, Unit, check_versions, fetch_ahead
+from shardwell_wire.errors import UsageError
+
+NO_TASK = -1
+"""Value of ``backward_task`` outside of a backward."""
+
+_MAX_CALLS = 1 << 15
+_MAX_NUMBERS = 1 << 16
+
+
+backward_task: Callable[[], int] = torch._C._current_graph_task_id
+"""Returns the id of the backward that runs in this thread, or ``NO_TASK``. A nested backward has its own id."""
+
+
+class ForwardCalls:
+    """The forward calls whose graphs can still be used, to find the call that made a node."""
+
+    def __init__(self) -> None:
+        self._calls: list[ForwardCall] = []
+        self._open: list[ForwardCall] = []
+
+    def __iter__(self) -> Iterator[ForwardCall]:
+        return iter(self._calls)
+
+    def begin(self, call: ForwardCall) -> None:
+        """Adds a call, nested in the calls that have not ended."""
+        call.outer = self._open[-1] if self._open else None
+        self._open.append(call)
+        self._calls.append(call)
+        if len(self._calls) > _MAX_CALLS:  # a loop of forwards without a commit would grow the list
+            del self._calls[: _MAX_CALLS // 2]
+
+    def end(self, call: ForwardCall) -> None:
+        """Ends a call."""
+        call.stop_node_number = torch._C._autograd._get_sequence_nr()
+        if self._open and self._open[-1] is call:
+            self._open.pop()
+        elif call in self._open:
+            del self._open[self._open.index(call) :]
+
+    def find(self, node_number: int) -> ForwardCall | None:
+        """Returns the innermost call that made a node; None if the node was made outside of every call."""
+        # Calls are in the order of their first node. The last call that began before the node may also have ended
+        # before it. Then only an enclosing call can have made the node.
+        position = bisect_right(self._calls, node_number, key=lambda call: call.first_node_number)
+        call = self._calls[position - 1] if position else None
+        while call is not None and call.stop_node_number <= node_number:
+            call = call.outer
+        return call
+
+    def clear(self) -> None:
+        """Removes all calls, because their graphs became unusable."""
+        self._calls.clear()
+        self._open.clear()
+
+
+class WatchedGraphs:
+    """The graphs of one session that can still be used, and the hooks on their nodes.
+
+    Args:
+        before_node: Called with a forward call and the number of one of its nodes, before that node runs.
+    """
+
+    def __init__(self, before_node: Callable[[ForwardCall, int, object], None]) -> None:
+        self._before_node = before_node
+        self.calls = ForwardCalls()
+        self.watched: set[int] = set()
+        """Numbers of the nodes that have a hook."""
+        self.exist = False
+        """True if a graph with a unit's weights may have been made since ``clear``."""
+        self.thread: threading.Thread | None = None
+        """The thread that may have made a graph since ``clear``."""
+        self.first_number = 0
+        """The thread's nodes with a lower number do not read weights."""
+
+    def begin(self, *, later: bool = False) -> None:
+        """Records that the calling thread may make a graph with a unit's weights: now, or ``later``."""
+        self.exist = True
+        if (later or torch.is_grad_enabled()) and not self.made_by_this_thread:
+            # Another thread's numbers say nothing about the nodes of this one.
+            self.calls.clear()
+            self.watched.clear()
+            self.thread = threading.current_thread()
+            self.first_number = torch._C._autograd._get_sequence_nr()
+
+    @property
+    def made_by_this_thread(self) -> bool:
+        """True if the numbers in ``watched`` apply to graphs of the calling thread. See Note: [Node numbers]."""
+        return self.thread is threading.current_thread()
+
+    def watch(self, node: Any, number: int, call: ForwardCall) -> None:
+        """Hooks a node: ``before_node`` is called before it runs."""
+        self.watched.add(number)
+        if len(self.watched) > _MAX_NUMBERS:  # `clear` may never run, for example with several optimizers
+            self.watched -= set(sorted(self.watched)[: _MAX_NUMBERS // 2])
+        node.register_prehook(functools.partial(self._before_node, call, number))
+
+    def watch_input(self, node: Any, number: int) -> None:
+        """Hooks the node of a forward's argument if another unit's forward made the argument without returning it."""
+        if number in self.watched:
+            return
+        call = self.calls.find(number)
+        if call is not None and call.stop_node_number != math.inf:
+            self.watch(node, number, call)
+
+    def clear(self) -> None:
+        """Removes everything, because all graphs became unusable."""
+        self.calls.clear()
+        self.watched.clear()
+        self.exist, self.thread = False, None
+
+
+@dataclass(slots=True)
+class RunningBackward:
+    """One backward that is running."""
+
+    calls: dict[ForwardCall, None] = field(default_factory=dict)
+    """Forward calls whose backward has begun and not ended."""
+    units: dict[Unit, None] = field(default_factory=dict)
+    """All units that the backward has used."""
+
+    def begin(self, call: ForwardCall) -> None:
+        """Begins the backward of a forward call; no effect if it has begun."""
+        if call in self.calls:
+            return
+        self.calls[call] = None
+        self.units[call.unit] = None
+        call.unit.usage.backward_calls.add(call)
+        # With create_graph=True, the graph of the backward itself reads the weights later, and has no hooks.
+        call.unit.usage.in_backward_graph |= torch.is_grad_enabled()
+
+    def end_calls_after(self, node_number: int) -> list[ForwardCall]:
+        """Ends and returns the calls that began after a node was made. See Note: [Node numbers]."""
+        ended = [call for call in self.calls if call.first_node_number > node_number]
+        if ended:
+            self._end(ended)
+        return ended
+
+    def end(self) -> None:
+        """Ends all calls: no node is left to run."""
+        self._end(list(self.calls))
+
+    def _end(self, calls: Iterable[ForwardCall]) -> None:
+        for call in calls:
+            del self.calls[call]
+            call.unit.usage.backward_calls.discard(call)
+
+
+class RunningBackwards:
+    """The backwards that use one session's units now. A reentrant checkpoint runs a backward inside another one.
+
+    Args:
+        begins: Called in a backward's first hook.
+        ended: Called at the end of each backward with the units that it used, the last one first.
+    """
+
+    def __init__(self, begins: Callable[[], None], ended: Callable[[Iterable[Unit]], None]) -> None:
+        self._begins, self._ended = begins, ended
+        self._by_task: dict[int, RunningBackward] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._by_task)
+
+    def current(self) -> RunningBackward:
+        """Returns the backward of the calling thread, which must be in a hook of autograd."""
+        task = backward_task()
+        if task not in self._by_task:
+            self._begins()
+            keep_freed_memory()
+            self._by_task[task] = RunningBackward()
+            # Autograd calls this after the last node of the backward, and never if the backward raises: see `clear`.
+            Variable._execution_engine.queue_callback(lambda: self._end(task))
+        return self._by_task[task]
+
+    def clear(self) -> None:
+        """Removes all backwards after an exception stopped them: their callbacks never run."""
+        self._by_task.clear()
+
+    def _end(self, task: int) -> None:
+        backward = self._by_task.pop(task, RunningBackward())
+        backward.end()
+        if self._by_task:  # the backward of a reentrant checkpoint: what it leaves to push ends with the outer one
+            next(reversed(self._by_task.values())).units.update(backward.units)
+        self._ended(reversed(backward.units))
+
+
+class ThreadGuard:
+    """Admits one thread at a time. A context manager around a use. A thread may nest its uses.
+
+    Args:
+        in_step: Returns the thread that has begun a step and not ended it, if there is one.
+    """
+
+    def __init__(self, in_step: Callable[[], threading.Thread | None]) -> None:
+        self._in_step = in_step
+        self._lock = threading.RLock()
+        self._holder = 0
+        """Identifier of the thread that acquired the lock last."""
+        self._user = 0
+        """Identifier of the thread that entered last."""
+        self._is_reading = False
+        """True if the holder only reads. Other threads wait for it, because a read has a deadline."""
+        self._num_backwards = 0
+        """Backwards that the holder is running."""
+        self._late = 0
+        """Identifier of the thread whose backward entered at its first node: another thread has made the graph."""
+
+    def enter(self) -> bool:
+        """Begins a use in the calling thread.
+
+        Returns:
+            Whether ``leave`` must be called: False in a thread of autograd, whose caller has entered already.
+
+        Raises:
+            UsageError: Another thread uses the units, or has begun a step and not ended it.
+        """
+        if not self._lock.acquire(blocking=False) and not self._acquire_late():
+            return False
+        self._holder = ident = threading.get_ident()
+        if ident != self._user:
+            self._take_over(ident)
+        return True
+
+    def leave(self) -> None:
+        """Ends a use."""
+        self._lock.release()
+
+    def __enter__(self) -> bool:
+        return self.enter()
+
+    def __exit__(self, *_: object) -> None:
+        if self.is_mine:
+            self.leave()
+
+    @property
+    def is_mine(self) -> bool:
+        """True if the calling thread has entered."""
+        return self._lock._is_owned()  # type: ignore[attr-defined, no-any-return]
+
+    def enter_backward(self) -> None:
+        """Begins a backward in the calling thread, which has made the graph. ``leave_backward`` must be called."""
+        self.enter()
+        self._num_backwards += 1
+
+    def leave_backward(self) -> None:
+        """Ends a backward."""
+        self._num_backwards -= 1
+        self.leave()
+
+    def enter_at_node(self) -> None:
+        """Begins a backward at its first node, unless the calling thread or the one that waits for it has entered."""
+        if self.is_mine:
+            return
+        if self._lock.acquire(blocking=False):
+            if _is_of_autograd():  # its caller could not leave: a lock belongs to the thread that acquired it
+                self._lock.release()
+                return
+        elif not self._acquire_late():
+            return
+        self._holder = self._user = self._late = threading.get_ident()  # not `_take_over`: it was given the graph
+        self._num_backwards += 1
+
+    def leave_at_end(self) -> None:
+        """Ends the calling thread's backward if it began at a node."""
+        if self._late and self._late == threading.get_ident() and backward_task() == NO_TASK:
+            self._user = self._late = 0
+            self.leave_backward()
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Context of a gather into new memory. Possible in the middle of another thread's step."""
+        nested = self.is_mine
+        if not self._lock.acquire(blocking=False) and not self._acquire_late():
+            yield
+            return
+        self._holder, before = threading.get_ident(), self._is_reading
+        try:
+            self._is_reading = before or not nested
+            yield
+        finally:
+            self._is_reading = before
+            self._lock.release()
+
+    def _take_over(self, ident: int) -> None:
+        """Makes the calling thread, which has the lock, the user."""
+        this, other = threading.current_thread(), self._in_step()  # registers a thread that Python has not started
+        if other is not None and other is not this and other.is_alive():
+            self._lock.release()
+            _refuse(other, "has begun a step with it and not ended the step")
+        self._user = ident
+
+    def _acquire_late(self) -> bool:
+        """Acquires the lock after the other thread's read. Returns False in a thread of autograd.
+
+        Raises:
+            UsageError: The other thread does not only read.
+        """
+        if self._num_backwards and _is_of_autograd():
+            return False
+        other = next((thread for thread in threading.enumerate() if thread.ident == self._holder), None)
+        if other is None:  # it was ended in the middle of a use
+            self._lock = threading.RLock()
+        elif not self._is_reading:
+            _refuse(other, "is using it")
+        return self._lock.acquire()
+
+
+def _is_of_autograd() -> bool:
+    """True in a thread that autograd has started for the nodes of a device."""
+    return backward_task() != NO_TASK and isinstance(threading.current_thread(), threading._DummyThread)
+
+
+def _refuse(other: threading.Thread, what: str) -> NoReturn:
+    raise UsageError(
+        f"thread {threading.current_thread().name!r} uses a sharded model while thread {other.name!r} {what}. Both "
+        "threads have the same parameters, whose memory is released when a use ends. Use the model in one thread; or "
+        "hold one threading.Lock in both threads, in the training thread from the forward to the end of "
+        "optimizer.step(); or load the live weights into a plain model: shardwell.attach(address, run=...)"
+        ".follow(plain_model)"
+    )
+
+
+class ForwardBackward:
+    """The forwards and backwards of one session's units.
+
+    Not thread-safe. The thread that has entered ``guard`` calls it, and for nodes on a GPU autograd's device thread,
+    while the other thread waits in the backward.
+
+    Attributes:
+        guard: Admits one thread at a time.
+        graphs: The graphs that can still be used.
+        entered: True if a forward has begun since the last commit.
+        before_use: Called before a forward; may commit a step.
+        is_last_backward: True if the end of a backward frees prefetched units that the backward did not use.
+        roots: The units of the modules that contain all other units; empty if there are no such modules.
+
+    Args:
+        units: All units of the session, including units that are added later.
+        policy: Decides what to gather, keep and free.
+        pushes: Pushes gradients.
+        together: Collects the gathers that start while its context is open, and sends them at its end.
+        max_gathers_in_flight: Limit of gathers into this process that run at once; 0: no limit.
+    """
+
+    def __init__(
+        self,
+        units: Collection[Unit],
+        policy: ResidencyPolicy[Unit],
+        pushes: GradientPushes,
+        together: Callable[[], AbstractContextManager[None]],
+        *,
+        max_gathers_in_flight: int,
+    ) -> None:
+        self.guard = ThreadGuard(self._thread_in_step)
+        self.graphs = WatchedGraphs(self._before_node)
+        self.entered = False
+        self.before_use: Callable[[], None] = _nothing
+        self.is_last_backward = True
+        self.roots: tuple[Unit, ...] = ()
+        self._units, self._policy, self._pushes, self._together = units, policy, pushes, together
+        self._running: list[ForwardCall] = []
+        """Forwards that are running, innermost last."""
+        self._unsharded_by_hand: set[Unit] = set()
+        self._backward_failed = False
+        """True if an exception has left a backward since the last forward."""
+        self._backwards = RunningBackwards(self.guard.enter_at_node, self._end_backward)
+        self._max_in_flight = max_gathers_in_flight
+        self._prefetches = True
+        """False if no gather moves bytes, because all units are read in place."""
+        self._in_flight: set[Future[int]] = set()
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls the forward of a sharded module with its hooks. No forward stays open, however the call ends."""
+        entered = self.guard.enter()
+        num_running = len(self._running)
+        try:
+            return function(*args, **kwargs)
+        except BaseException:
+            self._abandon(num_running)
+            raise
+        finally:
+            if entered:
+                self.guard.leave()
+
+    def _abandon(self, num_running: int) -> None:
+        """Ends the forwards that an exception left open, except the first ones. Keeps or frees their units."""
+        left = self._running[num_running:]
+        del self._running[num_running:]
+        for call in reversed(left):
+            self.graphs.calls.end(call)
+            calls = call.unit.usage.forward_calls
+            if call in calls:
+                calls.remove(call)
+        if backward_task() == NO_TASK:
+            for unit in dict.fromkeys(call.unit for call in reversed(left)):
+                if not unit.usage and unit.state is UnitState.UNSHARDED:  # a gather that was interrupted continues
+                    if unit.written_parameter():
+                        unit.free()
+                    self.release(unit)
+
+    def _thread_in_step(self) -> threading.Thread | None:
+        """Returns the thread that may be reading weights or have a graph of the step, outside of every use."""
+        by_hand = any(unit.state is UnitState.UNSHARDED for unit in self._unsharded_by_hand)
+        return self.graphs.thread if by_hand or any(call.has_backward for call in self.graphs.calls) else None
+
+    def unshard_by_hand(self, units: Iterable[Unit]) -> None:
+        """Starts to gather units for reads outside of their forwards."""
+        with self.guard:
+            self.before_use()
+            self.graphs.begin(later=True)
+            for unit in units:
+                self._unsharded_by_hand.add(unit)
+                self.start_gather(unit)
+
+    # Called by hooks.
+
+    def pre_forward(self, unit: Unit) -> None:
+        """Begins a forward of a unit: gathers the unit."""
+        in_backward = backward_task() != NO_TASK
+        if not in_backward:
+            self.before_use()
+            if not self.entered:
+                self.entered, self._prefetches = True, fetch_ahead(self._units)
+            self.graphs.begin()
+        call = ForwardCall(unit, unit.generation)
+        self._running.append(call)
+        unit.usage.forward_calls.append(call)
+        if not in_backward:
+            if torch.is_grad_enabled():
+                self.graphs.calls.begin(call)
+            if self._backwards:
+                self.end_failed_backward()
+            self._backward_failed = False
+            self._use(unit, Phase.FORWARD)
+        else:  # activation checkpointing recomputes the forward, and its backward comes next
+            self._backwards.current().units[unit] = None
+            self._use(unit, Phase.BACKWARD)
+
+    def post_forward(self, call: ForwardCall) -> None:
+        """Ends a forward of a unit, which returned: may free the unit."""
+        unit = call.unit
+        if self._running and self._running[-1] is call:
+            self._running.pop()
+        self.graphs.calls.end(call)
+        if backward_task() != NO_TASK:
+            # `_end_backward` checks the version. Torch ignores an error raised here if checkpointing stops a recomputed
+            # forward early, which it does by an exception.
+            return
+        if not self._frees_after_forward(call) or not self.free_unused(unit):
+            unit.check_version()
+
+    def _frees_after_forward(self, call: ForwardCall) -> bool:
+        unit = call.unit
+        expects_backward = call.has_backward and True in [module.training for module in unit.modules]
+        return self._policy.frees_after_forward(unit, is_root=unit in self.roots, expects_backward=expects_backward)
+
+    def _before_node(self, call: ForwardCall, node_number: int, gradients: object) -> None:
+        """Runs before a node that was made in a forward call or reads the unit's weights: gathers the unit."""
+        unit = call.unit
+        if call.generation != unit.generation:
+            raise UsageError(
+                f"backward through unit {unit.name!r} with a graph that was made before the last optimizer.step() or "
+                "in another work item: the weights of the graph are gone; run the forward again",
+                unit=unit.name,
+            )
+        backward = self._backwards.current()
+        ended = backward.end_calls_after(node_number)
+        if self._policy.gathers_before_push(unit):
+            # Free first, so that one unit is held at a time; gather next, so that the pushes below hide the gather.
+            for other in ended:
+                self._free_after_backward(other.unit)
+            self.start_gather(unit)
+        for other in ended:
+            self._post_backward(other.unit)
+        backward.begin(call)
+        self._use(unit, Phase.BACKWARD)
+
+    def _post_backward(self, unit: Unit) -> None:
+        self._pushes.after_backward(unit, whole=False)
+        self._free_after_backward(unit)
+
+    def _free_after_backward(self, unit: Unit) -> None:
+        if self._policy.frees_after_backward(unit):
+            # Units that are read in place become KEPT, and `_end_backward` checks the versions of all kept units.
+            self.free_unused(unit, checks_version=False)
+
+    def _end_backward(self, units: Iterable[Unit]) -> None:
+        """Ends a whole backward: pushes the remaining gradients of its units, and frees the units.
+
+        In the backward of a reentrant checkpoint, units that the outer backward uses stay: their gradients are not
+        complete.
+
+        Checks all units that are read in place: the backward may have read units whose nodes have no hook.
+        """
+        used = list(units)
+        check_versions(self._units)
+        to_push = set(with_gradients(used))
+        for unit in used:
+            # Its backward may have ended before: a tied parameter's gradient may have come later.
+            if unit in to_push and not unit.usage.backward_calls:
+                self._pushes.after_backward(unit, whole=not self._backwards)
+            if unit.state not in (UnitState.KEPT, UnitState.FREED):
+                self._free_after_backward(unit)
+            unit.watch_gradients()
+        if not self._backwards and self.is_last_backward:
+            for unit in self._policy.unused_prefetches(self._units):
+                unit.free()
+
+    # Gathering.
+
+    def _use(self, unit: Unit, phase: Phase) -> None:
+        if not self._prefetches and (not unit.needs_gather or unit.gather_at_once()):
+            self._policy.order.observe(unit, phase)
+            unit.unshard()
+            return
+        gathers = self._policy.begin_use(unit, phase)
+        if gathers:
+            self._await_room(unit)
+            with self._together():
+                self.start_gather(unit)
+                self._prefetch(unit, phase)  # before the wait for this unit, so that the gathers overlap
+        unit.unshard()
+        if gathers and self._max_in_flight:  # the unit's own gather has ended, so another one may start
+            self._prefetch(unit, phase)
+
+    def _prefetch(self, unit: Unit, phase: Phase) -> None:
+        for following, displaced in self._policy.prefetches(unit, phase):
+            if not self._has_room():
+                return
+            for kept in displaced:
+                kept.free()
+            self.start_gather(following)
+
+    def start_gather(self, unit: Unit) -> None:
+        """Starts to gather a unit, unless a gather is running or done; waits while too many gathers are running."""
+        if not unit.needs_gather:
+            return
+        self._await_room(unit)
+        unit.start_gather()
+        if self._max_in_flight and unit.in_flight is not None:
+            self._in_flight.add(unit.in_flight)
+
+    def _await_room(self, unit: Unit) -> None:
+        while unit.needs_gather and not self._has_room():  # a gather that is needed now waits; prefetches are skipped
+            wait(self._in_flight, return_when=FIRST_COMPLETED)
+
+    def _has_room(self) -> bool:
+        self._in_flight = {gather for gather in self._in_flight if not gather.done()}
+        return not self._max_in_flight or len(self._in_flight) < self._max_in_flight
+
+    def begin_step(self) -> None:
+        """Starts to fetch the new version of replicas, in the order of the last forward."""
+        with self._together():
+            for unit in self._policy.gathers_at_step_start(self._units):
+                if self._has_room():
+                    self.start_gather(unit)
+
+    # Freeing.
+
+    def free_unused(self, unit: Unit, *, thorough: bool = False, checks_version: bool = True) -> bool:
+        """Frees or keeps a unit, unless a forward or backward uses it.
+
+        Args:
+            unit: The unit.
+            thorough: Also look for writes that torch does not count, which takes longer. ``Units.finish_item`` finds
+                these writes otherwise.
+            checks_version: Also check that the bytes did not change while in use, if they are read in place.
+
+        Returns:
+            Whether the unit was freed or kept.
+
+        Raises:
+            UsageError: A parameter was written in place; the write would be lost.
+            VersionGoneError: Bytes that are read in place changed while in use.
+        """
+        usage = unit.usage
+        if usage.forward_calls or usage.backward_calls or usage.in_backward_graph:
+            return False
+        written = unit.written_parameter() or (unit.written_page() if thorough else None)
+        if written:
+            unit.free()
+            raise_written(unit, written)
+        if checks_version:
+            unit.check_version()
+        self.release(unit)
+        return True
+
+    def release(self, unit: Unit) -> None:
+        """Keeps a unit if the policy has room for it, otherwise frees it."""
+        if unit.state is UnitState.KEPT:
+            return
+        for kept in self._policy.displaced_by_release(unit):
+            kept.free()
+        state = self._policy.state_after_release(unit)
+        if state is UnitState.FREED:
+            unit.free()
+        elif state is not unit.state:
+            unit.keep()
+
+    def abort(self, leave: Callable[[Unit], None]) -> None:
+        """Ends all forwards and backwards, and calls ``leave`` on every unit to keep or free it."""
+        self._backwards.clear()
+        self._backward_failed = False
+        self._running.clear()
+        self._unsharded_by_hand.clear()
+        for unit in self._units:
+            unit.usage.clear()
+            leave(unit)
+
+    def clean_up(self) -> None:
+        """Frees all units if an exception stopped a forward or backward."""
+        failed = self._backward_failed or self._backwards or self._running
+        if failed and backward_task() == NO_TASK:
+            self.abort(Unit.free)
+
+    def end_failed_backward(self) -> None:
+        """Ends the backwards that an exception has left. Their units stay until the next use, or ``clean_up``."""
+        if self._backwards:
+            self._backward_failed = True
+            self._backwards.clear()
+            for unit in self._units:
+                unit.usage.backward_calls.clear()
+
+
+def raise_written(unit: Unit, name: str) -> None:
+    """Raises UsageError because a parameter was written in place."""
+    raise UsageError(
+        f"parameter {name!r} of unit {unit.name!r} was written in place. The values are stored on the shard servers, "
+        "so the write is lost: change parameters before fully_shard",
+        unit=unit.name,
+        parameter=name,
+    )
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,519 @@
+"""Options of ``shardwell.join``, from arguments, ``SHARDWELL_*`` variables and torchrun.
+
+Options that ``SHARDWELL_*`` variables set.
+
+The place of a trainer that ``torchrun`` or a similar launcher started: its rank and its world.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
+
+from shardwell.module.strategy import BackwardPrefetch
+from shardwell.peers.node_group import BACKENDS
+from shardwell.transport.route_stats import DIRECT, ROUTES
+from shardwell.transport.selector import TRANSPORT_NAMES, parse_transports
+from shardwell_wire.checkpoints.opening import absolute
+from shardwell_wire.encoding import chunk_streams
+from shardwell_wire.encoding.wire_dtypes import FEEDBACK_NAMES, GATHER_NAMES, PUSH_NAMES
+from shardwell_wire.errors import InvalidRequestError, UsageError, WorldError
+from shardwell_wire.model.names import check_name
+from shardwell_wire.model.topology import SYNCHRONOUS, Consistency, World, checked_groups
+from shardwell_wire.security.tls import TlsOptions
+from shardwell_wire.v1 import coordinator_pb2
+
+DEFAULT_RUN = "default"
+"""Name of the run of scripts that name none."""
+ADAPTIVE = "adaptive"
+"""Value of ``TransferOptions.gradient_reduction`` that chooses a route for each unit."""
+LATEST = "latest"
+"""Value of ``resume`` for the newest checkpoint of the run."""
+_ONLY_ARGUMENT = {"environment": False}
+"""Metadata of a field that no environment variable sets."""
+
+
+class _Options:
+    """Base class of the option groups that ``join`` takes.
+
+    Records the fields that were passed to the constructor, because these fields take precedence over the environment.
+    """
+
+    __slots__ = ("_passed",)
+    _passed: frozenset[str]
+
+    def __new__(cls, **passed: Any) -> Self:
+        options = super().__new__(cls)
+        object.__setattr__(options, "_passed", frozenset(passed))
+        return options
+
+    @classmethod
+    def from_env(cls, passed: Self | None = None, environment: Mapping[str, str] | None = None) -> Self:
+        """Returns the options of the environment, overridden by the fields that were passed to ``passed``.
+
+        Args:
+            passed: Options whose constructor arguments take precedence.
+            environment: Variables to read. Default: ``os.environ``.
+
+        Raises:
+            UsageError: A variable has an invalid value.
+        """
+        values = read_environment(cls, os.environ if environment is None else environment)
+        if passed is not None:
+            values |= {name: getattr(passed, name) for name in passed._passed}
+        return cls(**values)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransferOptions(_Options):
+    """How weights and gradients travel between this trainer and the shard servers.
+
+    A field that is not passed is read from the variable ``SHARDWELL_`` + its name in capitals, such as
+    ``SHARDWELL_GATHER_DTYPE``. Without the variable it has the default.
+
+    Raises:
+        UsageError: A value is out of range.
+    """
+
+    transports: str = ",".join(TRANSPORT_NAMES)
+    """Transports to use, in order of preference: ``shm`` (shared memory on one host), ``socket`` (plain TCP) and
+    ``grpc``. A transport that a server cannot open is skipped. The default is the order of their speed."""
+    chunk_bytes: int = chunk_streams.DEFAULT_CHUNK_BYTES
+    """Bytes of payload per message, at most 4 MiB. The default is the fastest of the measured sizes."""
+    gather_dtype: str = "float32"
+    """Dtype in which 32-bit weights travel: ``float32``, ``bfloat16``, ``float16``, or ``int8`` or ``float8`` (E4M3)
+    with one scale per 256 values. The servers store and update unrounded values. The default loses nothing."""
+    push_dtype: str = "float32"
+    """Dtype in which 32-bit gradients travel: one of the above, or one that leaves out most of a gradient and needs
+    ``push_error_feedback``: ``topk-1%`` or ``topk-10%``, which push the largest values of every 1024, or ``lowrank-1``,
+    ``lowrank-4`` or ``lowrank-16``, which push a matrix as a product of two factors of this rank. The servers add
+    gradients in float32."""
+    push_error_feedback: bool = False
+    """Add what each pushed gradient lost to the next gradient. Needs a lossy ``push_dtype``."""
+    prefetch_bytes: int = 128 << 20
+    """Bytes of weights that may be fetched before they are used. The same amount of freed memory is kept for reuse.
+    The default holds one float32 layer of a GPT with 1.5 billion parameters."""
+    push_bytes: int = 64 << 20
+    """Bytes of gradients that may be in flight before the backward waits. The default is
+    enough for 64 messages of ``chunk_bytes``."""
+    keep_bytes: int | None = None
+    """Bytes of weights that may stay in memory between two uses in one step, instead of being fetched again. None:
+    what prefetched weights leave free of ``prefetch_bytes``. That is most of it at the end of a forward, so the units
+    that the backward needs first are not fetched again. 0: every unit is freed."""
+    max_gathers_in_flight: int = 0
+    """Units that may be fetched at the same time, like ``limit_all_gathers`` of FSDP1. Weights that are read in place
+    do not count. 0: limited by ``prefetch_bytes`` only."""
+    backward_prefetch: str = BackwardPrefetch.PRE
+    """When a backward gathers the next unit: ``pre``, ``post`` or ``none``, as in FSDP1."""
+    host_cache_bytes: int = 0
+    """Bytes of shared memory that the run's trainers of this host use together to cache weights of remote servers.
+    Each weight is then fetched once per host and step. All trainers of a host must use the same value. 0 by default,
+    because the cache never returns its memory during the run."""
+    delta_cache_bytes: int = 0
+    """Bytes of memory in which this trainer keeps weights as they travelled, so that the servers send only what has
+    changed since. Needs a ``gather_dtype`` of 16 bits. Weights in the host cache are not kept again. The weights are
+    bit-identical. 0 by default, because it takes 2 bytes per value, and CPU time that only pays on a slow network."""
+    node_group: str = "none"
+    """Backend over which the run's trainers of this host exchange weights, so that each fetches only a part:
+    ``gloo`` (CPU) or ``nccl`` (GPU; select the device first). All trainers of a host must use the same value.
+    ``none`` by default: each trainer fetches whole units."""
+
+    gradient_reduction: str = DIRECT
+    """Where gradients are added first: ``direct`` (on the servers: each trainer pushes its own), ``hierarchical`` (on
+    this host, if it has all trainers of a reduction group of the run: they push their sum), ``allreduce`` (among the
+    trainers of the largest complete reduction group, on any hosts: each adds and pushes a part of the sum), or
+    ``adaptive`` (one of these for each unit). All trainers of a run should use the same value. The weights are
+    bit-identical."""
+
+    def __post_init__(self) -> None:
+        parse_transports(self.transports)
+        if not 1 <= self.chunk_bytes <= chunk_streams.MAX_CHUNK_BYTES:
+            raise UsageError(f"chunk_bytes={self.chunk_bytes!r}: expected 1 to {chunk_streams.MAX_CHUNK_BYTES}")
+        choices = {"gather_dtype": GATHER_NAMES, "push_dtype": PUSH_NAMES, "node_group": ("none", *BACKENDS)}
+        choices["gradient_reduction"] = (*ROUTES, ADAPTIVE)
+        if self.gradient_reduction == "ring":
+            raise UsageError(
+                "gradient_reduction='ring': a ring adds each part of a gradient in another order than the run's "
+                "reduction_groups, so the weights would differ. Use 'allreduce', with which trainers send as many bytes"
+            )
+        for name, known in {**choices, "backward_prefetch": list(BackwardPrefetch)}.items():
+            if getattr(self, name) not in known:
+                raise UsageError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(known)}")
+        for name in ("prefetch_bytes", "keep_bytes", "max_gathers_in_flight", "host_cache_bytes", "delta_cache_bytes"):
+            if (getattr(self, name) or 0) < 0:
+                raise UsageError(f"{name}={getattr(self, name)!r}: expected at least 0")
+        _require_positive(self, "push_bytes")
+        if self.gradient_reduction != DIRECT and self.push_dtype != "float32":
+            raise UsageError(
+                f"gradient_reduction={self.gradient_reduction!r} with push_dtype={self.push_dtype!r}: the sums of "
+                "trainers would be rounded instead of their gradients, which changes the weights. Use "
+                f"push_dtype='float32', or gradient_reduction={DIRECT!r}"
+            )
+
+    @property
+    def transport_names(self) -> tuple[str, ...]:
+        """``transports`` as a tuple."""
+        return parse_transports(self.transports)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WaitOptions(_Options):
+    """How long a trainer waits for other processes.
+
+    A field that is not passed is read from the variable ``SHARDWELL_`` + its name in capitals, such as
+    ``SHARDWELL_WAIT_LIMIT_S``. Without the variable it has the default.
+
+    Raises:
+        UsageError: A value is not a positive, finite number.
+    """
+
+    wait_limit_s: float = 600.0
+    """Seconds to wait for other trainers and for servers before ``DeadlineError`` or ``UnavailableError``. The default
+    leaves time to restart a lost process by hand."""
+    rpc_timeout_s: float = 30.0
+    """Deadline in seconds of one rpc to the coordinator. The default is far above the duration of a normal
+    call."""
+    warn_after_s: float = 5.0
+    """Seconds of waiting after which a warning is logged. A restart of the coordinator takes less than the
+    default."""
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            _require_positive(self, option.name)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JoinConfig:
+    """All options of one trainer. ``from_env`` makes it from the arguments of ``join``."""
+
+    address: str | None = None
+    """The coordinator's host:port. None: a private local cluster, shared by the ranks of torchrun."""
+    token_file: str | None = field(default=None, metadata=_ONLY_ARGUMENT)
+    """File with the cluster's key or a token. None: see ``find_credentials``, which also reads SHARDWELL_TOKEN_FILE."""
+    tls: TlsOptions | None = field(default=None, metadata=_ONLY_ARGUMENT)
+    """TLS of the connections to the cluster. None: see ``find_credentials``, which also reads SHARDWELL_TLS_CA."""
+    run: str = DEFAULT_RUN
+    """Name of the run. Trainers that name the same run train together."""
+    world: World = field(default_factory=World)
+    """The grid of logical ranks."""
+    seed: int = 0
+    """Seed of the data order and of dropout."""
+    reduction_groups: tuple[int, ...] = ()
+    """Order in which the gradients of data ranks are added; see ``join``. Empty: in rank order."""
+    min_trainers: int | None = None
+    """Trainers that must have joined before the first step. None: one per logical rank."""
+    trainer: str = ""
+    """Name of this trainer. A restarted trainer with the same name gets its ranks back. Empty: the coordinator
+    chooses a name."""
+    host: str = field(default_factory=socket.gethostname)
+    """Name of this host. Trainers of one host share a tensor group where possible."""
+    global_rank: int | None = None
+    """Logical rank to request. None: any."""
+    world_size: int = 0
+    """Number of trainers that the launcher started, checked against the world. 0: unknown."""
+    num_layers: int = 0
+    """Number of layers to split over pipeline stages, checked against the world. 0: unknown."""
+    checkpoint_dir: str | None = None
+    """Folder of checkpoints: a path or URL, for the coordinator and the shard servers. None: as the run has."""
+    checkpoint_every: int | None = None
+    """Commits between two checkpoints. 0: only on request. None: as the run has."""
+    keep: int | None = None
+    """Number of checkpoints to keep. 0: all. None: as the run has."""
+    backups: int | None = None
+    """Servers that keep a copy of every shard besides its owner. None: as the run has."""
+    consistency: Consistency = SYNCHRONOUS
+    """When gradients are applied."""
+    resume: str = ""
+    """Checkpoint from which to create the run, if it does not exist: ``latest``, or a path or URL. Empty: none. Its run
+    may have had another world."""
+    rewrap: bool = False
+    """Whether the model may be wrapped into other units than those of the checkpoint."""
+    transfers: TransferOptions = field(default_factory=TransferOptions)
+    """How weights and gradients travel."""
+    waits: WaitOptions = field(default_factory=WaitOptions)
+    """How long to wait for other processes."""
+    torchrun: TorchrunPlace | None = None
+    """Position of this process among those of torchrun. None: torchrun did not start this process."""
+
+    def __post_init__(self) -> None:
+        self._check_names()
+        if not 0 <= self.seed < 1 << 63:
+            raise UsageError(f"seed={self.seed!r}: expected 0 <= seed < 2**63")
+        object.__setattr__(self, "reduction_groups", checked_groups(self.world.dp, self.reduction_groups))
+        self._check_error_feedback()
+        if self.transfers.gradient_reduction != DIRECT and self.world.replica_size > 1:
+            raise UsageError(
+                f"gradient_reduction={self.transfers.gradient_reduction!r} needs a world with tp=1 and pp=1, got "
+                f"{self.world}: use gradient_reduction={DIRECT!r}"
+            )
+        self._check_durability()
+        self._check_consistency()
+        if self.min_trainers is not None and not 1 <= self.min_trainers <= self.world.size:
+            raise WorldError(
+                f"min_trainers={self.min_trainers}: expected 1 to {self.world.size}, the size of {self.world}"
+            )
+
+    def _check_error_feedback(self) -> None:
+        dtype, has_feedback = self.transfers.push_dtype, self.transfers.push_error_feedback
+        if has_feedback and dtype == "float32":
+            raise UsageError(
+                "push_error_feedback=True with push_dtype='float32': float32 gradients are not rounded. Set push_dtype "
+                f"to {', '.join(name for name in PUSH_NAMES if name != dtype)}, or leave push_error_feedback out"
+            )
+        if not has_feedback and dtype in FEEDBACK_NAMES:
+            raise UsageError(
+                f"push_dtype={dtype!r} without push_error_feedback: most of each gradient would never be pushed. Set "
+                "push_error_feedback=True"
+            )
+
+    def _check_durability(self) -> None:
+        for name in ("checkpoint_every", "keep", "backups"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not 0 <= value < 1 << 32):
+                raise UsageError(f"{name}={value!r}: expected an integer from 0 to 2**32 - 1")
+        if self.resume == LATEST and not self.checkpoint_dir:
+            raise UsageError(f"resume={LATEST!r} needs checkpoint_dir: name the folder with the run's checkpoints")
+        if self.rewrap and not self.resume:
+            raise UsageError("rewrap=True needs resume: name the checkpoint whose model is wrapped into other units")
+        # The coordinator and the servers have other working directories.
+        if self.checkpoint_dir:
+            object.__setattr__(self, "checkpoint_dir", absolute(self.checkpoint_dir))
+        if self.resume and self.resume != LATEST:
+            object.__setattr__(self, "resume", absolute(self.resume))
+
+    def _check_consistency(self) -> None:
+        """Raises UsageError for options that assume that all ranks read the same version."""
+        if not self.consistency.asynchronous:
+            return
+        world, transfers = self.world, self.transfers
+        for conflicts, option, reason in (
+            (world.tp * world.pp > 1, f"world={world}", "the trainers of a replica commit together"),
+            (
+                transfers.host_cache_bytes,
+                f"host_cache_bytes={transfers.host_cache_bytes}",
+                "the trainers of a host read different versions",
+            ),
+            (
+                transfers.node_group != "none",
+                f"node_group={transfers.node_group!r}",
+                "the trainers of a node read different versions",
+            ),
+            (
+                transfers.gradient_reduction != DIRECT,
+                f"gradient_reduction={transfers.gradient_reduction!r}",
+                "the gradient of each rank is applied by itself",
+            ),
+            (
+                self.reduction_groups,
+                f"reduction_groups={self.reduction_groups}",
+                "the gradient of each rank is applied by itself",
+            ),
+            (transfers.push_error_feedback, "push_error_feedback=True", "residuals belong to consecutive versions"),
+        ):
+            if conflicts:
+                raise UsageError(
+                    f"consistency={self.consistency} contradicts {option}: {reason}. Leave one of the two options out"
+                )
+
+    def _check_names(self) -> None:
+        try:
+            check_name("run", self.run)
+            for what, value in (("trainer", self.trainer), ("host", self.host)):
+                if value:
+                    check_name(what, value)
+        except InvalidRequestError as error:
+            raise UsageError(str(error)) from error
+
+    def run_config(self) -> coordinator_pb2.RunConfig:
+        """Returns the options that concern the whole run. The coordinator compares or changes those of the run."""
+        return coordinator_pb2.RunConfig(
+            world=self.world.to_proto(),
+            seed=self.seed,
+            min_trainers=self.min_trainers or 0,
+            num_layers=self.num_layers,
+            checkpoint_dir=self.checkpoint_dir,
+            checkpoint_every=self.checkpoint_every,
+            checkpoint_keep=self.keep,
+            backups=self.backups,
+            reduction_groups=self.reduction_groups,
+            **self.consistency.to_fields(),
+        )
+
+    @classmethod
+    def from_env(cls, explicit: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> JoinConfig:
+        """Returns the configuration for the arguments of ``join``.
+
+        A field is taken from the first source that sets it: an argument, the variable ``SHARDWELL_`` + the field's name
+        in capitals, torchrun, the default. The fields of the world are DP, TP, PP and ORDER (such as ``dp,tp,pp``).
+
+        Args:
+            explicit: Arguments by field name; None stands for an argument that was not passed.
+            environment: Variables to read. Default: ``os.environ``.
+
+        Raises:
+            UsageError: A value is invalid.
+            WorldError: The world is invalid, has fewer ranks than ``min_trainers``, or does not fit the reduction
+                groups.
+        """
+        source = os.environ if environment is None else environment
+        values = read_environment(cls, source)
+        if axes := read_environment(World, source):
+            values["world"] = World(**axes)
+        values.update({name: value for name, value in explicit.items() if value is not None})
+        if (place := TorchrunPlace.from_env(source)) is not None:
+            values |= {"torchrun": place, **place.defaults(values)}
+        values["transfers"] = TransferOptions.from_env(values.get("transfers"), source)
+        values["waits"] = WaitOptions.from_env(values.get("waits"), source)
+        return cls(**values)
+
+
+def _require_positive(options: Any, name: str) -> None:
+    value = getattr(options, name)
+    if not 0 < value < math.inf:
+        raise UsageError(f"{name}={value!r}: expected a positive number")
+
+
+_PREFIX = "SHARDWELL_"
+
+
+def read_environment(options: type[Any], environment: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the fields of a dataclass that ``SHARDWELL_<FIELD>`` variables set.
+
+    Fields of other types than text, numbers, booleans and tuples of text or integers have no variable, and neither have
+    those with the metadata ``environment=False``. An empty variable counts as not set.
+    """
+    values: dict[str, Any] = {}
+    for option in fields(options):
+        parse = _PARSERS.get(str(option.type).removesuffix(" | None"))
+        variable = f"{_PREFIX}{option.name.upper()}"
+        text = environment.get(variable)
+        if parse is not None and text and option.metadata.get("environment", True):
+            values[option.name] = parse(variable, text)
+    return values
+
+
+def _text(variable: str, text: str) -> str:
+    return text
+
+
+def _texts(variable: str, text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+def _integers(variable: str, text: str) -> tuple[int, ...]:
+    return tuple(_integer(variable, part) for part in text.split(","))
+
+
+def _integer(variable: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f"{variable}={text!r}: expected an integer") from None
+
+
+def _consistency(variable: str, text: str) -> Consistency:
+    try:
+        return Consistency.parse(text)
+    except InvalidRequestError as error:
+        raise UsageError(f"{variable}: {error}") from None
+
+
+def _number(variable: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UsageError(f"{variable}={text!r}: expected a number") from None
+
+
+def _boolean(variable: str, text: str) -> bool:
+    if text not in ("0", "1"):
+        raise UsageError(f"{variable}={text!r}: expected 0 or 1")
+    return text == "1"
+
+
+_PARSERS: dict[str, Callable[[str, str], Any]] = {
+    "str": _text,
+    "int": _integer,
+    "float": _number,
+    "bool": _boolean,
+    "Consistency": _consistency,
+    "tuple[str, ...]": _texts,
+    "tuple[int, ...]": _integers,
+}
+"""Functions of a variable's name and text, by the type of the field."""
+
+
+@dataclass(frozen=True, slots=True)
+class TorchrunPlace:
+    """The position of this process among those that ``torchrun`` or a similar launcher started."""
+
+    rank: int
+    """RANK: index of this process, from 0, over all hosts."""
+    world_size: int
+    """WORLD_SIZE: number of processes on all hosts; at least 2."""
+    local_world_size: int
+    """LOCAL_WORLD_SIZE: number of processes on this host. Equals ``world_size`` if the launcher does not set it."""
+    dp_rank: int | None = None
+    """SHARDWELL_DP_RANK: the launcher started the trainers of the replica with this dp rank. None: of all replicas."""
+
+    @classmethod
+    def from_env(cls, environment: Mapping[str, str]) -> Self | None:
+        """Reads RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and SHARDWELL_DP_RANK.
+
+        Returns:
+            None without a launcher or with a single process.
+
+        Raises:
+            UsageError: A variable is not a valid number.
+        """
+        if not environment.get("RANK") or not environment.get("WORLD_SIZE"):
+            return None
+        rank, world_size = (_launcher_number(environment, name) for name in ("RANK", "WORLD_SIZE"))
+        if world_size < 2:
+            return None
+        if rank >= world_size:
+            raise UsageError(f"RANK={rank}, WORLD_SIZE={world_size}: expected RANK below WORLD_SIZE")
+        local = _launcher_number(environment, "LOCAL_WORLD_SIZE") if environment.get("LOCAL_WORLD_SIZE") else world_size
+        dp_rank = read_environment(cls, environment).get("dp_rank")
+        return cls(rank, world_size, local, dp_rank)
+
+    def defaults(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the fields of ``JoinConfig`` that follow from the launcher and are not in ``given``.
+
+        The world is ``dp=WORLD_SIZE``. If the world has WORLD_SIZE ranks, each process plays the logical rank RANK
+        under a name that survives a restart by the launcher. With SHARDWELL_DP_RANK, each process plays the rank with
+        number RANK in this replica.
+
+        Args:
+            given: Fields that arguments or SHARDWELL_* variables set.
+
+        Raises:
+            UsageError: The number of processes is not that of a replica.
+            WorldError: The world has no such dp rank.
+        """
+        found: dict[str, Any] = {}
+        if "world" not in given:
+            found["world"] = World(dp=self.world_size)
+        world: World = given.get("world") or found["world"]
+        if self.dp_rank is not None and self.world_size != world.replica_size:
+            raise UsageError(
+                f"SHARDWELL_DP_RANK={self.dp_rank}, WORLD_SIZE={self.world_size}: the launcher must start all trainers "
+                f"of one replica, which are tp * pp = {world.replica_size} in {world}"
+            )
+        ranks = range(world.size) if self.dp_rank is None else world.replica_ranks(self.dp_rank)
+        if len(ranks) == self.world_size and not given.keys() & {"trainer", "global_rank"}:
+            found["global_rank"], found["trainer"] = ranks[self.rank], f"rank-{ranks[self.rank]}"
+        if not given.get("address") and not given.keys() & {"world_size", "min_trainers"}:
+            found["world_size"] = self.world_size  # no other process can join a private cluster
+        return found
+
+
+def _launcher_number(environment: Mapping[str, str], name: str) -> int:
+    text = environment[name]
+    if not text.isdecimal():
+        raise UsageError(f"{name}={text!r}: expected an integer of at least 0, as torchrun sets it")
+    return int(text)

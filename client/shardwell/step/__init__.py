@@ -1,0 +1,1 @@
+"""The state of a trainer's step, and its commit."""

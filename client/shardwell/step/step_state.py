@@ -1,0 +1,428 @@
+"""State of the step in flight on one trainer: its work items, what was pushed for them, and how far the commit is."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from shardwell.data_plane.gradient_parts import GradientChecksums
+from shardwell.step.step_commit import StepUpdate
+from shardwell.transport.base import PartHeader
+from shardwell_wire.errors import UsageError
+from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
+
+ParameterIndices = dict[int, set[int]]
+"""Indices of parameters by unit index."""
+
+
+class StepPhase(Enum):
+    """Phase of the step in flight."""
+
+    COMPUTING = auto()
+    """A trainer has unfinished work items. This trainer can push gradients for its current item."""
+    WORK_FINISHED = auto()
+    """All trainers have finished their work items. The step's gradient is complete."""
+    COMMITTING = auto()
+    """``optimizer.step()`` has started. If the call raised, the step may be committed or not."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedStep:
+    """What the next step needs from the step that was committed."""
+
+    global_ranks: frozenset[int]
+    """Logical ranks whose work items this trainer held."""
+    pushed_units: frozenset[int]
+    """Indices of the units for which this trainer pushed gradients."""
+    dp_ranks: frozenset[int]
+    """Data ranks whose work items this trainer computed, if the next step follows directly."""
+
+
+@dataclass
+class WorkItemState:
+    """One work item of this trainer. Changed by its own methods and by ``StepState``."""
+
+    item: coordinator_pb2.WorkItem
+    parts: Counter[int] = field(default_factory=Counter)
+    """Number of pushes by unit index."""
+    pushed: ParameterIndices = field(default_factory=lambda: defaultdict(set))
+    """Parameters with a pushed gradient, by unit index."""
+    to_drop: ParameterIndices = field(default_factory=lambda: defaultdict(set))
+    """Parameters whose earlier gradients the next push of the unit drops, by unit index."""
+    dropped: ParameterIndices = field(default_factory=lambda: defaultdict(set))
+    """Parameters whose gradients of earlier steps this item drops, by unit index."""
+    finished: bool = False
+    abandoned: bool = False
+    """True if the attempt is over: its gradients do not count any more, and its pushes are dropped."""
+    spoiled: bool = False
+    """True if the item must be restarted: weights that it read may have changed, or its sums are void."""
+    written: list[coordinator_pb2.WrittenBuffer] = field(default_factory=list)
+    """Buffers that the training script had written when the item started."""
+    summed: frozenset[int] = frozenset()
+    """Data ranks to whose gradients those of this attempt were added before they were pushed."""
+    shared_units: set[int] = field(default_factory=set)
+    """Units whose gradients other trainers of the node may have added to theirs."""
+    checksums: GradientChecksums = field(default_factory=GradientChecksums)
+    """Checksums of the gradients that all tensor-parallel ranks compute."""
+
+    def record_push(self, unit_index: int, parameter_indices: Iterable[int] = ()) -> tuple[int, list[int]]:
+        """Counts one push of a unit.
+
+        Returns:
+            The number of the part, and the parameters whose earlier gradients the push drops.
+        """
+        part = self.parts.get(unit_index, 0)
+        self.parts[unit_index] = part + 1
+        pushed = self.pushed[unit_index]
+        dropped = self.to_drop.pop(unit_index, None)
+        if dropped:
+            pushed -= dropped
+        pushed.update(parameter_indices)
+        return part, sorted(dropped) if dropped else []
+
+    def headers(self, context: common_pb2.RequestContext, pp_rank: int = 0) -> PartHeaders:
+        """Returns the headers of the present attempt's pushes. ``context`` has the prefix of their request ids."""
+        request_id, context.request_id = context.request_id, ""
+        common = shard_pb2.ReduceScatterHeader(
+            context=context,
+            dp_rank=self.item.dp_rank,
+            attempt=self.item.attempt,
+            copy=self.item.copy,
+            pp_rank=pp_rank,
+        )
+        return PartHeaders(self, common, request_id)
+
+    def drop(self, unit_index: int, parameter_indices: Iterable[int]) -> None:
+        """Drops the gradients that earlier steps and this item have pushed for some parameters of a unit."""
+        indices = set(parameter_indices)
+        self.to_drop[unit_index] |= indices
+        self.dropped[unit_index] |= indices
+
+    def clear_drops(self) -> None:
+        """Forgets the drops that are still to be sent."""
+        self.to_drop.clear()
+
+    def record_written(self, buffers: list[coordinator_pb2.WrittenBuffer]) -> None:
+        """Records the buffers that the training script had written when the item started."""
+        self.written = buffers
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Epoch and attempt, which identify the computation of the item."""
+        return self.item.epoch, self.item.attempt
+
+    def abandon(self, key: tuple[int, int]) -> None:
+        """Records that an attempt is over. Harmless if the item has a later attempt. Thread-safe."""
+        if key == self.key:
+            self.abandoned = True
+
+    def spoil(self) -> None:
+        """Records that the attempt cannot be finished and the item is restarted. Its pushes are dropped from now on."""
+        self.abandoned = self.spoiled = True
+
+    def give_up(self) -> None:
+        """Records that a spoiled item cannot be restarted: another trainer has it, or its step is committed."""
+        self.abandoned, self.spoiled = True, False
+
+    def start_attempt(self, item: coordinator_pb2.WorkItem) -> None:
+        """Forgets all pushes, because the coordinator has reset the item."""
+        self.item.CopyFrom(item)
+        self.abandoned = self.spoiled = False
+        self.summed = frozenset()
+        self.shared_units.clear()
+        self.parts.clear()
+        self.pushed.clear()
+        self.checksums.clear()
+        self.to_drop = defaultdict(set, {unit: set(indices) for unit, indices in self.dropped.items()})
+
+    def to_proto(self) -> coordinator_pb2.FinishedItem:
+        return coordinator_pb2.FinishedItem(
+            global_rank=self.item.global_rank,
+            epoch=self.item.epoch,
+            attempt=self.item.attempt,
+            units=[
+                common_pb2.UnitParts(unit_index=unit, part_count=count) for unit, count in sorted(self.parts.items())
+            ],
+            written_buffers=self.written,
+            copy=self.item.copy,
+            summed_dp_ranks=sorted(self.summed),
+            gradient_checksums=self.checksums.to_proto(),
+            number=self.item.number,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PartHeaders:
+    """Makes the headers of pushes for one attempt at a work item."""
+
+    state: WorkItemState
+    common: shard_pb2.ReduceScatterHeader
+    """See ``PartHeader``."""
+    request_id: str
+    """Prefix of all request ids of the attempt."""
+
+    def start_part(self, unit_index: int, parameter_indices: Iterable[int] = ()) -> PartHeader:
+        """Counts one push of a unit; returns its header."""
+        part, dropped = self.state.record_push(unit_index, parameter_indices)
+        return PartHeader(self.common, part, dropped, f"{self.request_id}.{unit_index}.{part}")
+
+
+@dataclass(frozen=True, slots=True)
+class ItemAttempt:
+    """One attempt at a work item, for background threads. Without effect when the item has a later attempt."""
+
+    state: WorkItemState
+    key: tuple[int, int]
+    """``WorkItemState.key`` of the attempt."""
+
+    @property
+    def is_over(self) -> bool:
+        """True if the pushes of the attempt do not count any more."""
+        return self.state.abandoned or self.state.key != self.key
+
+    def note_summed(self, dp_ranks: Iterable[int]) -> None:
+        """Records that the servers get sums of the attempt's gradients and those of other data ranks."""
+        if self.state.key == self.key:
+            self.state.summed |= frozenset(dp_ranks)
+
+    def spoil(self) -> None:
+        """Records that the item must start another attempt."""
+        if self.state.key == self.key:
+            self.state.spoil()
+
+
+class StepState:
+    """The step in flight on one trainer.
+
+    This object owns the state: other classes read it and call its methods. Each session has one such object, which
+    ``advance`` moves to the next step. The phases follow each other as in ``StepPhase``; ``restart_item``,
+    ``repeat_item`` and ``restart`` return to COMPUTING, and ``abandon_commit`` to the phase before ``start_commit``.
+
+    Used by the training thread, and by autograd's threads while the training thread waits for a backward.
+
+    Args:
+        number: The step, which is the version that it reads.
+        items: Work items of this trainer.
+        position: Number of committed work items of this trainer's rank. None: ``number``, as in a synchronous run.
+        asynchronous: Whether each work item is committed by itself.
+        spare_hint: Advice for a trainer without a logical rank that computes a gradient. Empty: the usual advice.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        items: Iterable[coordinator_pb2.WorkItem],
+        *,
+        position: int | None = None,
+        asynchronous: bool = False,
+        spare_hint: str = "",
+    ) -> None:
+        self.asynchronous, self._spare_hint = asynchronous, spare_hint
+        self.item_limit: int | None = None
+        """Number of items that the training loop of an asynchronous run has for each data rank. None: no loop runs."""
+        self._start(number, items, position)
+
+    def _start(self, number: int, items: Iterable[coordinator_pb2.WorkItem], position: int | None) -> None:
+        self.number = number
+        self.position = number if position is None else position
+        self.items: dict[int, WorkItemState] = {}
+        """Work items of this trainer, by global rank."""
+        self.in_batches = False
+        """True if ``step.batches`` yields the items; False in a plain loop."""
+        self.skips_gradients = False
+        """True if ``zero_grad`` was called since the step started: a commit without gradients is intended."""
+        self.dropped_late: ParameterIndices = defaultdict(set)
+        """Parameters whose gradients the commit drops, by unit index, because the items were finished before."""
+        self.pending_update: StepUpdate | None = None
+        """The update of an ``optimizer.step()`` that has not returned."""
+        self._dropped_for_all: ParameterIndices = defaultdict(set)
+        """Parameters whose gradients of earlier steps every item drops, by unit index."""
+        self._work_finished = False
+        self._current: WorkItemState | None = None
+        self.add_items(items)
+
+    @property
+    def phase(self) -> StepPhase:
+        """The current phase."""
+        if self.pending_update is not None:
+            return StepPhase.COMMITTING
+        return StepPhase.WORK_FINISHED if self._work_finished else StepPhase.COMPUTING
+
+    @property
+    def work_finished(self) -> bool:
+        """True if all trainers' work items are finished, also while the step is committed."""
+        return self._work_finished
+
+    # ---- work items ----
+
+    def add_items(self, items: Iterable[coordinator_pb2.WorkItem]) -> list[WorkItemState]:
+        """Adds work items, such as those of a lost trainer; returns their states."""
+        added = [WorkItemState(item) for item in items]
+        for state in added:
+            for unit_index, indices in self._dropped_for_all.items():
+                state.drop(unit_index, indices)
+        self.items.update({state.item.global_rank: state for state in added})
+        return added
+
+    @property
+    def item_name(self) -> coordinator_pb2.ItemName | None:
+        """The only work item of this trainer in an asynchronous run. None: there is none, or the run is synchronous."""
+        if not self.asynchronous or not self.items:
+            return None
+        (only,) = self.items.values()
+        return coordinator_pb2.ItemName(dp_rank=only.item.dp_rank, number=only.item.number)
+
+    @property
+    def unfinished(self) -> list[WorkItemState]:
+        """Work items of this trainer that are not finished."""
+        return [state for state in self.items.values() if not state.finished]
+
+    @property
+    def current(self) -> WorkItemState | None:
+        """The item to which gradients belong now. In a plain loop this is the trainer's only item."""
+        if self._current is None and not self.in_batches and len(self.items) == 1:
+            (only,) = self.items.values()
+            return None if only.finished else only
+        return self._current
+
+    def start_batches(self) -> None:
+        """Records that ``step.batches`` yields the items of this step."""
+        self.in_batches = True
+
+    def start_item(self, state: WorkItemState) -> None:
+        """Makes an item the current one in a loop over ``step.batches``."""
+        self.in_batches, self._current = True, state
+
+    def select_item(self, state: WorkItemState) -> None:
+        """Makes an item the current one in a plain loop."""
+        self._current = state
+
+    def finish_item(self) -> None:
+        """Finishes the current item: all its gradients are pushed."""
+        if (current := self.current) is not None:
+            current.finished = True
+        self._current = None
+
+    def finish_work(self) -> None:
+        """Records that all trainers' work items are finished."""
+        self._work_finished = True
+
+    def leave_item(self) -> None:
+        """Leaves the current item without a result, because its attempt is over."""
+        self._current = None
+
+    def repeat_item(self, state: WorkItemState, item: coordinator_pb2.WorkItem) -> None:
+        """Starts another attempt of an item that must be computed again."""
+        self.restart_item(state, item)
+        state.finished = False
+        self._current = None
+        self.dropped_late.clear()
+
+    def reopen_work(self) -> None:
+        """Records that the step's work was restarted after it was finished: it must be reported again."""
+        self._work_finished = False
+        self.dropped_late.clear()
+
+    def restart_item(self, state: WorkItemState, item: coordinator_pb2.WorkItem) -> None:
+        """Starts another attempt of an item that the coordinator has reset."""
+        state.start_attempt(item)
+        self._work_finished = False
+
+    def reopen_items(self) -> None:
+        """Makes finished items of a plain loop unfinished after their gradients were dropped."""
+        if not self.in_batches:
+            for state in self.items.values():
+                state.finished = False
+                for unit_index, indices in self.dropped_late.items():
+                    state.drop(unit_index, indices)
+            self.dropped_late.clear()
+
+    # ---- dropped gradients ----
+
+    def skip_gradients(self, skips: bool) -> None:
+        """Records whether ``zero_grad`` was called since the step started."""
+        self.skips_gradients = skips
+
+    def drop(self, unit_index: int, parameter_indices: Iterable[int]) -> None:
+        """Drops gradients of some parameters: of the current item, or between items those of all items."""
+        if self.current is not None:
+            self.current.drop(unit_index, parameter_indices)
+        elif any(state.finished for state in self.items.values()):
+            self.dropped_late[unit_index].update(parameter_indices)
+        else:
+            self._dropped_for_all[unit_index].update(parameter_indices)
+            for state in self.items.values():
+                state.drop(unit_index, parameter_indices)
+
+    @property
+    def all_dropped(self) -> bool:
+        """True if the commit drops every gradient that was pushed for the finished items."""
+        return all(
+            indices <= self.dropped_late.get(unit_index, set())
+            for state in self.items.values()
+            for unit_index, indices in state.pushed.items()
+        )
+
+    # ---- the commit ----
+
+    def start_commit(self, update: StepUpdate) -> None:
+        """Enters COMMITTING. ``update`` stays pending until ``advance`` or ``abandon_commit``."""
+        self.pending_update = update
+
+    def abandon_commit(self) -> None:
+        """Leaves COMMITTING: the step is certainly not committed."""
+        self.pending_update = None
+
+    def restart(self, number: int, items: Iterable[coordinator_pb2.WorkItem], position: int | None = None) -> None:
+        """Starts a step from the beginning, for example after this trainer has joined the run again."""
+        self._start(number, items, position)
+
+    def advance(
+        self, number: int, items: Iterable[coordinator_pb2.WorkItem], position: int | None = None
+    ) -> FinishedStep:
+        """Moves to the next step after the commit; returns a summary of the committed step."""
+        finished = FinishedStep(
+            frozenset(self.items),
+            frozenset(unit for state in self.items.values() for unit, indices in state.pushed.items() if indices),
+            frozenset(
+                state.item.dp_rank
+                for state in self.items.values()
+                if state.finished and not state.abandoned and number == self.number + 1
+            ),
+        )
+        self._start(number, items, position)
+        return finished
+
+    # ---- checks ----
+
+    def require_current(self) -> WorkItemState:
+        """Returns the item to which a gradient belongs.
+
+        Raises:
+            UsageError: No item is in progress.
+        """
+        if (current := self.current) is not None:
+            return current
+        if self.in_batches:
+            raise UsageError(
+                f"a backward ran after the work of step {self.number} was finished: "
+                "run backward inside `for batch in step.batches(...)`, before optimizer.step()"
+            )
+        if any(state.finished for state in self.items.values()):
+            raise UsageError(
+                f"a backward ran after the work of step {self.number} was finished by optimizer.clip_grad_norm_(), "
+                "clip_grad_value_() or an optimizer.step() that raised: call optimizer.step() to commit the step, or "
+                "optimizer.zero_grad() to drop its gradient and compute another batch"
+            )
+        if not self.items:
+            raise UsageError(
+                f"a backward ran in step {self.number}, but this trainer is a spare without a logical rank: "
+                + (self._spare_hint or "use `for batch in step.batches(...)`, which yields the work of lost trainers")
+            )
+        ranks = ", ".join(map(str, sorted(self.items)))
+        raise UsageError(
+            f"this trainer plays the logical ranks {ranks} in step {self.number}: "
+            "use `for batch in step.batches(...)` so that each rank gets its own batch"
+        )

@@ -1,0 +1,1 @@
+"""The trainer's side of the shard servers: gathers and pushes of units, buffers, moves."""

@@ -1,0 +1,483 @@
+"""Forms the groups of trainers that add gradients together, on this host or on several hosts.
+
+Decides over which route the gradient of each unit travels.
+
+Note: [Choice of a route]
+    With ``gradient_reduction="adaptive"``, a trainer chooses the route whose busiest network link carries the fewest
+    bytes. The choice depends only on the size of a unit, on its servers, and on the hosts of the trainers, so all
+    trainers of a run choose alike. If they do not, for example while a unit moves, they push their own gradients.
+
+    The rule assumes links of equal speed, and shard servers on hosts of their own. For each route, it counts the bytes
+    that leave or reach the busiest host, in multiples of the unit's size. A tie goes to the route with fewer hops.
+
+Decides which gradients of a trainer's work items are added among trainers, before they are pushed.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import torch
+
+from shardwell.data_plane.push import Excuse, Pushes
+from shardwell.data_plane.shard import RemoteUnit
+from shardwell.grid.replica import CONNECT_LIMIT_S, RENDEZVOUS_LIMIT_S, NodeMembers, key_of, meet
+from shardwell.membership.membership import Membership
+from shardwell.options import JoinConfig
+from shardwell.peers.gradient_sums import GradientSums
+from shardwell.peers.node_exchange import NodeExchange, SharedGradients
+from shardwell.peers.node_group import CONNECTED, MemberGoneError, Outcome
+from shardwell.peers.peer_exchange import Listener, PeerExchange, connect
+from shardwell.step.step_state import ItemAttempt, StepState, WorkItemState
+from shardwell.transport.base import PartHeader
+from shardwell.transport.route_stats import ALLREDUCE, DIRECT, HIERARCHICAL, ROUTES
+from shardwell_wire.errors import ShardwellError, StaleEpochError, UnavailableError
+from shardwell_wire.model.sum_order import SumOrder
+from shardwell_wire.v1 import coordinator_pb2
+
+logger = logging.getLogger(__name__)
+
+_PAUSE_S = 0.02
+"""Pause between two questions for an address that another member publishes."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankOwner:
+    """The trainer that plays one logical data rank and no other."""
+
+    dp_rank: int
+    trainer: str
+    epoch: int
+    host: str
+
+
+class GradientGroups:
+    """Forms groups from the trainers that were members of the run when this trainer joined.
+
+    Args:
+        membership: The membership of this trainer. The world has ``tp = pp = 1``.
+        config: Options of the trainer.
+        pushes: Pushes gradients and sums.
+    """
+
+    def __init__(self, membership: Membership, config: JoinConfig, pushes: Pushes) -> None:
+        self._membership, self._config, self._pushes = membership, config, pushes
+        self.order = SumOrder(config.world.dp, config.reduction_groups)
+        """The run's order of additions."""
+        self.owners = self._find_owners()
+        """The trainers that play one rank each, by rank. Empty: this trainer plays several."""
+
+    def form_on_host(self) -> GradientSums | None:
+        """Connects this trainer with the others of its largest reduction group that is complete on this host.
+
+        Returns:
+            None if no reduction group is complete, or if not all of its trainers could be connected. The reason is
+            logged, and all of them get None.
+        """
+        return self._form(
+            HIERARCHICAL, f"on host {self._config.host!r}", complete_group(self.order, self._on_host(), self._own)
+        )
+
+    def form_across_hosts(self) -> GradientSums | None:
+        """Connects this trainer with the others of its largest reduction group that is complete, on any hosts.
+
+        Returns:
+            None if no reduction group is complete, or if this trainer could not reach all of its trainers. The reason
+            is logged.
+        """
+        return self._form(ALLREDUCE, "of the run", complete_group(self.order, self.owners, self._own))
+
+    def _form(self, route: str, where: str, members: Sequence[RankOwner]) -> GradientSums | None:
+        if not members:
+            logger.info("gradient group: no other trainers %s complete a reduction group with this one", where)
+            return None
+        ranks = tuple(owner.dp_rank for owner in members)
+        named = NodeMembers(key_of((self._membership.identity, route, members)), ranks, ranks.index(self._own))
+        connect_members = self._connect_node if route == HIERARCHICAL else self._connect_peers
+        try:
+            exchange = connect_members(named, members)
+        except (ShardwellError, MemberGoneError, OSError) as error:
+            reason = str(error).partition("\n")[0]
+            logger.warning("gradient group: every trainer %s pushes its own gradients: %s", where, reason)
+            return None
+        logger.info("gradient group: logical ranks %s add their gradients (%s)", list(ranks), route)
+        return GradientSums(route, exchange, ranks, named.position, self.order, self._pushes)
+
+    @property
+    def _own(self) -> int:
+        return self._membership.rank_assignments[0].coordinates.dp_rank
+
+    def _on_host(self) -> list[RankOwner]:
+        return [owner for owner in self.owners if owner.host == self._config.host]
+
+    def _find_owners(self) -> tuple[RankOwner, ...]:
+        if len(self._membership.rank_assignments) != 1:
+            count = len(self._membership.rank_assignments)
+            logger.info("gradient group: this trainer plays %d logical ranks and adds no gradients", count)
+            return ()
+        found = (
+            RankOwner(trainer.global_ranks[0], trainer.trainer, trainer.epoch, trainer.host)
+            for trainer in self._describe().trainers
+            if trainer.live and len(trainer.global_ranks) == 1
+        )
+        return tuple(sorted(found, key=lambda owner: owner.dp_rank))
+
+    def _describe(self) -> coordinator_pb2.DescribeRunResponse:
+        request = coordinator_pb2.DescribeRunRequest(run=self._membership.run)
+        response: coordinator_pb2.DescribeRunResponse = self._membership.call("DescribeRun", request)
+        return response
+
+    # ---- on this host ----
+
+    def _connect_node(self, named: NodeMembers, _: Sequence[RankOwner]) -> NodeExchange:
+        rendezvous, folder = meet(named)
+        try:
+            memory = SharedGradients(folder.path, named.position, len(named.global_ranks))
+            if rendezvous.decide(CONNECTED, 0, CONNECT_LIMIT_S) is not Outcome.EXCHANGE:
+                raise UnavailableError("not all trainers of the node could be connected")
+        except BaseException:
+            rendezvous.close()
+            raise
+        return NodeExchange(rendezvous, memory)
+
+    # ---- across hosts ----
+
+    def _connect_peers(self, named: NodeMembers, members: Sequence[RankOwner]) -> PeerExchange:
+        deadline = time.monotonic() + RENDEZVOUS_LIMIT_S
+        position, size = named.position, len(members)
+        host = _own_address(self._membership.coordinator_address)
+        listener = Listener(host, position, size)
+        with ExitStack() as opened:
+            opened.callback(listener.close)
+            name = "gradients-{}"
+            self._publish(
+                name.format(named.global_ranks[position]), f"{named.key} {listener.secret.hex()} {listener.port} {host}"
+            )
+            connected: dict[int, socket.socket] = {}
+            unused = opened.enter_context(ExitStack())
+            for other in range(position):
+                at = self._await_address(name.format(named.global_ranks[other]), named.key, deadline)
+                connected[other] = connect(at.host, at.port, at.secret, position, deadline)
+                unused.callback(connected[other].close)
+            connected |= listener.accept_all(deadline)
+            unused.pop_all()
+        return PeerExchange(
+            connected,
+            position,
+            find_lost=self._lost_finder(members),
+            wait_limit_s=self._config.waits.wait_limit_s,
+        )
+
+    def _exchange_address(self, name: str, address: str | None) -> str:
+        request = coordinator_pb2.ExchangeAddressRequest(
+            context=self._membership.context(0), trainer=self._membership.trainer, name=name, address=address
+        )
+        response: coordinator_pb2.ExchangeAddressResponse = self._membership.call("ExchangeAddress", request)
+        return response.address
+
+    def _publish(self, name: str, address: str) -> None:
+        self._exchange_address(name, address)
+
+    def _await_address(self, name: str, key: str, deadline: float) -> _PeerAddress:
+        """Waits until a member of the group has published its address.
+
+        Raises:
+            UnavailableError: It has not until the deadline. It may have other options than this trainer.
+        """
+        while True:
+            fields = self._exchange_address(name, None).split(" ")
+            if len(fields) == 4 and fields[0] == key:
+                return _PeerAddress(fields[3], int(fields[2]), bytes.fromhex(fields[1]))
+            if time.monotonic() > deadline:
+                rank = name.rpartition("-")[2]
+                raise UnavailableError(
+                    f"the trainer of rank {rank} has published no address within {RENDEZVOUS_LIMIT_S:.0f} s: all "
+                    "trainers of a run must join with the same gradient_reduction"
+                )
+            time.sleep(_PAUSE_S)
+
+    def _lost_finder(self, members: Sequence[RankOwner]) -> Callable[[], str]:
+        """Returns a function that names a member whose membership has ended. Empty: there is none, or nobody knows."""
+
+        def find_lost() -> str:
+            try:
+                described = self._describe()
+            except ShardwellError as error:
+                logger.info("the coordinator does not say which trainers are members: %s", error)
+                return ""
+            present = {(trainer.trainer, trainer.epoch) for trainer in described.trainers if trainer.live}
+            gone = [owner for owner in members if (owner.trainer, owner.epoch) not in present]
+            return f"trainer {gone[0].trainer!r} of rank {gone[0].dp_rank} has lost its membership" if gone else ""
+
+        return find_lost
+
+
+@dataclass(frozen=True, slots=True)
+class _PeerAddress:
+    """Where a member accepts connections."""
+
+    host: str
+    port: int
+    secret: bytes
+
+
+def complete_group(order: SumOrder, owners: Iterable[RankOwner], dp_rank: int) -> tuple[RankOwner, ...]:
+    """Returns the owners of the largest reduction group of a rank of which all ranks have owners. Empty: none."""
+    by_rank = {owner.dp_rank: owner for owner in owners}
+    complete = [group for group in order.groups_of(dp_rank) if len(group) > 1 and by_rank.keys() >= set(group)]
+    return tuple(by_rank[rank] for rank in complete[-1]) if complete else ()
+
+
+def _own_address(coordinator: str) -> str:
+    """Returns the address of this host from which the coordinator is reached."""
+    host, _, port = coordinator.rpartition(":")
+    family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # sends nothing
+        own: str = probe.getsockname()[0]
+    return own
+
+
+SMALL_UNIT_BYTES = 256 << 10
+"""Smaller units are pushed directly: messages and not bytes determine how long they take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The route of a unit."""
+
+    route: str
+    reason: str
+
+
+class FixedRoute:
+    """The same route for all units.
+
+    Args:
+        route: The route.
+    """
+
+    def __init__(self, route: str) -> None:
+        self._choice = Choice(route, f"gradient_reduction={route!r}")
+
+    def choose(self, unit: RemoteUnit) -> Choice:
+        """Returns the route of a unit."""
+        return self._choice
+
+
+class AdaptiveRoute:
+    """Chooses by the bytes on the busiest link. See Note: [Choice of a route].
+
+    Args:
+        order: The run's order of additions.
+        owners: The trainers that play one rank each.
+        across_hosts: Whether ALLREDUCE may be chosen.
+    """
+
+    def __init__(self, order: SumOrder, owners: Sequence[RankOwner], *, across_hosts: bool = True) -> None:
+        self._order, self._across_hosts = order, across_hosts
+        self._all_own = len(owners) == order.dp
+        self._per_host = Counter(owner.host for owner in owners)
+        sums = set[tuple[str, int]]()
+        for owner in owners:
+            on_host = [other for other in owners if other.host == owner.host]
+            first, *_ = complete_group(order, on_host, owner.dp_rank) or (owner,)
+            sums.add((owner.host, first.dp_rank))
+        self._node_sums = Counter(host for host, _ in sums)
+        """Number of gradients and sums that each host pushes with HIERARCHICAL."""
+
+    def choose(self, unit: RemoteUnit) -> Choice:
+        """Returns the route of a unit, with a reason that names the loads."""
+        if not self._all_own:
+            return Choice(DIRECT, f"not each of the {self._order.dp} data ranks had a trainer of its own")
+        if unit.layout.size_bytes < SMALL_UNIT_BYTES:
+            return Choice(DIRECT, f"smaller than {SMALL_UNIT_BYTES >> 10} KiB")
+        loads = self._loads(_largest_share(unit))
+        route = min(loads, key=lambda name: (round(loads[name], 9), ROUTES.index(name)))
+        listed = ", ".join(f"{name} {load:.2f}" for name, load in loads.items())
+        return Choice(route, f"copies of the unit on the busiest link: {listed}")
+
+    def _loads(self, server_share: float) -> Mapping[str, float]:
+        """Returns the load of the busiest link with each route, in multiples of the unit's size.
+
+        Args:
+            server_share: Largest part of the unit that one host of shard servers owns.
+        """
+        dp, node_sums = self._order.dp, self._node_sums
+        loads = {DIRECT: max(*self._per_host.values(), dp * server_share)}
+        if sum(node_sums.values()) < dp:
+            loads[HIERARCHICAL] = max(*node_sums.values(), sum(node_sums.values()) * server_share)
+        if dp > 1 and self._across_hosts:
+            # Each trainer sends 1/dp to each trainer of another host, and 1/dp to the servers.
+            leaving = [count * (dp - count + 1) / dp for count in self._per_host.values()]
+            loads[ALLREDUCE] = max(*leaving, server_share)
+        return loads
+
+
+def _largest_share(unit: RemoteUnit) -> float:
+    owned = Counter[str]()
+    for shard in unit.shards:
+        owned[shard.server.address.rpartition(":")[0]] += shard.stop_bytes - shard.start_bytes
+    return max(owned.values()) / unit.layout.size_bytes
+
+
+@dataclass(slots=True)
+class GradientRoutes:
+    """The route of each unit, and the groups that add gradients."""
+
+    rule: FixedRoute | AdaptiveRoute
+    groups: Mapping[str, GradientSums]
+    """The groups that could be formed, by route."""
+    choices: dict[int, tuple[str, Choice]] = field(default_factory=dict)
+    """Name of the unit and its choice, by the unit's index."""
+
+    def choose(self, unit: RemoteUnit) -> GradientSums | None:
+        """Returns the group that adds the gradients of a unit. None: this trainer pushes its own."""
+        _, choice = self.choices.get(unit.index) or self._note(unit, self.rule.choose(unit))
+        group = self.groups.get(choice.route)
+        return group if group is not None and group.active else None
+
+    def _note(self, unit: RemoteUnit, choice: Choice) -> tuple[str, Choice]:
+        self.choices[unit.index] = unit.layout.unit, choice
+        return self.choices[unit.index]
+
+    @property
+    def active(self) -> bool:
+        """False if this trainer pushes its own gradients for good."""
+        return any(group.active for group in self.groups.values())
+
+    def for_each(self, action: Callable[[GradientSums], None]) -> None:
+        """Calls a function with each group."""
+        for group in self.groups.values():
+            action(group)
+
+    def describe(self) -> dict[str, dict[str, str]]:
+        """Returns route and reason of each unit that has been pushed, by its name.
+
+        A route whose group this trainer has left, or could not form, is ``direct``.
+        """
+        found = {}
+        for name, choice in self.choices.values():
+            group = self.groups.get(choice.route)
+            if choice.route == DIRECT or (group is not None and group.active):
+                found[name] = {"route": choice.route, "reason": choice.reason}
+            else:
+                found[name] = {"route": DIRECT, "reason": f"no group of trainers for {choice.route}; {choice.reason}"}
+        return found
+
+
+class ItemSums:
+    """Hands gradients to ``GradientSums`` if the other trainers of the group are expected to do the same.
+
+    They do so in the first attempt at their own items, which ``step.batches`` yields: it can yield them again when a
+    sum is void. Gradients of a unit that is pushed in several parts are added on the servers, because the parts of each
+    rank are added first.
+
+    Args:
+        membership: The membership of this trainer.
+        state: State of the step in flight.
+        routes: The routes of units, and the groups that add their gradients.
+    """
+
+    def __init__(self, membership: Membership, state: StepState, routes: GradientRoutes) -> None:
+        self._membership, self._state, self.routes = membership, state, routes
+        self._in_parts: set[int] = set()
+        """Units that were pushed in several parts."""
+
+    @property
+    def active(self) -> bool:
+        """False if this trainer pushes its own gradients for good."""
+        return self.routes.active
+
+    @property
+    def node_summed_bytes(self) -> int:
+        """Bytes of gradients of other trainers of this node that this trainer has added."""
+        node = self.routes.groups.get(HIERARCHICAL)
+        return node.summed_bytes if node is not None else 0
+
+    def allows_part(self, current: WorkItemState, unit: RemoteUnit) -> bool:
+        """Called before a part is pushed; returns False if it must not be, because the item has to be restarted."""
+        if current.parts[unit.index]:
+            self._in_parts.add(unit.index)
+            if unit.index in current.shared_units:
+                logger.info(
+                    "unit %r is pushed in several parts: its gradients are added on the servers from now on, and the "
+                    "work of rank %d is computed again; call set_requires_gradient_sync(False) before all but the last "
+                    "backward",
+                    unit.layout.unit,
+                    current.item.global_rank,
+                )
+                current.spoil()
+                self.skip()
+                return False
+        return True
+
+    def push(
+        self,
+        current: WorkItemState,
+        unit: RemoteUnit,
+        header: PartHeader,
+        gradients: Sequence[tuple[int, torch.Tensor]],
+        excuse: Excuse,
+    ) -> bool:
+        """Starts to add the gradients to those of the other trainers; returns False if this trainer pushes its own."""
+        if not self._is_first_attempt(current):
+            self.skip()
+            return False
+        if header.part or header.dropped_indices or unit.index in self._in_parts or not _can_be_summed(unit, gradients):
+            return False
+        if (group := self.routes.choose(unit)) is None:
+            return False
+        if group.route == HIERARCHICAL and any(shard.server.copies_gradients for shard in unit.shards):
+            return False  # gradients go to a server of this host through shared memory
+        if (this_round := group.start_round(self._state.number)) is None:
+            return False
+        attempt = ItemAttempt(current, current.key)
+
+        def excuse_sum(error: BaseException) -> bool:
+            if isinstance(error, StaleEpochError):
+                attempt.spoil()  # a rank of the sum has another attempt, possibly not this trainer's
+            return excuse(error)
+
+        current.shared_units.add(unit.index)
+        group.push(this_round, unit, header, gradients, attempt, excuse_sum)
+        return True
+
+    def _is_first_attempt(self, current: WorkItemState) -> bool:
+        (own, *_), item = self._membership.rank_assignments, current.item
+        is_own = item.global_rank == own.coordinates.global_rank
+        return is_own and not item.attempt and not item.copy and self._state.in_batches
+
+    def finish_item(self) -> None:
+        """Called when all gradients of a work item are pushed. The other trainers expect no more in this step."""
+        self.routes.for_each(lambda group: group.finish_version(self._state.number))
+
+    def skip(self) -> None:
+        """Pushes own gradients for the rest of the step. The other trainers do not wait for this one."""
+        self.routes.for_each(lambda group: group.skip(self._state.number))
+
+    def abandon(self) -> None:
+        """Drops the gradients in flight, whose attempts are over, and skips the rest of the step."""
+        self.routes.for_each(lambda group: group.abandon(self._state.number))
+
+    def leave(self, reason: str) -> None:
+        """Pushes own gradients from now on."""
+        self.routes.for_each(lambda group: group.leave(reason))
+
+    def close(self) -> None:
+        """See ``GradientSums.close``."""
+        self.routes.for_each(lambda group: group.close())
+
+
+def _can_be_summed(unit: RemoteUnit, gradients: Sequence[tuple[int, torch.Tensor]]) -> bool:
+    """True if gradients of one pipeline stage are added in their own dtype."""
+    # Servers add 16-bit gradients in float32 and round once.
+    has_wide = bool(gradients) and all(gradient.element_size() >= 4 for _, gradient in gradients)
+    in_one_stage = len(unit.layout.pp_ranks) == 1
+    return has_wide and in_one_stage

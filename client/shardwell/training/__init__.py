@@ -1,0 +1,1 @@
+"""A trainer's steps: the loop, the step in flight, rejoining."""

@@ -1,0 +1,316 @@
+"""One step of a training loop: what ``session.steps`` yields, and the batches of the step's work items.
+
+The training loop of a session: which step an iteration has, and what ``optimizer.step()`` commits in it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sized
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.utils.data import default_collate
+
+from shardwell.membership.membership import Membership
+from shardwell.monitor.step_times import StepPart
+from shardwell.seeds import derive_seed, seed_generators
+from shardwell.step.step_commit import StepUpdate
+from shardwell.step.step_state import WorkItemState
+from shardwell.training.rejoining import Iteration
+from shardwell.training.step_in_flight import StepInFlight
+from shardwell.training.tracked_objects import TrackedObjects
+from shardwell_wire.errors import UsageError
+
+BatchFunction = Callable[[int, int], Any]
+"""``(step, dp_rank) -> batch``."""
+
+
+@dataclass(slots=True)
+class LoopPosition:
+    """Position of a loop over ``session.steps``."""
+
+    number: int
+    """Completed iterations of the loop body, in the whole run."""
+    optimizer_steps: int
+    """Calls of ``optimizer.step()`` per iteration. Each call is a commit of the run."""
+    commits: int = 0
+    """Calls of ``optimizer.step()`` in this iteration so far."""
+
+    @property
+    def step(self) -> int:
+        """The run's step that the next ``optimizer.step()`` commits, unless it is committed already."""
+        return self.number * self.optimizer_steps + self.commits
+
+    def record_commit(self) -> None:
+        """Counts a call of ``optimizer.step()``."""
+        self.commits += 1
+
+    def require_open(self) -> None:
+        """Raises UsageError if the loop body has called ``optimizer.step()`` as often as declared."""
+        if self.commits == self.optimizer_steps:
+            raise UsageError(
+                f"optimizer.step() was called {self.commits + 1} times in the loop body of step {self.number}, "
+                f"expected {self.commits}: each call commits the run's next step. Call it once after all backwards, "
+                "with shardwell.optim.Combined([...]) for several optimizers, or declare the number of calls: "
+                f"session.steps(num_steps, optimizer_steps={self.commits + 1})"
+            )
+
+    def require_end(self) -> None:
+        """Raises UsageError if the loop body has called ``optimizer.step()`` less often than declared."""
+        if self.commits < self.optimizer_steps:
+            calls = f": {self.commits} of {self.optimizer_steps} calls" if self.optimizer_steps > 1 else ""
+            raise UsageError(
+                f"the loop body of step {self.number} ended without optimizer.step(){calls}. To skip the gradient of a "
+                "batch call optimizer.zero_grad() and then optimizer.step()"
+            )
+
+
+class Step:
+    """One step, from ``session.steps``.
+
+    Attributes:
+        number: Number of the step, from 0. With one ``optimizer.step()`` in the loop body, the step reads the weights
+            of this version and makes the next version.
+        global_ranks: Logical ranks whose work items this trainer has started in this step, in this order. They differ
+            from ``session.global_rank`` while the trainer computes the work of a lost trainer.
+
+    Args:
+        loop: Position of the loop.
+        work: The step in flight.
+        seed: The run's seed.
+        dp: Size of the data axis.
+    """
+
+    def __init__(self, loop: LoopPosition, work: StepInFlight, *, seed: int, dp: int) -> None:
+        self.number = loop.number
+        self.global_ranks: list[int] = []
+        self._loop, self._work, self._seed, self._dp = loop, work, seed, dp
+
+    def batches(self, source: Any, batch_size: int | None = None, *, collate_fn: Any = None) -> Iterator[Any]:
+        """Yields one batch per work item of this trainer: one per logical rank, and those of lost trainers.
+
+        A second call after an ``optimizer.step()`` in the same loop body yields the same batches again.
+
+        A batch is yielded again if its gradients are lost together with a shard server. If this trainer loses its
+        place in the run, it computes the rest of the batch without effect, then joins again and continues.
+
+        Before each batch, torch's generators are seeded as a function of (run seed, step, dp_rank). Dropout is
+        therefore the same on every trainer that computes the item. The loop ends when all trainers have finished the
+        step's work. It yields nothing on a spare that is not needed, and nothing in the first step after joining a run
+        with tracked objects.
+
+        Args:
+            source: A function ``(step, dp_rank) -> batch``, or a map-style dataset. Samples of a dataset are drawn
+                without repetition within an epoch.
+            batch_size: Samples per batch. Only with a dataset.
+            collate_fn: Function from a list of samples to a batch. Only with a dataset. Default: torch's collation.
+
+        Raises:
+            UsageError: The arguments do not fit together, or a backward ran before the loop.
+            DeadlineError: Other trainers did not finish in time. The message names them.
+        """
+        make_batch = batch_function(source, seed=self._seed, dp=self._dp, batch_size=batch_size, collate_fn=collate_fn)
+        return self._batches(make_batch, batch_size or 0)
+
+    def _batches(self, make_batch: BatchFunction, num_samples: int) -> Iterator[Any]:
+        work = self._work
+        work.settle()
+        if not work.rejoining.join_again() or work.voided:
+            return
+        if work.state.position > self._loop.step and not work.state.asynchronous:
+            return  # the step is committed
+        work.items.start_batches()
+        items = deque(work.state.unfinished)
+        while True:
+            while items:
+                yield from self._compute(items.popleft(), make_batch, num_samples)
+            more = work.items.finish_work(accept_work=True)
+            if not more:
+                return
+            items.extend(more)
+
+    def _compute(self, item: WorkItemState, make_batch: BatchFunction, num_samples: int) -> Iterator[Any]:
+        work, dp_rank = self._work, item.item.dp_rank
+        if not work.items.start_item(item):
+            return
+        if item.item.global_rank not in self.global_ranks:
+            self.global_ranks.append(item.item.global_rank)
+        step = work.state.number
+        is_asynchronous, number = work.state.asynchronous, item.item.number
+        seed_generators(derive_seed(self._seed, number if is_asynchronous else step, dp_rank))
+        try:
+            yield self._make(make_batch, number if is_asynchronous else self.number, dp_rank, num_samples)
+            if work.state.number != step:
+                raise UsageError(
+                    f"optimizer.step() was called inside the loop over step.batches of step {self.number}: "
+                    "call it after the loop"
+                )
+            work.items.end_item()
+        except BaseException:
+            work.items.stop_item()
+            raise
+
+    def _make(self, make_batch: BatchFunction, number: int, dp_rank: int, num_samples: int) -> Any:
+        """Returns a batch. Measures how long it takes to make."""
+        started, monitor = time.perf_counter(), self._work.monitor
+        batch = make_batch(number, dp_rank)
+        monitor.add(StepPart.DATA, time.perf_counter() - started)
+        monitor.count(samples=num_samples)
+        return batch
+
+
+def batch_function(source: Any, *, seed: int, dp: int, batch_size: int | None, collate_fn: Any) -> BatchFunction:
+    """Returns the function (step, dp_rank) -> batch for the arguments of ``step.batches``.
+
+    Args:
+        source: A map-style dataset, or such a function.
+        seed: The run's seed.
+        dp: Size of the data axis.
+        batch_size: Samples per logical rank and step. Only with a dataset.
+        collate_fn: Function from a list of samples to a batch. Only with a dataset. None: torch's default.
+
+    Raises:
+        UsageError: The arguments do not fit together, or the dataset is smaller than one step.
+    """
+    if batch_size is None:
+        if not callable(source) or collate_fn is not None:
+            raise UsageError(
+                "step.batches takes a function (step, dp_rank) -> batch, or a map-style dataset with batch_size=...; "
+                f"got {type(source).__name__} without batch_size"
+            )
+        return source  # type: ignore[no-any-return]
+    if not isinstance(source, Sized) or not hasattr(source, "__getitem__"):
+        raise UsageError(
+            f"step.batches(batch_size={batch_size}) needs a map-style dataset (__len__, __getitem__), "
+            f"got {type(source).__name__}"
+        )
+    if batch_size < 1:
+        raise UsageError(f"batch_size must be at least 1, got {batch_size}")
+    collate = collate_fn or default_collate
+    size = len(source)
+
+    def make_batch(step: int, dp_rank: int) -> Any:
+        indices = sample_indices(size, batch_size=batch_size, dp=dp, seed=seed, step=step, dp_rank=dp_rank)
+        return collate([source[index] for index in indices])
+
+    return make_batch
+
+
+def sample_indices(size: int, *, batch_size: int, dp: int, seed: int, step: int, dp_rank: int) -> list[int]:
+    """Returns the samples of one work item. An epoch repeats no sample and drops its last partial step.
+
+    Returns:
+        Indices into a dataset of ``size`` samples. [batch_size]
+
+    Raises:
+        UsageError: The dataset has fewer samples than one step takes.
+    """
+    steps_per_epoch = size // (batch_size * dp)
+    if steps_per_epoch == 0:
+        raise UsageError(f"the dataset has {size} samples; a step takes batch_size {batch_size} x dp {dp}")
+    epoch, position = divmod(step, steps_per_epoch)
+    start = (position * dp + dp_rank) * batch_size
+    return _permutation(size, derive_seed(seed, "epoch", epoch))[start : start + batch_size].tolist()
+
+
+@lru_cache(maxsize=2)
+def _permutation(size: int, seed: int) -> torch.Tensor:
+    return torch.randperm(size, generator=torch.Generator().manual_seed(seed))
+
+
+logger = logging.getLogger(__name__)
+
+
+class TrainingLoop:
+    """Yields the steps of a run, and commits them.
+
+    Args:
+        in_flight: The step in flight.
+        iteration: The iteration of the loop.
+        tracked: The run's tracked objects.
+        membership: The membership of this trainer.
+    """
+
+    def __init__(
+        self, in_flight: StepInFlight, iteration: Iteration, tracked: TrackedObjects, membership: Membership
+    ) -> None:
+        self._in_flight, self._iteration, self._tracked = in_flight, iteration, tracked
+        self._membership = membership
+        self._position: LoopPosition | None = None
+        """Position of the loop over ``steps``. None: there is no such loop."""
+
+    def steps(self, num_steps: int, optimizer_steps: int) -> Iterator[Step]:
+        """Yields the steps from the committed one up to step ``num_steps``; see ``Session.steps``."""
+        if optimizer_steps < 1:
+            raise UsageError(f"steps(optimizer_steps={optimizer_steps!r}): expected at least 1")
+        if self._committed >= num_steps * optimizer_steps:
+            logger.warning(
+                "run %r has committed %d steps, so steps(%d) has none left to train: ask for more steps, or start a "
+                "new run under another name",
+                self._membership.run,
+                self._committed,
+                num_steps,
+            )
+        if optimizer_steps > 1 and self._in_flight.state.asynchronous:
+            raise UsageError(
+                f"steps(optimizer_steps={optimizer_steps}) in a run that commits each work item by itself: call "
+                "optimizer.step() once in the loop body"
+            )
+        number = self._first_iteration(optimizer_steps)
+        loop: LoopPosition | None = None
+        state = self._in_flight.state
+        state.item_limit = num_steps if state.asynchronous else None
+        try:
+            while number < num_steps:
+                loop = self._position = LoopPosition(number, optimizer_steps)
+                self._in_flight.enter()
+                yield Step(loop, self._in_flight, seed=self._membership.seed, dp=self._membership.world.dp)
+                self._in_flight.leave()
+                if self._iteration.voided:
+                    number = self._first_iteration(optimizer_steps) if self._iteration.resume() else number
+                else:
+                    loop.require_end()
+                    number += 1
+                if state.asynchronous:
+                    number = self._committed
+        finally:
+            if self._position is loop:  # another loop may have started
+                self._position = None
+                self._iteration.end()
+
+    def _first_iteration(self, optimizer_steps: int) -> int:
+        """Returns the iteration with which a loop starts. Restored objects need the end of the last committed step."""
+        committed = self._committed
+        return max(0, committed - 1 if self._tracked.restored else committed) // optimizer_steps
+
+    @property
+    def _committed(self) -> int:
+        """Number of committed steps; in an asynchronous run, of committed work items of this trainer's rank."""
+        return self._in_flight.state.position
+
+    @property
+    def step(self) -> int:
+        """The step that ``optimizer.step()`` commits; a committed step while an iteration is repeated."""
+        if self._position is None or self._in_flight.state.asynchronous:
+            return self._committed
+        return self._position.step
+
+    def commit(self, update: StepUpdate) -> bool:
+        """Commits the loop's step; returns whether parameters were updated. See ``StepInFlight.commit``."""
+        position = self._position
+        if position is not None and not self._iteration.voided:
+            position.require_open()
+        updated = self._in_flight.commit(self.step, update)
+        if position is not None and not self._iteration.voided:
+            position.record_commit()
+        return updated
+
+    @property
+    def repeats_step(self) -> bool:
+        """True if the rest of the iteration has no effect, because its step is computed again."""
+        return self._iteration.voided

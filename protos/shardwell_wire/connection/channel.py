@@ -1,0 +1,300 @@
+"""Retries with exponential backoff, for threads and for asyncio.
+
+tenacity is not used: it adds 30 to 50 µs to every call that succeeds at once, and its retry state keeps the traceback
+of a failed attempt, with the buffers in its frames, until a garbage collection.
+
+gRPC channels, and the channel and server options that both ends share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import random
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
+from typing import Any, Self, TypeVar
+
+import grpc
+import grpc.aio
+
+from shardwell_wire.errors import UnavailableError, UsageError
+from shardwell_wire.model.names import is_address
+from shardwell_wire.security.tls import Certificates, Tls
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+Errors = type[Exception] | tuple[type[Exception], ...]
+Check = Callable[[Exception], None]
+"""Called with the error of each failed attempt, before the pause. Raises to stop retrying."""
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
+
+MAX_CORRUPT = 3
+"""Attempts of one transfer whose bytes may arrive with a wrong checksum, one after the other, before it fails."""
+
+
+def backoff(first_s: float = FIRST_PAUSE_S, longest_s: float = LONGEST_PAUSE_S) -> Iterator[float]:
+    """Yields growing pauses in seconds, without end.
+
+    Each pause is 0.5 to 1 times a bound that doubles up to ``longest_s``. The random factor keeps clients that failed
+    together from retrying together.
+    """
+    bound_s = first_s
+    while True:
+        yield bound_s * random.uniform(0.5, 1.0)
+        bound_s = min(2 * bound_s, longest_s)
+
+
+def retry(
+    action: Callable[[], Result],
+    *,
+    limit_s: float = math.inf,
+    errors: Errors = UnavailableError,
+    check: Check | None = None,
+    longest_pause_s: float = LONGEST_PAUSE_S,
+    sleep: Callable[[float], object] = time.sleep,
+) -> Result:
+    """Calls ``action`` until it succeeds.
+
+    Args:
+        action: Must be safe to repeat.
+        limit_s: Seconds since the first attempt after which no other attempt starts. 0: a single attempt.
+        errors: Errors that are retried. Any other error is raised at once.
+        check: See ``Check``.
+        longest_pause_s: Upper bound of the pause between two attempts, in seconds.
+        sleep: Pauses for a number of seconds, such as ``threading.Event.wait``.
+
+    Returns:
+        What ``action`` returned.
+
+    Raises:
+        Exception: The last error of ``action`` once ``limit_s`` is over, or what ``check`` raised.
+    """
+    deadline = time.monotonic() + limit_s
+    pauses: Iterator[float] | None = None
+    while True:
+        try:
+            return action()
+        except errors as error:
+            pauses = pauses or backoff(longest_s=longest_pause_s)
+            if (pause_s := _pause_after(error, next(pauses), deadline, check)) is None:
+                raise
+        sleep(pause_s)
+
+
+async def retry_async(
+    action: Callable[[], Awaitable[Result]],
+    *,
+    limit_s: float = math.inf,
+    errors: Errors = UnavailableError,
+    check: Check | None = None,
+    longest_pause_s: float = LONGEST_PAUSE_S,
+) -> Result:
+    """``retry`` on an event loop: awaits ``action``, and does not block while it pauses. Uses the loop's clock."""
+    clock = asyncio.get_running_loop().time
+    deadline = clock() + limit_s
+    pauses: Iterator[float] | None = None
+    while True:
+        try:
+            return await action()
+        except errors as error:
+            pauses = pauses or backoff(longest_s=longest_pause_s)
+            if (pause_s := _pause_after(error, next(pauses), deadline, check, clock)) is None:
+                raise
+        await asyncio.sleep(pause_s)
+
+
+def _pause_after(
+    error: Exception, pause_s: float, deadline: float, check: Check | None, clock: Callable[[], float] = time.monotonic
+) -> float | None:
+    """Returns the pause before the next attempt in seconds; None if there is no time left for one."""
+    if check is not None:
+        check(error)
+    if clock() + pause_s > deadline:
+        return None
+    logger.debug("retrying in %.2f s: %s", pause_s, error)
+    return pause_s
+
+
+MAX_MESSAGE_BYTES = 16 << 20
+"""Largest message that either end accepts: four times the largest chunk."""
+
+_FRAME_BYTES = 4 << 20
+"""Size of HTTP/2 frames. 1 MiB chunks are twice as fast as with the default of 16 KiB."""
+
+_PROXY_VARIABLE = "grpc_proxy"
+
+_LONGEST_BACKOFF_MS = 1_000
+
+RECONNECT_S = 1.2 * _LONGEST_BACKOFF_MS / 1000
+"""Longest time until a channel reconnects to a peer that is available again, in seconds. gRPC varies its pauses by a
+fifth."""
+
+_SHARED_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.http2.max_frame_size", _FRAME_BYTES),
+    ("grpc.http2.write_buffer_size", _FRAME_BYTES),
+    ("grpc.http2.lookahead_bytes", _FRAME_BYTES),
+]
+
+CHANNEL_OPTIONS: list[tuple[str, int]] = [
+    *_SHARED_OPTIONS,
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 5_000),
+    ("grpc.max_reconnect_backoff_ms", _LONGEST_BACKOFF_MS),
+    ("grpc.use_local_subchannel_pool", 1),
+]
+"""Options of every channel, in addition to ``_channel_options``. A channel detects a dead peer within 15 s, also on an
+idle connection, and reconnects to a restarted peer within about 1 s. A busy peer has 5 s to answer a connection attempt
+(in gRPC's terms, the minimum backoff)."""
+
+SERVER_OPTIONS: list[tuple[str, int]] = [
+    *_SHARED_OPTIONS,
+    ("grpc.max_concurrent_streams", 1024),
+    ("grpc.max_allowed_incoming_connections", 16_384),
+    ("grpc.server_handshake_timeout_ms", 20_000),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.so_reuseport", 0),
+]
+"""Options of every server. A connection that has not finished its handshakes, of TLS and HTTP/2, in time is closed."""
+
+
+def open_channel(address: str, tls: Tls | None = None) -> grpc.Channel:
+    """Returns a blocking channel to ``host:port``, which connects on first use.
+
+    Args:
+        address: host:port.
+        tls: Encrypts the connection. None: it is not encrypted.
+
+    Raises:
+        UsageError: See ``check_address``.
+    """
+    check_address(address)
+    if tls is None:
+        return grpc.insecure_channel(address, options=_channel_options())
+    return _SecureChannel(address, tls, grpc.secure_channel)
+
+
+def open_aio_channel(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
+    """As ``open_channel``, for asyncio."""
+    check_address(address)
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=_channel_options())
+    return _SecureAioChannel(address, tls, grpc.aio.secure_channel)
+
+
+class _SecureChannel:
+    """A channel with TLS. Calls after a change of the certificates use a new connection; earlier ones go on.
+
+    Args:
+        address: host:port.
+        tls: The certificates.
+        open_: Opens a channel of gRPC.
+    """
+
+    def __init__(self, address: str, tls: Tls, open_: Callable[..., Any]) -> None:
+        self._address, self._tls, self._open = address, tls, open_
+        self._lock = threading.Lock()
+        self._opened: list[tuple[Certificates, Any]] = []
+        """The channels, each with its certificates. The last one is used by new calls."""
+        self.unary_unary = partial(self._stub, "unary_unary")
+        self.unary_stream = partial(self._stub, "unary_stream")
+        self.stream_unary = partial(self._stub, "stream_unary")
+        self.stream_stream = partial(self._stub, "stream_stream")
+
+    def _channel(self) -> Any:
+        """Returns the channel for a new call."""
+        certificates = self._tls.current
+        with self._lock:
+            if not self._opened or self._opened[-1][0] is not certificates:
+                options = [*_channel_options(), *self._tls.channel_options]
+                channel = self._open(self._address, certificates.channel_credentials, options=options)
+                self._opened.append((certificates, channel))
+            return self._opened[-1][1]
+
+    def _stub(self, kind: str, *arguments: Any, **options: Any) -> _SecureStub:
+        """Returns a stub for one rpc, with the arguments of gRPC's function of the same name."""
+        return _SecureStub(self._channel, lambda channel: getattr(channel, kind)(*arguments, **options))
+
+    def close(self) -> Any:
+        """Closes all connections."""
+        for _, channel in self._opened:
+            channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _SecureStub:
+    """A stub of a ``_SecureChannel``.
+
+    Args:
+        channel: Returns the channel for a new call.
+        make: Makes the stub of a channel.
+    """
+
+    def __init__(self, channel: Callable[[], Any], make: Callable[[Any], Any]) -> None:
+        self._channel, self._make = channel, make
+        self._newest: tuple[Any, Any] = (None, None)
+        """Channel and stub of the last call. Replaced as a whole, because threads share it."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self._stub()(*arguments, **options)
+
+    def future(self, *arguments: Any, **options: Any) -> Any:
+        """As gRPC's stub of a blocking channel."""
+        return self._stub().future(*arguments, **options)
+
+    def _stub(self) -> Any:
+        channel, stub = self._newest
+        if (current := self._channel()) is not channel:
+            stub = self._make(current)
+            self._newest = (current, stub)
+        return stub
+
+
+class _SecureAioChannel(_SecureChannel):
+    """As ``_SecureChannel``, for asyncio."""
+
+    async def close(self) -> None:
+        """Closes all connections."""
+        for _, channel in self._opened:
+            await channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+def _channel_options() -> list[tuple[str, int]]:
+    """Returns ``CHANNEL_OPTIONS`` and the proxy option.
+
+    Only gRPC's own variable ``grpc_proxy`` makes a channel use a proxy. The proxies in ``http_proxy`` and
+    ``https_proxy`` rarely reach members of a cluster.
+    """
+    return [*CHANNEL_OPTIONS, ("grpc.enable_http_proxy", int(bool(os.environ.get(_PROXY_VARIABLE))))]
+
+
+def check_address(address: str) -> None:
+    """Raises UsageError unless an address has the form ``host:port``.
+
+    gRPC would try to resolve any other string as a name until the caller's deadline.
+    """
+    if not is_address(address):
+        raise UsageError(f"{address!r} is not an address: expected HOST:PORT, such as localhost:50051")

@@ -1,0 +1,1 @@
+"""How values are encoded: wire dtypes, checksums, and streams of chunks."""

@@ -1,0 +1,315 @@
+"""Identities of processes, by which other processes on the host detect that one has ended.
+
+Folders of shard servers in shared memory: how a server finds its own again, and when one is removed.
+
+A running server holds the lock of its folder, and the kernel releases the lock of a process that has ended. The folder
+of a server with an owner file may contain shards. A new process of the same server takes the folder up. Other processes
+remove it only if no such process is expected: its supervisor has ended, it contains no shard, or nothing changed for a
+day.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from shardwell_wire.host.shared_memory import SERVER_FOLDER_PREFIX, SOCKET_NAME, open_file, open_folder, opened
+
+_PROC = Path("/proc")
+_ENDED_STATES = ("Z", "X")
+"""A zombie has ended, although its parent has not waited for it."""
+
+
+def own_identity() -> str:
+    """Returns the boot id, process namespace, process id and start time of this process. Empty without ``/proc``."""
+    return _identity(os.getpid())
+
+
+def parent_identity() -> str:
+    """As ``own_identity``, of the process that started this one."""
+    return _identity(os.getppid())
+
+
+def boot_id() -> str:
+    """Returns an id of this boot of the host. Empty without ``/proc``."""
+    try:
+        return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _identity(pid: int) -> str:
+    try:
+        _, started = _state_and_start(pid)
+        return f"{_process_space()}/{pid}/{started}"
+    except OSError:
+        return ""
+
+
+def has_ended(identity: str) -> bool:
+    """Returns True if a process has ended.
+
+    False if this is unknown: the process is on another host, in another container, or has no identity.
+
+    Args:
+        identity: The result of ``own_identity`` in that process.
+    """
+    space, _, rest = identity.rpartition("/")
+    space, _, pid = space.rpartition("/")
+    try:
+        if not pid.isdecimal() or space != _process_space():
+            return False
+        os.kill(int(pid), 0)
+        state, started = _state_and_start(int(pid))
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):
+        return False  # the process exists and belongs to another user
+    return started != rest or state in _ENDED_STATES
+
+
+def runs_here(identity: str) -> bool:
+    """Returns True if a process certainly runs on this host. It may be stopped.
+
+    Args:
+        identity: The result of ``own_identity`` in that process.
+    """
+    space, _, started = identity.rpartition("/")
+    space, _, pid = space.rpartition("/")
+    try:
+        if not pid.isdecimal() or space != _process_space():
+            return False
+        state, found = _state_and_start(int(pid))
+    except (OSError, OverflowError):
+        return False
+    return found == started and state not in _ENDED_STATES
+
+
+def _process_space() -> str:
+    """Returns the scope in which process ids are unique: this boot of this host, and this process namespace."""
+    boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{(_PROC / 'self/ns/pid').readlink().name}"
+
+
+def _state_and_start(pid: int) -> tuple[str, str]:
+    # The program's name, in parentheses, may contain any characters.
+    fields = (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
+    return fields[0], fields[19]
+
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_DIRECTORY = Path("/dev/shm")
+RECORD_SUFFIX = ".shard"
+"""End of the name of a file that describes a shard."""
+KEPT_S = 24 * 3600.0
+"""Seconds after its last change when the folder of a server that has ended is removed although it contains shards."""
+
+_LOCK, _OWNER = "lock", "owner.json"
+_UNFINISHED_SUFFIX = ".new"
+
+_FOLDER_MODE = 0o711
+"""Other users may enter a folder, to reach the server's socket, and do nothing else."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FolderOwner:
+    """The server that a folder belongs to."""
+
+    server_id: str
+    coordinator: str
+    """host:port of the coordinator, as the server was told. Servers of two clusters may have the same id."""
+    supervisor: str = ""
+    """Identity of the process that starts the server again; see ``process_identity.py``. Empty: not known."""
+
+    @property
+    def prefix(self) -> str:
+        """Start of the names of the owner's folders."""
+        key = hashlib.sha256(f"{self.coordinator}\0{self.server_id}".encode()).hexdigest()[:16]
+        return f"{SERVER_FOLDER_PREFIX}{key}-"
+
+
+@dataclass(frozen=True, slots=True)
+class LockedFolder:
+    """A folder of this process."""
+
+    path: Path
+    lock: int
+    """Descriptor that holds the lock."""
+
+    @property
+    def own_files(self) -> tuple[str, ...]:
+        """Names of the files that belong to the folder itself."""
+        return _LOCK, _OWNER, SOCKET_NAME
+
+    @property
+    def has_shards(self) -> bool:
+        """True if the folder contains the record of a shard."""
+        return any(self.path.glob(f"*{RECORD_SUFFIX}"))
+
+    def remove(self) -> None:
+        """Removes the folder and releases the lock."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self.lock)
+
+    def leave(self) -> None:
+        """Leaves the folder to the next process of the server: releases the lock."""
+        os.close(self.lock)
+
+
+def make_folder(
+    directory: Path, owner: FolderOwner | None, fill: Callable[[Path], object] = lambda _: None
+) -> LockedFolder:
+    """Makes and locks a new folder. The name is random: another user could occupy a name that is known in advance.
+
+    Args:
+        directory: Directory in a memory file system.
+        owner: Server that may take the folder up again. None: nobody does.
+        fill: Makes the first files. If it raises, or the process ends, nobody takes the folder up.
+    """
+    made = Path(tempfile.mkdtemp(prefix=f".{SERVER_FOLDER_PREFIX}", dir=directory))
+    with opened(open_folder(made)) as folder:
+        lock = _lock(folder, create=True)
+        os.fchmod(folder, _FOLDER_MODE)
+    # The folder gets its final name, for which other processes look, only once it is locked.
+    prefix = SERVER_FOLDER_PREFIX if owner is None else owner.prefix
+    made_folder = LockedFolder(made.rename(directory / f"{prefix}{secrets.token_hex(8)}"), lock)
+    try:
+        fill(made_folder.path)
+        if owner is not None:
+            _write_owner(made_folder.path, owner)  # last: a folder without an owner is removed
+    except BaseException:
+        made_folder.remove()
+        raise
+    return made_folder
+
+
+def take_folder(directory: Path, owner: FolderOwner) -> LockedFolder | None:
+    """Locks the folder that a former process of the same server left; None if there is none.
+
+    If there are several, the newest is taken, and the others are removed.
+    """
+    taken: LockedFolder | None = None
+    for path in sorted(directory.glob(f"{owner.prefix}*"), key=_changed_at, reverse=True):
+        try:
+            with opened(open_folder(path)) as folder:
+                found, lock = _read_owner(folder), _lock(folder)
+        except OSError:
+            continue  # its server runs, or another user owns it
+        candidate = LockedFolder(path, lock)
+        if taken is None and found.get("boot") == boot_id():
+            taken = candidate
+            path.chmod(_FOLDER_MODE)
+            _write_owner(path, owner)
+        else:
+            candidate.remove()
+            logger.info("removed %s, an older folder of this server", path)
+    return taken
+
+
+def remove_remains(directory: Path) -> None:
+    """Removes the folders of this user's ended servers that no process will take up.
+
+    Another user can make a folder with such a name, or put a FIFO in place of the lock file. Neither is opened.
+    """
+    for path in directory.glob(f"{SERVER_FOLDER_PREFIX}*"):
+        _remove_if(path, partial(_is_garbage, path))
+
+
+def remove_folders(directory: Path, coordinator: str) -> None:
+    """Removes the folders of this user's ended servers of one cluster, which has ended."""
+    for path in directory.glob(f"{SERVER_FOLDER_PREFIX}*"):
+        _remove_if(path, lambda owner: owner.get("coordinator") == coordinator)
+
+
+def folders_of(directory: Path, owner: FolderOwner) -> list[Path]:
+    """Returns the folders of a server, whether it runs or not."""
+    return sorted(directory.glob(f"{owner.prefix}*"))
+
+
+def size_of(folder: Path) -> int:
+    """Returns the size of the files in a folder, in bytes. Files that are removed meanwhile do not count."""
+    sizes = []
+    for path in folder.iterdir():
+        with suppress(FileNotFoundError):
+            sizes.append(path.stat().st_size)
+    return sum(sizes)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Creates or replaces a small file. A process that is killed leaves the old file or the new one."""
+    temporary = path.with_name(f"{path.name}{_UNFINISHED_SUFFIX}")
+    with opened(
+        os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    ) as file:
+        os.write(file, data)
+    temporary.rename(path)
+
+
+def _remove_if(path: Path, condition: Callable[[Mapping[str, Any]], bool]) -> None:
+    try:
+        with opened(open_folder(path)) as folder:
+            # Folders that are kept are not locked: a new process of their server would take the lock for that of
+            # another process, and would start without its shards.
+            if not condition(_read_owner(folder)):
+                return
+            with opened(_lock(folder)):
+                if not condition(_read_owner(folder)):
+                    return
+                shutil.rmtree(path)
+    except OSError:
+        return  # its server runs, or another user owns it, or another process is making or removing it
+    logger.info("removed %s, the folder of a server that has ended", path)
+
+
+def _is_garbage(path: Path, owner: Mapping[str, Any]) -> bool:
+    """Returns whether no process will take up the folder of a server that has ended."""
+    if not owner or owner.get("boot") != boot_id() or has_ended(str(owner.get("supervisor", ""))):
+        return True
+    return not any(path.glob(f"*{RECORD_SUFFIX}")) or time.time() - _changed_at(path) > KEPT_S
+
+
+def _changed_at(path: Path) -> float:
+    """Returns when a server changed the files of its folder last. Updates in place count once in an hour."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _write_owner(path: Path, owner: FolderOwner) -> None:
+    write_whole(path / _OWNER, json.dumps({"boot": boot_id(), **asdict(owner)}).encode())
+
+
+def _read_owner(folder: int) -> dict[str, Any]:
+    """Returns the content of a folder's owner file; empty if there is none."""
+    try:
+        with open(open_file(_OWNER, folder=folder), encoding="utf-8") as file:
+            found = json.load(file)
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _lock(folder: int, *, create: bool = False) -> int:
+    """Locks a folder; returns the descriptor that holds the lock. Raises OSError if the lock is taken."""
+    held = open_file(_LOCK, create=create, folder=folder)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(held)
+        raise
+    return held

@@ -1,0 +1,1 @@
+"""Units, grids and optimizers, and how both are described."""

@@ -1,0 +1,527 @@
+"""The step that a request of a trainer concerns: in flight, committed, or not started.
+
+The rpcs with which trainers finish and restart the work of a step: FinishWork and ResetWork.
+
+Each rpc waits at most ``wait_s`` and then returns what it waits for. Trainers repeat the whole request, so that a
+restarted coordinator receives everything it needs.
+
+The rpcs with which trainers end a step: PrepareGradients and CommitStep.
+
+Each rpc waits at most ``wait_s`` and then returns what it waits for. Trainers repeat the whole request, so that a
+restarted coordinator receives everything it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+
+from shardwell_server.coordinator.checkpoints.restoring import UnitFiller
+from shardwell_server.coordinator.commit.committer import Committer
+from shardwell_server.coordinator.commit.preparation import StepPreparer
+from shardwell_server.coordinator.inspection.events import EventKind
+from shardwell_server.coordinator.inspection.stall import explain_stall
+from shardwell_server.coordinator.leases.trainers import TrainerLeases
+from shardwell_server.coordinator.ranks.members import Member
+from shardwell_server.coordinator.run import Run
+from shardwell_server.coordinator.servers.shard_servers import ShardServers
+from shardwell_server.coordinator.settings import poll
+from shardwell_server.coordinator.state import CoordinatorState
+from shardwell_server.coordinator.steps.committed_steps import check_written_buffers
+from shardwell_server.coordinator.steps.proposals import (
+    NormKind,
+    OtherNorm,
+    PreparedGradients,
+    StepProposal,
+    check_asynchronous,
+    committed_optimizer,
+    require_same_proposal,
+    starts_anew,
+    validate_proposal,
+)
+from shardwell_server.coordinator.steps.reports import find_differences, newly_finished, note_gradients
+from shardwell_server.coordinator.steps.step import FinishedWork, Step, WorkItem
+from shardwell_server.coordinator.steps.work import AsynchronousWork
+from shardwell_server.coordinator.storage.records import CommitRecord
+from shardwell_wire.errors import InvalidRequestError, StepRestartedError, StepStateError, VersionGoneError
+from shardwell_wire.v1 import coordinator_pb2
+
+
+def step_in_flight(run: Run, number: int) -> Step | None:
+    """Returns the step in flight of a synchronous run, or None if step ``number`` is committed.
+
+    Raises:
+        StepStateError: The step has not started.
+    """
+    require_started(run, number)
+    return run.work.steps[0] if number == run.committed_step else None
+
+
+def step_of(run: Run, member: Member, number: int, dp_rank: int, item_number: int) -> Step | None:
+    """Returns the step in flight that has an item, or None if it is committed.
+
+    Args:
+        run: The run.
+        member: The trainer that computes the item.
+        number: Number of the step, which is the version that the item reads.
+        dp_rank: Data rank of the item, in an asynchronous run.
+        item_number: Number of the item, in an asynchronous run.
+
+    Raises:
+        StepStateError: The step has not started.
+        StepRestartedError: In an asynchronous run, the item is computed again from another version.
+    """
+    if not isinstance(run.work, AsynchronousWork):
+        return step_in_flight(run, number)
+    require_started(run, number)
+    return run.work.find_step(member.name, number, dp_rank, item_number)
+
+
+def named_step(run: Run, member: Member, number: int, item: coordinator_pb2.ItemName | None) -> Step | None:
+    """As ``step_of``. Raises InvalidRequestError if an item is required and not named."""
+    if item is None and run.asynchronous:
+        raise InvalidRequestError(
+            f"item is not set: run {run.name!r} has consistency={run.settings.consistency}, in which the request names "
+            "the work item"
+        )
+    return step_of(run, member, number, item.dp_rank if item else 0, item.number if item else 0)
+
+
+def require_started(run: Run, number: int) -> None:
+    """Raises StepStateError if a step has not started."""
+    if not run.started:
+        raise StepStateError(f"run {run.name!r} has not started: wait until Join returns started=True")
+    if number > run.committed_step:
+        raise StepStateError(
+            f"step {number} of run {run.name!r} has not started: step {run.committed_step} is in flight",
+            step=run.committed_step,
+        )
+
+
+class WorkRequests:
+    """Serves FinishWork and ResetWork of every run.
+
+    Args:
+        state: State of the coordinator.
+        servers: The shard servers.
+        trainers: Leases and fences work items.
+        preparer: Prepares steps.
+    """
+
+    def __init__(
+        self, state: CoordinatorState, servers: ShardServers, trainers: TrainerLeases, preparer: StepPreparer
+    ) -> None:
+        self._state, self._servers, self._trainers, self._preparer = state, servers, trainers, preparer
+
+    async def finish_work(
+        self,
+        run: Run,
+        member: Member,
+        number: int,
+        reports: Sequence[coordinator_pb2.FinishedItem],
+        *,
+        accept_work: bool,
+        accept_copies: bool,
+        wait_s: float,
+    ) -> coordinator_pb2.FinishWorkResponse:
+        """Marks items as finished. Waits until all items are finished, or the caller has to compute an item.
+
+        Reports of former attempts have no effect. If the caller's items were restarted, the response contains them.
+        """
+        if isinstance(run.work, AsynchronousWork):
+            step, is_committed = _reported_step(run, run.work, member, number, reports)
+            if step is None and not is_committed:
+                return await self._start_item(run, run.work, member, wait_s)
+        else:
+            step = step_in_flight(run, number)
+        if step is None:
+            return coordinator_pb2.FinishWorkResponse(all_finished=True, placement=run.relocations.announced)
+        if member.note_behind(False):
+            run.touch()
+        reported = {report.global_rank for report in reports}
+        finished = newly_finished(step, member.name, reports, len(run.units))
+        written = check_written_buffers(step, finished, reports, run.units.layouts)
+        note_gradients(finished, reports, run.units.layouts)
+        are_last = run.work.finish_items(member, step, finished, written)
+        self._compare_gradients(run, step, finished)
+        if are_last:
+            run.changed.notify()
+            if not run.asynchronous:  # otherwise steps wait for their turn, and may not need the norm
+                self._preparer.start(run, step)
+        self._trainers.items.start_fencing(run)
+        if member.note_accepts_reassigned_work(accept_work):
+            run.touch()
+        accept_copies = accept_copies and not run.asynchronous
+        if not accept_copies:
+            step.drop_copies(member.name)
+
+        async def check() -> coordinator_pb2.FinishWorkResponse | None:
+            return await self._find_work(
+                run, member, step, reported, accept_work=accept_work, accept_copies=accept_copies
+            )
+
+        try:
+            response = await poll(run.changed, check, wait_s)
+        finally:
+            run.members.stop_waiting_for_work(member.name)
+        # The response may reveal new leases and epochs. They must survive a restart, so store them first.
+        await self._state.save(run)
+        response = response or coordinator_pb2.FinishWorkResponse(waiting_for=step.waiting_for())
+        response.placement = run.relocations.announced
+        return response
+
+    def _compare_gradients(self, run: Run, step: Step, finished: Sequence[FinishedWork]) -> None:
+        """Adds an event for each unit of which the trainers of a newly finished item computed different gradients."""
+        for item in (work.item for work in finished if not work.item.unfinished):
+            for unit, message in find_differences(item, step.number, run.settings.world, run.units):
+                unit.note_different_gradients()
+                self._state.events.add(EventKind.GRADIENTS_DIFFER, message, run=run.name)
+
+    async def _find_work(
+        self,
+        run: Run,
+        member: Member,
+        step: Step,
+        reported: Set[int],
+        *,
+        accept_work: bool,
+        accept_copies: bool,
+    ) -> coordinator_pb2.FinishWorkResponse | None:
+        run.require_member(member.name, member.epoch)
+        if not run.work.is_in_flight(step):
+            return coordinator_pb2.FinishWorkResponse(all_finished=True)
+        self._servers.require_available(run)
+        if step.all_finished:
+            return coordinator_pb2.FinishWorkResponse(all_finished=True, last_finished=step.last_finished)
+        # Items that are leased to the caller and not reported as finished are its work, even if the response that
+        # granted them was lost.
+        if accept_work and not step.leased_to(member.name):
+            run.members.wait_for_work(member.name)
+            self._trainers.revoke_unfinished(run)
+            self._trainers.items.lease_vacant_items(run)
+            if accept_copies and not step.leased_to(member.name):
+                self._trainers.items.copy_late_item(run, member)
+        # A server that has not fenced the former attempt of a restarted item would mix its parts with those of the new
+        # attempt.
+        leased = step.leased_to(member.name)
+        restarted = any(not reported.isdisjoint(item.members) for item in leased)
+        copied = step.copied_by(member.name) is not None
+        if (copied or (leased and (accept_work or restarted))) and all(item.fenced for item in leased):
+            return coordinator_pb2.FinishWorkResponse(work=run.work.assigned_to(member.name))
+        return None
+
+    async def _start_item(
+        self, run: Run, work: AsynchronousWork, member: Member, wait_s: float
+    ) -> coordinator_pb2.FinishWorkResponse:
+        """Waits until a trainer of an asynchronous run may start its next item."""
+
+        async def check() -> coordinator_pb2.FinishWorkResponse | None:
+            run.require_member(member.name, member.epoch)
+            self._servers.require_available(run)
+            if work.start_item(member.name) or work.has_all_items(member):
+                return coordinator_pb2.FinishWorkResponse(work=work.assigned_to(member.name))
+            run.members.wait_for_work(member.name)
+            return None
+
+        try:
+            response = await poll(run.changed, check, wait_s)
+        finally:
+            run.members.stop_waiting_for_work(member.name)
+        await self._state.save(run)
+        response = response or coordinator_pb2.FinishWorkResponse(waiting_for=self._explain(run))
+        response.placement = run.relocations.announced
+        return response
+
+    async def reset_work(
+        self, run: Run, member: Member, request: coordinator_pb2.ResetWorkRequest, wait_s: float
+    ) -> coordinator_pb2.ResetWorkResponse:
+        """Starts a new attempt of the item that a rank belongs to. Servers drop the contributions of former attempts.
+
+        Raises:
+            VersionGoneError: The step is committed.
+            StaleEpochError: The item was leased to another trainer.
+            StepRestartedError: In an asynchronous run, the item is computed again from another version.
+        """
+
+        async def check() -> WorkItem | None:
+            run.require_live(member.name)
+            return None if run.commits.writing else await self._reset_item(run, member, request)
+
+        item = await poll(run.changed, check, wait_s)
+        if item is None:
+            servers = ", ".join(map(repr, run.units.servers))
+            lines = [*self._explain(run), f"servers {servers}: they drop the contributions of the former attempt"]
+            return coordinator_pb2.ResetWorkResponse(waiting_for=lines)
+        return coordinator_pb2.ResetWorkResponse(item=item.to_proto(request.global_rank))
+
+    async def _reset_item(self, run: Run, member: Member, request: coordinator_pb2.ResetWorkRequest) -> WorkItem:
+        number = request.context.step
+        if number < run.committed_step and not run.asynchronous:
+            raise VersionGoneError(
+                f"step {number} is committed, so its work cannot be reset", step=number, version=run.committed_step
+            )
+        step = step_of(run, member, number, request.global_rank, request.item_number)
+        if step is None:
+            raise VersionGoneError(f"step {number} is committed, so its work cannot be reset", step=number)
+        item = step.require_leased(member.name, request.global_rank, request.context.epoch)
+        repeated = item.reset_id != "" and item.reset_id == request.context.request_id
+        if not repeated and (not request.HasField("attempt") or request.attempt == item.attempt):
+            # Expired trainers cannot reset their finished items, which the reset of this item invalidates too. Those of
+            # this item's replica get the new attempt.
+            expired = [each for each in run.members.expired if each.name not in item.trainers]
+            self._trainers.revoke(run, expired)
+            run.work.reset_item(step, item, request.context.request_id)
+            message = f"{item} of step {number}: trainer {member.name!r} starts attempt {item.attempt}"
+            self._state.events.add(EventKind.WORK_RESET, message, run=run.name)
+        # Store the attempt before any server sees it: a restarted coordinator must not reuse its number.
+        await self._state.save(run)
+        await self._trainers.items.fence(run, [item])
+        self._trainers.items.start_fencing(run)
+        return item
+
+    def _explain(self, run: Run) -> list[str]:
+        return explain_stall(run, self._state.cluster, self._state.clock(), self._state.settings.min_servers).lines
+
+
+def _reported_step(
+    run: Run, work: AsynchronousWork, member: Member, number: int, reports: Sequence[coordinator_pb2.FinishedItem]
+) -> tuple[Step | None, bool]:
+    """Returns the step in flight of a reported item, and whether the item is committed.
+
+    Returns:
+        None and False if no item is reported, or if the reported one is computed again: the trainer wants an item.
+    """
+    require_started(run, number)
+    try:
+        steps = [work.find_step(member.name, number, report.global_rank, report.number) for report in reports]
+    except StepRestartedError:
+        return None, False
+    return (steps[0], steps[0] is None) if steps else (None, False)
+
+
+class CommitRequests:
+    """Serves PrepareGradients and CommitStep of every run.
+
+    Args:
+        state: State of the coordinator.
+        servers: The shard servers.
+        trainers: Leases and fences work items.
+        preparer: Prepares steps.
+        committer: Commits steps.
+        filler: Knows the checkpoint that a run continues from.
+    """
+
+    def __init__(
+        self,
+        state: CoordinatorState,
+        servers: ShardServers,
+        trainers: TrainerLeases,
+        preparer: StepPreparer,
+        committer: Committer,
+        filler: UnitFiller,
+    ) -> None:
+        self._state, self._servers, self._trainers = state, servers, trainers
+        self._preparer, self._committer, self._filler = preparer, committer, filler
+
+    async def prepare_gradients(
+        self,
+        run: Run,
+        member: Member,
+        number: int,
+        item: coordinator_pb2.ItemName | None = None,
+        *,
+        kind: NormKind | None,
+        wait_s: float,
+        counted: Sequence[int] = (),
+        kept: Sequence[int] = (),
+    ) -> coordinator_pb2.PrepareGradientsResponse:
+        """Returns the norms of a step's gradient once every item is finished.
+
+        Args:
+            run: The run.
+            member: The trainer that sent the request.
+            number: Number of the step.
+            item: The trainer's item, in an asynchronous run.
+            kind: Another norm to compute besides the Euclidean norm. None: none.
+            wait_s: Longest time to wait in seconds.
+            counted: Units of this trainer over which to compute the norms. Empty: all units of the run.
+            kept: Units of this trainer whose gradients another optimizer will use. If there are any, the norms wait
+                until trainers of all tp ranks and pp ranks have named their units.
+
+        Raises:
+            NonFiniteError: A gradient is not finite.
+            StepRestartedError: The caller must still compute work of the step.
+            VersionGoneError: The step is committed, and its norms are no longer kept or no trainer asked for this one.
+        """
+        step = named_step(run, member, number, item)
+        if step is not None and kept and step.note_counted(counted, kept):
+            run.changed.notify()
+
+        async def check() -> PreparedGradients | None:
+            run.require_member(member.name, member.epoch)
+            if step is None or not run.work.is_in_flight(step):
+                return _committed_norms(run, number, item, kind)
+            self._servers.require_available(run)
+            step.require_finished(member.name)
+            if not step.all_finished or (kept and step.uncounted(run.units.layouts)):
+                return None
+            prepared = await self._preparer.prepare(run, step, kind=kind)
+            return prepared if prepared is None or not kept else prepared.restricted_to(step.counted)
+
+        prepared = await poll(run.changed, check, wait_s)
+        if prepared is None:
+            lines = self._explain(run)
+            if kept and step is not None and (missing := step.uncounted(run.units.layouts)):
+                lines = [*lines, f"clip_grad_norm_ in the trainers that hold unit {missing[0]!r}"]
+            return coordinator_pb2.PrepareGradientsResponse(waiting_for=lines)
+        return coordinator_pb2.PrepareGradientsResponse(
+            prepared=True,
+            grad_norm=prepared.grad_norm,
+            other_norm=(prepared.find(kind) if kind is not None else None) or 0.0,
+            attempts=step.attempts if step is not None else 0,
+        )
+
+    async def commit_step(
+        self,
+        run: Run,
+        member: Member,
+        number: int,
+        proposal: StepProposal,
+        wait_s: float,
+        staged: Sequence[coordinator_pb2.PartitionWork] = (),
+        item: coordinator_pb2.ItemName | None = None,
+    ) -> coordinator_pb2.CommitStepResponse:
+        """Adds a trainer's proposal and waits until the step is committed.
+
+        If the optimizer runs on the trainers, the response may instead contain optimizer partitions for the caller to
+        update. ``staged`` names the partitions that the caller has already staged, ``item`` the caller's item in an
+        asynchronous run.
+
+        Raises:
+            HyperparameterMismatchError: The proposal differs from the leader's.
+            StepRestartedError: The caller's own work is not finished, or it clips by an outdated norm.
+        """
+        step = named_step(run, member, number, item)
+        proposal.optimizer.new_state = starts_anew(run.commits.state, proposal.optimizer.generation)
+        if is_new := step is None or not step.proposals.prove_valid(proposal):
+            validate_proposal(proposal, run.units.layouts, run.units.cuts)
+            if run.asynchronous:
+                check_asynchronous(proposal, run.settings.consistency)
+        if step is not None:
+            await self._filler.check_step(run, proposal.optimizer)
+        if step is not None and run.work.is_in_flight(step):
+            run.check_algorithms(proposal.optimizer)
+            step.check_ready(proposal)
+            step.proposals.add(proposal)
+            names_units = is_new and proposal.norm_attempts is not None and step.note_counted(*proposal.norm_units)
+            if step.partitions.note(staged) or names_units:
+                run.changed.notify()
+
+        async def check() -> coordinator_pb2.CommitStepResponse | None:
+            run.require_member(member.name, member.epoch)
+            if step is None or not run.work.is_in_flight(step):
+                return self._committed_response(run, member, number, item, proposal)
+            return await self._try_commit(run, member, step, item, proposal)
+
+        response = await poll(run.changed, check, wait_s)
+        await self._state.save(run)
+        return response or coordinator_pb2.CommitStepResponse(waiting_for=self._explain(run))
+
+    async def _try_commit(
+        self,
+        run: Run,
+        member: Member,
+        step: Step,
+        item: coordinator_pb2.ItemName | None,
+        proposal: StepProposal,
+    ) -> coordinator_pb2.CommitStepResponse | None:
+        """Commits the step if all work is finished and the leader has proposed. Otherwise returns None."""
+        self._servers.require_available(run)
+        step.check_ready(proposal)  # a work item may have been reset while the request waited
+        if step.all_finished:
+            self._trainers.revoke_for_commit(run, step, updates_on_trainers=proposal.updates_on_trainers)
+        # Repeat this after every change: the leader may have proposed since, and a reset drops all proposals.
+        step.proposals.restore(proposal)
+        leaders, layouts = run.work.leaders(step), run.units.layouts
+        step.proposals.reject_if_different(member.name, leaders, layouts)
+        if step.proposals.leading(leaders, layouts) is not None and step.all_finished:
+            if proposal.updates_on_trainers:
+                if work := await self._partitions_for(run, member, step):
+                    return coordinator_pb2.CommitStepResponse(partitions=work, new_state=proposal.optimizer.new_state)
+                if not step.partitions.all_staged:
+                    return None
+            await self._committer.commit(run, step)
+        if run.work.is_in_flight(step):
+            return None
+        return self._committed_response(run, member, step.number, item, proposal)
+
+    async def _partitions_for(self, run: Run, member: Member, step: Step) -> list[coordinator_pb2.PartitionWork]:
+        """Returns the optimizer partitions that a trainer must update, once the gradients are reduced."""
+        if await self._preparer.prepare_or_skip(run, step) is None or not run.work.is_in_flight(step):
+            return []
+        run.require_member(member.name, member.epoch)
+        position = run.rank_owners.position_of(member.name, run.settings)
+        return step.partitions.assign(member.name, position, run.members.live, run.next_epoch)
+
+    def _committed_response(
+        self,
+        run: Run,
+        member: Member,
+        number: int,
+        item: coordinator_pb2.ItemName | None,
+        proposal: StepProposal,
+    ) -> coordinator_pb2.CommitStepResponse:
+        """Returns the response for a committed step, with the caller's current work and the run's current state."""
+        record = _record_of(run, number, item)
+        if isinstance(run.work, AsynchronousWork):
+            run.work.start_item(member.name)
+        elif record is not None:
+            # A trainer that joined after the commit repeats the step without its gradients. It may not know the norms
+            # from which the committed clipping was computed, so its own clipping is accepted.
+            # An optimizer whose first step was committed since does not start with new state any more.
+            proposal.optimizer.new_state |= committed_optimizer(record.optimizer).new_state
+            committed, is_known = StepProposal.from_record(record), number >= member.joined_step
+            require_same_proposal(committed, proposal, run.units.layouts, clipping=is_known)
+        response = coordinator_pb2.CommitStepResponse(
+            committed=True,
+            placement=run.relocations.announced,
+            grad_norm=record.grad_norm if record is not None else 0.0,
+            version=number + 1 if record is None else record.step + 1,
+            skipped=record is not None and record.skipped,
+            next_work=run.work.assigned_to(member.name),
+            record_s=run.commits.record_s if number == run.committed_step - 1 else 0.0,
+            residuals=run.wanted_residuals(member),
+            staleness=None if record is None else record.staleness,
+        )
+        if (update := run.commits.update_before(number)) is not None:
+            response.previous_update.server, response.previous_update.duration_s = update.server_id, update.duration_s
+        state = run.commits.state
+        if state is not None and state.buffer_versions:
+            response.state.CopyFrom(state)
+            response.state.ClearField("tracked_json")
+        return response
+
+    def _explain(self, run: Run) -> list[str]:
+        return explain_stall(run, self._state.cluster, self._state.clock(), self._state.settings.min_servers).lines
+
+
+def _record_of(run: Run, number: int, item: coordinator_pb2.ItemName | None) -> CommitRecord | None:
+    """Returns the record of a committed step. In an asynchronous run: of a trainer's item. None: it is not kept."""
+    return run.commits.find(number) if item is None else run.commits.find_item(item.dp_rank, item.number)
+
+
+def _committed_norms(
+    run: Run, number: int, item: coordinator_pb2.ItemName | None, kind: NormKind | None
+) -> PreparedGradients:
+    if (record := _record_of(run, number, item)) is None:
+        raise VersionGoneError(
+            f"step {number} is committed and its norms are no longer kept: step {run.committed_step} is in flight",
+            step=number,
+        )
+    norms = tuple(OtherNorm(NormKind(norm_type, bound), value) for norm_type, bound, value in record.other_norms)
+    prepared = PreparedGradients(record.grad_norm, norms)
+    if kind is not None and prepared.find(kind) is None:
+        raise VersionGoneError(
+            f"step {number} is committed, and no trainer asked for its norm of type {kind.norm_type} before",
+            step=number,
+        )
+    return prepared

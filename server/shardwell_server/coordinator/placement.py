@@ -1,0 +1,445 @@
+"""Cuts a unit into one byte range per shard server. Pure arithmetic.
+
+A run computes the same bits wherever its units are placed, so placement may depend on the servers' free memory.
+
+Declares units, places them on shard servers, and publishes their initial values.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shardwell_server.coordinator.inspection.events import EventKind
+from shardwell_server.coordinator.run import Run
+from shardwell_server.coordinator.runs.units import Unit, require_same_layout
+from shardwell_server.coordinator.servers.shard_servers import ShardServers, check_recoverable
+from shardwell_server.coordinator.settings import MAX_UNITS, SharedCall, poll
+from shardwell_server.coordinator.state import CoordinatorState
+from shardwell_server.coordinator.storage.records import ShardRecord
+from shardwell_wire.errors import (
+    CapacityError,
+    InvalidRequestError,
+    NotFoundError,
+    ShardwellError,
+    StaleEpochError,
+    StepStateError,
+    UnavailableError,
+    UnitMismatchError,
+)
+from shardwell_wire.model.layout import UnitLayout, cut, cut_between
+from shardwell_wire.v1 import common_pb2, shard_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A live server that may own a shard."""
+
+    server_id: str
+    free_bytes: int
+    """Part of the memory budget that is not reserved."""
+    budget_bytes: int
+    """The memory budget."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """A half-open byte range of a unit's flat vector and the server that will own it."""
+
+    server_id: str
+    start_bytes: int
+    stop_bytes: int
+
+
+def place(layout: UnitLayout, candidates: Sequence[Candidate], min_shard_bytes: int) -> list[Range]:
+    """Cuts a unit into ranges in proportion to the free memory of the servers.
+
+    With placement "tensor", cuts fall between tensors. A unit that is too small for all servers goes to servers that
+    can hold it and have the largest part of their budgets free: many small units then spread in proportion to the
+    budgets. The result does not depend on the order of the candidates.
+
+    Args:
+        layout: Layout of the unit.
+        candidates: At least one server.
+        min_shard_bytes: Smallest range.
+
+    Returns:
+        Ranges in order, which cover the flat vector. A range is empty only if the unit is empty.
+    """
+
+    def rank(candidate: Candidate) -> tuple[bool, float, str]:
+        is_too_full = candidate.free_bytes < layout.size_bytes
+        return is_too_full, -candidate.free_bytes / candidate.budget_bytes, candidate.server_id
+
+    ranked = sorted(candidates, key=rank)
+    weights = [float(candidate.free_bytes) for candidate in ranked]
+    if not any(weights):
+        # No server has free memory. Place the unit anyway: the servers then refuse it, and their error says what to do.
+        weights = [1.0] * len(ranked)
+    if layout.placement == "tensor":
+        bounds = cut_between(layout, weights, min_shard_bytes)
+    else:
+        bounds = cut(layout.size_bytes, weights, min_shard_bytes)
+    ranges = [Range(candidate.server_id, start, stop) for candidate, (start, stop) in zip(ranked, bounds, strict=True)]
+    return [piece for piece in ranges if piece.start_bytes < piece.stop_bytes] or ranges[:1]
+
+
+logger = logging.getLogger(__name__)
+
+
+class UnitPlacer:
+    """Declares and publishes the units of every run.
+
+    Args:
+        state: State of the coordinator.
+        servers: The shard servers.
+    """
+
+    def __init__(self, state: CoordinatorState, servers: ShardServers) -> None:
+        self._state, self._servers = state, servers
+        self._continued: set[str] = set()
+        """Ids of runs that a former coordinator has placed units of."""
+
+    def resume(self, run: Run) -> None:
+        """Releases, in the background, reservations that the former coordinator has not released.
+
+        Only units without values are placed again. A reservation that was never recorded is released when its unit is
+        placed.
+        """
+        self._continued.add(run.identity.run_id)
+        if run.checkpoints.restore is None:
+            for unit in run.units:
+                if not unit.published:
+                    self._release_elsewhere(run, unit.layout.unit, unit.shards)
+
+    # Declaration
+
+    async def declare(self, run: Run, layout: UnitLayout, wait_s: float) -> Unit:
+        """Returns the unit with this layout. Places a new unit on servers. A rejected declaration has no effect.
+
+        Raises:
+            UnitMismatchError: The unit was declared with another layout.
+            CapacityError: A server has no memory for its shard.
+            UnavailableError: Too few servers registered within ``wait_s``, or an owner is unreachable.
+            ConflictError: Shards of the run are lost.
+        """
+        unit = run.units.find(layout.unit)
+        try:
+            while unit is None or not self._is_reserved(unit):
+                if unit is not None:
+                    _require_same(run, unit, layout)
+                await self._wait_for_servers(run, wait_s)
+                # Concurrent declarations of one unit share one placement.
+                placing = run.units.placing.setdefault(layout.unit, SharedCall())
+                try:
+                    unit = await placing(lambda: self._place(run, layout))
+                finally:
+                    run.units.placing.pop(layout.unit, None)
+        except UnavailableError:
+            self._servers.require_available(run)  # a permanent error takes precedence: retrying would not help
+            raise
+        _require_same(run, unit, layout)
+        self._servers.require_available(run)
+        return unit
+
+    def _is_reserved(self, unit: Unit) -> bool:
+        """True if the unit is published, or all its owners still have the memory they reserved."""
+        return unit.published or not any(self._is_ending(at) for at in unit.shards)
+
+    def _is_ending(self, shard: ShardRecord) -> bool:
+        """True if a server process has ended, or is about to stop: it waits only for shards with values."""
+        return self.has_ended(shard) or self._state.cluster.servers[shard.server_id].leaving
+
+    def has_ended(self, shard: ShardRecord) -> bool:
+        """True if the server process that received a shard has ended."""
+        server = self._state.cluster.servers.get(shard.server_id)
+        return server is None or server.incarnation != shard.incarnation or server.ended
+
+    async def _wait_for_servers(self, run: Run, wait_s: float) -> None:
+        """Waits for ``min_servers`` servers before the first unit of a run, and for one server before later units."""
+        cluster = self._state.cluster
+        wanted = 1 if len(run.units) else self._state.settings.min_servers
+
+        async def check() -> bool | None:
+            check_recoverable(run, cluster)
+            return len(cluster.staying) >= wanted or None
+
+        if not await poll(cluster.changed, check, wait_s):
+            raise UnavailableError(
+                f"run {run.name!r} {cluster.describe_waiting(wanted)}",
+            )
+
+    async def _place(self, run: Run, layout: UnitLayout) -> Unit | None:
+        """Places a new unit, or a unit that lost an owner before it had values.
+
+        The units of a run are placed one at a time. If a unit is refused, no later unit exists, and the next unit
+        gets the same index.
+
+        Returns:
+            None if a chosen server has ended meanwhile. The caller must place the unit again.
+        """
+        async with run.units.placement_lock:
+            unit = run.units.find(layout.unit)
+            if unit is None:
+                _check_new(run, layout)
+                if (shards := await self._reserve(run, len(run.units), layout)) is None:
+                    return None
+                unit = Unit(len(run.units), layout, shards)
+                run.units.add(unit)
+                if run.identity.run_id in self._continued:
+                    self._release_elsewhere(run, layout.unit, shards)
+            elif not self._is_reserved(unit):
+                if (shards := await self._reserve(run, unit.index, unit.layout, former=unit.shards)) is None:
+                    return None
+                former = unit.shards
+                run.units.move(unit, shards)
+                self._release_former(run, unit, former)
+            else:
+                return unit
+        owners = ", ".join(repr(shard.server_id) for shard in unit.shards)
+        message = f"unit {unit.layout.unit!r}: {unit.layout.size_bytes} bytes on {owners}"
+        self._state.events.add(EventKind.UNIT_PLACED, message, run=run.name)
+        return unit
+
+    def _release_former(self, run: Run, unit: Unit, former: tuple[ShardRecord, ...]) -> None:
+        """Releases the former reservations of a unit that was placed again, on servers without a new one."""
+        for shard in former:
+            if shard.server_id not in unit.owners and not self.has_ended(shard):
+                self._state.tasks.start(self._release(run, unit.layout.unit, run.last_epoch, shard))
+
+    def _release_elsewhere(self, run: Run, unit: str, shards: tuple[ShardRecord, ...]) -> None:
+        """Releases what servers may have reserved for a unit, except those that have its shards."""
+        owners = {shard.server_id for shard in shards}
+        for server in self._state.cluster.servers.values():
+            reservation = ShardRecord(0, 0, server.server_id, server.incarnation)
+            if server.server_id not in owners and not self.has_ended(reservation):
+                self._state.tasks.start(self._release(run, unit, run.last_epoch, reservation))
+
+    # Reservation
+
+    async def _reserve(
+        self, run: Run, index: int, layout: UnitLayout, *, former: tuple[ShardRecord, ...] = ()
+    ) -> tuple[ShardRecord, ...] | None:
+        """Chooses servers for a unit, reserves memory on them, and stores the placement.
+
+        If a server refuses, or the placement cannot be stored, all reservations are released.
+
+        Args:
+            run: The run.
+            index: Index of the unit.
+            layout: Layout of the unit.
+            former: Shards of the former placement. Their servers release them, unless they are chosen again: a server
+                that receives a backup of the run later must not have a primary that the run does not know.
+
+        Returns:
+            None if a chosen server has ended meanwhile.
+        """
+        shards, placement = self._choose_servers(layout), run.next_epoch()
+        await self._state.save(run)  # no other placement may get this number, even after a restart
+        chosen = {shard.server_id for shard in shards}
+        left = [shard for shard in former if shard.server_id not in chosen and not self.has_ended(shard)]
+        await asyncio.gather(*(self._release(run, layout.unit, placement, shard) for shard in left))
+        try:
+            await self._request_memory(run, index, layout, shards, placement)
+            await self._state.save_unit(run, Unit(index, layout, shards))
+        except ShardwellError as error:
+            await asyncio.gather(*(self._release(run, layout.unit, placement, shard) for shard in shards))
+            if isinstance(error, UnavailableError | NotFoundError) and any(map(self.has_ended, shards)):
+                return None
+            raise
+        return shards
+
+    async def reserve(
+        self, run: Run, index: int, layout: UnitLayout, placement: int, servers: Mapping[str, str]
+    ) -> tuple[ShardRecord, ...]:
+        """Chooses servers for a unit that is loaded from a checkpoint, and reserves memory. Stores nothing.
+
+        Args:
+            run: The run.
+            index: Index of the unit.
+            layout: Layout of the unit.
+            placement: A number that the run has not used for a placement of the unit.
+            servers: Server processes to choose from: incarnations by server id. They have no other copies of the run.
+
+        Raises:
+            CapacityError: A server has no memory for its shard.
+            UnavailableError: A server is unreachable, or none is live.
+        """
+        shards = self._choose_servers(layout, servers)
+        await self._request_memory(run, index, layout, shards, placement)
+        return shards
+
+    async def _request_memory(
+        self, run: Run, index: int, layout: UnitLayout, shards: tuple[ShardRecord, ...], placement: int
+    ) -> None:
+        ranges = {shard.server_id: shard for shard in shards}
+
+        def request(server_id: str) -> shard_pb2.ReserveUnitRequest:
+            return shard_pb2.ReserveUnitRequest(
+                context=self._servers.context(run, 0),
+                unit=layout.to_proto(),
+                unit_index=index,
+                start_bytes=ranges[server_id].start_bytes,
+                stop_bytes=ranges[server_id].stop_bytes,
+                dp=run.settings.world.dp,
+                reduction_groups=run.settings.reduction_groups,
+                placement=placement,
+                asynchronous=run.asynchronous,
+            )
+
+        responses = await self._servers.call_all(ranges, "ReserveUnit", request)
+        for server_id, response in responses.items():
+            self._note_free(server_id, response.free_bytes)
+
+    def _choose_servers(self, layout: UnitLayout, among: Mapping[str, str] | None = None) -> tuple[ShardRecord, ...]:
+        cluster, shards = self._state.cluster, []
+        live = [at for at in cluster.staying if among is None or among.get(at.server_id) == at.incarnation]
+        if not live:  # the last one was lost while other units were placed
+            raise UnavailableError("no shard server is live: start one (shardwell-server shard --coordinator ...)")
+        staying = [server for server in live if not server.draining] or live
+        candidates = [Candidate(server.server_id, server.free_bytes, server.budget_bytes) for server in staying]
+        for piece in place(layout, candidates, self._state.settings.min_shard_bytes):
+            server = cluster.servers[piece.server_id]
+            server.reserve(piece.stop_bytes - piece.start_bytes)
+            shards.append(ShardRecord(piece.start_bytes, piece.stop_bytes, piece.server_id, server.incarnation))
+        return tuple(sorted(shards, key=lambda shard: shard.start_bytes))
+
+    def _note_free(self, server_id: str, free_bytes: int) -> None:
+        if (server := self._state.cluster.servers.get(server_id)) is not None:  # otherwise it left after it answered
+            server.note_free(free_bytes)
+
+    async def _release(self, run: Run, unit: str, placement: int, shard: ShardRecord) -> None:
+        """Releases a reservation. If the server is unavailable, the release is retried in the background."""
+        request = shard_pb2.ReleaseUnitRequest(context=self._servers.context(run, 0), unit=unit, placement=placement)
+
+        async def release() -> bool:
+            try:
+                response = await self._servers.call(shard.server_id, "ReleaseUnit", request, retry_for_s=0.0)
+            except UnavailableError:
+                return False
+            except ShardwellError as error:
+                logger.warning("run %r: the reservation of unit %r was not released: %s", run.name, unit, error)
+                return True
+            self._note_free(shard.server_id, response.free_bytes)
+            return True
+
+        async def release_later() -> None:
+            while not (run.deleted or self.has_ended(shard)):
+                await asyncio.sleep(self._state.settings.lease_s / 3)
+                if await release():
+                    return
+
+        server = self._state.cluster.servers.get(shard.server_id)
+        if server is None or not server.live or not await release():
+            self._state.tasks.start(release_later())
+
+    # Publication
+
+    async def publish(self, run: Run, unit: Unit, trainer: str, epoch: int) -> None:
+        """Publishes the initial values that a trainer sent as version 0.
+
+        Raises:
+            StaleEpochError: Another trainer sends the initial values now.
+            ConflictError: A server did not receive all of its values.
+        """
+        if unit.published:
+            return
+        initializer = run.initializer_of(unit.layout)
+        if initializer is None or (trainer, epoch) != (initializer.trainer, initializer.epoch):
+            current = 0 if initializer is None else initializer.epoch
+            expected = "no trainer" if initializer is None else f"trainer {initializer.trainer!r} under epoch {current}"
+            raise StaleEpochError(
+                f"unit {unit.layout.unit!r}: trainer {trainer!r} sent initial values under epoch {epoch}, but they "
+                f"are expected from {expected}: declare the unit again",
+                unit=unit.layout.unit,
+                epoch=current,
+            )
+        self._servers.require_available(run)
+        while not unit.published:
+            is_joined = unit.publishing.in_flight
+            try:
+                await unit.publishing(lambda: self._publish(run, unit, epoch))
+            except ShardwellError:
+                if not is_joined:
+                    raise
+                # The call of an earlier request failed, perhaps because its trainer is lost and its epoch over.
+
+    async def _publish(self, run: Run, unit: Unit, epoch: int) -> None:
+        if unit.published:
+            return
+        request = shard_pb2.PublishUnitRequest(
+            context=common_pb2.RequestContext(run=run.name, run_id=run.identity.run_id, epoch=epoch),
+            unit=unit.layout.unit,
+            coordinator_epoch=self._state.term,
+        )
+        shards = unit.shards
+        await self._servers.call_all(unit.owners, "PublishUnit", lambda _: request)
+        async with run.units.placement_lock:
+            if unit.shards != shards:
+                return  # the unit was placed again, because an owner ended: its new owners have no values yet
+            if any(map(self._is_ending, shards)):  # and its values with it
+                raise StaleEpochError(
+                    f"unit {unit.layout.unit!r}: a shard server stopped before all initial values were published: "
+                    "declare the unit again",
+                    unit=unit.layout.unit,
+                    epoch=epoch,
+                )
+            await self._state.save_unit(run, unit, published=True)
+            unit.mark_published()
+        self._state.events.add(EventKind.UNIT_PUBLISHED, f"unit {unit.layout.unit!r} is version 0", run=run.name)
+
+
+def _require_same(run: Run, unit: Unit, layout: UnitLayout) -> None:
+    """Raises UnitMismatchError if a declaration differs from the first one of the unit."""
+    try:
+        require_same_layout(unit.layout, layout)
+    except UnitMismatchError as error:
+        raise UnitMismatchError(f"{error}{_advice_on_rewrap(run)}", **error.data) from None
+
+
+def _advice_on_rewrap(run: Run) -> str:
+    """Returns the end of a message about units, if the run has those of a checkpoint."""
+    if not run.checkpoints.lineage:
+        return ""
+    return (
+        ". The run continues from a checkpoint: if the model is wrapped into other units on purpose, continue in a new "
+        "run with join(..., rewrap=True)"
+    )
+
+
+def _check_new(run: Run, layout: UnitLayout) -> None:
+    """Raises if the run cannot accept a new unit."""
+    is_filled = run.filled_from is not None
+    if run.committed_step and layout.holds_buffers and not is_filled:
+        raise StepStateError(
+            f"buffer {layout.parameters[0].name!r} is new, but run {run.name!r} has committed {run.committed_step} "
+            "steps: every trainer must build the same model, with all its buffers, before the first step",
+            buffer=layout.parameters[0].name,
+        )
+    if run.committed_step and not is_filled:
+        raise StepStateError(
+            f"unit {layout.unit!r} is new, but run {run.name!r} has committed {run.committed_step} steps: declare "
+            f"every unit before the first step, under the same name in every trainer{_advice_on_rewrap(run)}",
+            unit=layout.unit,
+        )
+    if run.asynchronous and layout.holds_buffers:
+        raise InvalidRequestError(
+            f"consistency={run.settings.consistency}: the model has buffers, such as {layout.parameters[0].name!r}, "
+            "whose values data rank 0 sets in each step. Use layers without buffers, or SYNCHRONOUS",
+            buffer=layout.parameters[0].name,
+        )
+    if len(run.units) >= MAX_UNITS:
+        raise CapacityError(
+            f"unit {layout.unit!r} cannot be declared: run {run.name!r} has {len(run.units)} units, expected at most "
+            f"{MAX_UNITS}. Wrap larger modules",
+            unit=layout.unit,
+        )
+    if layout.tp_rank >= run.settings.world.tp or layout.pp_ranks[-1] >= run.settings.world.pp:
+        raise InvalidRequestError(
+            f"unit {layout.unit!r} has tp_rank={layout.tp_rank} and pp_rank={layout.pp_ranks[-1]}, which "
+            f"{run.settings.world} does not have",
+            unit=layout.unit,
+        )
+    run.units.require_new_tensors(layout)

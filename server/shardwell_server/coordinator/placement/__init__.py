@@ -1,1 +1,0 @@
-"""Declaration of units and their placement on shard servers."""

@@ -1,0 +1,1 @@
+"""The trainers of a run, and the logical ranks that they play."""

@@ -1,0 +1,428 @@
+"""Replicas of a run: which trainers compute a work item together. Pure functions of names.
+
+Note: [Replicas]
+    A replica is the ``tp x pp`` trainers that compute one work item together, listed by tp rank and then by pp rank.
+    The owners of the ranks of one dp rank are a replica, and one replica may own several dp ranks. A trainer has the
+    same place in every dp rank that it owns, so it belongs to one replica only. A replica is complete if all its
+    trainers are present.
+
+    With ``tp = pp = 1``, each trainer is a replica by itself, also a spare without ranks.
+
+Assigns logical ranks to trainers. Pure functions of names, hosts and requested ranks.
+
+``assign_ranks`` assigns all ranks when a run starts. ``claim_ranks`` assigns ranks to a trainer that joins later.
+``replicas.py`` chooses the trainers of the work items when some owners are gone.
+
+Places in replicas for trainers that join a started run with ``tp * pp > 1``. Pure functions of names and hosts.
+
+A trainer's place is its (tp, pp) coordinate in a replica. A trainer that takes a place takes its ranks of all dp ranks
+that the replica owns, so a replica stays together. See Note: [Replicas] in ``replicas.py``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+from shardwell_wire.errors import DuplicateError
+from shardwell_wire.model.topology import World
+
+Replica = tuple[str, ...]
+"""Names of the trainers of one replica, ordered by tp rank and then by pp rank."""
+
+
+@lru_cache(maxsize=64)
+def ranks_of_items(world: World) -> tuple[tuple[int, ...], ...]:
+    """Returns the global ranks of each dp rank, ordered by tp rank and then by pp rank."""
+    return tuple(world.replica_ranks(dp_rank) for dp_rank in range(world.dp))
+
+
+def replicas_of(world: World, assigned: Mapping[int, str]) -> list[Replica]:
+    """Returns the replica that owns each dp rank, live or gone.
+
+    Args:
+        world: The grid.
+        assigned: Owner of every global rank.
+    """
+    return [tuple(assigned[rank] for rank in ranks) for ranks in ranks_of_items(world)]
+
+
+def complete_replicas(replicas: Iterable[Replica], present: Set[str]) -> list[Replica]:
+    """Returns the different replicas whose trainers are all present, in the order of their first dp rank."""
+    return [replica for replica in dict.fromkeys(replicas) if present >= set(replica)]
+
+
+def waiting_replicas(replicas: Sequence[Replica], waiting: Collection[str]) -> list[Replica]:
+    """Returns the replicas that can take over an item at once: all their trainers wait for work.
+
+    Args:
+        replicas: The replica that owns each dp rank.
+        waiting: Names of the waiting trainers, in order of arrival.
+
+    Returns:
+        With one trainer per replica: the waiting trainers, spares first. Otherwise the replicas in the order of the dp
+        ranks.
+    """
+    if len(replicas[0]) > 1:
+        return complete_replicas(replicas, set(waiting))
+    owners = {name for (name,) in replicas}
+    return [(name,) for name in sorted(waiting, key=lambda name: name in owners)]
+
+
+def distribute_items(
+    replicas: Sequence[Replica],
+    live: Set[str],
+    accepts: Callable[[str], bool],
+    *,
+    expired: Set[str] = frozenset(),
+    behind: Set[str] = frozenset(),
+) -> list[Replica | None]:
+    """Chooses the replica that computes each dp rank's work item when a step starts.
+
+    Items that become vacant within the step go to waiting replicas, see ``Run.lease_vacant_items``.
+
+    Args:
+        replicas: The replica that owns each dp rank.
+        live: Names of the live trainers.
+        accepts: Returns True if a live trainer computes work items of other trainers' ranks.
+        expired: Names of the trainers whose leases expired and were not revoked.
+        behind: Names of the live trainers that count as absent if another replica accepts work.
+
+    Returns:
+        The owning replica of each dp rank if it is complete. Otherwise the complete, accepting replica with the fewest
+        items; among equals, the owner of the lowest dp rank. If no replica accepts: the owning replica if its absent
+        trainers' leases have only expired, None if one of them is gone.
+    """
+    present = live - behind
+    if not any(all(map(accepts, replica)) for replica in candidates(replicas, present)):
+        present = live
+    chosen: list[Replica | None] = [replica if present >= set(replica) else None for replica in replicas]
+    load = Counter({replica: 0 for replica in candidates(replicas, present) if all(map(accepts, replica))})
+    first: dict[Replica, int] = {}
+    for dp_rank, replica in enumerate(chosen):
+        if replica is not None:
+            first.setdefault(replica, dp_rank)
+            if replica in load:
+                load[replica] += 1
+    reachable = present | expired
+    for dp_rank, replica in enumerate(replicas):
+        if chosen[dp_rank] is None and load:
+            substitute = min(
+                load,
+                key=lambda replica: (
+                    load[replica],
+                    first.get(replica, len(replicas)),
+                    [natural_key(name) for name in replica],
+                ),
+            )
+            chosen[dp_rank] = substitute
+            load[substitute] += 1
+        elif chosen[dp_rank] is None and reachable >= set(replica):
+            chosen[dp_rank] = replica
+    return chosen
+
+
+def candidates(replicas: Sequence[Replica], present: Set[str]) -> list[Replica]:
+    """Returns the complete replicas, which may compute other replicas' items.
+
+    With one trainer per replica, spares are replicas.
+    """
+    if len(replicas[0]) > 1:
+        return complete_replicas(replicas, present)
+    return [(name,) for name in present]
+
+
+RankAssignments = dict[int, str]
+"""Name of the trainer that owns each logical rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Applicant:
+    """A trainer that joins a run."""
+
+    name: str
+    host: str = ""
+    requested_rank: int | None = None
+    process: str = ""
+    """Process identity, see ``process_identity``. Empty: unknown."""
+
+
+def natural_key(text: str) -> tuple[Any, ...]:
+    """Sort key that compares numbers inside names by value: node7 < node8 < node66."""
+    return tuple(int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", text))
+
+
+def assign_ranks(world: World, applicants: Iterable[Applicant]) -> RankAssignments:
+    """Assigns all ranks of a run that starts. The order of the applicants does not matter.
+
+    Requested ranks are granted. Other trainers are placed by host and name, and trainers of one host share a tensor
+    group where possible. With fewer trainers than ranks, each trainer, or each replica of ``tp * pp`` trainers, plays a
+    block of data ranks of nearly equal size. With more, the last trainers get no rank.
+
+    Args:
+        world: The grid.
+        applicants: Trainers with distinct names and distinct requested ranks. If there are fewer than ranks, their
+            number is a multiple of ``tp * pp``, and ``requested_place`` of their requests is distinct.
+    """
+    ordered = sorted(applicants, key=_applicant_key)
+    if len(ordered) < world.size:
+        return _assign_blocks(world, ordered) if world.replica_size == 1 else _assign_replicas(world, ordered)
+    return _assign_one_each(world, ordered)
+
+
+def _applicant_key(applicant: Applicant) -> tuple[Any, ...]:
+    rank = applicant.requested_rank
+    return (math.inf if rank is None else rank, natural_key(applicant.host), natural_key(applicant.name))
+
+
+def _assign_one_each(world: World, ordered: Sequence[Applicant]) -> RankAssignments:
+    assigned = {at.requested_rank: at.name for at in ordered if at.requested_rank is not None}
+    hosts = {at.name: at.host for at in ordered}
+    waiting: dict[str, deque[str]] = {}
+    for applicant in ordered:
+        if applicant.requested_rank is None:
+            waiting.setdefault(applicant.host, deque()).append(applicant.name)
+    groups = [
+        world.group(world.global_rank(dp_rank=dp_rank, pp_rank=pp_rank), "tp")
+        for dp_rank in range(world.dp)
+        for pp_rank in range(world.pp)
+    ]
+    # First fill every tensor group that a single host can fill. Then fill the rest from any host.
+    for whole_only in (True, False):
+        for group in groups:
+            free = deque(rank for rank in group if rank not in assigned)
+            neighbours = {hosts[assigned[rank]] for rank in group if rank in assigned}
+            while free and (host := _host_for(len(free), waiting, neighbours, whole_only=whole_only)) is not None:
+                for _ in range(min(len(free), len(waiting[host]))):
+                    assigned[free.popleft()] = waiting[host].popleft()
+    return assigned
+
+
+def _host_for(
+    count: int, waiting: Mapping[str, Collection[str]], neighbours: Collection[str], *, whole_only: bool
+) -> str | None:
+    """Returns the host whose waiting trainers should fill ``count`` free ranks of a group.
+
+    Args:
+        count: Number of free ranks.
+        waiting: Waiting trainers by host.
+        neighbours: Hosts of the group's assigned ranks.
+        whole_only: If True, return only a host that can fill all free ranks and matches all neighbours.
+    """
+    if whole_only:
+        fitting = (
+            host for host, names in waiting.items() if len(names) >= count and all(at == host for at in neighbours)
+        )
+        return next(fitting, None)
+    left = [host for host, names in waiting.items() if names]
+    return max(left, key=lambda host: (host in neighbours, len(waiting[host])), default=None)
+
+
+def _assign_blocks(world: World, ordered: Sequence[Applicant]) -> RankAssignments:
+    blocks = _even_blocks(world.size, len(ordered))
+    requested = {at.requested_rank: at.name for at in ordered if at.requested_rank is not None}
+    requested_in_block = [[name for rank, name in requested.items() if rank in block] for block in blocks]
+    others = deque(at.name for at in ordered if at.requested_rank is None)
+    if all(len(names) <= 1 for names in requested_in_block):
+        owners = [names[0] if names else others.popleft() for names in requested_in_block]
+        return {rank: owner for owner, block in zip(owners, blocks, strict=True) for rank in block}
+    # Two requested ranks fall into one block: keep the number of ranks per trainer, but not contiguous blocks.
+    assigned = dict(requested)
+    free = deque(rank for rank in range(world.size) if rank not in assigned)
+    for applicant, block in zip(ordered, blocks, strict=True):
+        for _ in range(len(block) - (applicant.requested_rank is not None)):
+            assigned[free.popleft()] = applicant.name
+    return assigned
+
+
+def requested_place(world: World, trainer_count: int, rank: int) -> int:
+    """Returns a number that is equal for requested ranks that one trainer plays, if replicas play several dp ranks.
+
+    Args:
+        world: The grid.
+        trainer_count: Number of trainers with which the run starts.
+        rank: A requested rank.
+    """
+    if world.replica_size == 1 or trainer_count >= world.size:
+        return rank
+    small, at = replace(world, dp=trainer_count // world.replica_size), world.coordinates(rank)
+    replica = next(index for index, block in enumerate(_even_blocks(world.dp, small.dp)) if at.dp_rank in block)
+    return small.global_rank(dp_rank=replica, tp_rank=at.tp_rank, pp_rank=at.pp_rank)
+
+
+def _assign_replicas(world: World, ordered: Sequence[Applicant]) -> RankAssignments:
+    """Assigns one rank of a smaller world to each trainer. Each of its dp ranks stands for a block of dp ranks."""
+    small = replace(world, dp=len(ordered) // world.replica_size)
+    placed = [
+        at
+        if at.requested_rank is None
+        else replace(at, requested_rank=requested_place(world, len(ordered), at.requested_rank))
+        for at in ordered
+    ]
+    assigned = _assign_one_each(small, sorted(placed, key=_applicant_key))
+    return {
+        rank: assigned[place]
+        for replica, block in enumerate(_even_blocks(world.dp, small.dp))
+        for dp_rank in block
+        for rank, place in zip(world.replica_ranks(dp_rank), small.replica_ranks(replica), strict=True)
+    }
+
+
+def _even_blocks(size: int, count: int) -> list[range]:
+    small, larger = divmod(size, count)
+    starts = [index * small + min(index, larger) for index in range(count + 1)]
+    return [range(start, stop) for start, stop in pairwise(starts)]
+
+
+def claim_ranks(
+    assigned: Mapping[int, str],
+    live: Collection[str],
+    applicant: Applicant,
+    *,
+    requested: Collection[int],
+    expected: int = 1,
+) -> RankAssignments:
+    """Assigns ranks to a trainer that joins a run that has started. Only for worlds with ``tp = pp = 1``.
+
+    A trainer that owned ranks before gets them back. Otherwise it takes ranks of gone trainers, at most its fair share.
+    If there are none, it takes its fair share from trainers that play several ranks. Otherwise it gets no rank and is
+    a spare.
+
+    Args:
+        assigned: Owner of every rank, live or gone.
+        live: Names of the live trainers. May include the applicant.
+        applicant: The trainer that joins.
+        requested: Ranks that live trainers requested.
+        expected: Number of trainers that the run expects. The fair share never assumes fewer.
+
+    Returns:
+        The changed entries of ``assigned`` and the entries that the applicant already owns.
+
+    Raises:
+        DuplicateError: A live trainer plays the requested rank, and either requested that rank or has no other.
+    """
+    name, wanted = applicant.name, applicant.requested_rank
+    players = {*live, name}
+    counts = Counter(owner for owner in assigned.values() if owner in players)
+    own = {rank: owner for rank, owner in assigned.items() if owner == name}
+
+    def take(rank: int) -> None:
+        counts[assigned[rank]] -= 1
+        counts[name] += 1
+        own[rank] = name
+
+    if wanted is not None and wanted not in own:
+        owner = assigned[wanted]
+        if owner in players and (wanted in requested or counts[owner] == 1):
+            raise DuplicateError(
+                f"rank {wanted} is played by trainer {owner!r}: request another rank, or none", trainer=owner
+            )
+        take(wanted)
+    elif own:
+        return own
+    fair_share = -(-len(assigned) // max(len(players), expected))
+    # First, ranks of gone trainers.
+    for rank in sorted(rank for rank, owner in assigned.items() if owner not in players and rank not in own):
+        if counts[name] < fair_share:
+            take(rank)
+    if counts[name] > (wanted is not None):
+        return own
+    # Otherwise, ranks of the busiest live trainers, until the numbers of ranks are balanced.
+    while (surplus := _surplus_rank(assigned, own, counts, requested)) is not None:
+        if counts[assigned[surplus]] <= counts[name] + 1:
+            break
+        take(surplus)
+    return own
+
+
+def _surplus_rank(
+    assigned: Mapping[int, str], own: RankAssignments, counts: Counter[str], requested: Collection[int]
+) -> int | None:
+    """Returns the highest rank, not requested, of the trainer that plays the most ranks."""
+    ranks = [rank for rank in assigned if rank not in own and rank not in requested]
+    return max(ranks, key=lambda rank: (counts[assigned[rank]], rank), default=None)
+
+
+def claim_place(
+    world: World, assigned: Mapping[int, str], hosts: Mapping[str, str], applicant: Applicant
+) -> RankAssignments:
+    """Assigns the ranks of one place to a trainer that joins a run that has started.
+
+    A trainer that owned a place before gets it back. Otherwise it takes the place of a gone trainer: in the replica
+    that lacks the fewest trainers, and among those where live trainers of its tensor group are on its host. If there is
+    none, it gets no rank and is a spare.
+
+    Args:
+        world: The grid.
+        assigned: Owner of every rank, live or gone.
+        hosts: Host of each live trainer, by name. May include the applicant.
+        applicant: The trainer that joins.
+
+    Returns:
+        The changed entries of ``assigned`` and the entries that the applicant already owns.
+
+    Raises:
+        DuplicateError: A live trainer plays the requested rank, or the applicant owns another place.
+    """
+    name, wanted = applicant.name, applicant.requested_rank
+    own = {rank: owner for rank, owner in assigned.items() if owner == name}
+    if wanted is not None and wanted not in own:
+        owner = assigned[wanted]
+        if own or owner in hosts:
+            whose = f"trainer {name!r} owns rank {min(own)}" if own else f"rank {wanted} is played by {owner!r}"
+            raise DuplicateError(f"{whose}: request another rank than {wanted}, or none", trainer=owner)
+        return {rank: name for rank, each in assigned.items() if each == owner}
+    if own:
+        return own
+    free = {rank: owner for rank, owner in sorted(assigned.items()) if owner not in hosts}
+    if not free:
+        return {}
+    missing = Counter(world.coordinates(rank).dp_rank for rank in free)
+
+    def preference(rank: int) -> tuple[int, bool, int]:
+        neighbours = {hosts[assigned[each]] for each in world.group(rank, "tp") if assigned[each] in hosts}
+        return missing[world.coordinates(rank).dp_rank], applicant.host not in neighbours, rank
+
+    former = free[min(free, key=preference)]
+    return {rank: name for rank, owner in free.items() if owner == former}
+
+
+def form_replica(world: World, assigned: Mapping[int, str], spares: Sequence[Applicant]) -> RankAssignments:
+    """Forms a new replica of spares, which takes dp ranks from replicas that own several.
+
+    Args:
+        world: The grid.
+        assigned: Owner of every rank.
+        spares: Live trainers without ranks.
+
+    Returns:
+        The changed entries of ``assigned``. Empty: there are too few spares, or all replicas own about as many dp
+        ranks.
+    """
+    if len(spares) < world.replica_size:
+        return {}
+    replicas, new = replicas_of(world, assigned), ("",) * world.replica_size
+    counts = Counter(replicas)
+    while True:
+        busiest = max(range(world.dp), key=lambda dp_rank: (counts[replicas[dp_rank]], dp_rank))
+        if counts[replicas[busiest]] <= counts[new] + 1:
+            break
+        counts[replicas[busiest]] -= 1
+        counts[new] += 1
+        replicas[busiest] = new
+    taken = [ranks for ranks, replica in zip(ranks_of_items(world), replicas, strict=True) if replica == new]
+    members = _replica_of(world, spares) if taken else new
+    return {rank: name for ranks in taken for rank, name in zip(ranks, members, strict=True)}
+
+
+def _replica_of(world: World, spares: Sequence[Applicant]) -> Replica:
+    chosen = sorted(spares, key=lambda at: (natural_key(at.host), natural_key(at.name)))[: world.replica_size]
+    one = replace(world, dp=1)
+    assigned = assign_ranks(one, [Applicant(at.name, at.host) for at in chosen])
+    return replicas_of(one, assigned)[0]

@@ -1,0 +1,288 @@
+"""Committed steps of a run, and the updates that follow from the last commit.
+
+Buffers of a run: their current versions, and checks that all ranks start a step with the same values.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from shardwell_server.coordinator.steps.proposals import note_step, starts_anew
+from shardwell_server.coordinator.steps.step import FinishedWork, Step
+from shardwell_server.coordinator.storage.records import KEPT_COMMITS, CommitRecord
+from shardwell_wire.errors import ConflictError, InvalidRequestError
+from shardwell_wire.model.layout import UnitLayout
+from shardwell_wire.v1 import coordinator_pb2, shard_pb2
+
+
+@dataclass(slots=True)
+class PendingUpdate:
+    """The update of the last commit on a server that has not acknowledged it."""
+
+    step: int
+    since_s: float
+    incarnation: str = ""
+    """The server process that the update is sent to."""
+    error: str = ""
+    """Error of the last attempt."""
+
+    def note_failed(self, error: str) -> None:
+        """Records why the last attempt failed."""
+        self.error = error
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateTime:
+    """How long a server took to update its shards after a commit."""
+
+    step: int
+    server_id: str
+    duration_s: float
+    """From the commit record to the acknowledgement."""
+
+
+class CommittedSteps:
+    """The commit records of a run, and the pending updates of its last commit. ``Storage`` makes them durable first."""
+
+    def __init__(self) -> None:
+        self.records: deque[CommitRecord] = deque(maxlen=KEPT_COMMITS)
+        """The most recent commit records, oldest first."""
+        self.state: coordinator_pb2.RunState | None = None
+        """Tracked objects and buffer versions. None before the first commit that stores any."""
+        self.pending_updates: dict[str, PendingUpdate] = {}
+        """Updates that are not acknowledged yet, by server. The next step is prepared only when there are none."""
+        self._updated_s = 0.0
+        self.writing = False
+        """True while a commit record is being written. It is then too late to reset a work item."""
+        self.record_s = 0.0
+        """How long it took to write the last commit record; 0 after a restart."""
+        self._slowest_update: UpdateTime | None = None
+        self._previous_update: UpdateTime | None = None
+
+    @property
+    def last(self) -> CommitRecord | None:
+        return self.records[-1] if self.records else None
+
+    @property
+    def count(self) -> int:
+        """Number of committed steps, which is also the number of the step in flight."""
+        return self.records[-1].step + 1 if self.records else 0
+
+    @property
+    def updated_s(self) -> float | None:
+        """Clock time since which all servers have the newest version. None: an update is pending."""
+        return None if self.pending_updates else self._updated_s
+
+    def find(self, step: int) -> CommitRecord | None:
+        """Returns the record of a committed step. None: the record is no longer kept."""
+        return next((record for record in self.records if record.step == step), None)
+
+    def find_item(self, dp_rank: int, number: int) -> CommitRecord | None:
+        """Returns the record of a work item of an asynchronous run. None: the record is no longer kept.
+
+        Records from a checkpoint with other data ranks name no trainer: they are of no item.
+        """
+        key = (dp_rank, number)
+        return next((each for each in self.records if each.trainer and (each.dp_rank, each.item) == key), None)
+
+    def restore(
+        self, records: Sequence[CommitRecord], state: bytes | None, servers: Iterable[tuple[str, str]], now: float
+    ) -> None:
+        """Restores the commits after a coordinator restart. The last update is sent again to every server.
+
+        Args:
+            records: The commit records, oldest first.
+            state: The run's state.
+            servers: Server processes, as (server id, incarnation), that receive the update.
+            now: Clock time.
+        """
+        self.records.extend(records)
+        if state is not None:
+            self.state = coordinator_pb2.RunState.FromString(state)
+        if records:
+            self._expect_updates(records[-1], servers, now)
+
+    def load(self, records: Sequence[CommitRecord], state: coordinator_pb2.RunState | None) -> None:
+        """Replaces everything, because the run was loaded from a checkpoint. Nothing is to be updated."""
+        self.records.clear()
+        self.records.extend(records)
+        self.state = state
+        self.pending_updates = {}
+
+    def append(
+        self,
+        record: CommitRecord,
+        state: coordinator_pb2.RunState | None,
+        servers: Iterable[tuple[str, str]],
+        now: float,
+    ) -> None:
+        """Adds a durable commit record, whose update is now pending on every server."""
+        self.records.append(record)
+        self.state = state
+        self._expect_updates(record, servers, now)
+
+    def _expect_updates(self, record: CommitRecord, servers: Iterable[tuple[str, str]], now: float) -> None:
+        self._previous_update = self._slowest_update
+        self.pending_updates = {server: PendingUpdate(record.step, now, incarnation) for server, incarnation in servers}
+
+    def expect_update(self, process: tuple[str, str], now: float) -> None:
+        """Makes the update of the last commit pending on one more server process, for example a restarted one."""
+        if self.last is not None:
+            server_id, incarnation = process
+            self.pending_updates[server_id] = PendingUpdate(self.last.step, now, incarnation)
+
+    def finish_update(self, server_id: str, update: PendingUpdate, now: float) -> None:
+        """Removes a pending update: the server has acknowledged it, or its process is gone."""
+        if self.pending_updates.get(server_id) is update:
+            del self.pending_updates[server_id]
+            self._updated_s = now
+            duration_s, slowest = now - update.since_s, self._slowest_update
+            if slowest is None or slowest.step != update.step or slowest.duration_s < duration_s:
+                self._slowest_update = UpdateTime(update.step, server_id, duration_s)
+
+    def update_before(self, step: int) -> UpdateTime | None:
+        """Returns the slowest update of the step before a step, which is the last or the second to last commit."""
+        known = (self._previous_update, self._slowest_update)
+        return next((update for update in known if update is not None and update.step == step - 1), None)
+
+    def note_record_time(self, record_s: float) -> None:
+        """Records how long it took to write the last commit record."""
+        self.record_s = record_s
+
+    @contextmanager
+    def writing_record(self) -> Iterator[None]:
+        """Sets ``writing`` while a commit record is being written."""
+        self.writing = True
+        try:
+            yield
+        finally:
+            self.writing = False
+
+
+def changed_buffers(
+    responses: Iterable[shard_pb2.PrepareStepResponse], layouts: Sequence[UnitLayout]
+) -> dict[int, Sequence[int]]:
+    """Returns the sorted layout indices of buffers for which a server has new values, by unit index."""
+    found: dict[int, set[int]] = {}
+    for response in responses:
+        for unit in response.buffers:
+            found.setdefault(unit.unit_index, set()).update(unit.buffer_indices)
+    return {index: sorted(buffers) for index, buffers in sorted(found.items()) if index < len(layouts)}
+
+
+def next_run_state(
+    before: coordinator_pb2.RunState | None,
+    step: Step,
+    proposed: coordinator_pb2.RunState | None,
+    changed: Mapping[int, Sequence[int]],
+    layouts: Sequence[UnitLayout],
+    generation: int = 0,
+) -> coordinator_pb2.RunState | None:
+    """Returns the run's state after the step in flight is committed.
+
+    Args:
+        before: State after the previous step.
+        step: The step in flight.
+        proposed: Tracked objects in the leader's proposal. None: unchanged.
+        changed: Result of ``changed_buffers``.
+        layouts: Layouts of the run's units.
+        generation: ``OptimizerStep.generation`` of the step.
+    """
+    is_new = starts_anew(before, generation)
+    if proposed is None and not changed and not is_new:
+        return before
+    state = coordinator_pb2.RunState()
+    if before is not None:
+        state.CopyFrom(before)
+    state.step = step.number
+    if proposed is not None:
+        state.ClearField("tracked_json")
+        state.tracked_json.update(proposed.tracked_json)
+    known = {unit.unit_index: unit for unit in state.buffer_versions}
+    for index, buffers in changed.items():
+        if (unit := known.get(index)) is None:
+            unit = state.buffer_versions.add(unit_index=index)
+            unit.versions.extend([0] * len(layouts[index].parameters))
+        for buffer in buffers:
+            unit.versions[buffer] = step.number + 1
+    if changed:
+        state.buffer_source.CopyFrom(step.items[0].to_proto())
+    if is_new:
+        note_step(state, generation)
+    return state
+
+
+def check_written_buffers(
+    step: Step,
+    newly_finished: Sequence[FinishedWork],
+    reports: Iterable[coordinator_pb2.FinishedItem],
+    layouts: Sequence[UnitLayout],
+) -> dict[int, dict[tuple[int, int], int]]:
+    """Compares the buffers that the training script changed before the newly finished work started.
+
+    Only ranks with the same tp rank and pp rank are compared: others have other buffers.
+
+    Args:
+        step: The step in flight.
+        newly_finished: What is newly finished.
+        reports: Reports of this work, and possibly of other work.
+        layouts: Layouts of the run's units.
+
+    Returns:
+        Checksums by unit and layout index, by newly finished rank.
+
+    Raises:
+        InvalidRequestError: A report names a tensor that is not a buffer.
+        ConflictError: Another rank started with other values.
+    """
+    by_rank = {report.global_rank: report for report in reports}
+    ranks = [work.member.global_rank for work in newly_finished]
+    new = {rank: _written_buffers(by_rank[rank], layouts) for rank in ranks}
+    for peers in zip(*(item.members.values() for item in step.items.values()), strict=True):
+        written = {
+            at.global_rank: new.get(at.global_rank, at.written_buffers)
+            for at in peers
+            if at.finished or at.global_rank in new
+        }
+        for rank in (each for each in written if each in new):
+            for other in (each for each in written if each != rank):
+                _require_same(step.number, (rank, new[rank]), (other, written[other]), layouts)
+    return new
+
+
+def _written_buffers(report: coordinator_pb2.FinishedItem, layouts: Sequence[UnitLayout]) -> dict[tuple[int, int], int]:
+    written: dict[tuple[int, int], int] = {}
+    for buffer in report.written_buffers:
+        layout = layouts[buffer.unit_index] if buffer.unit_index < len(layouts) else None
+        if layout is None or not layout.holds_buffers or buffer.buffer_index >= len(layout.parameters):
+            raise InvalidRequestError(
+                f"rank {report.global_rank} reports buffer {buffer.buffer_index} of unit {buffer.unit_index}, but the "
+                "run has no such buffer"
+            )
+        written[buffer.unit_index, buffer.buffer_index] = buffer.checksum
+    return written
+
+
+def _require_same(
+    step: int,
+    one: tuple[int, Mapping[tuple[int, int], int]],
+    other: tuple[int, Mapping[tuple[int, int], int]],
+    layouts: Sequence[UnitLayout],
+) -> None:
+    (rank, ours), (other_rank, theirs) = one, other
+    for unit, index in sorted({*ours, *theirs}):
+        if ours.get((unit, index)) == theirs.get((unit, index)):
+            continue
+        name = layouts[unit].parameters[index].name
+        writers = [f"rank {at}" for at, written in (one, other) if (unit, index) in written]
+        raise ConflictError(
+            f"buffer {name!r} had different values when rank {rank} and rank {other_rank} started their work of step "
+            f"{step}: the training script changed the buffer after the last commit in the process of "
+            f"{' and of '.join(writers)}. Write the same values in every process before step.batches, or change the "
+            "buffer in the forward, where the values of rank 0 count",
+            buffer=name,
+            global_rank=rank,
+        )

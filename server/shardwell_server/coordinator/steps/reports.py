@@ -1,0 +1,166 @@
+"""Checks the reports of trainers that have finished work items. Changes nothing.
+
+Compares the gradients that the tensor-parallel ranks of a replica compute of the parameters that all of them hold.
+
+Tensor-parallel rank 0 pushes these gradients. Each rank reports their checksums with its finished work item. Different
+checksums mean that the ranks have computed different things, for example with other activations, or that their
+hardware or numbers of threads differ. The step goes on with the gradient of rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from shardwell_server.coordinator.runs.units import Unit
+from shardwell_server.coordinator.steps.step import FinishedWork, MemberWork, Step, WorkItem
+from shardwell_wire.errors import InvalidRequestError, StepStateError
+from shardwell_wire.model.layout import UnitLayout
+from shardwell_wire.model.topology import World
+from shardwell_wire.v1 import coordinator_pb2
+
+
+def newly_finished(
+    step: Step, trainer: str, reports: Sequence[coordinator_pb2.FinishedItem], unit_count: int
+) -> list[FinishedWork]:
+    """Returns what is newly finished among the reported items, with its parts. Changes nothing.
+
+    Reports of former epochs and attempts are skipped: the item was restarted, or leased to other trainers. Reports
+    of copies that have lost are skipped, too.
+
+    Raises:
+        InvalidRequestError: A report is malformed.
+        StepStateError: A rank was never leased to the trainer, or was finished with other parts.
+    """
+    if len({report.global_rank for report in reports}) != len(reports):
+        raise InvalidRequestError(f"a rank is reported twice: {[report.global_rank for report in reports]}")
+    checked = (_check_report(step, trainer, report, _parts(report, unit_count)) for report in reports)
+    return [work for work in checked if work is not None]
+
+
+def _check_report(
+    step: Step, trainer: str, report: coordinator_pb2.FinishedItem, parts: dict[int, int]
+) -> FinishedWork | None:
+    rank = report.global_rank
+    item = step.item_of(rank)
+    member, where = item.members[rank], f"rank {rank} of step {step.number}"
+    key, current = (trainer, report.epoch, report.attempt), (member.trainer, item.epoch, item.attempt)
+    summed = _checked_sums(step, report)
+    if item.copy is not None and key == item.copy.key:
+        return FinishedWork(item, member, parts)
+    if report.copy and key != current:
+        return None  # the copy has lost
+    if (report.epoch, report.attempt) < (item.epoch, item.attempt):
+        return None
+    if key != current:
+        raise StepStateError(
+            f"trainer {trainer!r} reports {where} as finished under epoch {report.epoch}, attempt "
+            f"{report.attempt}, but the item was leased to {member.trainer!r} under epoch {item.epoch}, "
+            f"attempt {item.attempt}",
+            global_rank=rank,
+        )
+    if member.finished and member.parts != parts:
+        raise StepStateError(f"{where} was finished before with parts {member.parts}, now with {parts}")
+    return None if member.finished else FinishedWork(item, member, parts, summed)
+
+
+def _checked_sums(step: Step, report: coordinator_pb2.FinishedItem) -> frozenset[int]:
+    if unknown := [rank for rank in report.summed_dp_ranks if rank not in step.items]:
+        raise InvalidRequestError(
+            f"rank {report.global_rank} reports sums with the data ranks {unknown[:10]}: the run has "
+            f"{len(step.items)} data ranks"
+        )
+    return frozenset(report.summed_dp_ranks)
+
+
+def _parts(report: coordinator_pb2.FinishedItem, unit_count: int) -> dict[int, int]:
+    indices = [unit.unit_index for unit in report.units]
+    if len(set(indices)) != len(indices):
+        raise InvalidRequestError(f"rank {report.global_rank} reports a unit index twice: {indices}")
+    parts: dict[int, int] = {}
+    for unit in report.units:
+        if unit.unit_index >= unit_count:
+            raise InvalidRequestError(
+                f"rank {report.global_rank} reports unit index {unit.unit_index}, but the run has {unit_count} units"
+            )
+        if unit.part_count:
+            parts[unit.unit_index] = unit.part_count
+    return parts
+
+
+_NAMED_COUNT = 3
+"""Number of parameters that a message names."""
+
+
+def note_gradients(
+    newly_finished: Iterable[FinishedWork],
+    reports: Iterable[coordinator_pb2.FinishedItem],
+    layouts: Sequence[UnitLayout],
+) -> None:
+    """Records the checksums that a trainer reported for newly finished work.
+
+    Raises:
+        InvalidRequestError: A report is malformed. Nothing is recorded.
+    """
+    by_rank = {report.global_rank: report for report in reports}
+    found = [(work.member, _decode(by_rank[work.member.global_rank], layouts)) for work in newly_finished]
+    for member, checksums in found:
+        member.note_gradients(checksums)
+
+
+def _decode(report: coordinator_pb2.FinishedItem, layouts: Sequence[UnitLayout]) -> dict[tuple[int, int], int]:
+    found: dict[tuple[int, int], int] = {}
+    for unit in report.gradient_checksums:
+        indices = list(unit.parameter_indices)
+        count = len(layouts[unit.unit_index].parameters) if unit.unit_index < len(layouts) else 0
+        if len(indices) != len(unit.checksums) or sorted(set(indices)) != indices or (indices or [0])[-1] >= count:
+            raise InvalidRequestError(
+                f"rank {report.global_rank} reports {len(unit.checksums)} checksums of the gradients {indices[:10]} of "
+                f"unit {unit.unit_index}, which has {count} parameters: expected one for each rising index"
+            )
+        found.update({(unit.unit_index, index): value for index, value in zip(indices, unit.checksums, strict=True)})
+    return found
+
+
+def find_differences(item: WorkItem, step: int, world: World, units: Iterable[Unit]) -> Iterator[tuple[Unit, str]]:
+    """Yields the units of which the trainers of a finished item computed different gradients, and messages about them.
+
+    Leaves out units for which an earlier step found a difference.
+    """
+    if world.tp == 1:
+        return
+    groups: dict[int, list[MemberWork]] = {}
+    for member in item.members.values():
+        groups.setdefault(world.coordinates(member.global_rank).pp_rank, []).append(member)
+    for unit in units:
+        if not unit.gradients_differed:
+            for pp_rank in unit.layout.pp_ranks:
+                if lines := _differences(unit, groups[pp_rank]):
+                    yield unit, _message(item, step, unit, pp_rank, lines)
+                    break
+
+
+def _differences(unit: Unit, members: Sequence[MemberWork]) -> list[str]:
+    """Returns a text for each parameter whose gradient differs between the first member and others."""
+    lines: list[str] = []
+    first = members[0]
+    if all(member.gradient_checksums == first.gradient_checksums for member in members[1:]):
+        return lines
+    for index, parameter in enumerate(unit.layout.parameters):
+        key = unit.index, index
+        expected = first.gradient_checksums.get(key)
+        others = [member for member in members[1:] if member.gradient_checksums.get(key) != expected]
+        if others:
+            ranks = ", ".join(f"{member.global_rank} (trainer {member.trainer!r})" for member in others)
+            lines.append(f"{parameter.name!r}: rank {ranks} and rank {first.global_rank} (trainer {first.trainer!r})")
+    return lines
+
+
+def _message(item: WorkItem, step: int, unit: Unit, pp_rank: int, lines: Sequence[str]) -> str:
+    more = f" and {len(lines) - _NAMED_COUNT} more parameters" if len(lines) > _NAMED_COUNT else ""
+    return (
+        f"step {step}: tensor-parallel ranks of dp rank {item.dp_rank}, pipeline rank {pp_rank}, computed different "
+        f"gradients of parameters of unit {unit.layout.unit!r} that all of them hold: "
+        f"{'; '.join(lines[:_NAMED_COUNT])}{more}. The gradient of tensor-parallel rank 0 counts. If the trainers have "
+        "the same hardware and number of threads, the ranks compute with different values: check that all of them get "
+        "the same batch and the same random numbers. Later differences of this unit are not reported"
+    )

@@ -1,0 +1,1 @@
+"""What both servers share: rpcs, access, limits, the life of the process."""

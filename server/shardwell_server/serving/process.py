@@ -1,0 +1,351 @@
+"""``shardwell-server health``: checks a server with the gRPC health protocol, such as in a container's probe.
+
+Runs a server process: start, print the address, serve until asked to stop, stop cleanly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Collection
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+from google.protobuf.descriptor import ServiceDescriptor
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_reflection.v1alpha import reflection
+
+from shardwell_server.serving import limits as connections
+from shardwell_server.serving.authentication import ALL_STANDARD, check_caller, interceptors
+from shardwell_server.serving.call_server import CallServer
+from shardwell_server.serving.limits import RequestLimits
+from shardwell_server.serving.rpc import add_service, unary_rpcs
+from shardwell_wire.connection.channel import SERVER_OPTIONS, open_channel
+from shardwell_wire.host import temporary_folder
+from shardwell_wire.host.server_folders import DEFAULT_DIRECTORY, remove_remains
+from shardwell_wire.model.names import is_host
+from shardwell_wire.security.credentials import NO_CREDENTIALS, TOKEN_FILE_VARIABLE, Credentials, read_token_file
+from shardwell_wire.security.tls import Tls, add_tls_arguments, tls_options, tls_problem
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the ``health`` subcommand."""
+    parser = subparsers.add_parser(
+        "health",
+        help="check the health of a server",
+        description="Exits with 0 if the server reports SERVING over the gRPC health protocol, otherwise with 1.",
+        epilog="example:\n  shardwell-server health localhost:50051",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("address", metavar="HOST:PORT")
+    parser.add_argument(
+        "--service", default="", help="such as shardwell_wire.v1.ShardService (default: the server as a whole)"
+    )
+    parser.add_argument("--timeout", type=float, default=2.0, metavar="S", help="seconds to wait (default: 2)")
+    parser.add_argument(
+        "--token-file",
+        metavar="PATH",
+        default=os.environ.get(TOKEN_FILE_VARIABLE, ""),
+        help="file with the cluster's key or a token, for a server that requires one for health checks "
+        f"({TOKEN_FILE_VARIABLE})",
+    )
+    add_tls_arguments(parser)
+    parser.set_defaults(handler=main)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Runs ``shardwell-server health``; prints the status."""
+    request = health_pb2.HealthCheckRequest(service=arguments.service)
+    options = tls_options(arguments)
+    tls = None if options is None else Tls(options)
+    with open_channel(arguments.address, tls) as channel:
+        try:
+            response = _check(channel, request, arguments)
+        except grpc.RpcError as error:
+            problem = tls_problem(arguments.address, tls) or f"{error.code().name}: {error.details()}"
+            print(f"{arguments.address}: {problem}", file=sys.stderr)
+            return 1
+    print(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status))
+    return 0 if response.status == health_pb2.HealthCheckResponse.SERVING else 1
+
+
+def _check(
+    channel: grpc.Channel, request: health_pb2.HealthCheckRequest, arguments: argparse.Namespace
+) -> health_pb2.HealthCheckResponse:
+    """Sends the token only to a server that requires one."""
+    stub = health_pb2_grpc.HealthStub(channel)
+    try:
+        return stub.Check(request, timeout=arguments.timeout)
+    except grpc.RpcError as error:
+        if error.code() is not grpc.StatusCode.UNAUTHENTICATED or not arguments.token_file:
+            raise
+    return stub.Check(request, timeout=arguments.timeout, metadata=read_token_file(arguments.token_file).metadata)
+
+
+logger = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
+
+_EVERY_INTERFACE = ("0.0.0.0", "[::]")
+
+STOP_GRACE_S = 2.0
+"""Time for rpcs in flight to finish when the process is asked to stop."""
+
+
+def _print_ready(service: ServiceDescriptor, address: str) -> None:
+    print(json.dumps({"ready": service.full_name, "address": address}), flush=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Endpoint:
+    """Where a server listens, how clients reach it, and how its starter controls it."""
+
+    bind: str = "127.0.0.1:0"
+    """host:port to listen on. Port 0: a free port."""
+    advertise: str = ""
+    """Host by which clients reach the server. Empty: the host in ``bind``, or this host's name for a wildcard."""
+    exit_with_parent: bool = False
+    """Stop when standard input closes, because the parent process has ended."""
+    without_token: Collection[str] = ALL_STANDARD
+    """Services of gRPC that need no token, such as ``health``."""
+    stop: asyncio.Event | None = None
+    """Set to stop a server that runs in a thread. None: signals stop the server."""
+    on_ready: Callable[[ServiceDescriptor, str], None] = _print_ready
+    """Called with the service and its address when the server accepts rpcs."""
+
+    def __post_init__(self) -> None:
+        host, separator, port = self.bind.rpartition(":")
+        if not separator or not host or not port.isdigit() or int(port) > 65535:
+            raise ValueError(f"expected HOST:PORT to listen on, got {self.bind!r}")
+        if self.advertise and not is_host(self.advertise):
+            raise ValueError(
+                f"--advertise is {self.advertise!r}: expected a host name or an IP address without a port, an IPv6 "
+                "address in brackets; the port is that of --listen"
+            )
+
+    @property
+    def host(self) -> str:
+        """Host to listen on, without the port."""
+        return self.bind.rpartition(":")[0]
+
+    def address(self, port: int) -> str:
+        """Returns the host:port by which clients reach the server."""
+        host = self.advertise or self.host
+        if host in _EVERY_INTERFACE:
+            host = socket.gethostname()
+        return f"{host}:{port}"
+
+
+Background = Callable[[str], AbstractAsyncContextManager[Awaitable[object]]]
+"""Work that runs while the server serves, such as heartbeats. Called with the server's address. Yields an awaitable
+that raises when the server must stop, and never completes otherwise."""
+
+
+async def serve(
+    service: ServiceDescriptor,
+    servicer: object,
+    endpoint: Endpoint,
+    background: Background,
+    *,
+    credentials: Credentials = NO_CREDENTIALS,
+    calls: CallServer | None = None,
+    end_standing: Callable[[], None] = lambda: None,
+    leave: Callable[[], Awaitable[object]] | None = None,
+) -> None:
+    """Serves one service, with health checks and reflection, until SIGTERM, SIGINT or the end of the parent process.
+
+    When ``background`` is entered and rpcs are accepted, calls ``endpoint.on_ready``, which by default prints the JSON
+    line ``{"ready": service, "address": "host:port"}`` to standard output.
+
+    Args:
+        service: The service.
+        servicer: Object that implements the service.
+        endpoint: Where to listen.
+        background: Runs while the server serves. An error that it raises ends the server at once.
+        credentials: The key that verifies the tokens of callers, and the TLS of the server.
+        calls: Takes unary rpcs beside gRPC. It does not listen if the server has TLS. None: nothing does.
+        end_standing: Called when the server is asked to stop. Ends streams that would otherwise stay open for
+            ``STOP_GRACE_S``.
+        leave: Called after the first SIGTERM, while the server still serves. The server stops when it returns, or at
+            once after a second signal. None: SIGTERM stops the server at once.
+    """
+    admission = interceptors(credentials.key, endpoint.without_token)
+    server = grpc.aio.server(interceptors=admission, options=SERVER_OPTIONS)
+    limits = RequestLimits()
+    add_service(server, service, servicer, limits)
+    health = HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    names = (service.full_name, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
+    try:
+        port = _listen(server, endpoint, credentials.tls)
+    except RuntimeError as error:
+        raise SystemExit(f"cannot listen on {endpoint.bind}: {_why_not(endpoint)}") from error
+    leaving = asyncio.Event()
+    stop = endpoint.stop or stop_event(endpoint, first_sigterm=leaving if leave is not None else None)
+    await server.start()
+    if calls is not None and credentials.tls is None:
+        key = credentials.key
+        admit = (lambda path, token: None) if key is None else partial(check_caller, key)
+        await calls.start(unary_rpcs(service, servicer, limits), admit, grpc_port=port)
+    address = endpoint.address(port)
+    try:
+        async with AsyncExitStack() as stack:
+            stack.enter_context(connections.grpc_port(port))
+            entering = asyncio.ensure_future(stack.enter_async_context(background(address)))
+            if not await _done_before(entering, stop, leaving):
+                return
+            for name in ("", service.full_name):
+                await health.set(name, health_pb2.HealthCheckResponse.SERVING)
+            endpoint.on_ready(service, address)
+            logger.info("%s serves at %s", service.full_name, address)
+            working = asyncio.ensure_future(entering.result())
+            try:
+                await _until_set(working, stop, leaving)
+                if leave is not None and not stop.is_set():
+                    await _done_before(leave(), stop)
+            finally:
+                working.cancel()
+            logger.info("stopping")
+            await health.enter_graceful_shutdown()
+            end_standing()
+            await asyncio.gather(server.stop(STOP_GRACE_S), *([] if calls is None else [calls.stop(STOP_GRACE_S)]))
+    finally:
+        await server.stop(0)
+        if calls is not None:
+            await calls.stop(0)
+
+
+def _listen(server: grpc.aio.Server, endpoint: Endpoint, tls: Tls | None) -> int:
+    """Returns the port on which the server listens. Raises RuntimeError if the address cannot be bound."""
+    if tls is None:
+        port: int = server.add_insecure_port(endpoint.bind)
+    else:
+        port = server.add_secure_port(endpoint.bind, tls.server_credentials())
+    return port
+
+
+def _why_not(endpoint: Endpoint) -> str:
+    """Returns why the address cannot be bound, which gRPC does not report."""
+    host, port = endpoint.host.strip("[]"), int(endpoint.bind.rpartition(":")[2])
+    try:
+        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
+            return "another process has just released the port; start the server again"
+    except OSError as error:
+        reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
+        return f"{reason}; choose another address with --listen (port 0: a free port)"
+
+
+async def _done_before(work: Awaitable[object], *events: asyncio.Event) -> bool:
+    """Awaits ``work`` until an event is set, then cancels it; returns True if the work was done first."""
+    doing = asyncio.ensure_future(work)
+    try:
+        await _until_set(doing, *events)
+        return doing.done()
+    finally:
+        doing.cancel()
+        await asyncio.gather(doing, return_exceptions=True)
+
+
+async def _until_set(work: asyncio.Future[Any], *events: asyncio.Event) -> None:
+    """Returns when an event is set or ``work`` is done. Raises the error of ``work``."""
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait({work, *waits}, return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            work.result()
+    finally:
+        for wait in waits:
+            wait.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
+
+
+def stop_event(endpoint: Endpoint, first_sigterm: asyncio.Event | None = None) -> asyncio.Event:
+    """Returns an event set by SIGTERM or SIGINT, and by the end of the parent if ``exit_with_parent`` is set.
+
+    Args:
+        endpoint: How the starter of the process controls it.
+        first_sigterm: Set by the first SIGTERM instead. Later ones set the returned event.
+    """
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def note(number: int) -> None:
+        if number == signal.SIGTERM and first_sigterm is not None and not first_sigterm.is_set():
+            first_sigterm.set()
+        else:
+            stop.set()
+
+    def handle(number: int, _: object) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(note, number)
+
+    # Not loop.add_signal_handler: closing the loop removes its handlers, and a second signal would then kill a process
+    # that is stopping cleanly.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handle)
+    if endpoint.exit_with_parent:
+        threading.Thread(target=_stop_at_end_of_input, args=(loop, stop.set), daemon=True).start()
+    return stop
+
+
+def _stop_at_end_of_input(loop: asyncio.AbstractEventLoop, stop: Callable[[], None]) -> None:
+    # Not sys.stdin: a thread blocked in it holds its lock, and the interpreter aborts at exit.
+    while os.read(0, 4096):
+        pass
+    with suppress(RuntimeError):  # the loop is closed: the server has stopped already
+        loop.call_soon_threadsafe(stop)
+
+
+def run(main: Awaitable[_Result], *, log_level: str) -> _Result:
+    """Runs a server's main coroutine with logging to standard error; returns its result."""
+    logging.basicConfig(
+        level=log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+
+    _allow_many_files()
+
+    async def until_done() -> _Result:
+        return await main
+
+    # Imported modules are never freed. Without this call, the garbage collector scans their objects while the server
+    # serves and at exit. With torch, a scan takes a third of a second.
+    gc.freeze()
+    try:
+        return asyncio.run(until_done())
+    finally:
+        _remove_leftovers()
+
+
+def _remove_leftovers() -> None:
+    """Removes the files of killed processes of this user, such as the parent or a sibling of this process."""
+    directory = Path(os.environ.get("SHARDWELL_SHM_DIR", DEFAULT_DIRECTORY))
+    with suppress(OSError):
+        remove_remains(directory)
+    with suppress(OSError):
+        temporary_folder.remove_remains()
+
+
+def _allow_many_files() -> None:
+    """Raises the limit of open files to the hard limit.
+
+    Each connection and each file in shared memory uses one descriptor. The initial limit is often 1024, less than the
+    units and gradient buffers of a large model need.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # macOS reports an unlimited hard limit but rejects it
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

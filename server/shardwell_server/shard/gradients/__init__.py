@@ -1,0 +1,1 @@
+"""The gradient of the step in flight of a shard: contributions and their mean."""

@@ -1,0 +1,1 @@
+"""What a new process of a server takes up from shared memory."""

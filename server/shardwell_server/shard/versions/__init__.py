@@ -1,0 +1,1 @@
+"""The versions of the values of a shard, plain and encoded."""
