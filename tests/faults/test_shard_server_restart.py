@@ -22,7 +22,7 @@ from tests.support.processes import TrainerProcess
 from tests.support.reference import undisturbed_sha256
 from tests.support.restarted_shard import OWNER
 from tests.support.shared_files import folder_of
-from tests.unit.test_shard_optimizers import SETTINGS
+from tests.unit.shard_arithmetic.test_optimizers import SETTINGS
 
 Fault = tuple[str, int]
 """A fault point, and the occurrence at which the process is killed."""

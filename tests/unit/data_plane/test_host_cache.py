@@ -30,7 +30,7 @@ RUN = ("coordinator:1", "run", 17)
 JOIN = """
 import sys
 from pathlib import Path
-from tests.unit.test_host_cache import SIZE, admit, join
+from tests.unit.data_plane.test_host_cache import SIZE, admit, join
 
 cache = join(Path(sys.argv[1]), 1 << 20)
 shard = admit(cache)

@@ -26,7 +26,9 @@ from shardwell_wire.v1.common_pb2 import (
     WIRE_DTYPE_UNSPECIFIED,
 )
 
-EVERY = sorted(set(common_pb2.WireDtype.values()) - LOW_RANK.keys())  # tests/unit/test_low_rank_factors.py has these
+EVERY = sorted(
+    set(common_pb2.WireDtype.values()) - LOW_RANK.keys()
+)  # tests/unit/wire_encoding/test_low_rank_factors.py has these
 SCALED = [WIRE_DTYPE_INT8, WIRE_DTYPE_FLOAT8]
 TOP_K = [WIRE_DTYPE_TOP_K_1_PERCENT, WIRE_DTYPE_TOP_K_10_PERCENT]
 ROUNDED = [WIRE_DTYPE_BFLOAT16, WIRE_DTYPE_FLOAT16, *SCALED]

@@ -30,7 +30,7 @@ from shardwell_wire.model.topology import World
 from tests.support.module_parity import Block, Sharded, gpt
 from tests.support.real_models import VOCABULARY, llama
 
-HERE = "tests.unit.test_plan"
+HERE = "tests.unit.parallel.test_plan"
 
 
 def make_gpt() -> nn.Module:

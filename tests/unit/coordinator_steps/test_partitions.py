@@ -14,7 +14,7 @@ from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 from tests.support.coordinator import Harness, Trainer, config, finished_item, harness, run_async
 from tests.support.fake_shards import fail_times
-from tests.unit.test_coordinator_grid import grid, step_of
+from tests.unit.coordinator_steps.test_grid import grid, step_of
 
 
 def on_trainers(lr: float = 0.1) -> common_pb2.OptimizerStep:

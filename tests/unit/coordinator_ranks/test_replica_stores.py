@@ -12,7 +12,7 @@ from shardwell_server.coordinator.ranks.replica_stores import ReplicaStore, Repl
 from shardwell_wire.errors import CapacityError, InvalidRequestError, StaleEpochError
 from shardwell_wire.model.topology import World
 from tests.support.coordinator import Harness, Trainer, config, harness, run_async
-from tests.unit.test_coordinator_connections import keep
+from tests.unit.coordinator_ranks.test_connections import keep
 
 WORLD = World(dp=2, pp=2)
 

@@ -16,7 +16,7 @@ from shardwell.planning.options import PlanOptions
 from shardwell.planning.plan_model import NotRecorded, load, record_activations
 from tests.support.module_parity import gpt
 
-HERE = "tests.unit.test_plan_activations"
+HERE = "tests.unit.parallel.test_plan_activations"
 ROWS, WIDTH = 16, 8
 
 

@@ -19,7 +19,7 @@ from shardwell.planning import DivisionOptions, Plan, PlanOptions, describe, pla
 from shardwell_wire.errors import TiedParameterError, UsageError
 from tests.support.real_models import llama
 
-HERE = "tests.unit.test_plan_division"
+HERE = "tests.unit.parallel.test_plan_division"
 LENGTH, WIDTH, VOCABULARY, HEADS, LAYERS = 6, 16, 64, 4, 4
 MATRICES, VECTORS = 12 * WIDTH * WIDTH, (3 + 4) * WIDTH
 """Elements of the split matrices of a block, and of the biases that are split with them."""

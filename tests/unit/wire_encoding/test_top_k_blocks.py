@@ -1,6 +1,6 @@
 """Top-k streams keep the largest values, never drop a NaN, and are rejected if they are malformed.
 
-tests/unit/test_wire_dtypes.py compares their bytes with a slow reference, for any cut of a unit.
+tests/unit/wire_encoding/test_wire_dtypes.py compares their bytes with a slow reference, for any cut of a unit.
 """
 
 from __future__ import annotations

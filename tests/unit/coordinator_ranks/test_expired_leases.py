@@ -10,7 +10,7 @@ import pytest
 
 from shardwell_wire.errors import StaleEpochError
 from tests.support.coordinator import Harness, harness, run_async
-from tests.unit.test_coordinator_partitions import on_trainers
+from tests.unit.coordinator_steps.test_partitions import on_trainers
 
 
 def kinds(cluster: Harness) -> list[str]:

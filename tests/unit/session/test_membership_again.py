@@ -12,7 +12,7 @@ from shardwell.membership.membership import Membership
 from shardwell.options import JoinConfig
 from shardwell_wire.errors import StaleEpochError
 from shardwell_wire.v1 import coordinator_pb2
-from tests.unit.test_replica_epoch import FakeCoordinator
+from tests.unit.session.test_replica_epoch import FakeCoordinator
 
 
 class Coordinator(FakeCoordinator):

@@ -13,7 +13,7 @@ from shardwell_wire.errors import StaleEpochError, StepRestartedError
 from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support.coordinator import Harness, Trainer, config, finished_item, harness, run_async, unit
-from tests.unit.test_coordinator_connections import keep
+from tests.unit.coordinator_ranks.test_connections import keep
 
 WORLDS = [World(dp=2, tp=2), World(dp=2, pp=2), World(dp=2, tp=2, pp=2), World(dp=4, pp=2)]
 WORLD = World(dp=2, tp=2)

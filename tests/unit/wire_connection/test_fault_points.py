@@ -15,7 +15,7 @@ from shardwell_wire import fault_points
 from shardwell_wire.errors import CapacityError
 from shardwell_wire.fault_points import Fault
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FOLDERS = (ROOT / "client/shardwell", ROOT / "server/shardwell_server", ROOT / "protos/shardwell_wire")
 
 

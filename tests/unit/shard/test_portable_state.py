@@ -33,7 +33,7 @@ from shardwell_wire.model.names import RunIdentity
 from shardwell_wire.model.optimizers import KEPT_GROUP, OPTIMIZERS
 from shardwell_wire.model.topology import part_in
 from shardwell_wire.v1 import common_pb2, shard_pb2
-from tests.unit.test_shard_optimizers import SETTINGS
+from tests.unit.shard_arithmetic.test_optimizers import SETTINGS
 
 PARAMETERS = (
     Parameter("matrix", (61, 101), "float32"),

@@ -18,7 +18,7 @@ from shardwell_server.shard.state.store import ShardStore
 from shardwell_wire import fault_points
 from shardwell_wire.errors import UnavailableError
 from tests.support.restarted_shard import ADAMW, STEPS, Program, optimizer_step
-from tests.unit.test_shard_optimizers import SETTINGS
+from tests.unit.shard_arithmetic.test_optimizers import SETTINGS
 
 CASES = {
     "sgd": ("sgd", SETTINGS["sgd"]),

@@ -106,7 +106,7 @@ def test_events_of_a_run_are_in_order(tmp_path: Path) -> None:
 
 
 def test_every_kind_of_event_is_documented() -> None:
-    source = Path(__file__).parents[2] / "server/shardwell_server/coordinator/inspection/events.py"
+    source = Path(__file__).parents[3] / "server/shardwell_server/coordinator/inspection/events.py"
     text = source.read_text()
     assert all(f'= "{kind.value}"' in text for kind in EventKind)
 

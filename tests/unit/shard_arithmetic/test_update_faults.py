@@ -19,7 +19,7 @@ from shardwell_server.shard.memory.shared_memory import SharedBuffer
 from shardwell_server.shard.restart.undo import SharedProgress, UndoArea
 from shardwell_wire.model.optimizers import OPTIMIZERS
 from shardwell_wire.v1 import common_pb2
-from tests.unit.test_shard_optimizers import bits, step_of
+from tests.unit.shard_arithmetic.test_optimizers import bits, step_of
 
 SHAPES = [(48, 64), (7, 3), (640,)]
 STEPS = 2

@@ -352,7 +352,7 @@ def test_an_error_of_an_alternative_ends_the_gather(client: FakeServer, max_batc
 
 WAITING = """
 import atexit, threading
-from tests.unit.test_transfers import LAYOUT, FakeServer, gradients, part_header, unit_on
+from tests.unit.data_plane.test_transfers import LAYOUT, FakeServer, gradients, part_header, unit_on
 from shardwell.data_plane.fetch import Fetches
 from shardwell.data_plane.push import Pushes
 from shardwell.data_plane.transfers import TrafficStats
