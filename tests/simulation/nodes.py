@@ -28,7 +28,8 @@ COORDINATOR = "coordinator:1"
 COORDINATOR_SERVICE = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"]
 SHARD_SERVICE = shard_pb2.DESCRIPTOR.services_by_name["ShardService"]
 LEASE_S = 2.0
-DRAIN_S = 3.0
+DRAIN_S, LONG_DRAIN_S = 3.0, 30.0
+"""Grace time of a stop, and that of a server whose shards end with its process. It is longer than any fault."""
 BUDGET_BYTES = 64 << 20
 
 
@@ -160,7 +161,7 @@ class ServerNode(Node):
             asked.cancel()
             if task.done():
                 await task
-            await registration.drain(DRAIN_S)
+            await registration.drain(DRAIN_S if self.is_restartable else LONG_DRAIN_S)
 
     def shards(self) -> list[UnitShard]:
         """Returns the shards that the server holds."""

@@ -36,6 +36,13 @@ def test_schedules_that_lost_a_run_before(seed: int) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.mark.parametrize("seed", [4007312])
+def test_schedules_with_stops_that_lost_a_run_before(seed: int) -> None:
+    """A server is stopped whose shards end with it, and the coordinator before it has answered the first question."""
+    result = simulate("--seed", seed)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
 def test_a_seed_replays_the_same_schedule() -> None:
     one, other = (simulate("--seed", 17, "--trace") for _ in range(2))
     assert one.returncode == 0, one.stdout + one.stderr

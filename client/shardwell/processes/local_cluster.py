@@ -139,7 +139,7 @@ class LocalCluster:
         coordinators, shards = self._started[:1], self._started[1:]
         for processes in (coordinators, shards):
             for process in processes:
-                process.request_stop()
+                process.request_stop(at_once=True)
             for process in processes:
                 process.stop(_STOP_LIMIT_S)
         self._started.clear()
@@ -340,12 +340,18 @@ class ServerProcess:
             self._process.kill()
         self._reap()
 
-    def request_stop(self) -> None:
-        """Sends SIGTERM once and returns. ``stop`` waits for the end."""
+    def request_stop(self, *, at_once: bool = False) -> None:
+        """Sends SIGTERM once and returns. ``stop`` waits for the end.
+
+        Args:
+            at_once: Close the server's input, too: it then moves no shards before it ends.
+        """
         with self._lock:
             if not self._stop_requested and self.exit_code is None:
                 self._process.terminate()
             self._stop_requested = True
+            if at_once and self._process.stdin is not None:
+                self._process.stdin.close()
 
     def log_tail(self) -> str:
         """Returns the last lines of the server's log, with a heading."""

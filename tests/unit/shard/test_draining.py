@@ -41,6 +41,11 @@ class Coordinator:
         return coordinator_pb2.DrainServerResponse(shard_count=count, waiting_for=[reason] if reason else [])
 
 
+def drain(coordinator: Coordinator, limit_s: float = 60.0, *, would_lose: bool = False) -> bool:
+    """Drains a server whose shards end with its process, or wait for its next one. Returns whether none are left."""
+    return asyncio.run(asyncio.wait_for(registration.drain(coordinator.ask, limit_s, lambda: would_lose), 30.0))
+
+
 @pytest.mark.parametrize(
     "answers, drained, asked",
     [
@@ -55,19 +60,37 @@ class Coordinator:
 )
 def test_server_waits_until_its_shards_have_moved(answers: list[Answer], drained: bool, asked: int) -> None:
     coordinator = Coordinator(answers)
-    assert asyncio.run(registration.drain(coordinator.ask, 60.0)) is drained
+    assert drain(coordinator) is drained
     assert coordinator.asked == asked
 
 
 @pytest.mark.parametrize("answers", [[(5, "start more servers")], [5, GONE]])
 def test_server_gives_up_when_nothing_moves(answers: list[Answer]) -> None:
     coordinator = Coordinator(answers)
-    assert not asyncio.run(asyncio.wait_for(registration.drain(coordinator.ask, 3600.0), 30.0))
+    assert not drain(coordinator, 3600.0)
     assert coordinator.asked > 2
 
 
+@pytest.mark.parametrize("before", [[], [5]])
+def test_server_whose_shards_end_with_it_waits_for_a_coordinator_that_is_started_again(
+    before: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator may be away for longer than ``_SILENCE_S``, and may have received no question at all."""
+    monkeypatch.setattr(registration, "_SILENCE_S", 0.0)
+    coordinator = Coordinator([*before, *[GONE] * 100, 3, 0])
+    assert drain(coordinator, would_lose=True)
+    assert coordinator.asked == len(before) + 102
+
+
+@pytest.mark.parametrize("before", [[], [5]])
+def test_server_whose_shards_end_with_it_waits_for_the_coordinator_until_the_limit(before: list[Answer]) -> None:
+    coordinator = Coordinator([*before, GONE])
+    assert not drain(coordinator, 0.3, would_lose=True)
+    assert coordinator.asked > len(before) + 2
+
+
 def test_server_gives_up_after_the_limit() -> None:
-    assert not asyncio.run(asyncio.wait_for(registration.drain(Coordinator([5]).ask, 0.05), 30.0))
+    assert not drain(Coordinator([5]), 0.05)
 
 
 def test_limit_ends_a_question_without_answer() -> None:
@@ -75,4 +98,4 @@ def test_limit_ends_a_question_without_answer() -> None:
         await asyncio.Event().wait()
         raise AssertionError
 
-    assert not asyncio.run(asyncio.wait_for(registration.drain(never, 0.05), 30.0))
+    assert not asyncio.run(asyncio.wait_for(registration.drain(never, 0.05, lambda: False), 30.0))

@@ -48,37 +48,50 @@ _POLL_S = 0.2
 _STUCK_S = 1.0
 """How long the number of shards may stay the same while no other server can take the rest."""
 _SILENCE_S = 3.0
-"""How long a coordinator that has answered before may be unreachable, for example because it is started again."""
+"""How long a coordinator that has answered before may be unreachable, for example because it is started again. Shards
+that end with this process wait longer, see ``drain``."""
 
 
-async def drain(ask: Callable[[], Awaitable[coordinator_pb2.DrainServerResponse]], limit_s: float) -> bool:
+async def drain(
+    ask: Callable[[], Awaitable[coordinator_pb2.DrainServerResponse]], limit_s: float, would_lose: Callable[[], bool]
+) -> bool:
     """Moves the shards of this server to other servers.
 
     Args:
         ask: Calls ``DrainServer``, which starts the moves and reports the progress.
         limit_s: Longest time to wait, in seconds.
+        would_lose: Returns True if shards end with this process. It then waits for an absent coordinator, too.
 
     Returns:
         True if the server has no shards left. False if the coordinator cannot be reached, no other server can take the
         rest, or the time is over.
     """
     loop = asyncio.get_running_loop()
-    now = loop.time()
-    deadline, last_answer_s, last_progress_s, left = now + limit_s, -1.0, now, -1
+    now = silence_ends_s = loop.time()
+    deadline, last_progress_s, left, waiting = now + limit_s, now, -1, False
     while True:
         try:
             async with asyncio.timeout_at(deadline):
                 answer = await ask()
         except (UnavailableError, DeadlineError, TimeoutError) as error:
-            now = loop.time()
-            if last_answer_s < 0 or now > min(deadline, last_answer_s + _SILENCE_S):
-                logger.warning("the shards of this server do not move, because the coordinator is gone: %s", error)
-                return False
+            if loop.time() >= min(deadline, silence_ends_s):
+                if loop.time() >= deadline or not would_lose():
+                    logger.warning("the shards of this server do not move, because the coordinator is gone: %s", error)
+                    return False
+                if not waiting:
+                    waiting = True
+                    logger.warning(
+                        "waiting for the coordinator until %g s after the signal, because shards end with this process "
+                        "if they do not move (a second SIGTERM stops it at once): %s",
+                        limit_s,
+                        error,
+                    )
         except ShardwellError as error:
             logger.warning("the shards of this server do not move: %s", error)
             return False
         else:
-            last_answer_s = now = loop.time()
+            now = loop.time()
+            silence_ends_s, waiting = now + _SILENCE_S, False
             if not answer.shard_count:
                 return True
             if left < 0:
@@ -187,8 +200,8 @@ class Registration:
             await self._channel.close()
 
     async def drain(self, limit_s: float) -> None:
-        """Moves the shards of this server to other servers before it stops; see ``draining.drain``."""
-        await drain(self._ask_to_drain, limit_s)
+        """Moves the shards of this server to other servers before it stops; see ``drain`` above."""
+        await drain(self._ask_to_drain, limit_s, lambda: bool(self._store.describe_ending()))
 
     async def _ask_to_drain(self) -> coordinator_pb2.DrainServerResponse:
         request = coordinator_pb2.DrainServerRequest(server_id=self._server_id, epoch=self._epoch)
