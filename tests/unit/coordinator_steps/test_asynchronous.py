@@ -232,6 +232,35 @@ def test_a_restarted_coordinator_leases_no_item_beyond_the_loop(tmp_path: Path) 
     run_async(test())
 
 
+def test_a_trainer_that_joins_gets_no_item_beyond_its_loop(tmp_path: Path) -> None:
+    """Rank 0 has computed the two items that every loop wants. A trainer that joins must not get its next one."""
+
+    async def test() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await team(cluster, "a", "b")
+            for version in range(2):
+                await a.finish(version, wait_s=5)
+                assert (await a.commit(version, wait_s=5, item_limit=2)).committed
+            await a.leave()
+
+            is_suspended = True
+
+            def refuse(rpc_name: str, _: Any) -> None:
+                if is_suspended and rpc_name == "Fence":
+                    raise UnavailableError("the server is suspended")
+
+            cluster.shards["s0"].fail = refuse
+            await b.leave()
+            options = {"incarnation": "again", "config": config(World(dp=2), min_trainers=2, consistency=ASYNCHRONOUS)}
+            joined = await cluster.try_join("b", **options)
+            assert (joined.started, list(joined.work.items)) == (False, []), "its own item is not fenced yet"
+            is_suspended = False
+            again = await cluster.join("b", **options, wait_s=5)
+            assert [(item.dp_rank, item.number) for item in again.joined.work.items] == [(1, 0)]
+
+    run_async(test())
+
+
 def test_an_item_is_committed_once_if_the_run_is_stored_during_the_commit(tmp_path: Path) -> None:
     """The coordinator ends after it has stored the run as it was before the commit, and after the commit record."""
 

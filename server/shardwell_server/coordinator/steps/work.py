@@ -566,8 +566,12 @@ class AsynchronousWork(Work):
             )
         return step
 
-    def start_item(self, name: str) -> bool:
+    def start_item(self, name: str, *, own_only: bool = False) -> bool:
         """Leases to a trainer the item that it computes next.
+
+        Args:
+            name: The trainer.
+            own_only: True to choose among its own ranks only.
 
         Returns:
             False if there is none, or the servers have not fenced the item that the trainer has.
@@ -576,7 +580,7 @@ class AsynchronousWork(Work):
         for step in self.steps:
             if step.items_of(name) and not step.is_vacant:
                 return not step.unfenced
-        item = self._choose_item(name, self.items)
+        item = self._choose_item(name, self.items, own_only=own_only)
         if item is None:
             return False
         self.steps[item.dp_rank].lease(item, (name,), run.next_epoch(), run.clock())
@@ -585,9 +589,13 @@ class AsynchronousWork(Work):
         return True
 
     def lease_own_items(self, name: str) -> bool:
-        """See ``Work``. Starts one item, if one may start."""
+        """See ``Work``. Starts one item, if one may start.
+
+        Not one of a rank without an owner: its number may be higher than those of the trainer's loop, whose end the
+        trainer has not told yet.
+        """
         own = [self.items[rank] for rank in self._run.ranks_of(name)]
-        return self.start_item(name) or all(item.fenced for item in own)
+        return self.start_item(name, own_only=True) or all(item.fenced for item in own)
 
     def has_all_items(self, member: Member) -> bool:
         """True if all items that a trainer wants of its data ranks are committed."""
@@ -610,12 +618,13 @@ class AsynchronousWork(Work):
                 step.revoke(item, run.next_epoch(), run.clock())
                 step.read_version(run.committed_step)
 
-    def _choose_item(self, name: str, items: Sequence[WorkItem]) -> WorkItem | None:
+    def _choose_item(self, name: str, items: Sequence[WorkItem], *, own_only: bool = False) -> WorkItem | None:
         """Returns the item that a trainer starts next. None: there is none for it, or the trainer is gone.
 
         Args:
             name: The trainer.
             items: The items of all data ranks.
+            own_only: True to choose among the trainer's own ranks only.
         """
         run, owners, live = self._run, self._owners, self._run.members.live
         if name not in live:
@@ -627,7 +636,7 @@ class AsynchronousWork(Work):
             for item in items
             if item.state is WorkState.VACANT
             and item.fenced
-            and (owners[item.dp_rank] == name or owners[item.dp_rank] not in live)
+            and (owners[item.dp_rank] == name or (not own_only and owners[item.dp_rank] not in live))
             and (ahead is None or item.number - slowest <= ahead)
             and (limit is None or item.number < limit)
         ]
