@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
 
 from shardwell_wire.model.layout import DTYPE_NUMBERS, UnitLayout
+from shardwell_wire.model.topology import SYNCHRONOUS, Consistency
 from shardwell_wire.v1 import common_pb2
 
 _SGD = {"lr": 0.1, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nesterov": 0.0, "maximize": 0.0}
@@ -23,13 +25,20 @@ class Job:
 
     dp: int
     steps: int
+    """Number of steps; in an asynchronous run, of items of each rank."""
     algorithm: str = "sgd"
     backups: int = 0
+    consistency: Consistency = SYNCHRONOUS
 
     @property
-    def options(self) -> dict[str, int]:
+    def options(self) -> dict[str, Any]:
         """More fields of ``RunConfig``."""
-        return {"backups": self.backups} if self.backups else {}
+        return {**({"backups": self.backups} if self.backups else {}), **self.consistency.to_fields()}
+
+    @property
+    def commits(self) -> int:
+        """Number of commits, which is the last version."""
+        return self.steps * self.dp if self.consistency.asynchronous else self.steps
 
     @property
     def plain(self) -> Job:

@@ -10,9 +10,12 @@ from functools import cache, partial
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from shardwell_server.coordinator.storage.records import CommitRecord
 from shardwell_wire import fault_points
 from shardwell_wire.errors import ShardwellError, UnavailableError
+from shardwell_wire.model.topology import ASYNCHRONOUS, BOUNDED_STALENESS, SYNCHRONOUS
 from tests.simulation import environment
+from tests.simulation.asynchronous import AsynchronousMembership, find_item_problems, replay
 from tests.simulation.environment import Environment
 from tests.simulation.host_memory import HostMemory
 from tests.simulation.jobs import History, Job
@@ -26,6 +29,9 @@ CHECKPOINTED = 0.15
 
 SHARED_MEMORY = 0.4
 """Share of the schedules whose shard servers take up their shards after a restart."""
+
+ASYNCHRONOUS_SHARE = 0.15
+"""Share of the schedules with an asynchronous mode."""
 
 HOST_LOSS = 0.25
 """Chance that a killed shard server loses its shared memory, too."""
@@ -59,7 +65,8 @@ class Simulation:
         job: What is trained. None: drawn.
         reference: Bytes of every version. None: those of the job without faults.
         quiet: True for the run without faults.
-        with_more: False to leave out the kinds of faults that were added last.
+        with_more: False to leave out the kinds of faults and jobs that were added last.
+        asynchronous: Share of the schedules with an asynchronous mode, if ``with_more``.
         trace: Keep a line for each event.
     """
 
@@ -71,22 +78,30 @@ class Simulation:
         *,
         quiet: bool = False,
         with_more: bool = True,
+        asynchronous: float = ASYNCHRONOUS_SHARE,
         trace: bool = False,
     ) -> None:
         self.seed, self._trace_on = seed, trace
         self.rng = random.Random(seed)
         self.lines: list[str] = []
         self.faults: list[str] = []
-        self.job = job or self._draw_job()
+        self.job = job or self._draw_job(asynchronous if with_more else 0.0)
         self.history = reference or expected_history(self.job)
+        self._records: dict[int, CommitRecord] = {}
+        """The commit records of an asynchronous run, by step. A rollback replaces those of later steps."""
         self.loop = VirtualLoop(self.rng)
         self.network = Network(self.loop, self.rng, self.trace)
         self.environment = Environment(self.network, self.rng, one_host=quiet or self.rng.random() < 0.6)
         self._quiet, self._with_more = quiet, with_more
         self._faulty_until_s = 0.0
 
-    def _draw_job(self) -> Job:
+    def _draw_job(self, asynchronous: float) -> Job:
+        # From a generator of its own, so that the other schedules stay the same.
+        more, consistency = random.Random(f"consistency {self.seed}"), SYNCHRONOUS
+        if more.random() < asynchronous:
+            consistency = more.choice((ASYNCHRONOUS, BOUNDED_STALENESS(0), BOUNDED_STALENESS(1)))
         return Job(
+            consistency=consistency,
             dp=self.rng.choice((1, 2, 2, 3)),
             steps=self.rng.choice((2, 3)),
             algorithm=self.rng.choice(("sgd", "adamw")),
@@ -131,6 +146,9 @@ class Simulation:
             self._checkpoints = stack.enter_context(TemporaryDirectory(dir=environment.DISK))
             for trainer in self.trainers:
                 trainer.options |= {"checkpoint_dir": self._checkpoints, "checkpoint_every": 1}
+        if self.job.consistency.asynchronous:
+            for trainer in self.trainers:
+                trainer.membership = AsynchronousMembership
         for node in (self.coordinator, *self.servers, *self.trainers):
             node.when_failed = partial(self._node_failed, node)
         self.coordinator.start()
@@ -151,11 +169,13 @@ class Simulation:
     def _is_over(self) -> bool:
         if self.history.problems or self.loop.problems:
             return True
+        if self.job.consistency.asynchronous and (run := self._run()) is not None:
+            self._records.update((record.step, record) for record in run.commits.records)
         if not all(trainer.finished for trainer in self.trainers):
             return False
         if (run := self._run()) is None:
             return False
-        if run.committed_step < self.job.steps:
+        if run.committed_step < self.job.commits:
             self._train_again()
             return False
         return all(self._is_updated(unit.layout.unit, holder) for unit, holder in _holders(run))
@@ -177,7 +197,7 @@ class Simulation:
         server = next(server for server in self.servers if server.name == holder.server_id)
         if not server.alive or server.incarnation != holder.incarnation:
             return False
-        return server.versions().get((unit, holder.start_bytes)) == self.job.steps
+        return server.versions().get((unit, holder.start_bytes)) == self.job.commits
 
     def _limit_s(self) -> float:
         return self._faulty_until_s + PROGRESS_S
@@ -194,14 +214,19 @@ class Simulation:
         run = None if coordinator is None else coordinator.state.runs.get(RUN)
         committed = -1 if run is None else run.committed_step
         waiting = [trainer.name for trainer in self.trainers if not trainer.finished]
-        if waiting or committed != self.job.steps:
+        if waiting or committed != self.job.commits:
             why = [] if coordinator is None or run is None else self._stall(coordinator, run)
             self.history.problems.append(
-                f"no progress: {committed} of {self.job.steps} steps are committed, {', '.join(waiting) or 'nobody'} "
+                f"no progress: {committed} of {self.job.commits} steps are committed, {', '.join(waiting) or 'nobody'} "
                 f"still trains: {'; '.join(why)}"
             )
             return
         assert run is not None
+        if self.job.consistency.asynchronous:
+            if problems := find_item_problems(self.job, self._records):
+                self.history.problems.extend(problems)
+                return
+            self.history.state, self.history.complete = replay(self.job, self._records), True
         for unit, holder in _holders(run):
             self._check_copy(unit.layout.unit, holder)
 
@@ -211,18 +236,19 @@ class Simulation:
         what = f"{server.name}, {unit!r} at byte {holder.start_bytes}"
         for shard, state in server.states():
             if (shard.unit, shard.start_bytes) == (unit, holder.start_bytes):
-                if shard.version != self.job.steps:
+                if shard.version != self.job.commits:
                     self.history.problems.append(f"{what}: version {shard.version}")
                 for label, content in state.items():
                     if self.history.complete and not matches(self.history.state, label, content):
-                        self.history.problems.append(f"{what}: other bytes of {label} than the run without faults")
+                        self.history.problems.append(f"{what}: other bytes of {label} than expected")
                 return
         self.history.problems.append(f"{what}: the server does not hold this shard")
 
     def _stall(self, coordinator: Any, run: Any) -> list[str]:
         from shardwell_server.coordinator.inspection.stall import explain_stall
 
-        return list(explain_stall(run, coordinator.state.cluster, self.loop.time()).lines)
+        state = coordinator.state
+        return list(explain_stall(run, state.cluster, self.loop.time(), state.settings.min_servers).lines)
 
     # ---- faults ----
 
@@ -307,8 +333,15 @@ class Simulation:
 
     def _stop_server(self) -> None:
         server = self.rng.choice(self.servers)
-        if server.alive and (server.is_restartable or self._may_lose(server)):
+        if server.alive and (server.is_restartable or (self._may_lose(server) and not self._gets_units())):
             self._ask_to_stop(server)
+
+    def _gets_units(self) -> bool:
+        """True if a server may get shards before it stops, and cannot move them to another one."""
+        if not self.job.consistency.asynchronous:
+            return False
+        run = self._run()
+        return run is None or sum(unit.published for unit in run.units) < len(self.job.layouts)
 
     def _ask_to_stop(self, server: ServerNode) -> None:
         """Stops a server as SIGTERM does, and starts it again once it has ended."""
@@ -458,6 +491,8 @@ def _holders(run: Any) -> list[tuple[Any, Any]]:
 
 def expected_history(job: Job) -> History:
     """Returns what must be the same as in the run of a job without faults."""
+    if job.consistency.asynchronous:
+        return History()
     recorded = reference_of(job.plain)
     return History(dict(recorded.versions), dict(recorded.state), complete=True)
 

@@ -118,9 +118,11 @@ class TrainerNode(Node):
         self.finished = False
         self.options: dict[str, Any] = dict(job.options)
         """More fields of ``RunConfig``."""
+        self.membership: Callable[[TrainerNode], Membership] = Membership
+        """Makes a membership, see there."""
 
     async def main(self) -> None:
-        while not await Membership(self).train():
+        while not await self.membership(self).train():
             running().network.trace(f"{self.name}: joins again")
         self.finished = True
 
@@ -184,8 +186,7 @@ class Membership:
             keeping = [asyncio.ensure_future(work) for work in (self._keep_lease(), self._keep_stream())]
             for index, layout in enumerate(self._job.layouts):
                 await self._declare(index, layout)
-            while self._step < self._job.steps:
-                await self._do_step()
+            await self._do_steps()
             await self._leave()
             return True
         except StaleEpochError as error:
@@ -219,10 +220,11 @@ class Membership:
                 # The former process of this name is alive for all that the coordinator knows.
                 await asyncio.sleep(LEASE_S / 4)
         self._run_id, self._epoch, self._lease_s = joined.run_id, joined.epoch, joined.lease_s
-        self._step = joined.committed_step
+        self._step = joined.work.step
         self._rollbacks = joined.rollback_count
-        self._history.check_joined(self._node.name, self._rollbacks, self._step, self._acknowledged)
-        self._history.note_acknowledged(self._rollbacks, self._step)
+        self._history.check_joined(self._node.name, self._rollbacks, joined.committed_step, self._acknowledged)
+        self._history.note_acknowledged(self._rollbacks, joined.committed_step)
+        self._position = joined.work.position
         self._set_items(joined.work.items)
         self._trace(f"joined with epoch {self._epoch} at step {self._step}, ranks {sorted(self._items)}")
 
@@ -338,6 +340,10 @@ class Membership:
     def _set_items(self, items: Any) -> None:
         self._items, self._done = {item.global_rank: item for item in items}, {}
 
+    async def _do_steps(self) -> None:
+        while self._step < self._job.steps:
+            await self._do_step()
+
     async def _do_step(self) -> None:
         step = self._step
         while True:
@@ -401,19 +407,20 @@ class Membership:
                 flat[start : start + size * 4].view(torch.float32)
                 for start, size in zip(layout.starts, (p.numel for p in layout.parameters), strict=True)
             ]
-            gradients = self._job.gradient(index, values, self._step, item.dp_rank)
+            gradients = self._job.gradient(index, values, item.number, item.dp_rank)
             starts = range(len(self._shards[index]))
             await asyncio.gather(*(self._push(item, index, number, gradients) for number in starts))
             parts.append(common_pb2.UnitParts(unit_index=index, part_count=1))
         self._done[item.global_rank] = coordinator_pb2.FinishedItem(
-            global_rank=item.global_rank, epoch=item.epoch, attempt=item.attempt, units=parts
+            global_rank=item.global_rank, epoch=item.epoch, attempt=item.attempt, units=parts, number=item.number
         )
 
     async def _gather(self, index: int, layout: UnitLayout) -> torch.Tensor:
         """Reads a unit at the step's version. [size_bytes]"""
         flat = torch.zeros(layout.size_bytes, dtype=torch.uint8)
         await asyncio.gather(*(self._read(index, number, flat) for number in range(len(self._shards[index]))))
-        self._history.note_read(self._node.name, self._step, layout.unit, flat.numpy().tobytes())
+        if not self._job.consistency.asynchronous:
+            self._history.note_read(self._node.name, self._step, layout.unit, flat.numpy().tobytes())
         return flat
 
     async def _read(self, index: int, number: int, flat: torch.Tensor) -> None:
