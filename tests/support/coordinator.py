@@ -15,7 +15,8 @@ from typing import Any
 
 from shardwell_server.coordinator.coordinator import Coordinator
 from shardwell_server.coordinator.servicer import CoordinatorServicer
-from shardwell_server.coordinator.settings import BackgroundTasks, Settings
+from shardwell_server.coordinator.settings import Settings
+from shardwell_server.coordinator.signals import BackgroundTasks
 from shardwell_server.coordinator.storage.storage import Storage
 from shardwell_wire.model.names import check_names
 from shardwell_wire.model.topology import SYNCHRONOUS, Consistency, World

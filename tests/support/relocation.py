@@ -10,6 +10,7 @@ import pytest
 
 from shardwell_server.coordinator.relocation import keeper
 from shardwell_server.coordinator.run import Run
+from shardwell_server.coordinator.servers.cluster import ServerState
 from shardwell_server.coordinator.storage.records import BackupState
 from shardwell_wire.errors import StepRestartedError
 from shardwell_wire.model.topology import SYNCHRONOUS, Consistency, World
@@ -58,7 +59,7 @@ async def in_sync(cluster: Harness, backups: int) -> None:
 def kill(cluster: Harness, name: str) -> None:
     """Ends a shard server's process, and lets the coordinator notice."""
     cluster.shards[name].incarnation = None
-    cluster.state.cluster.servers[name].mark_ended()
+    cluster.state.cluster.servers[name].state = ServerState.ENDED
     cluster.state.cluster.changed.notify()
 
 

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from shardwell_server.coordinator.settings import Signal
+from shardwell_server.coordinator.signals import Signal
 from shardwell_wire.host.server_folders import has_ended, runs_here
 
 GRACE_S = 0.2

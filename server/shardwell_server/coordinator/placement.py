@@ -14,11 +14,12 @@ from dataclasses import dataclass
 
 from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.run import Run
-from shardwell_server.coordinator.runs.units import Unit, require_same_layout
 from shardwell_server.coordinator.servers.shard_servers import ShardServers, check_recoverable
-from shardwell_server.coordinator.settings import MAX_UNITS, SharedCall, poll
+from shardwell_server.coordinator.settings import MAX_UNITS
+from shardwell_server.coordinator.signals import SharedCall, poll
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.storage.records import ShardRecord
+from shardwell_server.coordinator.units import Unit, require_same_layout
 from shardwell_wire.errors import (
     CapacityError,
     InvalidRequestError,
@@ -134,7 +135,7 @@ class UnitPlacer:
                 # Concurrent declarations of one unit share one placement.
                 placing = run.units.placing.setdefault(layout.unit, SharedCall())
                 try:
-                    unit = await placing(lambda: self._place(run, layout))
+                    unit = await placing(self._place, run, layout)
                 finally:
                     run.units.placing.pop(layout.unit, None)
         except UnavailableError:
@@ -207,7 +208,7 @@ class UnitPlacer:
         """Releases the former reservations of a unit that was placed again, on servers without a new one."""
         for shard in former:
             if shard.server_id not in unit.owners and not self.has_ended(shard):
-                self._state.tasks.start(self._release(run, unit.layout.unit, run.last_epoch, shard))
+                self._state.tasks.start(self._release(run, unit.layout.unit, run.changes.last_epoch, shard))
 
     def _release_elsewhere(self, run: Run, unit: str, shards: tuple[ShardRecord, ...]) -> None:
         """Releases what servers may have reserved for a unit, except those that have its shards."""
@@ -215,7 +216,7 @@ class UnitPlacer:
         for server in self._state.cluster.servers.values():
             reservation = ShardRecord(0, 0, server.server_id, server.incarnation)
             if server.server_id not in owners and not self.has_ended(reservation):
-                self._state.tasks.start(self._release(run, unit, run.last_epoch, reservation))
+                self._state.tasks.start(self._release(run, unit, run.changes.last_epoch, reservation))
 
     # Reservation
 
@@ -236,7 +237,7 @@ class UnitPlacer:
         Returns:
             None if a chosen server has ended meanwhile.
         """
-        shards, placement = self._choose_servers(layout), run.next_epoch()
+        shards, placement = self._choose_servers(layout), run.changes.next_epoch()
         await self._state.save(run)  # no other placement may get this number, even after a restart
         chosen = {shard.server_id for shard in shards}
         left = [shard for shard in former if shard.server_id not in chosen and not self.has_ended(shard)]
@@ -302,7 +303,8 @@ class UnitPlacer:
         candidates = [Candidate(server.server_id, server.free_bytes, server.budget_bytes) for server in staying]
         for piece in place(layout, candidates, self._state.settings.min_shard_bytes):
             server = cluster.servers[piece.server_id]
-            server.reserve(piece.stop_bytes - piece.start_bytes)
+            # Counted before the server confirms it, so that concurrent placements spread over the servers.
+            server.reserved_bytes += piece.stop_bytes - piece.start_bytes
             shards.append(ShardRecord(piece.start_bytes, piece.stop_bytes, piece.server_id, server.incarnation))
         return tuple(sorted(shards, key=lambda shard: shard.start_bytes))
 
@@ -360,7 +362,7 @@ class UnitPlacer:
         while not unit.published:
             is_joined = unit.publishing.in_flight
             try:
-                await unit.publishing(lambda: self._publish(run, unit, epoch))
+                await unit.publishing(self._publish, run, unit, epoch)
             except ShardwellError:
                 if not is_joined:
                     raise
@@ -375,7 +377,7 @@ class UnitPlacer:
             coordinator_epoch=self._state.term,
         )
         shards = unit.shards
-        await self._servers.call_all(unit.owners, "PublishUnit", lambda _: request)
+        await self._servers.call_all(unit.owners, "PublishUnit", request)
         async with run.units.placement_lock:
             if unit.shards != shards:
                 return  # the unit was placed again, because an owner ended: its new owners have no values yet
@@ -387,7 +389,7 @@ class UnitPlacer:
                     epoch=epoch,
                 )
             await self._state.save_unit(run, unit, published=True)
-            unit.mark_published()
+            unit.published = True
         self._state.events.add(EventKind.UNIT_PUBLISHED, f"unit {unit.layout.unit!r} is version 0", run=run.name)
 
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass, field, replace
 
 from shardwell_server.coordinator.inspection.events import EventLog
-from shardwell_server.coordinator.ranks.members import Member, MemberState
+from shardwell_server.coordinator.ranks.members import Member, MemberState, tell
 from shardwell_server.coordinator.ranks.rank_assignment import ranks_of_items
 from shardwell_server.coordinator.run import Run
-from shardwell_server.coordinator.runs.units import Initializer, Unit
 from shardwell_server.coordinator.servers.cluster import Cluster
-from shardwell_server.coordinator.settings import MAX_RUNS, BackgroundTasks, RunSettings, Settings
+from shardwell_server.coordinator.settings import MAX_RUNS, RunSettings, Settings
+from shardwell_server.coordinator.signals import BackgroundTasks
 from shardwell_server.coordinator.steps.step import Step, WorkItem, WorkState, new_members
 from shardwell_server.coordinator.steps.work import AsynchronousWork
 from shardwell_server.coordinator.storage.records import (
@@ -26,6 +26,7 @@ from shardwell_server.coordinator.storage.records import (
     UnitRecord,
 )
 from shardwell_server.coordinator.storage.storage import Storage
+from shardwell_server.coordinator.units import Initializer, Unit
 from shardwell_wire.connection.channel import retry_async
 from shardwell_wire.errors import CapacityError, NotFoundError, RunDeletedError, ShardwellError
 from shardwell_wire.model.layout import UnitLayout
@@ -85,7 +86,7 @@ class CoordinatorState:
         """Makes all membership streams end, because the coordinator has been asked to stop."""
         self.stopping = True
         for run in self.runs.values():
-            run.tell(run.members)
+            tell(run.members)
         for server in self.cluster.servers.values():
             server.connection.news.notify()
 
@@ -140,18 +141,20 @@ class CoordinatorState:
             )
         identity = RunIdentity(name, run_id or new_run_id())
         run = self.runs[name] = Run(identity, settings, self.clock, self.wall_clock(), self._deleted_last_epoch)
-        run.touch()
+        run.changes.touch()
         return run
 
     async def delete_run(self, run: Run) -> None:
         """Deletes a run. Returns when the deletion is durable."""
-        run.set_deleted(True)  # before the write, so that no other method stores the run meanwhile
+        run.deleted = True  # before the write, so that no other method stores the run meanwhile
+        tell(run.members)
         try:
-            await self.storage.delete_run(run.name, run.identity.run_id, run.last_epoch)
+            await self.storage.delete_run(run.name, run.identity.run_id, run.changes.last_epoch)
         except ShardwellError:
-            run.set_deleted(False)
+            run.deleted = False
+            tell(run.members)
             raise
-        self._deleted_last_epoch = max(self._deleted_last_epoch, run.last_epoch)
+        self._deleted_last_epoch = max(self._deleted_last_epoch, run.changes.last_epoch)
         self._deleted_run_ids.add(run.identity.run_id)
         self.runs.pop(run.name, None)
         run.changed.notify()
@@ -164,23 +167,23 @@ class CoordinatorState:
             UnavailableError: The run could not be stored. The changes stay in memory and the next ``save`` stores them;
                 until then no response may contain them.
         """
-        wanted = run.unsaved.made
-        while run.unsaved.saved < wanted:
-            await run.unsaved.saving(lambda: self._save(run))
+        wanted = run.changes.made
+        while run.changes.saved < wanted:
+            await run.changes.saving(self._save, run)
 
     # Each method that stores a part of a run first checks that the run was not deleted. Otherwise the run would exist
     # again after a restart.
 
     async def _save(self, run: Run) -> None:
         run.check_not_deleted()
-        made, placement = run.unsaved.made, run.relocations.count  # changes during the write are not part of it
+        made, placement = run.changes.made, run.relocations.count  # changes during the write are not part of it
         units = self._take_unsaved_units(run)
         try:
             await self.storage.save_run(_run_record(run), [_unit_record(unit) for unit in units])
         except ShardwellError:
             run.units.unsaved.update(unit.index for unit in units)
             raise
-        run.note_saved(made, placement)
+        _note_saved(run, made, placement)
 
     def _take_unsaved_units(self, run: Run) -> list[Unit]:
         """Returns the units whose shards or backups changed since they were stored, and counts them as stored."""
@@ -219,7 +222,7 @@ class CoordinatorState:
         if not run.units.unsaved and not run.asynchronous:
             await self.storage.save_commit(run.name, record, serialized)
             return
-        made, placement = run.unsaved.made, run.relocations.count
+        made, placement = run.changes.made, run.relocations.count
         units = self._take_unsaved_units(run)
         changed = (_run_record(run, committed=step), [_unit_record(unit) for unit in units])
         try:
@@ -227,17 +230,17 @@ class CoordinatorState:
         except ShardwellError:
             run.units.unsaved.update(unit.index for unit in units)
             raise
-        run.note_saved(made, placement)
+        _note_saved(run, made, placement)
 
     async def save_loaded(self, run: Run) -> None:
         """Stores a run that was loaded from a checkpoint, and the end of the restore, all at once."""
         run.check_not_deleted()
-        made, placement = run.unsaved.made, run.relocations.count
+        made, placement = run.changes.made, run.relocations.count
         record = replace(_run_record(run), checkpoints=run.checkpoints.after_restore_json())
         units, state = [_unit_record(unit) for unit in run.units], run.commits.state
         serialized = None if state is None else state.SerializeToString()
         await self.storage.save_loaded_run(record, units, list(run.commits.records), serialized)
-        run.note_saved(made, placement)
+        _note_saved(run, made, placement)
 
     async def save_checkpoint(self, run: Run, record: CheckpointRecord) -> None:
         """Stores a checkpoint that is about to be written, or is complete."""
@@ -248,6 +251,13 @@ class CoordinatorState:
         """Deletes the records of checkpoints whose files were removed, or are damaged."""
         run.checkpoints.forget(checkpoint_ids)
         await self.storage.delete_checkpoints(run.name, checkpoint_ids)
+
+
+def _note_saved(run: Run, made: int, placement: int) -> None:
+    """Records that the first ``made`` changes of a run are durable, and with them a placement."""
+    run.changes.saved = made
+    if run.relocations.announce(placement):
+        tell(run.members)
 
 
 def _run_record(run: Run, *, committed: Step | None = None) -> RunRecord:
@@ -263,7 +273,7 @@ def _run_record(run: Run, *, committed: Step | None = None) -> RunRecord:
         config=run.settings.to_proto().SerializeToString(),
         created=run.created,
         started=run.started,
-        last_epoch=run.last_epoch,
+        last_epoch=run.changes.last_epoch,
         members=tuple(
             MemberRecord(
                 member.name,
@@ -299,14 +309,14 @@ def _rank_records(run: Run, committed: Step | None) -> tuple[RankRecord, ...]:
     return tuple(
         RankRecord(
             member.global_rank,
-            run.rank_assignments[member.global_rank],
+            run.owners.by_rank[member.global_rank],
             member.trainer,
             item.epoch,
             version,
             item.attempt,
             item.last_attempt,
             item.state is WorkState.VACANT or item.trainer_lost,
-            run.rank_owners.replica_epochs.get(item.dp_rank, 0),
+            run.owners.replica_epochs.get(item.dp_rank, 0),
             item.number,
         )
         for version, item in items
@@ -362,11 +372,10 @@ def _restore_step(run: Run, stored: StoredRun) -> None:
     ranks, now = stored.record.ranks, run.clock()
     present = {member.name for member in run.members if member.state is not MemberState.GONE}
     world = run.settings.world
-    run.rank_owners.restore(
+    run.owners.restore(
         {rank.global_rank: rank.owner for rank in ranks},
         {world.coordinates(rank.global_rank).dp_rank: rank.replica_epoch for rank in ranks},
     )
-    run.replica_stores.note_lost(run.rank_owners.replica_epochs.values())
     run.work.restore(
         _restore_items(world, ranks, present, now),
         {world.coordinates(rank.global_rank).dp_rank: rank.step for rank in ranks},

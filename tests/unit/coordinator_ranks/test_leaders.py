@@ -56,16 +56,16 @@ def test_a_gone_holder_is_replaced_by_one_of_the_same_place(run: Run) -> None:
 
 def test_owners_and_states_are_current_after_every_change(run: Run) -> None:
     def check() -> None:
-        owners = run.rank_assignments
-        assert run.replicas == replicas_of(WORLD, owners)
+        owners = run.owners.by_rank
+        assert run.owners.replicas == replicas_of(WORLD, owners)
         assert run.members.live == {member.name: member for member in run.members if member.live}
         assert run.members.expired == [member for member in run.members if member.expired]
         for name in run.members.by_name:
             ranks = [rank for rank in range(WORLD.size) if owners[rank] == name]
-            assert run.ranks_of(name) == ranks
-            assert run.is_waiting_spare(name) is (not ranks)
-            epochs = {run.rank_owners.replica_epochs[WORLD.coordinates(rank).dp_rank] for rank in ranks} or {0}
-            assert {run.replica_epoch_of(name)} == epochs
+            assert run.owners.ranks_of(name) == ranks
+            assert run.owners.is_waiting_spare(name) is (not ranks)
+            epochs = {run.owners.replica_epochs[WORLD.coordinates(rank).dp_rank] for rank in ranks} or {0}
+            assert {run.owners.replica_epoch_of(name)} == epochs
 
     check()
     member = run.members.by_name["d0t1p0"]
@@ -75,7 +75,7 @@ def test_owners_and_states_are_current_after_every_change(run: Run) -> None:
     for name in ("spare", "d0t1p0", "another"):
         run.admit(Applicant(name), "i")
         check()
-    assert run.ranks_of("spare") == [2] and run.ranks_of("d0t1p0") == []
+    assert run.owners.ranks_of("spare") == [2] and run.owners.ranks_of("d0t1p0") == []
     run.revoke_lease(run.members.by_name["d1t0p0"])
     check()
-    assert run.ranks_of("d0t1p0") == [4], "a spare gets the free place"
+    assert run.owners.ranks_of("d0t1p0") == [4], "a spare gets the free place"

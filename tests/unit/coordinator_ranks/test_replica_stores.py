@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from shardwell_server.coordinator.ranks.replica_stores import ReplicaStore, ReplicaStores
+from shardwell_server.coordinator.rendezvous import REPLICA, KeyValueStore, StoreLimits, Stores
 from shardwell_wire.errors import CapacityError, InvalidRequestError, StaleEpochError
 from shardwell_wire.model.topology import World
-from tests.support.coordinator import Harness, Trainer, config, harness, run_async
+from tests.support.coordinator import Clock, Harness, Trainer, config, harness, run_async
 from tests.unit.coordinator_ranks.test_connections import keep
 
 WORLD = World(dp=2, pp=2)
@@ -107,7 +107,7 @@ def test_store_ends_with_the_replicas_epoch_also_for_requests_that_wait(tmp_path
                 await waiting
             with pytest.raises(StaleEpochError):
                 await store_call(a, "Set", key="x", value=b"1")
-            now = cluster.state.runs["r"].replica_epoch_of("a")
+            now = cluster.state.runs["r"].owners.replica_epoch_of("a")
             assert not (await store_call(a, "Get", keys=["x"], replica_epoch=now)).found, "the next store is empty"
             assert (await store_call(c, "Get", keys=["x"])).found, "another replica's store goes on"
 
@@ -122,7 +122,7 @@ def test_lost_store_gets_a_new_epoch_when_a_trainer_uses_it(tmp_path: Path) -> N
             await store_call(c, "Set", key="x", value=b"1")
             await cluster.restart()
             run = cluster.state.runs["r"]
-            assert run.replica_epoch_of("a") == a.joined.replica_epoch, "a complete group is not disturbed"
+            assert run.owners.replica_epoch_of("a") == a.joined.replica_epoch, "a complete group is not disturbed"
             assert list((await store_call(c, "Check", keys=["x"])).missing) == ["x"]
             stream = await keep(cluster, a)
             leases = {rank: item.epoch for trainer in (a, b) for rank, item in trainer.items.items()}
@@ -130,8 +130,8 @@ def test_lost_store_gets_a_new_epoch_when_a_trainer_uses_it(tmp_path: Path) -> N
                 await store_call(b, "Get", keys=["x"], wait_s=5)
             with pytest.raises(StaleEpochError):
                 await store_call(a, "Add", key="n", amount=1)
-            now = run.replica_epoch_of("a")
-            assert now == run.replica_epoch_of("b") > a.joined.replica_epoch
+            now = run.owners.replica_epoch_of("a")
+            assert now == run.owners.replica_epoch_of("b") > a.joined.replica_epoch
             await cluster.until(lambda: stream.received[-1].replica_epoch == now, "the new epoch")
             waiting = asyncio.create_task(store_call(b, "Get", keys=["x"], wait_s=5, replica_epoch=now))
             await store_call(a, "Set", key="x", value=b"2", replica_epoch=now)
@@ -141,7 +141,7 @@ def test_lost_store_gets_a_new_epoch_when_a_trainer_uses_it(tmp_path: Path) -> N
             } | leases == {rank: item.epoch for item in run.work.steps[0].items.values() for rank in item.members}, (
                 "nothing is computed again"
             )
-            assert run.replica_epoch_of("c") == run.replica_epoch_of("d") == c.joined.replica_epoch
+            assert run.owners.replica_epoch_of("c") == run.owners.replica_epoch_of("d") == c.joined.replica_epoch
             await stream.break_()
 
     run_async(scenario())
@@ -157,7 +157,7 @@ def test_described_replica_epoch_is_not_issued_again_after_a_restart(tmp_path: P
             seen = max(replica.replica_epoch for replica in described.replicas)
             assert seen > a.joined.replica_epoch
             await cluster.restart()
-            assert cluster.state.runs["r"].last_epoch >= seen
+            assert cluster.state.runs["r"].changes.last_epoch >= seen
 
     run_async(scenario())
 
@@ -174,7 +174,7 @@ def test_join_reveals_only_epochs_that_are_stored(tmp_path: Path, monkeypatch: p
                 await save_run(record, units)
                 stored.append(record.last_epoch)
                 run = cluster.state.runs["r"]
-                run.rank_owners.renew_replicas(run.settings, {"a"})  # while the record is written
+                run.owners.renew_replicas({"a"})  # while the record is written
 
             monkeypatch.setattr(storage, "save_run", save)
             again = await cluster.join("b", config=config(WORLD), wait_s=5)
@@ -194,7 +194,7 @@ def test_world_without_replicas_of_several_trainers_has_no_store(tmp_path: Path)
 
 
 def test_full_store_rejects_values_and_has_room_after_a_delete() -> None:
-    store = ReplicaStore(max_keys=2, max_bytes=10)
+    store = KeyValueStore(StoreLimits(max_keys=2, max_bytes=10))
     store.set("a", b"12345678")
     with pytest.raises(CapacityError):
         store.set("b", b"1")
@@ -213,7 +213,7 @@ def test_full_store_rejects_values_and_has_room_after_a_delete() -> None:
 
 @pytest.mark.parametrize("amount", [1, -1])
 def test_sum_that_no_response_can_hold_is_rejected(amount: int) -> None:
-    store, largest = ReplicaStore(), (1 << 63) - 1
+    store, largest = KeyValueStore(), (1 << 63) - 1
     most = largest if amount > 0 else -largest - 1
     assert store.add("count", most, "1") == most
     with pytest.raises(InvalidRequestError, match="is not a 64-bit number"):
@@ -222,9 +222,9 @@ def test_sum_that_no_response_can_hold_is_rejected(amount: int) -> None:
 
 
 def test_only_current_stores_are_kept() -> None:
-    stores = ReplicaStores()
+    stores = Stores(REPLICA, Clock())
     stores.open(3).set("x", b"1")
-    stores.note_lost([1, 2])
+    stores.lost.update([1, 2])
     stores.keep([2, 4])
     assert stores.open(3).get(["x"]) is None
-    assert [stores.is_lost(epoch) for epoch in (1, 2, 4)] == [False, True, False]
+    assert [epoch in stores.lost for epoch in (1, 2, 4)] == [False, True, False]

@@ -80,7 +80,7 @@ def test_epochs_rise_across_deletions_and_restarts(tmp_path: Path) -> None:
             for _ in range(3):
                 (trainer,) = await cluster.team("a")
                 assert trainer.epoch > highest
-                highest = cluster.state.runs["r"].last_epoch
+                highest = cluster.state.runs["r"].changes.last_epoch
                 ids.add(trainer.run_id)
                 await cluster.call("DeleteRun", run="r", force=True)
                 await cluster.restart()
@@ -148,7 +148,7 @@ def test_deleted_run_is_not_stored_by_a_concurrent_save(tmp_path: Path) -> None:
         async with harness(tmp_path, num_shards=1) as cluster:
             await cluster.team("a")
             run: Run = cluster.state.runs["r"]
-            run.touch()
+            run.changes.touch()
             outcomes = await asyncio.gather(
                 cluster.state.save(run),
                 cluster.call("DeleteRun", run="r", force=True),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shardwell_server.coordinator import rendezvous
-from shardwell_server.coordinator.rendezvous import IDLE_S, MAX_STORE_BYTES, TorchrunStores
+from shardwell_server.coordinator.rendezvous import TORCHRUN, Stores
 from shardwell_server.coordinator.servicer import CoordinatorServicer
 from shardwell_wire.errors import CapacityError, ConflictError, InvalidRequestError
 from shardwell_wire.security.credentials import new_key
@@ -18,34 +18,43 @@ from tests.support.coordinator import Clock, harness, run_async
 
 def test_stores_are_separate_and_end_when_nobody_uses_them() -> None:
     clock = Clock()
-    stores = TorchrunStores(is_protected=True, clock=clock)
+    stores = Stores(TORCHRUN, clock)
     stores.open("a").set("key", b"1")
     assert stores.open("b").get(["key"]) is None
-    clock.now += IDLE_S - 1
+    clock.now += TORCHRUN.idle_s - 1
     assert stores.open("a").get(["key"]) == [b"1"]
     clock.now += 2
     stores.open("a")
     assert len(stores) == 1, "b has ended"
-    clock.now += IDLE_S + 1
+    clock.now += TORCHRUN.idle_s + 1
     assert stores.open("a").get(["key"]) is None
 
 
-def test_stores_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "MAX_STORES", 2)
-    stores = TorchrunStores(is_protected=True, clock=Clock())
+def test_stores_are_bounded(tmp_path: Path) -> None:
+    stores = Stores(replace(TORCHRUN, max_stores=2), Clock())
     stores.open("a"), stores.open("b")
     with pytest.raises(CapacityError, match="has 2 stores of torchrun already"):
         stores.open("c")
-    with pytest.raises(CapacityError, match=f"{MAX_STORE_BYTES} bytes"):
-        stores.open("a").set("key", bytes(MAX_STORE_BYTES))
-    for name in ("", "x" * 300, "a\nb"):
-        with pytest.raises(InvalidRequestError):
-            stores.open(name)
+    with pytest.raises(CapacityError, match=f"{TORCHRUN.max_bytes} bytes"):
+        stores.open("a").set("key", bytes(TORCHRUN.max_bytes))
+
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            cluster.servicer = CoordinatorServicer(cluster.coordinator, new_key())
+            for name in ("", "x" * 300, "a\nb"):
+                with pytest.raises(InvalidRequestError):
+                    await cluster.call("StoreCheck", rendezvous=name)
+
+    run_async(scenario())
 
 
-def test_cluster_without_a_token_has_no_stores() -> None:
-    with pytest.raises(ConflictError, match="start the coordinator and the shard servers with --token-file"):
-        TorchrunStores(is_protected=False, clock=Clock()).open("a")
+def test_cluster_without_a_token_has_no_stores(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            with pytest.raises(ConflictError, match="start the coordinator and the shard servers with --token-file"):
+                await cluster.call("StoreCheck", rendezvous="a")
+
+    run_async(scenario())
 
 
 def test_agents_use_the_store_without_a_run(tmp_path: Path) -> None:

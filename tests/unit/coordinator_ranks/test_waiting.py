@@ -2,7 +2,7 @@
 
 import asyncio
 
-from shardwell_server.coordinator.settings import BackgroundTasks, Signal, poll
+from shardwell_server.coordinator.signals import BackgroundTasks, Signal, poll
 
 
 def test_change_during_the_check_is_not_missed() -> None:

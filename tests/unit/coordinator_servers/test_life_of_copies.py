@@ -199,7 +199,7 @@ def test_run_with_a_checkpoint_waits_while_no_server_could_load_it(
             run = run_of(cluster)
             manifest = manifest_of(run, "c0", 0.0, run.commits.records)
             monkeypatch.setattr(restoring, "open_manifest", lambda url: manifest)
-            run.checkpoints.add_saved(CheckpointRecord("c0", 0, "somewhere", 1, 0.0, True))
+            run.checkpoints.saved.append(CheckpointRecord("c0", 0, "somewhere", 1, 0.0, True))
             await take_step(trainers, 0)
             await cluster.settle()
             for name in cluster.shards:
@@ -296,7 +296,7 @@ def test_restore_places_shards_only_on_servers_that_it_has_emptied(
             run = run_of(cluster)
             manifest = manifest_of(run, "c0", 0.0, run.commits.records)
             monkeypatch.setattr(restoring, "open_manifest", lambda url: manifest)
-            run.checkpoints.add_saved(CheckpointRecord("c0", 0, "somewhere", 1, 0.0, True))
+            run.checkpoints.saved.append(CheckpointRecord("c0", 0, "somewhere", 1, 0.0, True))
             await take_step(trainers, 0)
             await cluster.settle()
             lost, other = sorted(owners(cluster))[:2]
@@ -333,9 +333,9 @@ def test_unit_whose_owner_ends_while_it_is_published_is_placed_again(tmp_path: P
             def interfere(rpc_name: str, request: Any) -> None:
                 server = cluster.state.cluster.servers["s0"]
                 if rpc_name == "PublishUnit" and how == "ends":
-                    server.mark_ended()
+                    server.state = ServerState.ENDED
                 elif rpc_name == "PublishUnit":
-                    server.mark_leaving()
+                    server.leaving = True
 
             cluster.shards["s1"].fail = interfere
             with pytest.raises(StaleEpochError, match="declare the unit again"):

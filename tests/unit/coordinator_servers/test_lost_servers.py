@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from shardwell_server.coordinator.servers.cluster import ServerState
 from shardwell_wire.errors import (
     ConflictError,
     NotFoundError,
@@ -121,7 +122,7 @@ def test_declaration_whose_turn_comes_when_no_server_is_live_is_unavailable(tmp_
                 declaring = asyncio.create_task(a.declare(unit("u", (64, 64))))
                 await cluster.until(lambda: "u" in units.placing and units.placing["u"].in_flight, "the placement")
                 cluster.shards["s0"].incarnation = None
-                cluster.state.cluster.servers["s0"].mark_ended()
+                cluster.state.cluster.servers["s0"].state = ServerState.ENDED
             with pytest.raises(UnavailableError, match="no shard server is live: start one"):
                 await declaring
             await cluster.register("s0", "2")

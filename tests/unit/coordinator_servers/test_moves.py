@@ -10,7 +10,7 @@ import pytest
 
 from shardwell_server.coordinator.relocation.keeper import BackupKeeper
 from shardwell_server.coordinator.run import Run
-from shardwell_server.coordinator.runs.units import Promotion, Relocations
+from shardwell_server.coordinator.units import Promotion, Relocations
 from tests.support.coordinator import Harness, Trainer, harness, run_async
 from tests.support.relocation import (
     confirmed,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardwell_server.coordinator.runs.checkpoints import Restore
+from shardwell_server.coordinator.run_checkpoints import Restore
 from shardwell_server.coordinator.storage.records import BackupState
 from shardwell_wire.errors import (
     CapacityError,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from shardwell_server.coordinator.runs.checkpoints import RunCheckpoints
-from shardwell_server.coordinator.runs.units import DeclaredUnits, Relocations, Unit
-from shardwell_server.coordinator.settings import Signal
+from shardwell_server.coordinator.run_checkpoints import RunCheckpoints
+from shardwell_server.coordinator.signals import Signal
 from shardwell_server.coordinator.storage.records import BackupRecord, BackupState, ShardRecord
+from shardwell_server.coordinator.units import DeclaredUnits, Relocations, Unit
 from shardwell_wire.model.layout import UnitLayout
 from shardwell_wire.v1 import common_pb2
 
@@ -40,7 +40,7 @@ class OneShard:
 
 def test_move_makes_the_copy_the_primary_and_keeps_the_former_one() -> None:
     one = OneShard(b=BackupState.IN_SYNC, c=BackupState.IN_SYNC)
-    one.relocations.plan({(0, 0): "b"})
+    one.relocations.moves = {(0, 0): "b"}
     one.relocations.promote(one.relocations.planned_promotions())
     (unit,) = one.units
     assert unit.owners == {"b"}
@@ -51,13 +51,13 @@ def test_move_makes_the_copy_the_primary_and_keeps_the_former_one() -> None:
 
 def test_copy_that_is_not_in_sync_is_not_promoted() -> None:
     one = OneShard(b=BackupState.BUILDING)
-    one.relocations.plan({(0, 0): "b"})
+    one.relocations.moves = {(0, 0): "b"}
     assert not one.relocations.planned_promotions()
 
 
 def test_confirmation_of_an_earlier_relocation_does_not_count() -> None:
     one = OneShard(b=BackupState.IN_SYNC)
-    one.relocations.plan({(0, 0): "b"})
+    one.relocations.moves = {(0, 0): "b"}
     one.relocations.promote(one.relocations.planned_promotions())
     one.relocations.raise_count()
     one.relocations.note_confirmed("b", 1)

@@ -121,7 +121,7 @@ def test_server_that_returns_after_a_rollback_is_told_that_it_owns_nothing(
             run = run_of(cluster)
             manifest = manifest_of(run, "c0", 0.0, run.commits.records)
             monkeypatch.setattr(restoring, "open_manifest", lambda url: manifest)
-            run.checkpoints.add_saved(CheckpointRecord("c0", 0, "somewhere", 1, 0.0, True))
+            run.checkpoints.saved.append(CheckpointRecord("c0", 0, "somewhere", 1, 0.0, True))
             await take_step(trainers, 0)
             await cluster.settle()
             former = {

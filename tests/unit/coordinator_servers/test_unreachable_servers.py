@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwell_server.coordinator.servers.cluster import ServerState
 from shardwell_wire.errors import NotFoundError, UnavailableError
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support.coordinator import Harness, harness, run_async, unit
@@ -28,7 +29,7 @@ async def stall(cluster: Harness) -> str:
 async def register_unreachable(cluster: Harness) -> None:
     """Registers another process of s1, which does not answer."""
     cluster.shards["s1"].restart("2")
-    cluster.state.cluster.servers["s1"].mark_ended()
+    cluster.state.cluster.servers["s1"].state = ServerState.ENDED
     cluster.shards["s1"].available = False
     await cluster.register("s1", "2")
 

@@ -18,7 +18,7 @@ import pytest
 from shardwell_server.coordinator.checkpoints import restoring
 from shardwell_server.coordinator.checkpoints.manifests import CheckpointFiles
 from shardwell_server.coordinator.leases import trainers
-from shardwell_server.coordinator.runs.checkpoints import RunCheckpoints
+from shardwell_server.coordinator.run_checkpoints import RunCheckpoints
 from shardwell_server.coordinator.storage.records import CheckpointRecord
 from shardwell_wire.checkpoints import opening
 from shardwell_wire.checkpoints.folder import RunFolder
@@ -38,8 +38,8 @@ from tests.support.coordinator_steps import take_step
 def test_times_of_checkpoints_ascend_although_the_clock_is_set_back() -> None:
     checkpoints = RunCheckpoints()
     assert checkpoints.time_of_next(1000.0) == 1000.0
-    checkpoints.add_saved(CheckpointRecord("a", 1, "/x", 10, 2000.0, True))
-    checkpoints.add_saved(CheckpointRecord("b", 2, "/x", 10, 1500.0, True))
+    checkpoints.saved.append(CheckpointRecord("a", 1, "/x", 10, 2000.0, True))
+    checkpoints.saved.append(CheckpointRecord("b", 2, "/x", 10, 1500.0, True))
     assert checkpoints.time_of_next(1000.0) > 2000.0
     assert checkpoints.time_of_next(3000.0) == 3000.0
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardwell_server.coordinator.checkpoints.saving import usable_files
-from shardwell_server.coordinator.runs.checkpoints import ResidualReport, ResidualReports
+from shardwell_server.coordinator.run_checkpoints import ResidualReport, ResidualReports
 from shardwell_wire.checkpoints.manifest import FileRecord, Manifest
 from shardwell_wire.checkpoints.storage import LocalStorage
 from shardwell_wire.errors import StepStateError

@@ -266,13 +266,13 @@ def test_change_during_a_save_is_stored_by_the_next_save(tmp_path: Path) -> None
         async with harness(tmp_path) as cluster:
             await started(cluster)
             run = cluster.state.runs["r"]
-            run.touch()
+            run.changes.touch()
             first = asyncio.create_task(cluster.state.save(run))
-            while not run.unsaved.saving.in_flight:
+            while not run.changes.saving.in_flight:
                 await asyncio.sleep(0)
             await asyncio.sleep(0)
             run.addresses["late"] = "h:1"
-            run.touch()
+            run.changes.touch()
             await cluster.state.save(run)
             await first
             await cluster.restart()

@@ -251,9 +251,9 @@ def test_join_writes_only_changed_rows(tmp_path: Path) -> None:
             first = await cluster.join("first", config=settings)
             connection, run = cluster.state.storage._database._connection, cluster.state.runs["r"]
             for number in range(3):
-                changes, rank_assignments = connection.total_changes, dict(run.rank_assignments)
+                changes, rank_assignments = connection.total_changes, dict(run.owners.by_rank)
                 await cluster.join(f"later-{number}", config=settings)
-                moved = sum(owner != run.rank_assignments[rank] for rank, owner in rank_assignments.items())
+                moved = sum(owner != run.owners.by_rank[rank] for rank, owner in rank_assignments.items())
                 assert 0 < connection.total_changes - changes - moved <= 5, (
                     "rows of the run, a member and the write counter"
                 )
@@ -261,7 +261,7 @@ def test_join_writes_only_changed_rows(tmp_path: Path) -> None:
             await first.rpcs.call("ExchangeAddress", context=first.context(0), trainer="first", name="n", address="h:1")
             assert connection.total_changes - changes == 3, "rows of the run, the address and the write counter"
             await cluster.restart()
-            assert run.rank_assignments == cluster.state.runs["r"].rank_assignments
+            assert run.owners.by_rank == cluster.state.runs["r"].rank_assignments
             assert len(cluster.state.runs["r"].rank_assignments) == 1000
             assert len(cluster.state.runs["r"].members.live) == 4
 

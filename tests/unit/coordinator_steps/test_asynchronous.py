@@ -272,7 +272,7 @@ def test_an_item_is_committed_once_if_the_run_is_stored_during_the_commit(tmp_pa
 
             async def save_run_too(*arguments: Any) -> None:
                 await save(*arguments)
-                run.touch()
+                run.changes.touch()
                 await cluster.state.save(run)
                 stored.set()
                 await asyncio.Event().wait()

@@ -311,7 +311,7 @@ def test_lost_trainer_that_returns_makes_its_replica_complete(tmp_path: Path) ->
             await all_accept([a, b], 0)
             await b.leave()
             await cluster.settle()
-            assert cluster.state.runs["r"].replica_epoch_of("a") > former, "what a had set up with b is void"
+            assert cluster.state.runs["r"].owners.replica_epoch_of("a") > former, "what a had set up with b is void"
             asked = asyncio.create_task(a.finish(0, [], wait_s=5))
             again = await cluster.join("b", config=config(world), wait_s=5)
             assert again.ranks == [1]
@@ -437,7 +437,7 @@ def test_suspended_trainer_of_the_only_replica_goes_on_where_it_was(tmp_path: Pa
             await commit(cluster, [a, b], 0)
             assert all(shard.calls["Fence"] == 0 for shard in cluster.shards.values()), "nobody was fenced"
             run = cluster.state.runs["r"]
-            assert (a.items[0].epoch, run.replica_epoch_of("b")) == epochs
+            assert (a.items[0].epoch, run.owners.replica_epoch_of("b")) == epochs
 
     run_async(scenario())
 
@@ -576,10 +576,10 @@ def test_restarted_coordinator_knows_leases_replica_epochs_and_vacant_items(tmp_
             await b.leave()
             await cluster.settle()
             run = cluster.state.runs["r"]
-            epochs, leased = dict(run.rank_owners.replica_epochs), c.items[2].epoch
+            epochs, leased = dict(run.owners.replica_epochs), c.items[2].epoch
             await cluster.restart()
             run = cluster.state.runs["r"]
-            assert run.rank_owners.replica_epochs == epochs
+            assert run.owners.replica_epochs == epochs
             assert states(cluster) == ["VACANT", "LEASED"]
             assert step_of(cluster).items[1].epoch == leased
             assert step_of(cluster).items[0].attempt == 2

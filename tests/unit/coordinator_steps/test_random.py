@@ -139,10 +139,10 @@ class History:
         run = self.cluster.state.runs["r"]
         assert {*run.work.steps[0].items} == set(range(self.world.dp))
         for item in run.work.steps[0].items.values():
-            assert item.epoch <= run.last_epoch
+            assert item.epoch <= run.changes.last_epoch
             assert len(set(item.trainers)) == self.world.replica_size
             assert (item.state is WorkState.FINISHED) == (not item.unfinished)
-        places = {(name, place) for replica in run.replicas for place, name in enumerate(replica)}
+        places = {(name, place) for replica in run.owners.replicas for place, name in enumerate(replica)}
         assert len(places) == len({name for name, _ in places}), "a trainer has one place in all its dp ranks"
 
 

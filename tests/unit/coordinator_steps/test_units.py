@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardwell_server.coordinator.settings import Signal
+from shardwell_server.coordinator.signals import Signal
 from shardwell_wire.errors import (
     CapacityError,
     ConflictError,
@@ -256,7 +256,7 @@ def test_reservation_that_was_never_recorded_is_released(tmp_path: Path) -> None
             _, b = await cluster.team("a", "b")
             run = cluster.state.runs["r"]
             layout = UnitLayout.from_proto(unit("u", (64, 64)))
-            await cluster.coordinator.placer.reserve(run, 0, layout, run.next_epoch(), {"s0": "1", "s1": "1"})
+            await cluster.coordinator.placer.reserve(run, 0, layout, run.changes.next_epoch(), {"s0": "1", "s1": "1"})
             await cluster.state.save(run)
             assert all(reserved(cluster).values())
             await cluster.restart()

@@ -138,8 +138,8 @@ def test_spares_get_vacant_items_first_and_one_each(tmp_path: Path) -> None:
             a, b = await team_with_unit(cluster, "a", "b", dp=4)
             spare = await cluster.join("c", run="r", config=a.joined.config)
             run = cluster.state.runs["r"]
-            owners = {rank: "b" if owner == "c" else owner for rank, owner in run.rank_assignments.items()}
-            run.rank_owners.restore(owners, {})
+            owners = {rank: "b" if owner == "c" else owner for rank, owner in run.owners.by_rank.items()}
+            run.owners.restore(owners, {})
             polls = [asyncio.create_task(trainer.finish(0, wait_s=5)) for trainer in (a, spare)]
             await cluster.until(lambda: set(run.members.waiting_for_work) == {"a", "c"}, "both wait for work")
             await b.leave()

@@ -20,8 +20,9 @@ from dataclasses import replace
 from shardwell_server.coordinator.checkpoints.manifests import CheckpointFiles, require_same_run
 from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.run import Run
-from shardwell_server.coordinator.runs.checkpoints import CheckpointOptions, Restore
-from shardwell_server.coordinator.settings import RunSettings, SharedCall
+from shardwell_server.coordinator.run_checkpoints import CheckpointOptions, Restore
+from shardwell_server.coordinator.settings import RunSettings
+from shardwell_server.coordinator.signals import SharedCall
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.steps.proposals import committed_optimizer
 from shardwell_server.coordinator.storage.records import CheckpointRecord, CommitRecord
@@ -250,7 +251,7 @@ class CheckpointChooser:
         # Concurrent trainers of a run share one look-up.
         call = self._choosing.setdefault(run_name, SharedCall())
         try:
-            found = await call(lambda: self._choose(run_name, settings, options, resume, own_only=own_only))
+            found = await call(self._choose, run_name, settings, options, resume, own_only=own_only)
         finally:
             self._choosing.pop(run_name, None)
         return None if run_name in self._state.runs else found
@@ -260,7 +261,7 @@ class CheckpointChooser:
     ) -> Restore | None:
         if resume != LATEST:
             only = run_name if own_only else None
-            manifest = await self._files(lambda: self._open_named(resume, run_name, options.directory, only))
+            manifest = await self._files(self._open_named, resume, run_name, options.directory, only)
             require_same_run(manifest, run_name, settings, resume)
             return Restore(url=resume, checkpoint_id=manifest.checkpoint_id, step=manifest.step)
         if not options.directory:
@@ -313,7 +314,7 @@ class CheckpointChooser:
         directory, saved = run.checkpoints.options.directory, list(run.checkpoints.saved)
         known = {at.checkpoint_id for at in saved}
         try:
-            entries = await self._files(lambda: self._candidates(directory, run.name, saved))
+            entries = await self._files(self._candidates, directory, run.name, saved)
         except ShardwellError as problem:
             logger.warning("run %r: the folder of checkpoints cannot be listed: %s", run.name, problem)
             return restore

@@ -10,7 +10,8 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
 
 from google.protobuf import json_format
 
@@ -37,6 +38,7 @@ from shardwell_wire.v1 import common_pb2, coordinator_pb2
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+Arguments = ParamSpec("Arguments")
 
 
 class CheckpointFiles:
@@ -53,12 +55,14 @@ class CheckpointFiles:
         self._threads = ThreadPoolExecutor(8, thread_name_prefix="shardwell-checkpoints")
         self._closed = False
 
-    async def __call__(self, work: Callable[[], Result]) -> Result:
-        """Returns the result of ``work``. Unexpected errors of storage libraries become InternalError."""
+    async def __call__(
+        self, work: Callable[Arguments, Result], *args: Arguments.args, **options: Arguments.kwargs
+    ) -> Result:
+        """Returns the result of a call in a thread. Unexpected errors of storage libraries become InternalError."""
         if self._closed:
             raise UnavailableError("the coordinator is stopping")
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *args, **options))
         except (ShardwellError, asyncio.CancelledError):
             raise
         except Exception as error:

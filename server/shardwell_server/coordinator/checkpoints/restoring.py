@@ -56,12 +56,13 @@ from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.leases.trainers import TrainerLeases
 from shardwell_server.coordinator.placement import UnitPlacer
 from shardwell_server.coordinator.run import Run
-from shardwell_server.coordinator.runs.checkpoints import CheckpointOptions, CheckpointSource, Restore
-from shardwell_server.coordinator.runs.units import Unit
+from shardwell_server.coordinator.run_checkpoints import CheckpointOptions, CheckpointSource, Restore
 from shardwell_server.coordinator.servers.shard_servers import ShardServers
-from shardwell_server.coordinator.settings import RunSettings, poll
+from shardwell_server.coordinator.settings import RunSettings
+from shardwell_server.coordinator.signals import poll
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.storage.records import BackupRecord, BackupState, CheckpointRecord, CommitRecord
+from shardwell_server.coordinator.units import Unit
 from shardwell_wire import fault_points
 from shardwell_wire.checkpoints.manifest import Manifest
 from shardwell_wire.connection.channel import backoff, retry_async
@@ -119,7 +120,7 @@ class UnitFiller:
 
         async def check() -> bool | None:
             if not unit.published:
-                await unit.publishing(lambda: self._fill(run, unit, source))
+                await unit.publishing(self._fill, run, unit, source)
             return True
 
         try:
@@ -187,7 +188,7 @@ class UnitFiller:
             if unit.shards != shards or run.checkpoints.restore is not None:
                 return  # the unit was placed again, or the run is loaded from a checkpoint
             await self._state.save_unit(run, unit, published=True)
-            unit.mark_published()
+            unit.published = True
         message = f"unit {unit.layout.unit!r} is version {source.step} of checkpoint {source.url}"
         self._state.events.add(EventKind.UNIT_PUBLISHED, message, run=run.name)
         run.changed.notify()
@@ -255,7 +256,7 @@ class RunRestorer:
             self._notify_passed_over(run, restore)
             self.start(run)
         if run.checkpoints.set_options(run.checkpoints.options.changed_by(request.config)):
-            run.touch()
+            run.changes.touch()
         return run
 
     def start(self, run: Run) -> None:
@@ -300,7 +301,7 @@ class RunRestorer:
                 return True
             run.checkpoints.begin_restore(restore, run.clock())
         self._end_memberships(run, restore)
-        run.touch()
+        run.changes.touch()
         await self._state.save_or_retry(run)
         message = f"{lost}: going back from step {run.committed_step} to checkpoint {restore.url}"
         self._state.events.add(EventKind.RUN_LOADING, message, run=run.name)
@@ -310,7 +311,7 @@ class RunRestorer:
     def _end_memberships(self, run: Run, restore: Restore) -> None:
         run.members.expect_back(run.members.live.values())
         for member in [*run.members.live.values(), *run.members.expired]:
-            member.note_revoked(restore.why_members_ended)
+            member.revoked_because = restore.why_members_ended
             run.revoke_lease(member)
 
     # Loading
@@ -324,22 +325,22 @@ class RunRestorer:
             except CorruptDataError as error:
                 if not await self._fall_back(run, restore, error):
                     # Trainers get an error. The user may still bring the files back, so the run is not given up.
-                    progress.note_fatal(str(error))
+                    progress.fatal = str(error)
                     run.changed.notify()
                     await asyncio.sleep(_LONGEST_RETRY_S)
             except UnitMismatchError as error:  # as after a damaged file, the run is not given up
-                progress.note_fatal(str(error))
+                progress.fatal = str(error)
                 run.changed.notify()
                 await asyncio.sleep(_LONGEST_RETRY_S)
             except ShardwellError as error:
                 if progress.problem != str(error):
                     logger.warning("run %r is not loaded yet: %s", run.name, error)
-                progress.note_problem(str(error))
+                progress.problem = str(error)
                 run.changed.notify()
                 await asyncio.sleep(next(pauses))
             except Exception as error:
                 logger.exception("unexpected error while run %r was loaded", run.name)
-                progress.note_problem(f"{type(error).__name__}: {error}")
+                progress.problem = f"{type(error).__name__}: {error}"
                 await asyncio.sleep(_LONGEST_RETRY_S)
 
     async def _load(self, run: Run, restore: Restore) -> None:
@@ -358,12 +359,12 @@ class RunRestorer:
         commits = commits_in(manifest, restore.url)
         fault_points.reach("coordinator.restore.begun", step=restore.step)
         await self._wait_for_servers(restore)
-        number = run.next_epoch()
+        number = run.changes.next_epoch()
         await self._state.save(run)  # no other restore may get this number, even after a restart
         context = self._servers.context(run, restore.step)
         begin = shard_pb2.BeginRestoreRequest(context=context, restore=number, min_epoch=number)
         emptied = {server.server_id: server.incarnation for server in self._state.cluster.live}
-        answers = await self._servers.call_all(emptied, "BeginRestore", lambda _: begin)
+        answers = await self._servers.call_all(emptied, "BeginRestore", begin)
         for server_id, answer in answers.items():
             self._state.cluster.servers[server_id].note_free(answer.free_bytes)
         # Otherwise the run has the units that its trainers have declared so far. See Note: [Resuming in another grid].
@@ -431,16 +432,16 @@ class RunRestorer:
             raise UnavailableError("a shard server ended while the run was loaded")
         # No ``await`` before the state is complete. Trainers still wait, because ``restore`` is set.
         if not restore.is_rollback:
-            run.checkpoints.set_lineage((*manifest.lineage, manifest.run_id))
+            run.checkpoints.lineage = (*manifest.lineage, manifest.run_id)
         lost, state = run.committed_step, run_state_in(manifest)
         if same_units:
-            run.checkpoints.set_source(None)
+            run.checkpoints.source = None
         else:
-            run.checkpoints.set_source(CheckpointSource(url=restore.url, step=restore.step))
+            run.checkpoints.source = CheckpointSource(url=restore.url, step=restore.step)
             commits, state = without_units(commits), without_buffers(state)
         if manifest.world.dp != run.settings.world.dp:
             commits = without_items(commits)
-        run.checkpoints.set_first_items(first_items_in(manifest, run.settings))
+        run.checkpoints.first_items = first_items_in(manifest, run.settings)
         run.load(units, commits, state)
         fault_points.reach("coordinator.restore.before_record", step=restore.step)
         await retry_async(lambda: self._state.save_loaded(run), errors=ShardwellError, check=_raise_if_deleted)
@@ -465,7 +466,7 @@ class RunRestorer:
         record = CheckpointRecord(
             restore.checkpoint_id, restore.step, restore.url, manifest.size_bytes, manifest.created, True
         )
-        run.checkpoints.add_saved(record)
+        run.checkpoints.saved.append(record)
         try:
             await self._state.save_checkpoint(run, record)
         except ShardwellError as error:
@@ -479,7 +480,7 @@ class RunRestorer:
         if before is restore:
             return True  # try again
         run.checkpoints.begin_restore(before, run.clock())
-        run.touch()
+        run.changes.touch()
         await self._state.save_or_retry(run)
         message = f"the checkpoint before it is used: step {before.step}, {before.url}"
         self._state.events.add(EventKind.RUN_LOADING, message, run=run.name)

@@ -29,11 +29,11 @@ from dataclasses import replace
 from shardwell_server.coordinator.checkpoints.manifests import CheckpointFiles, manifest_of, with_files
 from shardwell_server.coordinator.checkpoints.restoring import UnitFiller
 from shardwell_server.coordinator.inspection.events import EventKind
-from shardwell_server.coordinator.ranks.members import Member
+from shardwell_server.coordinator.ranks.members import Member, tell
 from shardwell_server.coordinator.run import Run
-from shardwell_server.coordinator.runs.checkpoints import CheckpointInFlight, CheckpointState, ResidualReport
+from shardwell_server.coordinator.run_checkpoints import CheckpointInFlight, CheckpointState, ResidualReport
 from shardwell_server.coordinator.servers.shard_servers import ShardServers
-from shardwell_server.coordinator.settings import SharedCall, poll
+from shardwell_server.coordinator.signals import SharedCall, poll
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.storage.records import CheckpointRecord
 from shardwell_wire import fault_points
@@ -194,7 +194,7 @@ class CheckpointSaver:
         check = self._checking.setdefault(directory, SharedCall())
         try:
             async with asyncio.timeout(_CHECK_LIMIT_S) as limit:
-                await check(lambda: self._files(lambda: check_writable(self._files.open(directory))))
+                await check(self._check_writable, directory)
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -225,17 +225,20 @@ class CheckpointSaver:
     async def _check_directory(self, run: Run, directory: str) -> None:
         try:
             await self._folder(run)
-            await self._files(lambda: check_writable(self._files.open(directory)))
+            await self._check_writable(directory)
         except ShardwellError as error:
             self._report_failed(run, f"checkpoints cannot be saved: {error}. Training goes on", str(error))
+
+    async def _check_writable(self, directory: str) -> None:
+        await self._files(lambda: check_writable(self._files.open(directory)))
 
     def _report_failed(self, run: Run, message: str, cause: str) -> None:
         """Tells operators and the trainers of a run that a checkpoint was not saved, or cannot be saved."""
         logger.warning("run %r: %s", run.name, message)
         self._state.events.add(EventKind.CHECKPOINT_FAILED, message, run=run.name)
-        run.checkpoints.note_problem(cause)
+        run.checkpoints.problem = cause
         run.notices.add(message, now=self._state.wall_clock(), cause=cause)
-        run.tell(run.members)
+        tell(run.members)
 
     def start_if_due(self, run: Run) -> None:
         """Starts a checkpoint if enough steps were committed. Call it when all servers have updated."""
@@ -300,7 +303,7 @@ class CheckpointSaver:
         run.checkpoints.check_not_rolled_back(checkpoint)
         name = checkpoint.url.rstrip("/").rsplit("/", 1)[-1]
         fault_points.reach("coordinator.checkpoint.before_manifest", step=complete.step)
-        await self._files(lambda: folder.publish(name, complete))
+        await self._files(folder.publish, name, complete)
         fault_points.reach("coordinator.checkpoint.after_manifest", step=complete.step)
         record = self._record(run, checkpoint, is_complete=True, size_bytes=complete.size_bytes)
         await self._state.save_checkpoint(run, record)
@@ -321,7 +324,7 @@ class CheckpointSaver:
         """
         checkpoints, directory = run.checkpoints, run.checkpoints.options.directory
         if checkpoints.folder is None or checkpoints.folder[0] != directory:
-            opened = await self._files(lambda: self._files.open_run(directory, run.name))
+            opened = await self._files(self._files.open_run, directory, run.name)
             checkpoints.folder = directory, opened
             return opened
         return checkpoints.folder[1]
@@ -348,11 +351,11 @@ class CheckpointSaver:
                 step, server_ids = run.committed_step, list(run.units.servers)
                 url = folder.url_of(checkpoint_folder(step, checkpoint.checkpoint_id))
                 checkpoint.begin(step, url, run.checkpoints.rollback_count)
-                run.checkpoints.note_begun(step)
+                run.checkpoints.last_step = step
                 # Before the folder exists, so that a restarted coordinator finds and removes what was written.
                 await self._state.save_checkpoint(run, self._record(run, checkpoint, is_complete=False))
-                await self._files(lambda: folder.begin(step, checkpoint.checkpoint_id))
-                checkpoint.note_folder()
+                await self._files(folder.begin, step, checkpoint.checkpoint_id)
+                checkpoint.has_folder = True
                 fault_points.reach("coordinator.checkpoint.before_begin", step=step)
                 last = run.commits.last
                 request = shard_pb2.BeginCheckpointRequest(
@@ -361,13 +364,13 @@ class CheckpointSaver:
                     url=checkpoint.url,
                     unit_order=last.unit_order if last is not None else (),
                 )
-                await self._servers.call_all(server_ids, "BeginCheckpoint", lambda _: request)
+                await self._servers.call_all(server_ids, "BeginCheckpoint", request)
                 created = run.checkpoints.time_of_next(self._state.wall_clock())
                 manifest = manifest_of(run, checkpoint.checkpoint_id, created, commits)
         except TimeoutError:
             if not limit.expired():
                 raise
-            run.checkpoints.note_begun(run.committed_step)  # the next attempt follows after as many commits
+            run.checkpoints.last_step = run.committed_step  # the next attempt follows after as many commits
             raise DeadlineError(
                 f"the coordinator or a shard server did not begin within {_BEGIN_LIMIT_S:g} s: the folder "
                 f"{checkpoint.url} or a server does not answer"
@@ -375,7 +378,7 @@ class CheckpointSaver:
         fault_points.reach("coordinator.checkpoint.begun", step=step)
         message = f"step {step} on {len(server_ids)} servers, {checkpoint.url}"
         self._state.events.add(EventKind.CHECKPOINT_STARTED, message, run=run.name)
-        run.tell(run.members)
+        tell(run.members)
         run.changed.notify()
         return manifest, server_ids
 
@@ -421,7 +424,7 @@ class CheckpointSaver:
     async def _fail(self, run: Run, checkpoint: CheckpointInFlight, error: str) -> None:
         checkpoint.end(CheckpointState.FAILED, self._state.wall_clock(), error)
         if checkpoint.step is None:
-            run.checkpoints.note_begun(run.committed_step)
+            run.checkpoints.last_step = run.committed_step
         run.checkpoints.fail(checkpoint)
         step = "" if checkpoint.step is None else f"step {checkpoint.step}: "
         every = run.checkpoints.options.every_commits
@@ -439,7 +442,7 @@ class CheckpointSaver:
             rolled_back = run.checkpoints.restore is not None  # the checkpoint was begun before
             if not rolled_back and await self._is_complete(record):
                 await self._state.save_checkpoint(run, replace(record, is_complete=True))
-                run.checkpoints.add_saved(replace(record, is_complete=True))
+                run.checkpoints.saved.append(replace(record, is_complete=True))
                 continue
             cause = f"the coordinator restarted while {record.url} was written"
             message = f"the checkpoint was not saved: step {record.step}: {cause}. Training goes on"

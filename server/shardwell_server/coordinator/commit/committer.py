@@ -20,7 +20,6 @@ code then compares ``Step.generation`` and ``Run.step`` with the values from bef
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from shardwell_server.coordinator.checkpoints.saving import CheckpointSaver
@@ -127,7 +126,7 @@ class UpdateSender:
 
         def note_failure(error: Exception) -> None:
             nonlocal reported
-            pending.note_failed(str(error))
+            pending.error = str(error)
             if not reported and self._state.clock() - pending.since_s > _DELAY_EVENT_AFTER_S:
                 reported = True
                 message = f"step {step} is not updated yet: {error}"
@@ -198,7 +197,7 @@ class Committer:
         while is_joined and run.work.is_in_flight(step):
             is_joined = run.asynchronous and run.calls.committing.in_flight
             try:
-                await run.calls.committing(partial(self._prepare_and_commit, run, step))
+                await run.calls.committing(self._prepare_and_commit, run, step)
             except ShardwellError:
                 if not is_joined:
                     raise
@@ -254,7 +253,7 @@ class Committer:
                     run.relocations.promote(moves)
                 started_s = self._state.clock()
                 await self._state.save_commit(run, step, record, state)
-                run.commits.note_record_time(self._state.clock() - started_s)
+                run.commits.record_s = self._state.clock() - started_s
         except BaseException as error:
             run.changed.notify()
             if isinstance(error, ShardwellError):
@@ -308,7 +307,7 @@ class Committer:
         else:
             rpc_name = "PrepareUpdate"
             request = shard_pb2.PrepareUpdateRequest(context=context, optimizer=proposal.optimizer)
-        responses = await self._servers.call_all(run.units.servers, rpc_name, lambda _: request)
+        responses = await self._servers.call_all(run.units.servers, rpc_name, request)
         unchanged = generation == step.generation and not run.deleted
         if unchanged:
             self._preparer.note_failed_backups(run, responses)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -57,7 +56,7 @@ class StepPreparer:
                 raise type(step.failure)(str(step.failure), **step.failure.data)
             if step.prepared is not None and step.prepared.find(kind) is not None:
                 return step.prepared
-            await run.calls.preparing(partial(self._prepare_alone, run, step, kind))
+            await run.calls.preparing(self._prepare_alone, run, step, kind)
         return None
 
     async def _prepare_alone(self, run: Run, step: Step, kind: NormKind | None) -> None:
@@ -84,7 +83,7 @@ class StepPreparer:
         A failure is raised to the trainers that later ask for the norm or commit. They also prepare the step if the
         preparation of a former generation is still in flight here.
         """
-        run.calls.preparing.start(partial(self._prepare_alone, run, step, None))
+        run.calls.preparing.start(self._prepare_alone, run, step, None)
 
     async def prepare_or_skip(self, run: Run, step: Step) -> PreparedGradients | None:
         """Calls ``prepare``. With scaled losses, skips a gradient that is not finite and prepares the step again."""
@@ -146,7 +145,7 @@ class StepPreparer:
 
         for other in run.work.steps:
             if other is not step:
-                other.forget_prepared()  # the servers prepare one step at a time
+                other.prepared = None  # the servers prepare one step at a time
         try:
             responses = await self._servers.call_all(run.units.servers, "PrepareStep", request)
         except ShardwellError as error:
@@ -163,12 +162,10 @@ class StepPreparer:
             else PreparedGradients.combine((norm for at in responses.values() for norm in at.units), kind)
         )
         ready = optimizer is not None and all(response.update_ready for response in responses.values())
-        step.record_prepared(
-            replace(
-                prepared.add_norms(step.prepared),
-                memory_ready_for=allocation_key(optimizer) if optimizer and ready else None,
-                changed_buffers=changed_buffers(responses.values(), run.units.layouts),
-            )
+        step.prepared = replace(
+            prepared.add_norms(step.prepared),
+            memory_ready_for=allocation_key(optimizer) if optimizer and ready else None,
+            changed_buffers=changed_buffers(responses.values(), run.units.layouts),
         )
 
     def _report(self, run: Run, step: Step, error: ShardwellError) -> None:
@@ -182,7 +179,7 @@ class StepPreparer:
         if not isinstance(error, NonFiniteError | IncompleteStepError):
             check_recoverable(run, self._state.cluster)  # a restarted server knows only that it lacks the run
             return
-        step.record_failure(error)
+        step.failure = error
         self._state.events.add(EventKind.STEP_FAILED, f"step {step.number}: {error}", run=run.name)
         run.changed.notify()
 

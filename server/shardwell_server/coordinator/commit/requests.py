@@ -24,7 +24,7 @@ from shardwell_server.coordinator.leases.trainers import TrainerLeases
 from shardwell_server.coordinator.ranks.members import Member
 from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.servers.shard_servers import ShardServers
-from shardwell_server.coordinator.settings import poll
+from shardwell_server.coordinator.signals import poll
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.steps.committed_steps import check_written_buffers
 from shardwell_server.coordinator.steps.proposals import (
@@ -136,7 +136,7 @@ class WorkRequests:
         if step is None:
             return coordinator_pb2.FinishWorkResponse(all_finished=True, placement=run.relocations.announced)
         if member.note_behind(False):
-            run.touch()
+            run.changes.touch()
         reported = {report.global_rank for report in reports}
         finished = newly_finished(step, member.name, reports, len(run.units))
         written = check_written_buffers(step, finished, reports, run.units.layouts)
@@ -149,7 +149,7 @@ class WorkRequests:
                 self._preparer.start(run, step)
         self._trainers.items.start_fencing(run)
         if member.note_accepts_reassigned_work(accept_work):
-            run.touch()
+            run.changes.touch()
         accept_copies = accept_copies and not run.asynchronous
         if not accept_copies:
             step.drop_copies(member.name)
@@ -162,7 +162,7 @@ class WorkRequests:
         try:
             response = await poll(run.changed, check, wait_s)
         finally:
-            run.members.stop_waiting_for_work(member.name)
+            run.members.waiting_for_work.pop(member.name, None)
         # The response may reveal new leases and epochs. They must survive a restart, so store them first.
         await self._state.save(run)
         response = response or coordinator_pb2.FinishWorkResponse(waiting_for=step.waiting_for())
@@ -173,7 +173,7 @@ class WorkRequests:
         """Adds an event for each unit of which the trainers of a newly finished item computed different gradients."""
         for item in (work.item for work in finished if not work.item.unfinished):
             for unit, message in find_differences(item, step.number, run.settings.world, run.units):
-                unit.note_different_gradients()
+                unit.gradients_differed = True
                 self._state.events.add(EventKind.GRADIENTS_DIFFER, message, run=run.name)
 
     async def _find_work(
@@ -195,7 +195,7 @@ class WorkRequests:
         # Items that are leased to the caller and not reported as finished are its work, even if the response that
         # granted them was lost.
         if accept_work and not step.leased_to(member.name):
-            run.members.wait_for_work(member.name)
+            run.members.waiting_for_work[member.name] = None
             self._trainers.revoke_unfinished(run)
             self._trainers.items.lease_vacant_items(run)
             if accept_copies and not step.leased_to(member.name):
@@ -219,13 +219,13 @@ class WorkRequests:
             self._servers.require_available(run)
             if work.start_item(member.name) or work.has_all_items(member):
                 return coordinator_pb2.FinishWorkResponse(work=work.assigned_to(member.name))
-            run.members.wait_for_work(member.name)
+            run.members.waiting_for_work[member.name] = None
             return None
 
         try:
             response = await poll(run.changed, check, wait_s)
         finally:
-            run.members.stop_waiting_for_work(member.name)
+            run.members.waiting_for_work.pop(member.name, None)
         await self._state.save(run)
         response = response or coordinator_pb2.FinishWorkResponse(waiting_for=self._explain(run))
         response.placement = run.relocations.announced
@@ -243,7 +243,7 @@ class WorkRequests:
         """
 
         async def check() -> WorkItem | None:
-            run.require_live(member.name)
+            run.require_member(member.name)
             return None if run.commits.writing else await self._reset_item(run, member, request)
 
         item = await poll(run.changed, check, wait_s)
@@ -409,7 +409,7 @@ class CommitRequests:
         if step is not None:
             await self._filler.check_step(run, proposal.optimizer)
         if step is not None and run.work.is_in_flight(step):
-            run.check_algorithms(proposal.optimizer)
+            run.commits.check_algorithms(proposal.optimizer, run.units.layouts)
             step.check_ready(proposal)
             step.proposals.add(proposal)
             names_units = is_new and proposal.norm_attempts is not None and step.note_counted(*proposal.norm_units)
@@ -459,8 +459,8 @@ class CommitRequests:
         if await self._preparer.prepare_or_skip(run, step) is None or not run.work.is_in_flight(step):
             return []
         run.require_member(member.name, member.epoch)
-        position = run.rank_owners.position_of(member.name, run.settings)
-        return step.partitions.assign(member.name, position, run.members.live, run.next_epoch)
+        position = run.owners.position_of(member.name)
+        return step.partitions.assign(member.name, position, run.members.live, run.changes.next_epoch)
 
     def _committed_response(
         self,

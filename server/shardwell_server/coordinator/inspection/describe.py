@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from shardwell_server.coordinator.inspection.events import timestamp
 from shardwell_server.coordinator.ranks.rank_assignment import Replica
 from shardwell_server.coordinator.run import Run
-from shardwell_server.coordinator.runs.checkpoints import CheckpointInFlight
-from shardwell_server.coordinator.runs.units import Unit
+from shardwell_server.coordinator.run_checkpoints import CheckpointInFlight
 from shardwell_server.coordinator.servers.cluster import Cluster
-from shardwell_server.coordinator.settings import poll
+from shardwell_server.coordinator.signals import poll
 from shardwell_server.coordinator.steps.step import Step, WorkState
 from shardwell_server.coordinator.storage.records import BackupState, CheckpointRecord, ShardRecord
+from shardwell_server.coordinator.units import Unit
 from shardwell_wire.errors import DeadlineError, InvalidRequestError, NotFoundError, StepStateError, VersionGoneError
 from shardwell_wire.model.topology import AXES, AXIS_NUMBERS, Coordinates, World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
@@ -70,7 +70,7 @@ def describe_world(world: World, run: Run | None) -> coordinator_pb2.DescribeWor
         raise InvalidRequestError(f"{world} is too large to be listed: {world.size} ranks with their groups")
     describer, rank_assignments = RankDescriber(world), []
     for rank in range(world.size):
-        member = run.members.by_name.get(run.rank_assignments.get(rank, "")) if run is not None else None
+        member = run.members.by_name.get(run.owners.by_rank.get(rank, "")) if run is not None else None
         live = member if member is not None and member.live else None
         rank_assignments.append(
             coordinator_pb2.RankAssignmentSummary(
@@ -92,13 +92,13 @@ def _summarize_replicas(run: Run) -> list[coordinator_pb2.ReplicaSummary]:
     if run.settings.world.replica_size == 1:
         return []
     dp_ranks: dict[Replica, list[int]] = {}
-    for dp_rank, replica in enumerate(run.replicas):
+    for dp_rank, replica in enumerate(run.owners.replicas):
         dp_ranks.setdefault(replica, []).append(dp_rank)
     live = run.members.live
     return [
         coordinator_pb2.ReplicaSummary(
             dp_ranks=played,
-            replica_epoch=run.rank_owners.replica_epochs[played[0]],
+            replica_epoch=run.owners.replica_epochs[played[0]],
             trainers=replica,
             missing=[name for name in replica if name not in live],
         )
@@ -138,7 +138,7 @@ def describe_run(run: Run, cluster: Cluster, now: float) -> coordinator_pb2.Desc
                 trainer=member.name,
                 host=member.host,
                 epoch=member.epoch,
-                global_ranks=run.ranks_of(member.name),
+                global_ranks=run.owners.ranks_of(member.name),
                 silent_s=round(member.silent_s(now), 3),
                 live=member.live,
                 transports=[at.to_proto(ids.get(at.address, "")) for at in member.transports if member.live],

@@ -199,7 +199,7 @@ def _leased_rank(run: Run, item: WorkItem, work: MemberWork, now: float) -> str:
 
 def _vacant_item(run: Run, item: WorkItem, now: float) -> str:
     vacant, error = f"{item}: vacant for {now - item.since_s:.1f} s", f": {run.fence_error}" if run.fence_error else ""
-    if run.asynchronous and run.replicas[item.dp_rank][0] in run.members.live and item.fenced:
+    if run.asynchronous and run.owners.replicas[item.dp_rank][0] in run.members.live and item.fenced:
         slowest, limit = min(run.work.items, key=lambda each: each.number), run.settings.consistency.max_staleness
         if limit is None or item.number - slowest.number <= limit:
             return f"{item}: item {item.number} starts when a trainer asks for it"
@@ -215,7 +215,7 @@ def _vacant_item(run: Run, item: WorkItem, now: float) -> str:
             f"{gone}; its work is leased to the first trainer that waits in step.batches, or to the same trainer if it "
             "joins again"
         )
-    owners = zip(item.members, run.replicas[item.dp_rank], strict=True)
+    owners = zip(item.members, run.owners.replicas[item.dp_rank], strict=True)
     missing = [f"trainer {name!r} (rank {rank})" for rank, name in owners if name not in run.members.live]
     lacks = f"its replica lacks {', '.join(missing)}" if missing else "its replica was broken and is complete again"
     if not item.fenced:

@@ -36,7 +36,7 @@ class ItemLeases:
     def start_fencing(self, run: Run) -> None:
         """Fences former trainers of work items in the background, then leases the vacant items."""
         if run.work.unfenced:
-            self._state.tasks.start(run.calls.fencing(lambda: self._fence_all(run)))
+            self._state.tasks.start(run.calls.fencing(self._fence_all, run))
 
     async def _fence_all(self, run: Run) -> None:
         # The epochs of former trainers of a run that is loaded from a checkpoint are rejected by ``BeginRestore``.
@@ -47,11 +47,11 @@ class ItemLeases:
             try:
                 await self.fence(run, items)
             except ShardwellError as error:
-                run.note_fence_error(str(error))
+                run.fence_error = str(error)
                 logger.warning("run %r: %s", run.name, error)
                 await run.changed.wait(_FENCE_RETRY_S)
                 continue
-            run.note_fence_error("")
+            run.fence_error = ""
             fault_points.reach("coordinator.fence.after")
             self.lease_vacant_items(run)
             run.changed.notify()
@@ -112,12 +112,8 @@ class ItemLeases:
         self._state.events.add(EventKind.WORK_COPIED, message, run=run.name)
 
     def _wake_later(self, run: Run, seconds: float) -> None:
-        async def wake() -> None:
-            await asyncio.sleep(seconds)
-            run.changed.notify()
-
         if not run.calls.waking.in_flight:
-            self._state.tasks.start(run.calls.waking(wake))
+            self._state.tasks.start(run.calls.waking(run.changed.notify_after, seconds))
 
     def lease_vacant_items(self, run: Run) -> None:
         """Leases vacant items to trainers that wait for work. In an asynchronous run, they ask for items."""

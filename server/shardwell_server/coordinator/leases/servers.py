@@ -176,7 +176,7 @@ class ServerLeases:
             if state is ConnectionState.ENDED:
                 self._note_ended(found)
             elif state is ConnectionState.DISCONNECTED:
-                found.mark_suspected()
+                found.suspected = True
                 self._start_probing(found)
 
         if self._state.stopping:
@@ -340,7 +340,7 @@ class ServerLeases:
             self._note_lost(server, "its lease expired", "it answers probes, but no heartbeats arrive from it")
 
     def _note_ended(self, server: Server) -> None:
-        server.mark_ended()
+        server.state = ServerState.ENDED
         losses = "" if server.restartable else self._losses(server)
         message = f"server {server.server_id!r} at {server.address} has ended{losses}"
         self._state.events.add(EventKind.SERVER_ENDED, message)

@@ -30,7 +30,8 @@ from shardwell_server.coordinator.ranks.members import Member, TransportReport, 
 from shardwell_server.coordinator.ranks.rank_assignment import Applicant
 from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.servers.shard_servers import ShardServers
-from shardwell_server.coordinator.settings import RunSettings, poll
+from shardwell_server.coordinator.settings import RunSettings
+from shardwell_server.coordinator.signals import poll
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.steps.step import Step
 from shardwell_wire.connection.channel import RECONNECT_S
@@ -83,8 +84,10 @@ class TrainerLeases:
             run = self._state.create_run(name, settings, run_id)
             message = f"{settings.world}, seed {settings.seed}, starts with {settings.min_trainers} trainers"
             self._state.events.add(EventKind.RUN_CREATED, message, run=name)
-        elif not (run.started or run.members.live or run.is_loaded) and run.settings != settings:
+        elif not (run.started or run.members.live or run.units or run.checkpoints.restore) and run.settings != settings:
+            # A run with units, or one that is being loaded, keeps its settings: its shards depend on them.
             run.replace_settings(replace(settings, backups=settings.backups or run.settings.backups))
+            run.changes.touch()
         run.settings.require_same(name, settings)
         return run
 
@@ -159,7 +162,7 @@ class TrainerLeases:
         self.items.start_fencing(run)
         self._state.events.add(EventKind.TRAINER_JOINED, f"{member}, epoch {member.epoch}", run=run.name)
         if run.started and not started:
-            owners = ", ".join(f"{rank}: {owner!r}" for rank, owner in sorted(run.rank_assignments.items())[:64])
+            owners = ", ".join(f"{rank}: {owner!r}" for rank, owner in sorted(run.owners.by_rank.items())[:64])
             self._state.events.add(EventKind.RUN_STARTED, f"ranks {owners}", run=run.name)
         return member
 
@@ -192,11 +195,11 @@ class TrainerLeases:
             if run.checkpoints.restore is not None:
                 run.checkpoints.check_loadable(run.name)
                 return None
-            if not run.started or run.members.returning or run.is_waiting_spare(member.name):
+            if not run.started or run.members.returning or run.owners.is_waiting_spare(member.name):
                 return None
             if member.behind:
                 return True
-            return True if not run.missing_peers(member.name) and run.work.lease_own_items(member.name) else None
+            return True if not run.owners.missing_peers(member.name) and run.work.lease_own_items(member.name) else None
 
         return await poll(run.changed, check, wait_s) or False
 
@@ -236,7 +239,7 @@ class TrainerLeases:
                 news = member.connection.news.next_change()
                 if run.deleted or not run.members.is_current(member):
                     run.require_member(member.name, member.epoch)
-                replica_epoch, wanted = run.replica_epoch_of(member.name), run.wanted_residuals(member)
+                replica_epoch, wanted = run.owners.replica_epoch_of(member.name), run.wanted_residuals(member)
                 if replica_epoch and (told is None or told[2] != replica_epoch):
                     await self._state.save_or_retry(run)  # a restarted coordinator must not issue the epoch again
                 now = (run.committed_step, run.relocations.announced, replica_epoch, wanted, run.notices.newest)
@@ -279,7 +282,7 @@ class TrainerLeases:
     def _end_disconnected(self, run: Run, member: Member, state: ConnectionState) -> None:
         if state is ConnectionState.ENDED:
             self._add_event(run, member, EventKind.TRAINER_ENDED, f"{member}: its process has ended")
-            member.note_revoked("its process ended, and its work was reassigned")
+            member.revoked_because = "its process ended, and its work was reassigned"
             self.revoke(run, [member])
         elif state is ConnectionState.DISCONNECTED:
             self._expire(run, member, "closed its connection")
@@ -319,7 +322,7 @@ class TrainerLeases:
         """
         for run in self._state.runs.values():
             for member in run.members.live.values():
-                member.renew_lease(self._state.clock() + RECONNECT_S)
+                member.last_seen_s = self._state.clock() + RECONNECT_S
                 if not member.rpcs_in_progress:  # a trainer that waits in Join has no stream yet
                     self._watch_disconnected(run, member, _RESTART_GRACE_S)
 
@@ -345,7 +348,7 @@ class TrainerLeases:
             run.expire_lease(member)
 
     def _add_event(self, run: Run, member: Member, kind: EventKind, message: str) -> None:
-        ranks = ", ".join(map(str, run.ranks_of(member.name)))
+        ranks = ", ".join(map(str, run.owners.ranks_of(member.name)))
         self._state.events.add(kind, message + (f"; vacant ranks: {ranks}" if ranks else ""), run=run.name)
 
     # Revocation
@@ -360,9 +363,9 @@ class TrainerLeases:
         """Revokes expired leases on unfinished items if a replica waits for work, or a spare for a rank."""
         if not run.members.expired:
             return
-        if run.has_waiting_replica:
+        if run.owners.has_waiting_replica:
             self.revoke(run, [member for member in run.members.expired if run.work.computes(member.name)])
-        if run.has_waiting_spare:
+        if run.owners.has_waiting_spare:
             self.revoke(run, run.members.expired)
 
     def revoke_initializer(self, run: Run, layout: UnitLayout, *, wanted_by: Member) -> None:
@@ -396,7 +399,7 @@ class TrainerLeases:
                     server = next(at for at in self._state.cluster.servers.values() if at.address == cut.address)
                     for_s = self._state.clock() - cut.since_s
                     what = f"could not reach server {server.server_id!r} at {cut.address} for {for_s:.1f} s"
-                    member.note_revoked(f"it {what}, and its work was reassigned")
+                    member.revoked_because = f"it {what}, and its work was reassigned"
                     message = f"{member} {what} ({cut.reason}): its work is reassigned to another trainer"
                     self._state.events.add(EventKind.TRAINER_CUT_OFF, message, run=run.name)
                     self.revoke(run, [member])

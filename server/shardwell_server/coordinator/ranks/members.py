@@ -163,14 +163,6 @@ class Member:
         """Seconds since the last request."""
         return 0.0 if self.rpcs_in_progress else max(0.0, now - self.last_seen_s)
 
-    def renew_lease(self, now: float) -> None:
-        """Starts the lease again at clock time ``now``."""
-        self.last_seen_s = now
-
-    def note_item_limit(self, limit: int) -> None:
-        """Records from which number on the trainer computes no items."""
-        self.item_limit = limit
-
     def note_accepts_reassigned_work(self, accepts: bool) -> bool:
         """Records whether the trainer computes reassigned work. Returns True if this changed.
 
@@ -214,14 +206,6 @@ class Member:
         changed, self.behind = behind != self.behind, behind
         return changed
 
-    def note_residuals(self, has_residuals: bool) -> None:
-        """Records whether the trainer has residuals of error feedback."""
-        self.has_residuals = has_residuals
-
-    def note_revoked(self, reason: str) -> None:
-        """Records why the lease is revoked although the trainer sends requests."""
-        self.revoked_because = reason
-
     @contextmanager
     def serving_rpc(self, clock: Callable[[], float]) -> Iterator[None]:
         """Keeps the lease valid while an rpc of the trainer is being served, and renews it at the end."""
@@ -231,10 +215,16 @@ class Member:
             yield
         finally:
             self.rpcs_in_progress -= 1
-            self.renew_lease(clock())
+            self.last_seen_s = clock()
 
     def __str__(self) -> str:
         return f"trainer {self.name!r}" + (f" on host {self.host}" if self.host else "")
+
+
+def tell(members: Iterable[Member]) -> None:
+    """Makes the membership streams of trainers send the committed step, the placement and notices, if they changed."""
+    for member in members:
+        member.connection.news.notify()
 
 
 @dataclass
@@ -370,15 +360,7 @@ class Members:
         if state is MemberState.GONE:
             member.connection.news.notify()
         if state is not MemberState.LIVE:
-            self.stop_waiting_for_work(member.name)
-
-    def wait_for_work(self, name: str) -> None:
-        """Adds a trainer to ``waiting_for_work``. A waiting trainer keeps its position."""
-        self.waiting_for_work[name] = None
-
-    def stop_waiting_for_work(self, name: str) -> None:
-        """Removes a trainer from ``waiting_for_work``."""
-        self.waiting_for_work.pop(name, None)
+            self.waiting_for_work.pop(member.name, None)
 
     def prune(self, keep: Collection[str]) -> None:
         """Removes the oldest gone members beyond ``MAX_GONE_MEMBERS``, except those named in ``keep``."""

@@ -1,22 +1,17 @@
-"""Replicas of a run: which trainers compute a work item together. Pure functions of names.
+"""Which trainer owns each logical rank, and which trainers compute a work item together.
+
+``RankOwners`` has the owners of a run's ranks and the epochs of its replicas. The functions below it decide: they
+assign all ranks when a run starts, give ranks or places to trainers that join later, and choose the replica that
+computes each work item. They depend on names, hosts and requested ranks only.
 
 Note: [Replicas]
     A replica is the ``tp x pp`` trainers that compute one work item together, listed by tp rank and then by pp rank.
     The owners of the ranks of one dp rank are a replica, and one replica may own several dp ranks. A trainer has the
-    same place in every dp rank that it owns, so it belongs to one replica only. A replica is complete if all its
+    same place in every dp rank that it owns: its (tp, pp) coordinate. It therefore belongs to one replica only, and a
+    trainer that takes a place takes its ranks of all dp ranks that the replica owns. A replica is complete if all its
     trainers are present.
 
     With ``tp = pp = 1``, each trainer is a replica by itself, also a spare without ranks.
-
-Assigns logical ranks to trainers. Pure functions of names, hosts and requested ranks.
-
-``assign_ranks`` assigns all ranks when a run starts. ``claim_ranks`` assigns ranks to a trainer that joins later.
-``replicas.py`` chooses the trainers of the work items when some owners are gone.
-
-Places in replicas for trainers that join a started run with ``tp * pp > 1``. Pure functions of names and hosts.
-
-A trainer's place is its (tp, pp) coordinate in a replica. A trainer that takes a place takes its ranks of all dp ranks
-that the replica owns, so a replica stays together. See Note: [Replicas] in ``replicas.py``.
 """
 
 from __future__ import annotations
@@ -24,17 +19,229 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
+from shardwell_server.coordinator.ranks.members import Member, Members, tell
+from shardwell_server.coordinator.rendezvous import REPLICA, Stores
+from shardwell_server.coordinator.settings import RunSettings
+from shardwell_server.coordinator.signals import RunChanges
 from shardwell_wire.errors import DuplicateError
 from shardwell_wire.model.topology import World
 
 Replica = tuple[str, ...]
 """Names of the trainers of one replica, ordered by tp rank and then by pp rank."""
+
+RankAssignments = dict[int, str]
+"""Name of the trainer that owns each logical rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Applicant:
+    """A trainer that joins a run."""
+
+    name: str
+    host: str = ""
+    requested_rank: int | None = None
+    process: str = ""
+    """Process identity, see ``process_identity``. Empty: unknown."""
+
+
+class RankOwners:
+    """Which trainer owns each logical rank, live or gone. Empty until the run starts.
+
+    Note: [Replica epochs]
+        The trainers of a replica set up things together, such as a process group. These are void when a trainer is
+        lost, and when another one takes its place. The replica gets a new epoch each time. All dp ranks that one
+        replica owns have the same replica epoch. With ``tp = pp = 1`` there is nothing to set up, and all epochs are 0.
+
+    Args:
+        settings: Settings of the run.
+        members: Its trainers.
+        changes: Gives replicas their epochs.
+    """
+
+    def __init__(self, settings: RunSettings, members: Members, changes: RunChanges) -> None:
+        self._settings, self._world = settings, settings.world
+        self.members, self.changes = members, changes
+        self.by_rank: RankAssignments = {}
+        """Owner of each global rank. Only ``_set_owners`` changes it."""
+        self._ranks: dict[str, list[int]] = {}
+        self._replicas: list[Replica] = []
+        self.replica_epochs: dict[int, int] = {}
+        """Epoch of the replica that owns each dp rank."""
+        self.stores = Stores(REPLICA)
+        """The stores in which the trainers of a replica meet, by replica epoch."""
+
+    def ranks_of(self, name: str) -> list[int]:
+        """Returns the logical ranks that a trainer owns."""
+        return list(self._ranks.get(name, ()))
+
+    def _set_owners(self, by_rank: RankAssignments) -> None:
+        """Replaces the owners of all ranks, and what is derived from them."""
+        self.by_rank, self._ranks, self._replicas = by_rank, {}, []
+        for rank in sorted(by_rank):
+            self._ranks.setdefault(by_rank[rank], []).append(rank)
+
+    def replica_epoch_of(self, name: str) -> int:
+        """Returns the epoch of a trainer's replica. 0: the trainer owns no rank, or replicas have one trainer."""
+        if self._world.replica_size == 1 or name not in self._ranks:
+            return 0
+        return self.replica_epochs[self._world.coordinates(self._ranks[name][0]).dp_rank]
+
+    def replica_of(self, name: str) -> Replica:
+        """Returns the replica of a trainer. Empty: the trainer owns no rank."""
+        if name not in self._ranks:
+            return ()
+        return self.replicas[self._world.coordinates(self._ranks[name][0]).dp_rank]
+
+    def position_of(self, name: str) -> int | None:
+        """Returns the position of a trainer in its replica, which stands for its tp rank and pp rank.
+
+        None: the trainer owns no rank, and so has neither. With ``tp = pp = 1``, the position is always 0.
+        """
+        if self._world.replica_size == 1:
+            return 0
+        return self.replica_of(name).index(name) if name in self._ranks else None
+
+    @property
+    def replicas(self) -> Sequence[Replica]:
+        """The replica that owns each dp rank, live or gone. See Note: [Replicas]."""
+        if not self._replicas:
+            self._replicas = replicas_of(self._world, self.by_rank)
+        return self._replicas
+
+    def is_waiting_spare(self, name: str) -> bool:
+        """True if a trainer owns no rank and cannot compute anything until it does, because tp * pp > 1."""
+        return self._world.replica_size > 1 and name not in self._ranks
+
+    def missing_peers(self, name: str) -> list[str]:
+        """Returns the trainers of a trainer's replica that are gone, or whose leases have expired."""
+        if self._world.replica_size == 1:
+            return []
+        return [peer for peer in self.replica_of(name) if peer not in self.members.live]
+
+    @property
+    def has_waiting_replica(self) -> bool:
+        """True if a replica waits for work, and can compute any item at once."""
+        waiting = self.members.waiting_for_work
+        return bool(waiting) and bool(waiting_replicas(self.replicas, waiting))
+
+    @property
+    def has_waiting_spare(self) -> bool:
+        """True if a live trainer waits for a rank."""
+        return bool(self.by_rank) and any(map(self.is_waiting_spare, self.members.live))
+
+    def lowest_live_trainer(self, rank: int, preferred: Container[str] = ()) -> str | None:
+        """Returns the live trainer that owns the lowest rank with the tp rank and pp rank of a rank.
+
+        Prefers the given trainers, then those that are not behind. With tp = pp = 1, a spare is the last choice.
+        """
+        live, world = self.members.live, self._world
+        lowest: dict[str, int] = {} if world.replica_size > 1 else dict.fromkeys(live, world.size)
+        for peer in reversed(world.group(rank, "dp")):
+            if (owner := self.by_rank.get(peer, "")) in live:
+                lowest[owner] = peer
+
+        def preference(name: str) -> tuple[Any, ...]:
+            return name not in preferred, live[name].behind, lowest[name], natural_key(name)
+
+        return min(lowest, key=preference, default=None)
+
+    def check_request(self, applicant: Applicant) -> None:
+        """Checks the requested rank of a trainer that joins before the run starts.
+
+        Raises:
+            DuplicateError: Another trainer requested the rank, or a rank that the same trainer would play.
+        """
+        if applicant.requested_rank is None:
+            return
+        count = self._settings.min_trainers
+        taken = {requested_place(self._world, count, rank) for rank in self.members.requested_ranks}
+        if requested_place(self._world, count, applicant.requested_rank) in taken:
+            raise DuplicateError(
+                f"another trainer of run {self.members.run!r} already requested rank {applicant.requested_rank}: "
+                "request a different rank for every trainer, or none",
+                global_rank=applicant.requested_rank,
+            )
+
+    def start(self) -> None:
+        """Assigns all ranks, because the run starts."""
+        live = self.members.live.values()
+        applicants = [Applicant(at.name, at.host, at.requested_rank) for at in live]
+        self._set_owners(assign_ranks(self._world, applicants))
+        self._renew(self.members.live)
+
+    def restore(self, by_rank: RankAssignments, replica_epochs: Mapping[int, int]) -> None:
+        """Restores everything after a coordinator restart. The values in the stores of replicas are lost."""
+        self._set_owners(by_rank)
+        self.replica_epochs = dict(replica_epochs)
+        self.stores.lost.update(replica_epochs.values())
+
+    def claim(self, applicant: Applicant) -> None:
+        """Assigns ranks to a trainer that joins a run that has started.
+
+        Raises:
+            DuplicateError: A live trainer plays the requested rank.
+        """
+        self._claim(applicant, self.members.live, self.members.requested_ranks)
+
+    def _claim(self, applicant: Applicant, present: Mapping[str, Member], requested: Collection[int]) -> None:
+        if self._world.replica_size == 1:
+            expected = self._settings.min_trainers
+            claimed = claim_ranks(self.by_rank, present, applicant, requested=requested, expected=expected)
+        else:
+            hosts = {name: member.host for name, member in present.items()}
+            claimed = claim_place(self._world, self.by_rank, hosts, applicant)
+        self._set_owners(self.by_rank | claimed)
+
+    def place_spares(self) -> set[str]:
+        """Gives spares the places of gone trainers. Spares that are left form replicas, if others own several dp ranks.
+
+        A trainer whose lease has only expired keeps its place: it may come back with its model.
+
+        Returns:
+            Names of the trainers that now own ranks. Always empty if replicas have one trainer: spares stay spares.
+        """
+        if self._world.replica_size == 1:
+            return set()
+        present = {**self.members.live, **{member.name: member for member in self.members.expired}}
+        spares = self._spares()
+        for spare in spares:
+            self._claim(spare, present, ())
+        while formed := form_replica(self._world, self.by_rank, self._spares()):
+            self._set_owners(self.by_rank | formed)
+        placed = {spare.name for spare in spares} - {spare.name for spare in self._spares()}
+        self.renew_replicas(placed)
+        return placed
+
+    def _spares(self) -> Sequence[Applicant]:
+        live = self.members.live
+        return [Applicant(member.name, member.host) for name, member in live.items() if name not in self._ranks]
+
+    def renew_replicas(self, trainers: Collection[str]) -> None:
+        """Gives new epochs to the replicas of trainers that came or went, and tells their trainers.
+
+        See Note: [Replica epochs].
+        """
+        renewed = self._renew(trainers)
+        self.stores.keep(self.replica_epochs.values())
+        tell(self.members.by_name[name] for name in renewed if name in self.members.by_name)
+
+    def _renew(self, trainers: Collection[str]) -> set[str]:
+        """Returns all trainers of the replicas that have new epochs."""
+        if self._world.replica_size == 1:
+            return set()
+        epochs: dict[Replica, int] = {}
+        for dp_rank, replica in enumerate(self.replicas):
+            if not set(replica).isdisjoint(trainers):
+                if replica not in epochs:
+                    epochs[replica] = self.changes.next_epoch()
+                self.replica_epochs[dp_rank] = epochs[replica]
+        return {name for replica in epochs for name in replica}
 
 
 @lru_cache(maxsize=64)
@@ -136,21 +343,6 @@ def candidates(replicas: Sequence[Replica], present: Set[str]) -> list[Replica]:
     if len(replicas[0]) > 1:
         return complete_replicas(replicas, present)
     return [(name,) for name in present]
-
-
-RankAssignments = dict[int, str]
-"""Name of the trainer that owns each logical rank."""
-
-
-@dataclass(frozen=True, slots=True)
-class Applicant:
-    """A trainer that joins a run."""
-
-    name: str
-    host: str = ""
-    requested_rank: int | None = None
-    process: str = ""
-    """Process identity, see ``process_identity``. Empty: unknown."""
 
 
 def natural_key(text: str) -> tuple[Any, ...]:

@@ -5,16 +5,17 @@ Compares the backups of a run with their primaries, by hash.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 
 from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.relocation.keeper import BackupKeeper
 from shardwell_server.coordinator.run import Run
-from shardwell_server.coordinator.runs.units import Unit
 from shardwell_server.coordinator.servers.cluster import Server
 from shardwell_server.coordinator.servers.shard_servers import ShardServers
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.storage.records import BackupRecord, ShardRecord
+from shardwell_server.coordinator.units import Unit
 from shardwell_wire.errors import InvalidRequestError, StaleEpochError, StepStateError, UnavailableError
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2
 
@@ -52,9 +53,9 @@ class Drains:
                 epoch=server.epoch,
             )
         if epoch:
-            server.mark_leaving()
+            server.leaving = True
         if server.draining == cancel:
-            server.set_draining(not cancel)
+            server.draining = not cancel
             await self._state.storage.save_server(server.to_record())
             if not cancel:
                 message = f"server {server_id!r} at {server.address} hands its shards to other servers"
@@ -140,7 +141,8 @@ class RunVerifier:
         """Compares once. Returns None if shards moved meanwhile."""
         async with run.checkpoints.boundary:  # no commit record is written while this is held
             try:
-                await run.wait_until_updated_for(_WAIT_S)
+                async with asyncio.timeout(_WAIT_S):
+                    await run.wait_until_updated()
             except TimeoutError:
                 raise UnavailableError(
                     f"run {run.name!r}: its servers did not reach version {run.committed_step} within {_WAIT_S:g} s: "
@@ -157,7 +159,7 @@ class RunVerifier:
             ]
             servers = {shard.server_id for _, primary, backup in pairs for shard in (primary, backup)}
             try:
-                answers = await self._servers.call_all(sorted(servers), "HashShards", lambda _: request)
+                answers = await self._servers.call_all(sorted(servers), "HashShards", request)
             except StepStateError:
                 if run.relocations.count == placement:
                     raise

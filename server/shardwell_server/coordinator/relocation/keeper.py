@@ -28,12 +28,12 @@ from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.leases.trainers import TrainerLeases
 from shardwell_server.coordinator.relocation.relocator import BackupBuilder
 from shardwell_server.coordinator.run import Run
-from shardwell_server.coordinator.runs.units import Unit
 from shardwell_server.coordinator.servers.cluster import Cluster, Server
 from shardwell_server.coordinator.servers.copies import Copies
 from shardwell_server.coordinator.servers.shard_servers import Promoter, Releases, ShardServers
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.storage.records import BackupRecord, BackupState, ShardRecord
+from shardwell_server.coordinator.units import Unit
 from shardwell_wire.errors import (
     CapacityError,
     DeadlineError,
@@ -199,7 +199,7 @@ class BackupKeeper:
         while True:
             for run in self._state.runs.values():
                 if not run.calls.building.in_flight and self.has_work(run):
-                    self._state.tasks.start(run.calls.building(lambda run=run: self._work(run)))  # type: ignore[misc]
+                    self._state.tasks.start(run.calls.building(self._work, run))
             existing = {run.identity.run_id for run in self._state.runs.values()}
             self._notes = {run_id: notes for run_id, notes in self._notes.items() if run_id in existing}
             self._report_drained()
@@ -210,7 +210,9 @@ class BackupKeeper:
     def set_count(self, run: Run, backups: int) -> None:
         """Changes the number of backups of a run's shards."""
         if backups != run.settings.backups:
-            run.set_backups(backups)
+            run.settings.backups = backups
+            run.changes.touch()
+            run.changed.notify()
             self._note(run).complete = False
 
     def planned_moves(self, run: Run) -> list[ShardRecord]:
@@ -275,7 +277,7 @@ class BackupKeeper:
         await self._release_unwanted(run)
         builds = self._take_builds(run)
         if builds:
-            run.touch()
+            run.changes.touch()
             await self._state.save_or_retry(run)  # a record of every copy, before any memory is reserved
             outcomes = await asyncio.gather(*(self._build(run, unit, backup) for unit, backup in builds))
             notes.complete = notes.complete and all(outcomes)
@@ -309,7 +311,7 @@ class BackupKeeper:
                     continue  # it is to be released already, or may have to replace its primary
                 if backup in unit.backups and self._copies.is_confirmed(run, primary):
                     run.units.set_backup_state(unit, backup, BackupState.RELEASING)
-                    run.touch()
+                    run.changes.touch()
             if (server := self._state.cluster.servers.get(process[0])) is None or not server.live:
                 continue
             problems = self._note(run).release_problems
@@ -331,7 +333,7 @@ class BackupKeeper:
                 notes.refused[key, backup.server_id] = self._state.clock() + _REFUSED_FOR_S
                 if any(each is backup for each in unit.backups):
                     run.units.remove_backup(unit, backup)
-                    run.touch()
+                    run.changes.touch()
             elif isinstance(error, UnavailableError | DeadlineError):  # after repetitions for a lease
                 self._give_up(run, unit, backup)
             self._add_problem(run, f"a copy of unit {unit.layout.unit!r} on {backup.server_id!r}: {error}")
@@ -346,7 +348,7 @@ class BackupKeeper:
         if any(each is backup for each in unit.backups) and self._choose(run, unit, shard) is not None:
             self._note(run).refused[key, backup.server_id] = self._state.clock() + _REFUSED_FOR_S
             run.units.set_backup_state(unit, backup, BackupState.RELEASING)
-            run.touch()
+            run.changes.touch()
 
     def _add_problem(self, run: Run, problem: str) -> None:
         notes = self._note(run)
@@ -461,7 +463,7 @@ class BackupKeeper:
                 server = self._state.cluster.servers[server_id]
                 backup = BackupRecord(shard.start_bytes, shard.stop_bytes, server_id, server.incarnation)
                 run.units.add_backup(unit, backup)
-                server.reserve(shard.size_bytes)  # so that the next choice counts it
+                server.reserved_bytes += shard.size_bytes  # so that the next choice counts it
             builds.append((unit, backup))
             size_bytes += shard.size_bytes
         return builds
@@ -477,7 +479,7 @@ class BackupKeeper:
                 copy = self._target_copy(unit, shard, targets[key])
                 if copy is not None and copy.in_sync and self._stays_protected(run, unit, shard, copy):
                     moves[key] = copy.server_id
-        run.relocations.plan(moves)
+        run.relocations.moves = moves
         if run.relocations.rebalancing and not targets:
             run.relocations.set_rebalancing(False)
             self._state.events.add(EventKind.RUN_REBALANCED, "its shards are spread evenly", run=run.name)

@@ -29,11 +29,11 @@ from shardwell_server.coordinator.commit.committer import UpdateSender
 from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.leases.trainers import TrainerLeases
 from shardwell_server.coordinator.run import Run
-from shardwell_server.coordinator.runs.units import Unit
 from shardwell_server.coordinator.servers.copies import Copies, Losses
 from shardwell_server.coordinator.servers.shard_servers import Promoter, ShardServers, reference
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.storage.records import BackupRecord, BackupState, ShardRecord
+from shardwell_server.coordinator.units import Unit
 from shardwell_wire import fault_points
 from shardwell_wire.errors import ShardwellError, StepStateError
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2
@@ -185,7 +185,7 @@ class BackupBuilder:
             # without it.
             self._updates.repeat(run, backup.process)
         run.units.set_backup_state(unit, backup, BackupState.IN_SYNC, placement=placement)
-        run.touch()
+        run.changes.touch()
         await self._state.save(run)
         run.changed.notify()
         return True
@@ -216,7 +216,7 @@ def _next_number(run: Run) -> int:
     """
     if run.checkpoints.restore is not None:
         raise StepStateError(f"run {run.name!r} is being loaded from a checkpoint", run=run.name)
-    return run.next_epoch()
+    return run.changes.next_epoch()
 
 
 logger = logging.getLogger(__name__)
@@ -278,7 +278,7 @@ class Relocator:
             losses = self._copies.losses(run)
             replaceable = losses.promotions or losses.backups or self._must_roll_back(run, losses)
             if replaceable and not run.calls.relocating.in_flight:
-                self._state.tasks.start(run.calls.relocating(lambda run=run: self._relocate(run)))  # type: ignore[misc]
+                self._state.tasks.start(run.calls.relocating(self._relocate, run))
 
     def _must_roll_back(self, run: Run, losses: Losses) -> bool:
         """True if a lost shard is only in a checkpoint, and no server that could bring a copy back is expected."""

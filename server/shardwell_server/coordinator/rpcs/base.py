@@ -1,7 +1,4 @@
-"""What the coordinator issues with the cluster's key: tokens of trainers, and proofs of leases and of its answers.
-
-What the coordinator's rpcs share: the core that they call, and the checks of a request's run, trainer and id.
-"""
+"""What the coordinator's rpcs share: the core that they call, checks of requests, and tokens and proofs of answers."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from google.protobuf.message import Message
 
 from shardwell_server.coordinator.coordinator import Coordinator
 from shardwell_server.coordinator.ranks.members import Member
-from shardwell_server.coordinator.rendezvous import TorchrunStores
+from shardwell_server.coordinator.rendezvous import TORCHRUN, Stores
 from shardwell_server.coordinator.run import Run
 from shardwell_server.serving.call_server import CallServer
 from shardwell_server.serving.rpc import MAX_WAIT_S, Call, RequestLog
@@ -36,36 +33,36 @@ class Issuer:
     """
 
     def __init__(self, key: ClusterKey | None) -> None:
-        self._key = key
+        self.key = key
 
     def token(self, run: Run, member: Member) -> str:
         """Returns a token for a trainer in its run. Empty: the cluster has no key."""
-        if self._key is None:
+        if self.key is None:
             return ""
-        return self._key.mint(Role.TRAINER, run=run.name, run_id=run.identity.run_id, member=member.name)
+        return self.key.mint(Role.TRAINER, run=run.name, run_id=run.identity.run_id, member=member.name)
 
     def renewed_token(self, run: Run, member: Member, caller: Identity | None) -> str:
         """Returns a new token for a trainer whose lease is renewed. Empty: the caller's token is valid for long."""
-        if self._key is None or caller is None or caller.expires_s - self._key.clock() > LIFETIME_S / 2:
+        if self.key is None or caller is None or caller.expires_s - self.key.clock() > LIFETIME_S / 2:
             return ""
         return self.token(run, member)
 
     def prove_leases(self, run: Run, leases: Iterable[_Lease]) -> None:
         """Adds the proofs that shard servers need to leases of logical ranks, which go to the trainer that has them."""
-        if self._key is not None:
+        if self.key is not None:
             for lease in leases:
                 dp_rank = run.settings.world.coordinates(lease.global_rank).dp_rank
-                lease.lease_proof = self._key.lease_proof(run.identity.run_id, dp_rank, lease.epoch)
+                lease.lease_proof = self.key.lease_proof(run.identity.run_id, dp_rank, lease.epoch)
 
     def prove_initializer(self, run: Run, response: coordinator_pb2.DeclareUnitResponse) -> None:
         """Adds the proof that the caller must send the initial values of a unit."""
-        if self._key is not None:
-            response.lease_proof = self._key.lease_proof(run.identity.run_id, INITIALIZER, response.epoch)
+        if self.key is not None:
+            response.lease_proof = self.key.lease_proof(run.identity.run_id, INITIALIZER, response.epoch)
 
     def prove(self, answer: _Answer, nonce: bytes) -> _Answer:
         """Adds the proof that the coordinator, and no other process at its address, has answered a shard server."""
-        if self._key is not None:
-            answer.proof = self._key.answer_proof(nonce, answer.SerializeToString(deterministic=True))
+        if self.key is not None:
+            answer.proof = self.key.answer_proof(nonce, answer.SerializeToString(deterministic=True))
         return answer
 
 
@@ -84,7 +81,7 @@ class CoordinatorRpcs:
         self._issuer = Issuer(key)
         self._coordinator, self._state, self._calls = coordinator, coordinator.state, calls
         self._requests = RequestLog()
-        self._torchrun_stores = TorchrunStores(is_protected=key is not None, clock=coordinator.state.clock)
+        self._torchrun_stores = Stores(TORCHRUN, coordinator.state.clock)
 
     def _exact_run(self, request: Any) -> Run:
         """Returns the run that a request names by name and id. A later run of the same name has another id."""

@@ -11,7 +11,8 @@ from shardwell_server.coordinator.checkpoints.saving import add_report
 from shardwell_server.coordinator.inspection import describe
 from shardwell_server.coordinator.inspection.stall import explain_stall
 from shardwell_server.coordinator.rpcs.base import CoordinatorRpcs, check_seconds, fingerprint, wait_limit
-from shardwell_server.coordinator.settings import check_backups, check_layers, poll
+from shardwell_server.coordinator.settings import check_backups, check_layers
+from shardwell_server.coordinator.signals import poll
 from shardwell_server.serving.rpc import Call
 from shardwell_wire.errors import InvalidRequestError, NotFoundError
 from shardwell_wire.model.topology import World

@@ -18,7 +18,7 @@ from shardwell_server.coordinator.rpcs.base import CoordinatorRpcs, check_second
 from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.servers.shard_servers import check_recoverable
 from shardwell_server.coordinator.settings import RunSettings
-from shardwell_server.coordinator.steps.parallel_plan import check_plan
+from shardwell_server.coordinator.steps.parallel_plan import check_plan, require_same_plan
 from shardwell_server.coordinator.steps.proposals import NormKind, StepProposal
 from shardwell_server.serving.rpc import Call
 from shardwell_wire.connection.protocol_versions import negotiate
@@ -78,9 +78,9 @@ class TrainerRpcs(CoordinatorRpcs):
             notices=run.notices.after(0),
         )
         if not started:
-            if run.started and run.is_waiting_spare(member.name):
+            if run.started and run.owners.is_waiting_spare(member.name):
                 response.waiting_for.append(f"all ranks have trainers: {member} is a spare until a rank is free")
-            elif run.started and (missing := run.missing_peers(member.name)):
+            elif run.started and (missing := run.owners.missing_peers(member.name)):
                 names = ", ".join(f"trainer {name!r}" for name in missing)
                 response.waiting_for.append(
                     f"{member} cannot start before its replica is complete: it waits for {names}"
@@ -90,8 +90,8 @@ class TrainerRpcs(CoordinatorRpcs):
             )
             return response
         describer = describe.RankDescriber(run.settings.world)
-        response.rank_assignments.extend(map(describer.describe, run.ranks_of(member.name)))
-        response.replica_epoch = run.replica_epoch_of(member.name)
+        response.rank_assignments.extend(map(describer.describe, run.owners.ranks_of(member.name)))
+        response.replica_epoch = run.owners.replica_epoch_of(member.name)
         response.work.CopyFrom(run.work.assigned_to(member.name))
         self._issuer.prove_leases(run, response.work.items)
         if run.commits.state is not None:
@@ -123,7 +123,7 @@ class TrainerRpcs(CoordinatorRpcs):
     ) -> AsyncIterator[coordinator_pb2.KeepMembershipResponse]:
         run, trainers = self._exact_run(request), self._coordinator.trainers
         member = trainers.require_member(run, request.trainer, request.epoch)
-        member.note_residuals(request.has_residuals)
+        member.has_residuals = request.has_residuals
         offer = None if self._calls is None else self._calls.offer
         async with aclosing(trainers.keep_membership(run, member)) as stream:
             async for response in stream:
@@ -214,7 +214,10 @@ class DeclarationRpcs(CoordinatorRpcs):
         check_plan(request.plan)
         run, member = self._member(request)
         with member.serving_rpc(self._state.clock):
-            run.declare_parallel_plan(member.name, request.plan)
+            if run.parallel_plan is None:
+                run.parallel_plan = request.plan
+                run.changes.touch()
+            require_same_plan(run.name, run.parallel_plan, member.name, request.plan)
             await self._state.save(run)  # before any trainer trains by it
         return coordinator_pb2.DeclareParallelPlanResponse()
 
@@ -239,7 +242,7 @@ class StepRpcs(CoordinatorRpcs):
     ) -> coordinator_pb2.FinishWorkResponse:
         run, member = self._member(request)
         if request.HasField("item_limit"):
-            member.note_item_limit(request.item_limit)
+            member.item_limit = request.item_limit
         with member.serving_rpc(self._state.clock):
             response = await self._coordinator.work_requests.finish_work(
                 run,
@@ -275,7 +278,7 @@ class StepRpcs(CoordinatorRpcs):
         run, member = self._member(request)
         proposal = StepProposal(
             trainer=member.name,
-            trainer_and_ranks=run.describe_trainer(member.name),
+            trainer_and_ranks=run.work.describe_trainer(member.name),
             optimizer=request.optimizer,
             clip_coefficient=request.clip_coefficient,
             unit_order=tuple(request.unit_order),
@@ -283,7 +286,7 @@ class StepRpcs(CoordinatorRpcs):
             norm_attempts=request.norm_attempts if request.HasField("norm_attempts") else None,
         )
         if request.HasField("item_limit"):
-            member.note_item_limit(request.item_limit)
+            member.item_limit = request.item_limit
         with member.serving_rpc(self._state.clock):
             response = await self._coordinator.commit_requests.commit_step(
                 run,

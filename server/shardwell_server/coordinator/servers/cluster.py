@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from shardwell_server.coordinator.connection import MembershipConnection
-from shardwell_server.coordinator.settings import Signal
+from shardwell_server.coordinator.signals import Signal
 from shardwell_server.coordinator.storage.records import ServerRecord
 from shardwell_wire.errors import (
     DuplicateError,
@@ -105,10 +105,6 @@ class Server:
     def free_bytes(self) -> int:
         return max(0, self.budget_bytes - self.reserved_bytes)
 
-    def reserve(self, size_bytes: int) -> None:
-        """Counts a reservation before the server confirms it, so that concurrent placements spread over the servers."""
-        self.reserved_bytes += size_bytes
-
     def note_free(self, free_bytes: int) -> None:
         """Records the free memory that the server reported."""
         self.reserved_bytes = max(0, self.budget_bytes - free_bytes)
@@ -132,10 +128,6 @@ class Server:
         """Records that the process answered at its address."""
         self.reached, self.unreachable_because = True, ""
 
-    def mark_suspected(self) -> None:
-        """Records that the server's membership stream broke and did not come back."""
-        self.suspected = True
-
     def note_unreachable(self, reason: str) -> None:
         """Records why a probe failed."""
         self.unreachable_because, self.renewed_by_probe = reason, False
@@ -143,18 +135,6 @@ class Server:
     def mark_lost(self, *, refused: bool = False) -> None:
         """Marks the server as lost: its lease expired and it is unreachable, or it refuses connections."""
         self.state, self.refused = ServerState.LOST, refused
-
-    def set_draining(self, draining: bool) -> None:
-        """Starts or ends the draining of the server."""
-        self.draining = draining
-
-    def mark_leaving(self) -> None:
-        """Records that the server is about to stop, so that its shards are moved without pauses."""
-        self.leaving = True
-
-    def mark_ended(self) -> None:
-        """Marks the server as ended for certain."""
-        self.state = ServerState.ENDED
 
     def mark_stopped(self, *, keeps_copies: bool) -> None:
         """Marks the server as stopped by itself. With ``keeps_copies``, its next process takes up its copies."""

@@ -21,9 +21,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shardwell_server.coordinator.run import Run
-from shardwell_server.coordinator.runs.units import Promotion, Unit
 from shardwell_server.coordinator.servers.cluster import Cluster
 from shardwell_server.coordinator.storage.records import BackupRecord, BackupState, ShardRecord
+from shardwell_server.coordinator.units import Promotion, Unit
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2
 
 HeldShards = Mapping[tuple[int, int, int], coordinator_pb2.HeldShard]
@@ -72,7 +72,7 @@ class Copies:
         for unit, backup in run.units.former:
             if self._is_live(backup) and self.is_confirmed(run, unit.shard_at(backup.start_bytes)):
                 run.units.set_backup_state(unit, backup, BackupState.RELEASING)
-                run.touch()
+                run.changes.touch()
 
     def end_former(self, run: Run) -> None:
         """Ends the time of all former copies, because a step is committed that they do not have."""
@@ -89,7 +89,7 @@ class Copies:
             run.units.remove_backup(unit, backup)
         else:
             run.units.set_backup_state(unit, backup, state)
-        run.touch()
+        run.changes.touch()
 
     # Replacing
 
@@ -169,7 +169,7 @@ class Copies:
                     ):
                         continue
                     run.units.adopt(unit, copy, incarnation)
-                    run.touch()
+                    run.changes.touch()
                 elif isinstance(copy, BackupRecord) and copy.state is not BackupState.FORMER:
                     continue
                 # Also if the step was committed since the first answer. PromoteShards makes a former backup a primary.

@@ -15,12 +15,12 @@ from typing import Any
 from google.protobuf.message import Message
 
 from shardwell_server.coordinator.run import Run
-from shardwell_server.coordinator.runs.units import Unit
 from shardwell_server.coordinator.servers.cluster import Cluster, ServerState
 from shardwell_server.coordinator.servers.copies import Copies
 from shardwell_server.coordinator.servers.shard_client import ShardCalls
-from shardwell_server.coordinator.settings import BackgroundTasks
+from shardwell_server.coordinator.signals import BackgroundTasks
 from shardwell_server.coordinator.storage.records import BackupRecord, ShardRecord
+from shardwell_server.coordinator.units import Unit
 from shardwell_wire import fault_points
 from shardwell_wire.errors import (
     ConflictError,
@@ -120,14 +120,14 @@ class ShardServers:
             return False
 
     async def call_all(
-        self, server_ids: Iterable[str], rpc_name: str, request: Callable[[str], Message]
+        self, server_ids: Iterable[str], rpc_name: str, request: Message | Callable[[str], Message]
     ) -> dict[str, Any]:
         """Calls several servers concurrently and waits for all of them.
 
         Args:
             server_ids: Ids of the servers.
             rpc_name: Name of an rpc of ``ShardService``.
-            request: Returns the request for a server id.
+            request: The request, or a function that returns it for a server id.
 
         Returns:
             The responses by server id.
@@ -136,14 +136,14 @@ class ShardServers:
             ShardwellError: The error of one server. It is an UnavailableError only if every failed server was
                 unavailable.
         """
-        names = list(server_ids)
+        requests = {name: request if isinstance(request, Message) else request(name) for name in server_ids}
         outcomes = await asyncio.gather(
-            *(self.call(name, rpc_name, request(name)) for name in names), return_exceptions=True
+            *(self.call(name, rpc_name, each) for name, each in requests.items()), return_exceptions=True
         )
         errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         if errors:
             raise min(errors, key=lambda error: isinstance(error, UnavailableError))
-        return dict(zip(names, outcomes, strict=True))
+        return dict(zip(requests, outcomes, strict=True))
 
 
 def availability_errors(run: Run, cluster: Cluster) -> list[ShardwellError]:
@@ -255,7 +255,7 @@ class Promoter:
         """Confirms a relocation in the background, until every server has acknowledged it and has released the shards
         that moved away from it."""
         if not run.relocations.settled:
-            self._tasks.start(run.calls.promoting(lambda: self._confirm(run)))
+            self._tasks.start(run.calls.promoting(self._confirm, run))
 
     async def _confirm(self, run: Run) -> None:
         while not (run.relocations.settled or run.deleted):
@@ -390,7 +390,7 @@ class Releases:
                 unit=unit.layout.unit,
                 start_bytes=backup.start_bytes,
                 stop_bytes=backup.stop_bytes,
-                placement=run.last_epoch,
+                placement=run.changes.last_epoch,
             )
             for run in listed
             for unit, backup in await self._durable(run, process)
@@ -407,7 +407,7 @@ class Releases:
             return
         request = shard_pb2.ReleaseShardsRequest(
             context=self._servers.context(run, run.committed_step),
-            placement=run.last_epoch,
+            placement=run.changes.last_epoch,
             shards=[reference(unit, backup) for unit, backup in found],
         )
         response = await self._servers.call(process[0], "ReleaseShards", request, retry_for_s=0.0)
@@ -416,7 +416,7 @@ class Releases:
         for unit, backup in found:
             if any(each is backup for each in unit.backups):
                 run.units.remove_backup(unit, backup)
-                run.touch()
+                run.changes.touch()
         run.relocations.note_released(process)
 
 

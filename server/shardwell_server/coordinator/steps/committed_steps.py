@@ -10,12 +10,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from shardwell_server.coordinator.steps.proposals import note_step, starts_anew
+from shardwell_server.coordinator.steps.proposals import (
+    committed_optimizer,
+    note_step,
+    require_same_algorithms,
+    starts_anew,
+)
 from shardwell_server.coordinator.steps.step import FinishedWork, Step
 from shardwell_server.coordinator.storage.records import KEPT_COMMITS, CommitRecord
+from shardwell_server.optimizer_checks import units_that_count
 from shardwell_wire.errors import ConflictError, InvalidRequestError
 from shardwell_wire.model.layout import UnitLayout
-from shardwell_wire.v1 import coordinator_pb2, shard_pb2
+from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 
 
 @dataclass(slots=True)
@@ -28,10 +34,6 @@ class PendingUpdate:
     """The server process that the update is sent to."""
     error: str = ""
     """Error of the last attempt."""
-
-    def note_failed(self, error: str) -> None:
-        """Records why the last attempt failed."""
-        self.error = error
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,14 @@ class CommittedSteps:
         self.state = state
         self.pending_updates = {}
 
+    def check_algorithms(self, optimizer: common_pb2.OptimizerStep, layouts: Sequence[UnitLayout]) -> None:
+        """Raises ConflictError if a parameter has optimizer state of another algorithm."""
+        for record in reversed(self.records):
+            before = committed_optimizer(record.optimizer)
+            require_same_algorithms(before, optimizer, layouts)
+            if len(units_that_count(before, len(layouts))) == len(layouts):
+                return  # this optimizer updated all units; otherwise earlier steps used other optimizers
+
     def append(
         self,
         record: CommitRecord,
@@ -147,10 +157,6 @@ class CommittedSteps:
         """Returns the slowest update of the step before a step, which is the last or the second to last commit."""
         known = (self._previous_update, self._slowest_update)
         return next((update for update in known if update is not None and update.step == step - 1), None)
-
-    def note_record_time(self, record_s: float) -> None:
-        """Records how long it took to write the last commit record."""
-        self.record_s = record_s
 
     @contextmanager
     def writing_record(self) -> Iterator[None]:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from shardwell_server.coordinator.runs.units import Unit
 from shardwell_server.coordinator.steps.step import FinishedWork, MemberWork, Step, WorkItem
+from shardwell_server.coordinator.units import Unit
 from shardwell_wire.errors import InvalidRequestError, StepStateError
 from shardwell_wire.model.layout import UnitLayout
 from shardwell_wire.model.topology import World
@@ -104,7 +104,7 @@ def note_gradients(
     by_rank = {report.global_rank: report for report in reports}
     found = [(work.member, _decode(by_rank[work.member.global_rank], layouts)) for work in newly_finished]
     for member, checksums in found:
-        member.note_gradients(checksums)
+        member.gradient_checksums = checksums
 
 
 def _decode(report: coordinator_pb2.FinishedItem, layouts: Sequence[UnitLayout]) -> dict[tuple[int, int], int]:

@@ -88,10 +88,6 @@ class MemberWork:
         self.summed = frozenset()
         self.gradient_checksums = {}
 
-    def note_gradients(self, checksums: dict[tuple[int, int], int]) -> None:
-        """Records the checksums of gradients that the trainer reported with the finished item."""
-        self.gradient_checksums = checksums
-
 
 @dataclass(slots=True)
 class WorkItem:
@@ -641,10 +637,6 @@ class Step:
 
     # Preparation
 
-    def record_prepared(self, prepared: PreparedGradients) -> None:
-        """Records the result of ``PrepareStep`` on all servers."""
-        self.prepared = prepared
-
     def note_counted(self, counted: Iterable[int], kept: Iterable[int]) -> bool:
         """Records which units of one trainer count for the norms, and which do not. Returns True if that is new.
 
@@ -659,14 +651,6 @@ class Step:
         """Returns the names of the units of parameters that no trainer has named to ``note_counted``."""
         known = self.counted | self.kept
         return [layout.unit for index, layout in enumerate(layouts) if index not in known and not layout.holds_buffers]
-
-    def forget_prepared(self) -> None:
-        """Records that the servers have prepared another step since."""
-        self.prepared = None
-
-    def record_failure(self, error: ShardwellError) -> None:
-        """Records why the step cannot be prepared until an item is reset or the gradient is skipped."""
-        self.failure = error
 
     def skip(self) -> None:
         """Continues the step without a gradient, after a gradient was not finite."""

@@ -42,19 +42,19 @@ from __future__ import annotations
 import statistics
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from shardwell_server.coordinator.ranks.members import Member, Members, MemberState
+from shardwell_server.coordinator.ranks.members import Member, MemberState
 from shardwell_server.coordinator.ranks.rank_assignment import (
+    RankOwners,
     Replica,
     distribute_items,
     ranks_of_items,
     waiting_replicas,
 )
-from shardwell_server.coordinator.runs.checkpoints import RunCheckpoints
-from shardwell_server.coordinator.settings import RunSettings, Signal
+from shardwell_server.coordinator.run_checkpoints import RunCheckpoints
+from shardwell_server.coordinator.settings import RunSettings
 from shardwell_server.coordinator.steps.committed_steps import CommittedSteps
 from shardwell_server.coordinator.steps.step import FinishedWork, Step, WorkItem, WorkState, new_members
 from shardwell_wire.errors import InvalidRequestError, StepRestartedError
@@ -120,43 +120,29 @@ def next_late_item(
     return step.items[dp_rank], late_s
 
 
-class WorkingRun(Protocol):
-    """The parts of a run that its work depends on. See ``Run``."""
-
-    settings: RunSettings
-    clock: Callable[[], float]
-    changed: Signal
-    members: Members
-    commits: CommittedSteps
-    checkpoints: RunCheckpoints
-    work_times: WorkTimes
-
-    @property
-    def committed_step(self) -> int: ...
-
-    @property
-    def replicas(self) -> Sequence[Replica]: ...
-
-    def touch(self) -> None: ...
-
-    def next_epoch(self) -> int: ...
-
-    def ranks_of(self, name: str) -> list[int]: ...
-
-    def replica_epoch_of(self, name: str) -> int: ...
-
-    def lowest_live_trainer(self, rank: int, preferred: Container[str] = ()) -> str | None: ...
-
-
 class Work(ABC):
     """The work items of one run.
 
     Args:
-        run: The run.
+        settings: Settings of the run.
+        owners: The owners of its ranks.
+        commits: Its committed steps.
+        checkpoints: Its checkpoints.
+        clock: Returns monotonic seconds.
     """
 
-    def __init__(self, run: WorkingRun) -> None:
-        self._run = run
+    def __init__(
+        self,
+        settings: RunSettings,
+        owners: RankOwners,
+        commits: CommittedSteps,
+        checkpoints: RunCheckpoints,
+        clock: Callable[[], float],
+    ) -> None:
+        self._settings, self._owners, self._commits = settings, owners, commits
+        self._members, self._changes = owners.members, owners.changes
+        self._checkpoints, self._clock = checkpoints, clock
+        self.times = WorkTimes()
         self.steps: tuple[Step, ...] = ()
         """The steps in flight. Empty until the run starts."""
 
@@ -187,6 +173,10 @@ class Work(ABC):
         items = [item for step in self.steps for item in step.items_of(name)]
         return sorted(member.global_rank for item in items if (member := item.member_of(name)) is not None)
 
+    def describe_trainer(self, name: str) -> str:
+        """Returns a trainer and the ranks it plays in the steps in flight, for messages."""
+        return f"rank {', '.join(map(str, self.played_ranks(name))) or 'none'} (trainer {name!r})"
+
     def first_trainers(self) -> dict[int, str]:
         """Returns the trainers that compute dp rank 0's work item, by global rank in the order of tp and pp ranks."""
         return {rank: member.trainer for rank, member in self.items[0].members.items()}
@@ -203,7 +193,7 @@ class Work(ABC):
 
     @abstractmethod
     def restore(self, items: dict[int, WorkItem], versions: Mapping[int, int]) -> None:
-        """Restores the steps in flight after a coordinator restart. ``rank_owners`` must be restored.
+        """Restores the steps in flight after a coordinator restart. ``RankOwners`` must be restored.
 
         Args:
             items: Work items as stored, by data rank.
@@ -227,15 +217,14 @@ class Work(ABC):
 
         Items of trainers that are gone get new epochs, so that what these trainers may still push is rejected.
         """
-        run = self._run
         for step in self.steps:
-            step.restart(run.clock())
-        present = {member.name for member in run.members if member.state is not MemberState.GONE}
+            step.restart(self._clock())
+        present = {member.name for member in self._members if member.state is not MemberState.GONE}
         for item in self.items:
             if not present >= set(item.trainers):
-                item.epoch = run.next_epoch()
-        run.touch()
-        run.changed.notify()
+                item.epoch = self._changes.next_epoch()
+        self._changes.touch()
+        self._changes.changed.notify()
 
     # ---- items ----
 
@@ -266,42 +255,39 @@ class Work(ABC):
         written_buffers: Mapping[int, dict[tuple[int, int], int]],
     ) -> bool:
         """Marks what a trainer has finished in a step. Returns True if these were the last ones."""
-        run = self._run
-        now = run.clock()
+        now = self._clock()
         for item in (work.item for work in finished):
             if item.copy is None:
                 if not step.restored:
-                    run.work_times.add((now - item.since_s) / len(finished))
+                    self.times.add((now - item.since_s) / len(finished))
                 continue
             copy_wins = item.copy.trainer == member.name
-            run.work_times.add(now - (item.copy.since_s if copy_wins else item.since_s))
-            loser = run.members.by_name.get(item.first_trainer if copy_wins else item.copy.trainer)
+            self.times.add(now - (item.copy.since_s if copy_wins else item.since_s))
+            loser = self._members.by_name.get(item.first_trainer if copy_wins else item.copy.trainer)
             if loser is not None:
                 loser.note_behind(True)
-            run.touch()
+            self._changes.touch()
         are_last = step.finish(finished, now, written_buffers, trainer=member.name)
         if step.unfenced:  # items were restarted: see Note: [Sums of items]
-            run.touch()
-            run.changed.notify()
+            self._changes.touch()
+            self._changes.changed.notify()
         return are_last
 
     def reset_item(self, step: Step, item: WorkItem, request_id: str) -> None:
         """Starts a new attempt of an item, and of finished items whose trainers are lost and cannot reset them."""
-        run = self._run
-        now = run.clock()
+        now = self._clock()
         step.reset(item, request_id, now)
         for other in step.items.values():
             if other.trainer_lost:
                 step.reset(other, "", now)
-                step.revoke(other, run.next_epoch(), now)
-        run.touch()
-        run.changed.notify()
+                step.revoke(other, self._changes.next_epoch(), now)
+        self._changes.touch()
+        self._changes.changed.notify()
 
     def _new_item(self, dp_rank: int, trainers: Replica, state: WorkState, *, number: int = 0) -> WorkItem:
         """Returns an item with a new epoch."""
-        run = self._run
-        members = new_members(ranks_of_items(run.settings.world)[dp_rank], trainers)
-        return WorkItem(dp_rank, members, run.next_epoch(), number=number, state=state, since_s=run.clock())
+        members = new_members(ranks_of_items(self._settings.world)[dp_rank], trainers)
+        return WorkItem(dp_rank, members, self._changes.next_epoch(), number=number, state=state, since_s=self._clock())
 
 
 class SynchronousWork(Work):
@@ -317,40 +303,39 @@ class SynchronousWork(Work):
 
     def begin(self, previous: Mapping[int, WorkItem]) -> None:
         """See ``Work``. Leases the items to live trainers."""
-        run = self._run
-        live, replicas = run.members.live, run.replicas
+        live, replicas = self._members.live, self._owners.replicas
         chosen = distribute_items(
             replicas,
             live.keys(),
             lambda name: live[name].accepts_reassigned_work is not False,
-            expired={member.name for member in run.members.expired},
+            expired={member.name for member in self._members.expired},
             behind={name for name, member in live.items() if member.behind},
         )
         items = {
             dp_rank: self._next_item(dp_rank, replica, replicas[dp_rank], previous.get(dp_rank))
             for dp_rank, replica in enumerate(chosen)
         }
-        self.steps = (Step(run.committed_step, items, run.clock()),)
+        self.steps = (Step(self._commits.count, items, self._clock()),)
 
     def _next_item(self, dp_rank: int, replica: Replica | None, owners: Replica, before: WorkItem | None) -> WorkItem:
-        run = self._run
         state = WorkState.LEASED if replica else WorkState.VACANT
         if before is None or before.trainers != replica:
-            item = self._new_item(dp_rank, replica or owners, state, number=run.committed_step)
+            item = self._new_item(dp_rank, replica or owners, state, number=self._commits.count)
         else:  # A lease that continues keeps its epoch: only its trainers have ever seen that epoch.
-            members = new_members(ranks_of_items(run.settings.world)[dp_rank], replica)
-            item = WorkItem(dp_rank, members, before.epoch, number=run.committed_step, state=state, since_s=run.clock())
+            members = new_members(ranks_of_items(self._settings.world)[dp_rank], replica)
+            item = WorkItem(
+                dp_rank, members, before.epoch, number=self._commits.count, state=state, since_s=self._clock()
+            )
         item.fenced = replica is not None and (before is None or before.fenced)
         return item
 
     def restore(self, items: dict[int, WorkItem], versions: Mapping[int, int]) -> None:
         """See ``Work``."""
-        run = self._run
-        if any(version != run.committed_step for version in versions.values()):
+        if any(version != self._commits.count for version in versions.values()):
             # The run was not stored after the last commit, because nothing else changed: lease the items as before.
             self.begin(items)
             items = self.step.items
-        self.steps = (Step(run.committed_step, items, run.clock(), restored=True),)
+        self.steps = (Step(self._commits.count, items, self._clock(), restored=True),)
 
     def advance(self, step: Step) -> None:
         """See ``Work``."""
@@ -364,18 +349,17 @@ class SynchronousWork(Work):
         trainer that owns a rank with the same tp rank and pp rank: if possible one that has proposed, and among those
         the owner of the lowest rank.
         """
-        run = self._run
         found = []
         is_whole = all(self._is_present(step, step.items[0], name) for name in step.items[0].trainers)
         for rank, trainer in self.first_trainers().items():
             leads = is_whole or trainer in step.proposals
-            other = None if leads else run.lowest_live_trainer(rank, preferred=step.proposals)
-            found.append(other or (trainer if leads or run.members.by_name[trainer].expired else None))
+            other = None if leads else self._owners.lowest_live_trainer(rank, preferred=step.proposals)
+            found.append(other or (trainer if leads or self._members.by_name[trainer].expired else None))
         return [leader for leader in found if leader is not None] if all(found) else []
 
     def _is_present(self, step: Step, item: WorkItem, name: str) -> bool:
         """True if a trainer is present, and was already when one of its ranks was leased to it in this step."""
-        member = self._run.members.live.get(name)
+        member = self._members.live.get(name)
         if member is None or member.behind:
             return False
         return member.joined_step < step.number or member.epoch < item.epoch
@@ -388,7 +372,7 @@ class SynchronousWork(Work):
         # All trainers of a replica must compute their items in the same order.
         leased = sorted(step.leased_to(name), key=lambda item: item.dp_rank)
         played = ((item, item.member_of(name)) for item in leased)
-        replica_epoch = self._run.replica_epoch_of(name)
+        replica_epoch = self._owners.replica_epoch_of(name)
         items = [item.to_proto(member.global_rank, replica_epoch) for item, member in played if member is not None]
         if (copied := step.copied_by(name)) is not None:
             items.append(copied.copy_to_proto())
@@ -396,7 +380,7 @@ class SynchronousWork(Work):
 
     def lease_own_items(self, name: str) -> bool:
         """See ``Work``."""
-        replicas, live = self._run.replicas, self._run.members.live
+        replicas, live = self._owners.replicas, self._members.live
         vacant = ((item, replicas[item.dp_rank]) for item in self.items if item.state is WorkState.VACANT)
         found = [(item, replica) for item, replica in vacant if name in replica and live.keys() >= set(replica)]
         if not all(item.fenced for item, _ in found):
@@ -410,44 +394,43 @@ class SynchronousWork(Work):
 
         Unlike ``distribute_items``, this compares no loads: a waiting replica has no unfinished item.
         """
-        run, leasable = self._run, self.step.leasable
-        if not leasable or not run.members.waiting_for_work:
+        leasable = self.step.leasable
+        if not leasable or not self._members.waiting_for_work:
             return []
-        pairs = list(zip(waiting_replicas(run.replicas, run.members.waiting_for_work), leasable, strict=False))
+        pairs = list(
+            zip(waiting_replicas(self._owners.replicas, self._members.waiting_for_work), leasable, strict=False)
+        )
         for replica, item in pairs:
             self._lease(item, replica)
         if pairs:  # otherwise waiting trainers would wake each other without end
-            run.changed.notify()
+            self._changes.changed.notify()
         return [item for _, item in pairs]
 
     def _lease(self, item: WorkItem, replica: Replica) -> None:
-        self.step.lease(item, replica, self._run.next_epoch(), self._run.clock())
+        self.step.lease(item, replica, self._changes.next_epoch(), self._clock())
         for name in replica:
-            self._run.members.stop_waiting_for_work(name)
+            self._members.waiting_for_work.pop(name, None)
 
     def revoke_items_of(self, name: str) -> None:
         """See ``Work``. A finished item counts without its trainer."""
-        run = self._run
         for step in self.steps:
             step.drop_copies(name)
             for item in step.items_of(name):
                 item.note_lost(name)
                 if item.state is not WorkState.VACANT:
-                    step.revoke(item, run.next_epoch(), run.clock())
+                    step.revoke(item, self._changes.next_epoch(), self._clock())
 
     # ---- copies of late items ----
 
     def next_late_item(self, *, excluding: str) -> tuple[WorkItem, float] | None:
         """Returns the item that a trainer may copy next, and the clock time from which it is late."""
-        run = self._run
-        late_after_s, updated_s = run.work_times.late_after_s, run.commits.updated_s
-        return next_late_item(self.step, run.members.by_name, late_after_s, updated_s, excluding=(excluding,))
+        late_after_s, updated_s = self.times.late_after_s, self._commits.updated_s
+        return next_late_item(self.step, self._members.by_name, late_after_s, updated_s, excluding=(excluding,))
 
     def start_copy(self, item: WorkItem, name: str) -> None:
         """Lets a trainer compute a copy of a late item."""
-        run = self._run
-        self.step.start_copy(item, name, run.next_epoch(), run.clock())
-        run.members.stop_waiting_for_work(name)
+        self.step.start_copy(item, name, self._changes.next_epoch(), self._clock())
+        self._members.waiting_for_work.pop(name, None)
 
 
 class AsynchronousWork(Work):
@@ -461,19 +444,18 @@ class AsynchronousWork(Work):
     @property
     def _first_numbers(self) -> list[int]:
         """Number of each data rank's first item: 0, unless the run was loaded from a checkpoint."""
-        return list(self._run.checkpoints.first_items) or [0] * self._run.settings.world.dp
+        return list(self._checkpoints.first_items) or [0] * self._settings.world.dp
 
     # ---- steps ----
 
     def begin(self, previous: Mapping[int, WorkItem]) -> None:
         """See ``Work``. No item is leased: each trainer asks for its first one."""
-        run = self._run
         numbers = self._first_numbers
         items = (
             self._new_item(rank, replica, WorkState.VACANT, number=numbers[rank])
-            for rank, replica in enumerate(run.replicas)
+            for rank, replica in enumerate(self._owners.replicas)
         )
-        self.steps = tuple(Step(run.committed_step, {item.dp_rank: item}, run.clock()) for item in items)
+        self.steps = tuple(Step(self._commits.count, {item.dp_rank: item}, self._clock()) for item in items)
 
     def restore(self, items: dict[int, WorkItem], versions: Mapping[int, int]) -> None:
         """See ``Work``.
@@ -481,8 +463,8 @@ class AsynchronousWork(Work):
         If the run was stored while the commit record of an item was being written, the stored item is committed, and
         the next one follows.
         """
-        now, newest = self._run.clock(), self._run.committed_step
-        for record in self._run.commits.records:
+        now, newest = self._clock(), self._commits.count
+        for record in self._commits.records:
             item = items.get(record.dp_rank)
             if record.trainer and item is not None and item.number <= record.item:
                 members = new_members([item.first_rank], [item.first_trainer])
@@ -502,8 +484,8 @@ class AsynchronousWork(Work):
 
     def advance(self, step: Step) -> None:
         """See ``Work``. The steps of other data ranks go on."""
-        newest, item = self._run.committed_step, self.next_item(step)
-        after = Step(newest, {item.dp_rank: item}, self._run.clock())
+        newest, item = self._commits.count, self.next_item(step)
+        after = Step(newest, {item.dp_rank: item}, self._clock())
         self.steps = tuple(after if each is step else each for each in self.steps)
         for each in self.steps:
             if each.is_vacant:
@@ -513,7 +495,7 @@ class AsynchronousWork(Work):
         """See ``Work``. The items read the newest version: servers may have lost the versions that they have read."""
         super().restart()
         for step in self.steps:
-            step.read_version(self._run.committed_step)
+            step.read_version(self._commits.count)
 
     def next_item(self, step: Step) -> WorkItem:
         """Returns the item after that of a step, leased to the same trainer if it may start."""
@@ -524,7 +506,7 @@ class AsynchronousWork(Work):
             before.epoch,
             number=before.number + 1,
             state=WorkState.VACANT,
-            since_s=self._run.clock(),
+            since_s=self._clock(),
         )
         others = [item if at is before else at for at in self.items]
         if self._choose_item(before.first_trainer, others) is item:
@@ -543,7 +525,7 @@ class AsynchronousWork(Work):
         for step in self.steps:
             for item in step.leased_to(name) if not step.unfenced else ():
                 return coordinator_pb2.StepWork(step=step.number, items=[item.to_proto()], position=position)
-        return coordinator_pb2.StepWork(step=self._run.committed_step, position=position)
+        return coordinator_pb2.StepWork(step=self._commits.count, position=position)
 
     def find_step(self, name: str, version: int, dp_rank: int, number: int) -> Step | None:
         """Returns the step of an item that a trainer computes from a version. None: the item is committed.
@@ -576,16 +558,15 @@ class AsynchronousWork(Work):
         Returns:
             False if there is none, or the servers have not fenced the item that the trainer has.
         """
-        run = self._run
         for step in self.steps:
             if step.items_of(name) and not step.is_vacant:
                 return not step.unfenced
         item = self._choose_item(name, self.items, own_only=own_only)
         if item is None:
             return False
-        self.steps[item.dp_rank].lease(item, (name,), run.next_epoch(), run.clock())
-        run.members.stop_waiting_for_work(name)
-        run.touch()
+        self.steps[item.dp_rank].lease(item, (name,), self._changes.next_epoch(), self._clock())
+        self._members.waiting_for_work.pop(name, None)
+        self._changes.touch()
         return True
 
     def lease_own_items(self, name: str) -> bool:
@@ -594,7 +575,7 @@ class AsynchronousWork(Work):
         Not one of a rank without an owner: its number may be higher than those of the trainer's loop, whose end the
         trainer has not told yet.
         """
-        own = [self.items[rank] for rank in self._run.ranks_of(name)]
+        own = [self.items[rank] for rank in self._owners.ranks_of(name)]
         return self.start_item(name, own_only=True) or all(item.fenced for item in own)
 
     def has_all_items(self, member: Member) -> bool:
@@ -607,16 +588,15 @@ class AsynchronousWork(Work):
         A finished item is computed again, because only its trainer could have proposed the step. An item whose commit
         record is being stored is kept.
         """
-        run = self._run
         for step in self.steps:
             for item in step.items_of(name):
                 item.note_lost(name)
                 if item.state is WorkState.VACANT or step.recording:
                     continue
                 if item.state is WorkState.FINISHED:
-                    step.reset(item, "", run.clock())
-                step.revoke(item, run.next_epoch(), run.clock())
-                step.read_version(run.committed_step)
+                    step.reset(item, "", self._clock())
+                step.revoke(item, self._changes.next_epoch(), self._clock())
+                step.read_version(self._commits.count)
 
     def _choose_item(self, name: str, items: Sequence[WorkItem], *, own_only: bool = False) -> WorkItem | None:
         """Returns the item that a trainer starts next. None: there is none for it, or the trainer is gone.
@@ -626,11 +606,11 @@ class AsynchronousWork(Work):
             items: The items of all data ranks.
             own_only: True to choose among the trainer's own ranks only.
         """
-        run, owners, live = self._run, self._owners, self._run.members.live
+        owners, live = self._owner_by_rank(), self._members.live
         if name not in live:
             return None
         limit = live[name].item_limit
-        ahead, slowest = run.settings.consistency.max_staleness, min(item.number for item in items)
+        ahead, slowest = self._settings.consistency.max_staleness, min(item.number for item in items)
         free = [
             item
             for item in items
@@ -644,11 +624,10 @@ class AsynchronousWork(Work):
 
     def _position(self, name: str) -> int:
         """Returns the number of committed items of a trainer's data ranks: the lowest; for a spare, of all ranks."""
-        owners = self._owners
+        owners = self._owner_by_rank()
         own = [item.number for item in self.items if owners[item.dp_rank] == name]
         return min(own or [item.number for item in self.items])
 
-    @property
-    def _owners(self) -> dict[int, str]:
-        """Owner of each data rank. Replicas have one trainer."""
-        return {dp_rank: name for dp_rank, (name,) in enumerate(self._run.replicas)}
+    def _owner_by_rank(self) -> dict[int, str]:
+        """Returns the owner of each data rank. Replicas have one trainer."""
+        return {dp_rank: name for dp_rank, (name,) in enumerate(self._owners.replicas)}

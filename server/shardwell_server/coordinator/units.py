@@ -6,11 +6,11 @@ Units of a run and the servers that own their shards.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from shardwell_server.coordinator.runs.checkpoints import RunCheckpoints
-from shardwell_server.coordinator.settings import SharedCall, Signal
+from shardwell_server.coordinator.run_checkpoints import RunCheckpoints
+from shardwell_server.coordinator.signals import RunChanges, SharedCall
 from shardwell_server.coordinator.storage.records import BackupRecord, BackupState, ShardRecord
 from shardwell_wire.errors import ConflictError, NotFoundError, UnitMismatchError
 from shardwell_wire.model.layout import Parameter, UnitLayout
@@ -22,14 +22,11 @@ class Relocations:
     Args:
         units: The units of the run.
         checkpoints: Its checkpoints.
-        changed: Notified of every change.
-        touch: Marks the run as changed; see ``Run.touch``.
+        changes: Counts the changes of the run.
     """
 
-    def __init__(
-        self, units: DeclaredUnits, checkpoints: RunCheckpoints, changed: Signal, touch: Callable[[], None]
-    ) -> None:
-        self._units, self._checkpoints, self._changed, self._touch = units, checkpoints, changed, touch
+    def __init__(self, units: DeclaredUnits, checkpoints: RunCheckpoints, changes: RunChanges) -> None:
+        self._units, self._checkpoints, self._changes = units, checkpoints, changes
         self.count = 0
         """Number of relocations: the placement of the run. Trainers learn ``announced``."""
         self.announced = 0
@@ -57,7 +54,7 @@ class Relocations:
         if count <= self.announced:
             return False
         self.announced = count
-        self._changed.notify()
+        self._changes.changed.notify()
         return True
 
     def forget_plans(self) -> None:
@@ -67,8 +64,8 @@ class Relocations:
     def raise_count(self) -> None:
         """Counts a relocation. Call it in the same turn of the event loop as the changes of the units."""
         self.count += 1
-        self._touch()
-        self._changed.notify()
+        self._changes.touch()
+        self._changes.changed.notify()
 
     def promote(self, promotions: Iterable[Promotion]) -> None:
         """Makes backups the primaries of their shards. The servers must confirm this before the step goes on."""
@@ -80,10 +77,6 @@ class Relocations:
             self.moves.pop((promotion.unit.index, promotion.backup.start_bytes), None)
             self.unconfirmed.add(promotion.backup.server_id)
         self.raise_count()
-
-    def plan(self, moves: Mapping[tuple[int, int], str]) -> None:
-        """Replaces the planned moves, which the next commit makes."""
-        self.moves = dict(moves)
 
     def planned_promotions(self) -> list[Promotion]:
         """Returns the promotions of planned moves whose targets are in sync.
@@ -116,20 +109,20 @@ class Relocations:
                 if key == (start_bytes, server_id) and backup.is_wanted:
                     any_in_sync = any_in_sync or backup.in_sync
                     self._units.set_backup_state(units[index], backup, state if backup.in_sync else backup.state)
-                    self._touch()
+                    self._changes.touch()
         return any_in_sync
 
     def note_confirmed(self, server_id: str, count: int) -> None:
         """Records that a server acknowledged its shards after a relocation. Ignored if there was another one since."""
         if count == self.count:
             self.unconfirmed.discard(server_id)
-            self._changed.notify()
+            self._changes.changed.notify()
 
     def note_released(self, process: tuple[str, str]) -> None:
         """Records that a server process serves none of its former shards: it has released them, or is gone."""
         if process in self.releasing and not any(copy.process == process for _, copy in self._units.former):
             self.releasing.discard(process)
-            self._changed.notify()
+            self._changes.changed.notify()
 
     @property
     def settled(self) -> bool:
@@ -139,7 +132,7 @@ class Relocations:
     def set_rebalancing(self, rebalancing: bool) -> None:
         """Starts or ends moving shards to spread them evenly."""
         self.rebalancing = rebalancing
-        self._touch()
+        self._changes.touch()
 
 
 @dataclass(slots=True)
@@ -173,14 +166,6 @@ class Unit:
             if shard.start_bytes == start_bytes:
                 return shard
         raise KeyError(start_bytes)
-
-    def mark_published(self) -> None:
-        """Records that version 0 exists on all servers of the unit."""
-        self.published = True
-
-    def note_different_gradients(self) -> None:
-        """Records that tensor-parallel ranks have computed different gradients."""
-        self.gradients_differed = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,14 +189,6 @@ class RestoreProgress:
         """Records how much the servers have read."""
         self.loaded_bytes, self.total_bytes = loaded_bytes, total_bytes
 
-    def note_problem(self, problem: str) -> None:
-        """Records why an attempt failed."""
-        self.problem = problem
-
-    def note_fatal(self, why: str) -> None:
-        """Records that no checkpoint can be loaded."""
-        self.fatal = why
-
 
 class CheckpointState(Enum):
     """State of a checkpoint."""
@@ -238,10 +230,6 @@ class CheckpointInFlight:
     def begin(self, step: int, url: str, rollback_count: int) -> None:
         """Records the version, its folder, and how often the run has been rolled back."""
         self.step, self.url, self.rollback_count = step, url, rollback_count
-
-    def note_folder(self) -> None:
-        """Records that the folder exists."""
-        self.has_folder = True
 
     def wants_residuals_of(self, trainer: str) -> bool:
         """True if a trainer with residuals of error feedback can write them now, and has not."""
@@ -328,14 +316,10 @@ class RunCheckpoints:
             self.begin_restore(Restore(**{**restore, **lists}), now)
         self.first_items = tuple(facts.get("first_items", ()))
         if (source := facts.get("source")) is not None:
-            self.set_source(CheckpointSource(**source))
+            self.source = CheckpointSource(**source)
         self.saved = [record for record in records if record.is_complete]
         self._torn = [record for record in records if not record.is_complete]
         self.last_step = max((record.step for record in records), default=0)
-
-    def set_lineage(self, run_ids: tuple[str, ...]) -> None:
-        """Records the runs that this run was resumed from, oldest first."""
-        self.lineage = run_ids
 
     def set_options(self, options: CheckpointOptions) -> bool:
         """Replaces the options. Returns True if they changed."""
@@ -361,10 +345,6 @@ class RunCheckpoints:
         assert self.in_flight is None
         self.in_flight = checkpoint
 
-    def note_begun(self, step: int) -> None:
-        """Records the version of the checkpoint in flight. The next one is due after more commits."""
-        self.last_step = step
-
     def time_of_next(self, now: float) -> float:
         """Returns the time of a checkpoint that is saved at the wall-clock time ``now``.
 
@@ -376,10 +356,6 @@ class RunCheckpoints:
     def finish(self, record: CheckpointRecord) -> None:
         """Records that the checkpoint in flight is complete."""
         self.in_flight, self.problem = None, ""
-        self.add_saved(record)
-
-    def add_saved(self, record: CheckpointRecord) -> None:
-        """Adds a complete checkpoint."""
         self.saved.append(record)
 
     def take_torn(self) -> list[CheckpointRecord]:
@@ -393,10 +369,6 @@ class RunCheckpoints:
         self.failed[checkpoint.checkpoint_id] = checkpoint
         while len(self.failed) > _REMEMBERED_FAILURES:
             del self.failed[next(iter(self.failed))]
-
-    def note_problem(self, problem: str) -> None:
-        """Records why no checkpoint can be saved."""
-        self.problem = problem
 
     def forget(self, checkpoint_ids: Collection[str]) -> None:
         """Removes checkpoints that were deleted or are damaged."""
@@ -438,14 +410,6 @@ class RunCheckpoints:
                 "it again",
                 run=run,
             )
-
-    def set_source(self, source: CheckpointSource | None) -> None:
-        """Records from which checkpoint units are filled when trainers declare them. None: from none."""
-        self.source = source
-
-    def set_first_items(self, numbers: Sequence[int]) -> None:
-        """Records the number of each data rank's first work item after the run was loaded."""
-        self.first_items = tuple(numbers)
 
     def note_filling(self, unit: str, progress: Iterable[tuple[int, int]]) -> None:
         """Records read and total bytes of each server that fills a unit."""
