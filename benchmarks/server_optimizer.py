@@ -82,10 +82,10 @@ class ServedShard:
     async def reduce(self) -> Tensor:
         """Computes the mean gradient of the next step. [elements]"""
         for rank, pushed in enumerate(self._pushed):
-            self.shard.contributions.by_rank[rank] = Contribution(
+            self.shard.gradient.contributions.by_rank[rank] = Contribution(
                 0, 0, pushed.view(torch.uint8), [pushed], lambda: None, present={0}, checksums=[None]
             )
-        gradient = (await self.shard.reduce(self._in_thread)).gradients[0]
+        gradient = (await self.shard.gradient.reduce(self._in_thread)).gradients[0]
         assert gradient is not None
         return gradient
 

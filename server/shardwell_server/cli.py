@@ -10,15 +10,15 @@ from importlib.metadata import version
 
 from shardwell_wire.errors import ShardwellError
 
-_COMMAND_MODULES = {
-    "coordinator": "shardwell_server.coordinator.command",
-    "shard": "shardwell_server.shard.process.command",
-    "discard": "shardwell_server.shard.process.discard",
-    "health": "shardwell_server.serving.process",
-    "certs": "shardwell_server.certificates",
+_COMMANDS = {
+    "coordinator": ("shardwell_server.coordinator.command", "add_parser"),
+    "shard": ("shardwell_server.shard.process.command", "add_parser"),
+    "discard": ("shardwell_server.shard.process.command", "add_discard_parser"),
+    "health": ("shardwell_server.serving.process", "add_parser"),
+    "certs": ("shardwell_server.certificates", "add_parser"),
 }
-"""Each module has ``add_parser(subparsers)``, which sets the default ``handler(arguments) -> int``. Only the module of
-the requested command is imported, so that a coordinator does not import torch."""
+"""The module of each command, and its function that takes the subparsers and sets the default
+``handler(arguments) -> int``. Only the module of the requested command is imported: a coordinator imports no torch."""
 
 _EPILOG = """\
 To start a cluster manually, in three terminals (see also `docker compose up` and shardwell.LocalCluster):
@@ -42,16 +42,16 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"shardwell-server {version('shardwell')}")
     subparsers = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
-    for name, module in _COMMAND_MODULES.items():
+    for name, (module, add_parser) in _COMMANDS.items():
         if only in (None, name):
-            import_module(module).add_parser(subparsers)
+            getattr(import_module(module), add_parser)(subparsers)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     given = sys.argv[1:] if argv is None else list(argv)
-    only = given[0] if given and given[0] in _COMMAND_MODULES else None
+    only = given[0] if given and given[0] in _COMMANDS else None
     arguments = build_parser(only).parse_args(given)
     try:
         code: int = arguments.handler(arguments)

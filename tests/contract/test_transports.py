@@ -130,7 +130,7 @@ class Opened:
         self.transport.push(prepared, timeout_s=20.0, retry_for_s=0.0)
 
     def contributions(self) -> dict[int, Any]:
-        return self.server.evaluate(lambda: dict(self.one.shard.contributions.by_rank))
+        return self.server.evaluate(lambda: dict(self.one.shard.gradient.contributions.by_rank))
 
 
 @pytest.fixture(scope="module")
@@ -462,7 +462,7 @@ def test_a_batch_accepts_good_parts_and_rejects_the_others(server: ShardServer, 
     assert connection.push_batch(pushes, wait_limit_s=20.0) == [True, False, True]
     assert connection.push_batch(pushes, wait_limit_s=20.0) == [True, False, True], "duplicates are dropped"
     assert server.evaluate(lambda: server.store.run("r").duplicate_count) == 2
-    accepted = [0 in server.evaluate(lambda one=one: dict(one.shard.contributions.by_rank)) for one in ones]
+    accepted = [0 in server.evaluate(lambda one=one: dict(one.shard.gradient.contributions.by_rank)) for one in ones]
     assert accepted == [True, False, True]
 
 

@@ -106,5 +106,5 @@ def test_server_keeps_nothing_of_random_frames(connected: ConnectedUnit, rng: ra
     server.until(lambda: len(server.sockets._connections) <= before, "the connection has ended")
     assert FAILURES.last == ""
     server.until(lambda: len(connected.one.shard.streams) == 0, "no stream is open")
-    server.evaluate(connected.one.shard.contributions.by_rank.clear)
+    server.evaluate(connected.one.shard.gradient.contributions.by_rank.clear)
     assert_all(connected.one.gather()[1], 0.0)

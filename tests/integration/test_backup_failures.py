@@ -49,7 +49,7 @@ def test_a_backup_that_missed_a_step_is_out_of_sync(servers: Any) -> None:
     shard = shard_on(pair.backup)
     pair.push(0)
     pair.primary.prepare(0)
-    pair.backup.server.evaluate(shard.drop_replica)
+    pair.backup.server.evaluate(shard.drop_step)
     answers = pair.update(0)
     assert not answers[0].stale_backups
     (status,) = answers[1].stale_backups

@@ -214,7 +214,7 @@ def test_gradient_is_replicated_before_the_step_is_prepared(servers: Any) -> Non
     pair.push(0)
     shard = shard_on(pair.backup)
     pair.backup.server.until(
-        lambda: shard.replica is not None and bool(shard.replica.contents), "the gradient is there"
+        lambda: shard.received_step is not None and bool(shard.received_step.contents), "the gradient is there"
     )
     assert not shard.has_prepared(0)
     pair.primary.prepare(0)

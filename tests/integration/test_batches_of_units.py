@@ -54,7 +54,7 @@ def send(server: ShardServer, *parts: shard_pb2.BatchedPart, **changes: Any) -> 
 
 
 def contributors(server: ShardServer, one: OneUnit) -> list[int]:
-    return server.evaluate(lambda: list(one.shard.contributions.by_rank))
+    return server.evaluate(lambda: list(one.shard.gradient.contributions.by_rank))
 
 
 def test_parts_of_a_batch_become_contributions(server: ShardServer) -> None:
@@ -135,11 +135,11 @@ def test_a_part_waits_for_memory(server: ShardServer) -> None:
     again.header.attempt = 1
     with ThreadPoolExecutor(1) as thread:
         sent = thread.submit(send, server, part_of(other, 1.0), again)
-        server.until(lambda: bool(other.shard.contributions.by_rank), "the part before it counts")
+        server.until(lambda: bool(other.shard.gradient.contributions.by_rank), "the part before it counts")
         assert not sent.done()
         server.evaluate(lambda: server.store.memory.unreserved.release(taken))
         assert sent.result(20.0) == [None, None]
-    assert server.evaluate(lambda: one.shard.contributions.attempt(0)) == 1
+    assert server.evaluate(lambda: one.shard.gradient.contributions.attempt(0)) == 1
 
 
 def test_a_batch_for_another_run_is_rejected_as_a_whole(server: ShardServer) -> None:

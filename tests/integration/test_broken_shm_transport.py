@@ -110,7 +110,7 @@ def assert_nothing_is_left(trainer: Trainer) -> None:
     others = sum(shard.size_bytes for run in server.store.runs.values() for shard in run.shards.values())
     server.until(lambda: server.store.memory._shared_bytes == others, "gradient buffers are released")
     assert (server.taken_bytes(), server.unreserved_bytes()) == (0, 0)
-    assert server.evaluate(lambda: one.shard.contribution_quota._free_count) == one.dp
+    assert server.evaluate(lambda: one.shard.gradient.quota._free_count) == one.dp
 
 
 @pytest.mark.parametrize("layout", [MIXED, EMPTY], ids=["mixed", "empty"])

@@ -95,7 +95,7 @@ def test_many_pushes_and_gathers_over_encrypted_connections(encrypted: Connected
     assert isinstance(stream_of(encrypted.transport), EncryptedStream)
     encrypted.push(encrypted.one.filled(3.0))
     shard = encrypted.one.shard
-    (contribution,) = encrypted.server.evaluate(shard.contributions.by_rank.values)
+    (contribution,) = encrypted.server.evaluate(shard.gradient.contributions.by_rank.values)
     assert all(bool((view == 3.0).all()) for view in contribution.views)
     for _ in range(3):
         version, flat = encrypted.gather(0)

@@ -237,7 +237,7 @@ def test_shards_share_the_set_of_all_contributors(server: ShardServer) -> None:
     ones = [OneUnit(server, layout, dp=60_000, index=index) for index, layout in enumerate(layouts)]
     for one in ones:
         one.reserve()
-    assert server.evaluate(lambda: ones[0].shard.counted is ones[1].shard.counted)
+    assert server.evaluate(lambda: ones[0].shard.gradient.counted is ones[1].shard.gradient.counted)
 
 
 def test_tiny_chunks_are_sent_as_larger_ones(server: ShardServer) -> None:

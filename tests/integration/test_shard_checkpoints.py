@@ -211,7 +211,7 @@ def test_an_update_waits_for_the_file_if_there_is_no_memory_for_a_copy(
         unit.prepare(1)
         updated = in_background(lambda: unit.update(1, momentum=0.9))
         server.until(
-            lambda: server.store.runs[unit.identity.run_id]._capture.shards[0].wanted,  # type: ignore[union-attr]
+            lambda: server.store.runs[unit.identity.run_id].capture.shards[0].wanted,  # type: ignore[union-attr]
             "the update waits",
         )
         assert server.evaluate(lambda: unit.shard.version) == 1

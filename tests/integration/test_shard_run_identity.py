@@ -134,7 +134,7 @@ def test_session_of_a_deleted_run_ends_and_cannot_serve_its_successor(server: Sh
         open_shm = partial(ShmTransport, control=server.client.control, timeout_s=20.0)
         for open_transport in (open_shm, SocketTransport):
             assert isinstance(error_of(lambda: open_transport(server.client, old.identity)), RunDeletedError)  # noqa: B023
-        assert server.evaluate(lambda: new.shard.contributions.by_rank) == {}
+        assert server.evaluate(lambda: new.shard.gradient.contributions.by_rank) == {}
         assert server.evaluate(lambda: server.store.memory._shared_bytes) == new.size
 
 

@@ -95,7 +95,7 @@ def test_broken_push_leaves_no_trace(server: ShardServer, how: str) -> None:
     longer = one.push_messages(one.zeros(), chunk_bytes=chunk_streams.MAX_CHUNK_BYTES + 1) if one.size > 5 << 20 else []
     messages, expected = broken_streams(one.push_messages(one.filled(1.0)), longer)[how]
     assert type(one.open_push().send(*messages).finish().error()) is expected
-    server.until(lambda: one.shard.contributions.by_rank == {}, "no contribution is kept")
+    server.until(lambda: one.shard.gradient.contributions.by_rank == {}, "no contribution is kept")
     assert (server.taken_bytes(), server.unreserved_bytes()) == (before, 0)
     assert one.push(one.filled(1.0)).duplicate is False
 
@@ -311,7 +311,7 @@ def test_fenced_epochs_and_attempts_are_rejected(server: ShardServer) -> None:
     assert one.push(one.filled(1.0), epoch=7).duplicate is False, "the lost trainer's contribution is replaced"
     assert one.push(one.filled(1.0), epoch=7).duplicate is True
     one.fence(0, (0, 7, 2))
-    assert server.evaluate(lambda: list(one.shard.contributions.by_rank)) == [1]
+    assert server.evaluate(lambda: list(one.shard.gradient.contributions.by_rank)) == [1]
     assert isinstance(error_of(lambda: one.push(one.filled(1.0), epoch=8, attempt=1)), StaleEpochError)
     one.push(one.filled(1.0), epoch=8, attempt=2)
     one.fence(0, (0, 8, 2))
@@ -350,7 +350,7 @@ def test_newer_attempt_replaces_the_older_when_complete(server: ShardServer) -> 
     server.until(lambda: len(one.shard.streams) == 1, "the stream has started")
     half.cancel()
     server.until(lambda: len(one.shard.streams) == 0, "the stream has ended")
-    assert server.evaluate(lambda: one.shard.contributions.attempt(0)) == 0
+    assert server.evaluate(lambda: one.shard.gradient.contributions.attempt(0)) == 0
     one.push(one.filled(5.0), attempt=1)
     assert (server.taken_bytes(), server.unreserved_bytes()) == (before, 0)
     assert isinstance(error_of(lambda: one.push(one.filled(1.0))), StaleEpochError)

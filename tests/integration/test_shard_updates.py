@@ -43,14 +43,14 @@ def test_update_is_applied_once_after_keeping_gradients_failed(
     one.prepare(0)
     request = one.update_request(0)
     request.optimizer.units[0].group_indices[0] = KEPT_GROUP
-    keep, failures = one.shard.kept.compute_keep, [MemoryError("no memory")]
+    keep, failures = one.shard.gradient.kept.compute_keep, [MemoryError("no memory")]
 
     def fail_once(*arguments: Any) -> None:
         if failures:
             raise failures.pop()
         keep(*arguments)
 
-    monkeypatch.setattr(one.shard.kept, "compute_keep", fail_once)
+    monkeypatch.setattr(one.shard.gradient.kept, "compute_keep", fail_once)
     error_of(lambda: server.call("Update", request))
     server.call("Update", request)
     kept, *updated = one.gather(1)[1]

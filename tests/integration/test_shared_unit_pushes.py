@@ -85,14 +85,14 @@ def test_a_stage_without_a_gradient_adds_nothing(server: ShardServer) -> None:
 def test_the_mean_waits_for_all_stages_and_names_the_missing_one(server: ShardServer) -> None:
     one = unit(server, LAYOUT)
     one.push(gradients(1.0), pp_rank=3)
-    assert server.evaluate(lambda: one.shard.reduced) is None
+    assert server.evaluate(lambda: one.shard.gradient.reduced) is None
     error = error_of(lambda: prepare(one, 0, (0,)))
     assert isinstance(error, IncompleteStepError)
     assert "rank 0, pipeline rank 1: expected 1 parts of attempt 0, have none" in str(error)
     step = server.call("DescribeStep", shard_pb2.DescribeStepRequest(run="r"))
     assert (list(step.shards[0].present_dp_ranks), list(step.shards[0].missing_dp_ranks)) == ([], [0])
     one.push(gradients(1.0), pp_rank=1)
-    server.until(lambda: one.shard.reduced is not None, "the gradient is reduced")
+    server.until(lambda: one.shard.gradient.reduced is not None, "the gradient is reduced")
 
 
 def test_a_restarted_item_drops_the_gradients_of_all_its_stages(server: ShardServer) -> None:
@@ -101,7 +101,7 @@ def test_a_restarted_item_drops_the_gradients_of_all_its_stages(server: ShardSer
         for stage in STAGES:
             one.push(gradients(1.0), rank=rank, pp_rank=stage)
     one.fence(0, (1, 1, 1))
-    assert server.evaluate(lambda: sorted(one.shard.contributions.by_rank)) == [0, 1]
+    assert server.evaluate(lambda: sorted(one.shard.gradient.contributions.by_rank)) == [0, 1]
     for stage in STAGES:
         one.push(gradients(5.0), rank=1, attempt=1, pp_rank=stage)
     prepare(one, 0, (0, 1))

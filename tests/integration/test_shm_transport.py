@@ -194,7 +194,7 @@ def test_stale_requests_are_rejected_without_a_trace(connected: ConnectedUnit) -
     ]
     for kind, changes in refused:
         assert type(error_of(partial(connected.reduce, gradient_buffer.gradient_buffer_id, **changes))) is kind
-    assert connected.server.evaluate(lambda: one.shard.contributions.by_rank) == {}
+    assert connected.server.evaluate(lambda: one.shard.gradient.contributions.by_rank) == {}
     assert connected.reduce(gradient_buffer.gradient_buffer_id, epoch=5, attempt=3).adopted
     one.push(one.filled(1.0), rank=1)
     one.prepare(0, (0, 3, 1), (1, 0, 1))
@@ -215,7 +215,7 @@ def test_buffer_of_another_unit_or_session_is_rejected(connected: ConnectedUnit)
         assert isinstance(error, InvalidRequestError)
         assert "belongs to unit 'u' of run 'r', not to unit 'other'" in str(error)
         assert isinstance(error_of(lambda: other.reduce(gradient_buffer.gradient_buffer_id)), ConflictError)
-    assert connected.server.evaluate(lambda: connected.one.shard.contributions.by_rank) == {}
+    assert connected.server.evaluate(lambda: connected.one.shard.gradient.contributions.by_rank) == {}
 
 
 def test_requests_for_another_run_are_rejected(connected: ConnectedUnit) -> None:
@@ -259,7 +259,7 @@ def test_malformed_requests_are_rejected(
     gradient_buffer = connected.open_gradient_buffer()
     assert type(error_of(lambda: connected.reduce(gradient_buffer.gradient_buffer_id, **changes))) is error
     assert type(error_of(lambda: connected.reduce(gradient_buffer.gradient_buffer_id + 1))) is ConflictError
-    assert connected.server.evaluate(lambda: connected.one.shard.contributions.by_rank) == {}
+    assert connected.server.evaluate(lambda: connected.one.shard.gradient.contributions.by_rank) == {}
     assert [each.claimed for each in connected.gradient_buffers()] == [False]
 
 
@@ -361,7 +361,7 @@ def test_push_that_waits_when_its_session_closes_is_rejected(connected: Connecte
     server.until(lambda: not server.shm._open, "the session is closed")
     server.evaluate(run._lock.release)
     assert type(error_of(partial(next, pushing))) is ConflictError
-    assert server.evaluate(lambda: one.shard.contributions.by_rank) == {}
+    assert server.evaluate(lambda: one.shard.gradient.contributions.by_rank) == {}
     assert_only_parameters(one)
 
 
@@ -373,7 +373,7 @@ def test_deleted_run_releases_the_memory_of_open_sessions(connected: ConnectedUn
     assert isinstance(error_of(lambda: connected.push(one.filled(1.0), rank=1)), ShardwellError)
     again = unit(server, dp=2, run_id="the-next")
     assert_only_parameters(again)
-    assert server.evaluate(lambda: again.shard.contributions.by_rank) == {}
+    assert server.evaluate(lambda: again.shard.gradient.contributions.by_rank) == {}
     again.drop()
     assert shared_bytes(server) == server.unreserved_bytes() == server.taken_bytes() == 0
     assert server.evaluate(lambda: server.store.memory.reserved_bytes) == 0

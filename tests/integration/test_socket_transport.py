@@ -81,7 +81,9 @@ def test_contributions_have_the_bits_and_checksums_of_grpc(server: ShardServer, 
         for part, ways in enumerate([(one.push, connected.push), (connected.push, one.push)]):
             for rank, push in enumerate(ways):
                 assert not push(gradients, rank=rank, part=part).duplicate
-        over_grpc, over_socket = (server.evaluate(lambda r=r: one.shard.contributions.by_rank[r]) for r in range(2))
+        over_grpc, over_socket = (
+            server.evaluate(lambda r=r: one.shard.gradient.contributions.by_rank[r]) for r in range(2)
+        )
         assert over_grpc.checksums == over_socket.checksums
         assert all(map(torch.equal, over_grpc.views, over_socket.views))
         one.prepare(0, (0, 0, 2), (1, 0, 2))

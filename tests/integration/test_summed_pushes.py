@@ -84,7 +84,7 @@ def test_sum_takes_the_memory_of_one_contribution(server: ShardServer, one: OneU
     assert server.taken_bytes() - before == one.size
     push_sum(one, (2, 3))
     commit(one)
-    assert (server.taken_bytes(), one.shard.contributions.by_rank) == (before, {})
+    assert (server.taken_bytes(), one.shard.gradient.contributions.by_rank) == (before, {})
 
 
 def test_repeated_sum_is_dropped(one: OneUnit) -> None:
@@ -117,7 +117,7 @@ def test_late_sum_of_a_former_attempt_is_refused(one: OneUnit) -> None:
     error = error_of(lambda: push_sum(one, (0, 1)))
     assert isinstance(error, StaleEpochError)
     assert "rank 1 has begun attempt 1" in str(error)
-    assert one.shard.contributions.by_rank == {}
+    assert one.shard.gradient.contributions.by_rank == {}
 
 
 def test_sums_and_single_gradients_do_not_mix_in_one_attempt(one: OneUnit) -> None:
@@ -151,7 +151,7 @@ def test_invalid_sum_is_refused(one: OneUnit, ranks: tuple[int, ...], changes: d
     assert isinstance(error, InvalidRequestError)
     with pytest.raises(InvalidRequestError, match=message):
         raise error
-    assert one.shard.contributions.by_rank == {}
+    assert one.shard.gradient.contributions.by_rank == {}
 
 
 def test_16_bit_gradients_are_not_summed(server: ShardServer) -> None:

@@ -141,9 +141,11 @@ class Program:
             present = set(range(len(views)))
             if shard.index == 0 and step == 0:
                 present.remove(1)  # the state of this parameter starts one step later
-            shard.discard_reduced()
-            shard.contributions.drop(rank)
-            shard.contributions.add(rank, Contribution(0, self.attempt, buffer, views, lambda: None, present, [None]))
+            shard.gradient.discard_reduced()
+            shard.gradient.contributions.drop(rank)
+            shard.gradient.contributions.add(
+                rank, Contribution(0, self.attempt, buffer, views, lambda: None, present, [None])
+            )
             units.append(common_pb2.UnitParts(unit_index=shard.index, part_count=1))
         return units
 

@@ -124,4 +124,4 @@ def assert_only_parameters(one: OneUnit) -> None:
     server = one.server
     server.until(lambda: _bytes_of_units(server) == one.size, "gradient buffers are released")
     assert (server.taken_bytes(), server.unreserved_bytes()) == (0, 0)
-    assert server.evaluate(lambda: one.shard.contribution_quota._free_count) == one.dp
+    assert server.evaluate(lambda: one.shard.gradient.quota._free_count) == one.dp

@@ -67,7 +67,7 @@ class ConnectedUnit:
         """Checks that the server keeps nothing of a push, and that none is in flight."""
         shard = self.one.shard
         self.server.until(lambda: len(shard.streams) == 0, "no stream is open")
-        assert self.server.evaluate(lambda: shard.contributions.by_rank) == {}
+        assert self.server.evaluate(lambda: shard.gradient.contributions.by_rank) == {}
         assert (self.server.taken_bytes(), self.server.unreserved_bytes()) == (self.one.size, 0)
 
 

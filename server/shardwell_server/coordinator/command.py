@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
@@ -19,6 +18,7 @@ from shardwell_server.serving import authentication, authorization, process
 from shardwell_server.serving import authentication as encryption
 from shardwell_server.serving.call_server import CallServer
 from shardwell_server.serving.limits import parse_size
+from shardwell_server.serving.options import add_option, add_server_options, endpoint_of
 from shardwell_wire.host.temporary_folder import temporary_folder
 from shardwell_wire.security.credentials import NO_CREDENTIALS, Credentials
 from shardwell_wire.security.tokens import Role
@@ -46,77 +46,53 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    env, defaults = os.environ.get, Settings()
-    parser.add_argument(
-        "--listen",
-        metavar="HOST:PORT",
-        default=env("SHARDWELL_LISTEN", "127.0.0.1:50051"),
-        help="address to listen on; port 0 selects a free port (SHARDWELL_LISTEN, default %(default)s)",
-    )
-    parser.add_argument(
-        "--advertise",
-        metavar="HOST",
-        default=env("SHARDWELL_ADVERTISE", ""),
-        help="host name that clients use to connect (SHARDWELL_ADVERTISE, default: the host of --listen)",
-    )
-    parser.add_argument(
+    defaults = Settings()
+    add_server_options(parser, listen="127.0.0.1:50051")
+    add_option(
+        parser,
         "--state-dir",
-        metavar="DIR",
-        default=env("SHARDWELL_STATE_DIR", ""),
-        help="directory for state that survives a restart (SHARDWELL_STATE_DIR, default: a temporary directory)",
+        "DIR",
+        "directory for state that survives a restart",
+        note="default: a temporary directory",
     )
-    parser.add_argument(
+    add_option(
+        parser,
         "--lease-s",
-        metavar="S",
-        type=float,
-        default=env("SHARDWELL_LEASE_S", str(defaults.lease_s)),
-        help="seconds of silence after which a trainer or shard server is considered lost (SHARDWELL_LEASE_S, default "
-        "%(default)s)",
+        "S",
+        "seconds of silence after which a trainer or shard server is considered lost",
+        defaults.lease_s,
+        parse=float,
     )
-    parser.add_argument(
+    add_option(
+        parser,
         "--min-servers",
-        metavar="N",
-        type=int,
-        default=env("SHARDWELL_MIN_SERVERS", str(defaults.min_servers)),
-        help="live shard servers required before units are placed (SHARDWELL_MIN_SERVERS, default %(default)s)",
+        "N",
+        "live shard servers required before units are placed",
+        defaults.min_servers,
+        parse=int,
     )
-    parser.add_argument(
+    add_option(
+        parser,
         "--min-shard-bytes",
-        metavar="SIZE",
-        type=parse_size,
-        default=env("SHARDWELL_MIN_SHARD_BYTES", f"{defaults.min_shard_bytes >> 20}MiB"),
-        help="smallest shard into which a unit is cut (SHARDWELL_MIN_SHARD_BYTES, default %(default)s)",
+        "SIZE",
+        "smallest shard into which a unit is cut",
+        f"{defaults.min_shard_bytes >> 20}MiB",
+        parse=parse_size,
     )
-    authorization.add_root_argument(parser)
-    parser.add_argument(
+    add_option(
+        parser,
         "--restart-wait-s",
-        metavar="S",
-        type=float,
-        default=env("SHARDWELL_RESTART_WAIT_S", str(defaults.restart_wait_s)),
-        help="seconds that a run waits for the restart of a server that has left its only copies of shards, before it "
-        "goes back to its last checkpoint; without a checkpoint, it waits until the server is started "
-        "(SHARDWELL_RESTART_WAIT_S, default %(default)s)",
-    )
-    authentication.add_argument(parser)
-    authorization.add_audit_argument(parser)
-    encryption.add_tls_options(parser)
-    parser.add_argument("--exit-with-parent", action="store_true", help="stop when standard input closes")
-    parser.add_argument(
-        "--log-level",
-        choices=("debug", "info", "warning", "error"),
-        default=env("SHARDWELL_LOG_LEVEL", "info"),
-        help="level of the log on standard error (SHARDWELL_LOG_LEVEL, default %(default)s)",
+        "S",
+        "seconds that a run waits for the restart of a server that has left its only copies of shards, before it goes "
+        "back to its last checkpoint; without a checkpoint, it waits until the server is started",
+        defaults.restart_wait_s,
+        parse=float,
     )
     parser.set_defaults(handler=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    endpoint = process.Endpoint(
-        bind=arguments.listen,
-        advertise=arguments.advertise,
-        exit_with_parent=arguments.exit_with_parent,
-        without_token=authentication.without_token(arguments),
-    )
+    endpoint = endpoint_of(arguments)
     credentials = authentication.from_arguments(arguments)
     settings = Settings(
         lease_s=arguments.lease_s,

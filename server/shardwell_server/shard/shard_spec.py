@@ -1,16 +1,23 @@
-"""Identity of a shard, and its bytes split into segments of parameters."""
+"""Identity of a shard: its run, unit and range, and the segments of parameters in its bytes."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 
 import torch
 
+from shardwell_wire.encoding.streams import RangePlans
+from shardwell_wire.errors import InvalidRequestError
 from shardwell_wire.model.layout import Segment, UnitLayout
 from shardwell_wire.model.names import RunIdentity
 from shardwell_wire.v1 import shard_pb2
+
+_INDICES_KEPT = 8
+"""Most sets of parameters of a shard whose segments are kept: pushes name the same ones in every step."""
 
 
 class Role(enum.Enum):
@@ -116,6 +123,36 @@ class ShardSpec:
     def what(self) -> str:
         """Names the shard in errors."""
         return f"unit {self.unit!r} of run {self.run.name!r}"
+
+
+class Segments:
+    """The parts of parameters in one shard. Everything that is kept by segment number has the order of ``segments``.
+
+    Args:
+        spec: The shard.
+    """
+
+    def __init__(self, spec: ShardSpec) -> None:
+        self._spec = spec
+        self.plans = RangePlans(spec.layout, spec.start_bytes, spec.stop_bytes)
+        self.segments = self.plans.segments(None)
+        self.segment_of = {segment.parameter_index: number for number, segment in enumerate(self.segments)}
+        """Segment numbers by layout index of the parameter."""
+        self.numbers_of = lru_cache(_INDICES_KEPT)(self._find_numbers)
+        """Returns the numbers of the segments of the parameters that a field of a request lists by layout index. Takes
+        the field's name and the indices. Raises InvalidRequestError unless the indices exist and rise."""
+
+    def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Splits a buffer of the shard's bytes into segments, by segment number."""
+        return segment_views(buffer, self._spec.layout, self.segments, self._spec.start_bytes)
+
+    def _find_numbers(self, name: str, indices: tuple[int, ...]) -> frozenset[int]:
+        count = len(self._spec.layout.parameters)
+        if any(one >= other for one, other in pairwise(indices)) or (indices and indices[-1] >= count):
+            raise InvalidRequestError(
+                f"{self._spec.what}: {name} is {list(indices[:10])}, expected strictly rising numbers below {count}"
+            )
+        return frozenset(self.segment_of[index] for index in indices if index in self.segment_of)
 
 
 def segment_views(

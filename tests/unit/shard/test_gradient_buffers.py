@@ -118,7 +118,7 @@ class Serving:
 
     def gradient_buffer(self) -> server.SharedGradientBuffer:
         size = self.shard.size_bytes
-        room = self.memory.grant(size, self.shard.contribution_quota, "a gradient buffer")
+        room = self.memory.grant(size, self.shard.gradient.quota, "a gradient buffer")
         return server.SharedGradientBuffer(self.shard, self._shared.create_sealed(size, "a gradient buffer"), room)
 
     @property
@@ -127,7 +127,7 @@ class Serving:
         return (
             self.memory._shared_bytes // self.shard.size_bytes,
             self.memory.unreserved.used_bytes // self.shard.size_bytes,
-            self.shard.dp - self.shard.contribution_quota._free_count,
+            self.shard.dp - self.shard.gradient.quota._free_count,
         )
 
 

@@ -15,9 +15,9 @@ from shardwell_server.shard.gradients.contributions import Contribution
 from shardwell_server.shard.requests import steps
 from shardwell_server.shard.requests.replication import Replicator
 from shardwell_server.shard.shard_spec import ShardSpec
-from shardwell_server.shard.state.replication import Backup
 from shardwell_server.shard.state.runs import HostedRun
 from shardwell_server.shard.state.store import ShardStore
+from shardwell_server.shard.state.unit_shard import Backup
 from shardwell_wire.errors import UnavailableError
 from shardwell_wire.model.layout import Parameter, UnitLayout
 from shardwell_wire.model.names import RunIdentity
@@ -69,7 +69,7 @@ async def add_unit(store: ShardStore, index: int) -> None:
         shard.values.accept_initial(0, received)
     store.runs[RUN.run_id].publish(layout.unit, 0)
     buffer = torch.zeros(layout.size_bytes, dtype=torch.uint8)
-    shard.contributions.add(0, Contribution(0, 0, buffer, shard.views(buffer), lambda: None, {0}, [None]))
+    shard.gradient.contributions.add(0, Contribution(0, 0, buffer, shard.views(buffer), lambda: None, {0}, [None]))
     shard.backups.add(Backup("backup", "backup:1", 1))
 
 

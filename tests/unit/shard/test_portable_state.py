@@ -110,7 +110,7 @@ class Shards:
                 else whole.view(-1)[segment.start_element : segment.stop_element].clone()
                 for segment in shard.segments
             ]
-            shard.mean.reduced = Reduced(cut, None, [])
+            shard.gradient.mean.reduced = Reduced(cut, None, [])
             key = optimizer_checks.allocation_key(optimizer)
             asyncio.run(shard.update(in_place, step, optimizer, groups, 0.5, key))
 
@@ -122,7 +122,7 @@ class Shards:
             if (whole := gradients[segment.parameter_index]) is not None:
                 views[number].copy_(whole.view(-1)[segment.start_element : segment.stop_element] * (rank + 1))
                 present.add(number)
-        shard.contributions.add(rank, Contribution(1, 0, buffer, views, lambda: None, present))
+        shard.gradient.contributions.add(rank, Contribution(1, 0, buffer, views, lambda: None, present))
 
 
 def initial_state(layout: UnitLayout, dp: int) -> ShardState:

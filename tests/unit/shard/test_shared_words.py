@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from shardwell_server.shard.arithmetic.update_pieces import Changed, Piece
-from shardwell_server.shard.memory.shared_memory import SharedBuffer
 from shardwell_server.shard.restart.shard_record import Prepared, StepWord
-from shardwell_server.shard.restart.undo import SharedProgress, UndoArea
+from shardwell_server.shard.restart.undo import SharedProgress, UndoLog
 from shardwell_wire.host.shared_memory import UPDATING, read_version, write_version
 
 READER = """
@@ -45,8 +44,9 @@ def write_step_words(place: memoryview) -> None:
 
 def write_progress(place: memoryview) -> None:
     values = torch.zeros(4)
-    area = UndoArea(SharedBuffer("/none", torch.zeros(1024, dtype=torch.uint8)))
-    progress = SharedProgress(area, place, step=9)
+    undo = UndoLog()
+    assert undo.reserve_pieces(values.nbytes)
+    progress = SharedProgress(undo, place, step=9)
     for _ in range(1000):
         progress.run(Piece(lambda: None, Changed([values])))
 

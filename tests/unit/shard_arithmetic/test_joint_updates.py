@@ -11,7 +11,7 @@ import torch
 
 from shardwell_server.optimizer_checks import allocation_key
 from shardwell_server.shard.memory.shared_memory import SharedBuffer
-from shardwell_server.shard.restart.undo import ChangedRange, CopyPlan, JointUndo
+from shardwell_server.shard.restart.undo import ChangedRange, CopyPlan, UndoLog
 from shardwell_server.shard.state.joint_updates import JointUpdates, StepUpdate
 from shardwell_server.shard.state.runs import HostedRun
 from shardwell_server.shard.state.store import ShardStore
@@ -148,8 +148,8 @@ def test_copies_are_merged_and_restored() -> None:
     near = [ChangedRange(start + at, 16, file.name, at) for at in (100, 0, 40)]
     plan = CopyPlan([*near, ChangedRange(start + 240, 8, "another", 0)])
     assert [(each.offset_bytes, each.size_bytes) for each in plan.ranges] == [(0, 116), (0, 8)]
-    undo = JointUndo()
-    assert undo.reserve(plan)
+    undo = UndoLog()
+    assert undo.reserve(plan.size_bytes)
     undo.begin(plan)
     memory.fill_(7)
     undo.restore()

@@ -15,8 +15,7 @@ from shardwell_server.optimizer_checks import allocation_key
 from shardwell_server.shard.arithmetic import update_pieces
 from shardwell_server.shard.arithmetic.shard_optimizer import ShardOptimizer
 from shardwell_server.shard.arithmetic.update_pieces import Changed, Piece, packed
-from shardwell_server.shard.memory.shared_memory import SharedBuffer
-from shardwell_server.shard.restart.undo import SharedProgress, UndoArea
+from shardwell_server.shard.restart.undo import SharedProgress, UndoLog
 from shardwell_wire.model.optimizers import OPTIMIZERS
 from shardwell_wire.v1 import common_pb2
 from tests.unit.shard_arithmetic.test_optimizers import bits, step_of
@@ -176,15 +175,16 @@ def test_averages_allocated_one_after_the_other_are_finished_by_the_next_process
     values = [torch.ones(4), torch.ones(6)]
     former = prepared(values)
     content, word = former.content(), memoryview(bytearray(8))
-    area = UndoArea(SharedBuffer("/none", torch.zeros(1 << 16, dtype=torch.uint8)))
-    progress = KilledProgress(area, word, step=3)
+    undo = UndoLog()
+    assert undo.reserve_pieces(former.piece_bytes)
+    progress = KilledProgress(undo, word, step=3)
     progress.pieces = pieces
     with suppress(KilledError):
         former.step(gradients, step, [0, 0], 1.0, progress=progress)
     if former.is_updating:
         former = ShardOptimizer(values)
         former.take_up(content)
-        former.step(gradients, step, [0, 0], 1.0, progress=SharedProgress(area, word, step=3))
+        former.step(gradients, step, [0, 0], 1.0, progress=SharedProgress(undo, word, step=3))
     for part in range(2):
         found, wanted = former.averages[part], undisturbed.averages[part]
         assert found is not None and wanted is not None

@@ -191,15 +191,6 @@ class ShardFile:
         return self._shared.name
 
     @property
-    def step_word_range(self) -> tuple[int, int, int]:
-        """Address, size and position of the step word in the file."""
-        return self._shared.tensor.data_ptr() + _STEP_AT, len(self.step_word), _STEP_AT
-
-    def offset_of(self, tensor: torch.Tensor) -> int:
-        """Returns the position of values in the file. They must be a view of ``buffer``."""
-        return tensor.data_ptr() - self._shared.tensor.data_ptr()
-
-    @property
     def shown(self) -> int:
         """The readable version, or ``UPDATING``."""
         return read_version(self._head)

@@ -86,7 +86,7 @@ class AppliedOptimizer:
             self._memory.reserve_optimizer(self._spec.memory_key, reserved_bytes, workspace_bytes)
             await compute(lambda: applied.prepare(present, optimizer, groups, key))
             if self._files is not None:
-                self._files.enlarge_undo(applied.piece_bytes)
+                self._files.reserve_undo(applied.piece_bytes)
         except (RuntimeError, MemoryError) as error:
             if isinstance(error, RuntimeError) and "allocate" not in str(error):
                 raise

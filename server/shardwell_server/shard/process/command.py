@@ -1,4 +1,4 @@
-"""The command ``shardwell-server shard``."""
+"""The commands ``shardwell-server shard``, and ``discard``, which deletes what a stopped shard server left."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 from shardwell_server.serving import authentication, authorization, process
-from shardwell_server.serving import authentication as encryption
 from shardwell_server.serving.call_server import CallServer
 from shardwell_server.serving.limits import parse_size
+from shardwell_server.serving.options import add_option, add_server_options, add_switch, endpoint_of
 from shardwell_server.shard.memory.budget import default_budget_bytes
 from shardwell_server.shard.memory.saved_files import SavedFiles
 from shardwell_server.shard.memory.shared_memory import SharedMemory
@@ -29,12 +29,16 @@ from shardwell_server.shard.state.store import ShardStore
 from shardwell_server.shard.state.taking_up import recorded_files
 from shardwell_server.shard.transports.registry import TransportResources, build_transports
 from shardwell_wire import fault_points
+from shardwell_wire.errors import ConflictError, NotFoundError
 from shardwell_wire.host.server_folders import (
     DEFAULT_DIRECTORY,
     FolderOwner,
+    folders_of,
     own_identity,
     parent_identity,
     remove_remains,
+    size_of,
+    take_folder,
 )
 from shardwell_wire.security.secret_files import inherited_pipe
 from shardwell_wire.security.tokens import Role
@@ -45,7 +49,7 @@ logger = logging.getLogger(__name__)
 _LONGEST_DRAIN_S = 86400.0
 _REMAINS_EVERY_S = 1800.0
 
-_EXAMPLES = """\
+_SHARD_EXAMPLES = """\
 examples:
     shardwell-server shard --coordinator localhost:50051
     shardwell-server shard --coordinator coordinator:50051 --listen 0.0.0.0:50052 --memory-budget 12GiB
@@ -69,6 +73,14 @@ or `docker compose down`. `shardwell-server discard` deletes the shards of a sto
 those of a run. A supervisor must wait longer than --drain-s, and the time of the writing, before it sends SIGKILL.
 """
 
+_DISCARD_EXAMPLES = """\
+example:
+    shardwell-server discard --coordinator node0:50051 --id shard-0 --state-dir /var/lib/shardwell
+
+Give the options with which the server was started. Runs with shards on the server wait for it until they go back to a
+checkpoint or are deleted. `shardwell delete-run NAME` deletes one run on all servers instead.
+"""
+
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds the ``shard`` subcommand."""
@@ -76,107 +88,99 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "shard",
         help="store shards of models and serve them",
         description="Stores shards of models with their optimizer state, and serves ShardService.",
-        epilog=_EXAMPLES,
+        epilog=_SHARD_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    env = os.environ.get
-    parser.add_argument(
-        "--coordinator",
-        metavar="HOST:PORT",
-        default=env("SHARDWELL_COORDINATOR"),
-        required="SHARDWELL_COORDINATOR" not in os.environ,
-        help="address of the coordinator (SHARDWELL_COORDINATOR)",
-    )
-    parser.add_argument(
-        "--listen",
-        metavar="HOST:PORT",
-        default=env("SHARDWELL_LISTEN", "127.0.0.1:0"),
-        help="address to listen on; port 0: a free port (SHARDWELL_LISTEN, default %(default)s)",
-    )
-    parser.add_argument(
-        "--advertise",
-        metavar="HOST",
-        default=env("SHARDWELL_ADVERTISE", ""),
-        help="host by which clients reach this server (SHARDWELL_ADVERTISE, default: the host of --listen)",
-    )
-    parser.add_argument(
+    add_option(parser, "--coordinator", "HOST:PORT", "address of the coordinator", required=True)
+    add_server_options(parser, listen="127.0.0.1:0")
+    add_option(
+        parser,
         "--id",
-        metavar="NAME",
-        default=env("SHARDWELL_ID", ""),
-        help="name of the server, stable across restarts (SHARDWELL_ID, default: host and process id)",
+        "NAME",
+        "name of the server, stable across restarts",
+        note="default: host and process id",
     )
-    parser.add_argument(
-        "--memory-budget",
-        metavar="SIZE",
-        type=parse_size,
-        default=env("SHARDWELL_MEMORY_BUDGET"),
-        help="memory for shards, such as 12GiB (SHARDWELL_MEMORY_BUDGET, default: 80%% of the memory that the process "
-        "may use)",
-    )
-    parser.add_argument(
-        "--servers-on-host",
-        metavar="N",
-        type=int,
-        default=env("SHARDWELL_SERVERS_ON_HOST", "1"),
-        help="number of shard servers that are started separately on this host; divides the default budget "
-        "(SHARDWELL_SERVERS_ON_HOST, default %(default)s)",
-    )
-    parser.add_argument(
-        "--own-memory-limit",
-        action=argparse.BooleanOptionalAction,
-        default=env("SHARDWELL_OWN_MEMORY_LIMIT", "") == "1",
-        help="the memory limit of this process's cgroup is for it alone, as in a container with one server: "
-        "--servers-on-host divides the host's memory only (SHARDWELL_OWN_MEMORY_LIMIT=1)",
-    )
-    parser.add_argument(
+    _add_memory_options(parser)
+    add_option(
+        parser,
         "--threads",
-        type=int,
-        default=env("SHARDWELL_THREADS", "1"),
-        help="torch threads per tensor operation (SHARDWELL_THREADS, default %(default)s)",
+        "N",
+        "torch threads per tensor operation",
+        1,
+        parse=int,
     )
-    parser.add_argument(
-        "--shm-dir",
-        metavar="DIR",
-        type=_directory,
-        default=env("SHARDWELL_SHM_DIR", str(DEFAULT_DIRECTORY) if DEFAULT_DIRECTORY.is_dir() else "none"),
-        help="memory file system in which trainers on this host read shards in place and leave gradients; "
-        "none: they use the network (SHARDWELL_SHM_DIR, default %(default)s)",
-    )
-    parser.add_argument(
-        "--processes",
-        metavar="N",
-        type=int,
-        default=env("SHARDWELL_PROCESSES", "1"),
-        help="number of shard servers to run, see below (SHARDWELL_PROCESSES, default %(default)s)",
-    )
-    parser.add_argument(
+    add_option(parser, "--processes", "N", "number of shard servers to run, see below", 1, parse=int)
+    add_option(
+        parser,
         "--drain-s",
-        metavar="S",
-        type=float,
-        default=env("SHARDWELL_DRAIN_S", "20"),
-        help="longest time after SIGTERM in which the shards of the server move to other servers, before it exits; 0: "
-        "they do not move (SHARDWELL_DRAIN_S, default %(default)s)",
-    )
-    authorization.add_root_argument(parser)
-    parser.add_argument(
-        "--state-dir",
-        metavar="DIR",
-        default=env("SHARDWELL_STATE_DIR", ""),
-        help="directory on a disk in which a stop saves the shards that are left; needs --id and shared memory "
-        "(SHARDWELL_STATE_DIR, default: they are in shared memory only)",
+        "S",
+        "longest time after SIGTERM in which the shards of the server move to other servers, before it exits; 0: they "
+        "do not move",
+        20,
+        parse=float,
     )
     parser.add_argument("--supervisor", default=None, help=argparse.SUPPRESS)
-    authentication.add_argument(parser)
-    authorization.add_audit_argument(parser)
-    encryption.add_tls_options(parser)
-    parser.add_argument("--exit-with-parent", action="store_true", help="stop when standard input closes")
-    parser.add_argument(
-        "--log-level",
-        choices=("debug", "info", "warning", "error"),
-        default=env("SHARDWELL_LOG_LEVEL", "info"),
-        help="level of the log on standard error (SHARDWELL_LOG_LEVEL, default %(default)s)",
-    )
     parser.set_defaults(handler=_run)
+
+
+def _add_memory_options(parser: argparse.ArgumentParser) -> None:
+    add_option(
+        parser,
+        "--memory-budget",
+        "SIZE",
+        "memory for shards, such as 12GiB",
+        None,
+        note="default: 80%% of the memory that the process may use",
+        parse=parse_size,
+    )
+    add_option(
+        parser,
+        "--servers-on-host",
+        "N",
+        "number of shard servers that are started separately on this host; divides the default budget",
+        1,
+        parse=int,
+    )
+    add_switch(
+        parser,
+        "--own-memory-limit",
+        "the memory limit of this process's cgroup is for it alone, as in a container with one server: "
+        "--servers-on-host divides the host's memory only",
+    )
+    add_option(
+        parser,
+        "--shm-dir",
+        "DIR",
+        "memory file system in which trainers on this host read shards in place and leave gradients; none: they use "
+        "the network",
+        DEFAULT_DIRECTORY if DEFAULT_DIRECTORY.is_dir() else "none",
+        parse=_directory,
+    )
+    add_option(
+        parser,
+        "--state-dir",
+        "DIR",
+        "directory on a disk in which a stop saves the shards that are left; needs --id and shared memory",
+        note="default: they are in shared memory only",
+    )
+
+
+def add_discard_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the ``discard`` subcommand."""
+    parser = subparsers.add_parser(
+        "discard",
+        help="delete the shards that a stopped shard server left",
+        description="Deletes what a stopped shard server left for its next process, in shared memory and on disk.",
+        epilog=_DISCARD_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    name = "name of the server; with --processes, that of one process, such as NAME-0"
+    coordinator = "address of the coordinator, as the server was given it"
+    add_option(parser, "--coordinator", "HOST:PORT", coordinator, required=True)
+    add_option(parser, "--id", "NAME", name, required=True)
+    add_option(parser, "--shm-dir", "DIR", "memory file system of the server", DEFAULT_DIRECTORY, parse=Path)
+    add_option(parser, "--state-dir", "DIR", "directory in which a stop saved shards", note="default: none")
+    parser.set_defaults(handler=discard)
 
 
 def _directory(text: str) -> str:
@@ -188,12 +192,7 @@ def _directory(text: str) -> str:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    endpoint = process.Endpoint(
-        bind=arguments.listen,
-        advertise=arguments.advertise,
-        exit_with_parent=arguments.exit_with_parent,
-        without_token=authentication.without_token(arguments),
-    )
+    endpoint = endpoint_of(arguments)
     if arguments.threads < 1:
         raise ValueError(f"--threads is {arguments.threads}, expected at least 1")
     if arguments.servers_on_host < 1:
@@ -211,7 +210,7 @@ def _run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--state-dir {arguments.state_dir} needs --id and --shm-dir: only shared memory is saved")
     # Before a group starts, whose members would each fail.
     credentials = authentication.from_arguments(arguments)
-    encryption.insecurity(endpoint.host, credentials, arguments)
+    authentication.insecurity(endpoint.host, credentials, arguments)
     authorization.roots_from_arguments(arguments, credentials)
     if arguments.processes > 1:
         return _run_group(arguments, endpoint)
@@ -245,8 +244,8 @@ async def serve(arguments: argparse.Namespace, endpoint: process.Endpoint) -> No
     server_id = arguments.id or f"{socket.gethostname()}-{os.getpid()}"
     fault_points.describe_process(server=server_id)
     credentials = authentication.from_arguments(arguments)
-    insecure = encryption.insecurity(endpoint.host, credentials, arguments)
-    encryption.warn(endpoint.bind, insecure)
+    insecure = authentication.insecurity(endpoint.host, credentials, arguments)
+    authentication.warn(endpoint.bind, insecure)
     with ExitStack() as stack:
         shared = stack.enter_context(_shared_memory(arguments))
         # Left before shared memory: the next process may take up the files once no thread changes them any more.
@@ -330,3 +329,29 @@ async def _remove_remains(directory: Path) -> None:
     while True:
         await asyncio.sleep(_REMAINS_EVERY_S)
         await asyncio.to_thread(remove_remains, directory)
+
+
+def discard(arguments: argparse.Namespace) -> int:
+    """Runs ``shardwell-server discard``; prints what was deleted."""
+    owner = FolderOwner(server_id=arguments.id, coordinator=arguments.coordinator)
+    saved = SavedFiles(Path(arguments.state_dir), owner) if arguments.state_dir else None
+    found = folders_of(arguments.shm_dir, owner)
+    if saved is not None and (source := saved.find()) is not None:
+        found.append(source)
+    if not found:
+        places = " and ".join(str(place) for place in (arguments.shm_dir, arguments.state_dir) if str(place))
+        raise NotFoundError(
+            f"server {arguments.id!r} of the coordinator at {arguments.coordinator} left nothing in {places}: give the "
+            "options with which the server was started"
+        )
+    sizes = {path: size_of(path) for path in found}
+    folder = take_folder(arguments.shm_dir, owner)
+    if folder is not None:
+        folder.remove()
+    if folders_of(arguments.shm_dir, owner):
+        raise ConflictError(f"server {arguments.id!r} runs on this host: stop it first", server=arguments.id)
+    if saved is not None:
+        saved.remove()
+    for path, size_bytes in sizes.items():
+        print(f"deleted {path} with {size_bytes} bytes")
+    return 0

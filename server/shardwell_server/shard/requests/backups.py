@@ -24,10 +24,9 @@ from shardwell_server.shard.requests.peers import read_content, tensor_memory
 from shardwell_server.shard.requests.streams import IncomingStream
 from shardwell_server.shard.shard_spec import Role
 from shardwell_server.shard.state.portable_state import begin_import, finish_import
-from shardwell_server.shard.state.replication import Replica
 from shardwell_server.shard.state.runs import HostedRun
 from shardwell_server.shard.state.store import ShardStore
-from shardwell_server.shard.state.unit_shard import UnitShard
+from shardwell_server.shard.state.unit_shard import ReceivedStep, UnitShard
 from shardwell_wire.errors import (
     InvalidRequestError,
     NotFoundError,
@@ -71,7 +70,7 @@ async def receive_step(
     what = f"step {step} of the backup of {shard.what}"
 
     async def receive() -> None:
-        open_replica(run, shard, header, step)
+        open_step(run, shard, header, step)
         if header.content == _GRADIENT:
             await _receive_gradient(store, run, shard, header, incoming, what)
         elif header.content == _CONTRIBUTIONS:
@@ -80,15 +79,15 @@ async def receive_step(
             await _receive_partitions(store, run, shard, header, incoming, what)
 
     # A retry ends the stream that it replaces. Different contents of one generation arrive concurrently.
-    await shard.streams.replace(f"replica {header.content}", order, what, receive)
+    await shard.streams.replace(f"step {header.content}", order, what, receive)
     return shard_pb2.ReplicateStepResponse(generation=header.generation)
 
 
-def _accept(run: HostedRun, shard: UnitShard, header: shard_pb2.ReplicateStepHeader) -> Replica:
-    """Checks again, after a stream was received, that its content is still wanted. Raises as ``open_replica``."""
-    replica = open_replica(run, shard, header, header.context.step)
-    replica.confirmed = False
-    return replica
+def _accept(run: HostedRun, shard: UnitShard, header: shard_pb2.ReplicateStepHeader) -> ReceivedStep:
+    """Checks again, after a stream was received, that its content is still wanted. Raises as ``open_step``."""
+    arrived = open_step(run, shard, header, header.context.step)
+    arrived.confirmed = False
+    return arrived
 
 
 def _numbers(shard: UnitShard, indices: Sequence[int], what: str) -> list[int]:
@@ -111,19 +110,19 @@ async def _receive_gradient(
     what: str,
 ) -> None:
     numbers = _numbers(shard, header.gradient_indices, what)
-    buffer, views = shard.mean.acquire(numbers, shard.acquire_mean_file)
+    buffer, views = shard.gradient.mean.acquire(numbers, shard.gradient.acquire_mean_file)
     try:
         memory = [tensor_memory(view) for view in views]
         await incoming.into([] if header.path else memory, what)
         if header.path:
             starts = [shard.segments[number].start_bytes - shard.start_bytes for number in numbers]
             await store.in_thread(partial(_read_file, header.path, shard.size_bytes, starts, memory))
-        replica = _accept(run, shard, header)
+        arrived = _accept(run, shard, header)
     except BaseException:
-        shard.mean.release(buffer)
+        shard.gradient.mean.release(buffer)
         raise
-    shard.mean.set(buffer, numbers)
-    replica.contents.add(_GRADIENT)
+    shard.gradient.mean.set(buffer, numbers)
+    arrived.contents.add(_GRADIENT)
 
 
 def _read_file(path: str, size_bytes: int, starts: Sequence[int], memory: Sequence[memoryview]) -> None:
@@ -149,9 +148,9 @@ def _read_file(path: str, size_bytes: int, starts: Sequence[int], memory: Sequen
 
 
 def _check_contributor(shard: UnitShard, contributor: int) -> None:
-    if contributor >= shard.max_contributions:
+    if contributor >= shard.gradient.max_contributions:
         raise InvalidRequestError(
-            f"contributor is {contributor}, but {shard.what} has {shard.max_contributions} contributors"
+            f"contributor is {contributor}, but {shard.what} has {shard.gradient.max_contributions} contributors"
         )
 
 
@@ -169,7 +168,7 @@ async def _receive_contributions(
         for sent in header.contributions:
             _check_contributor(shard, sent.contributor)
             numbers = _numbers(shard, sent.parameter_indices, what)
-            grant = store.memory.grant(shard.size_bytes, shard.contribution_quota, what)
+            grant = store.memory.grant(shard.size_bytes, shard.gradient.quota, what)
             incoming_buffer = IncomingBuffer(grant.acquire_buffer(shard.size_bytes), grant)
             undo.callback(incoming_buffer.release)
             buffer, release = incoming_buffer.buffer, incoming_buffer.release
@@ -178,11 +177,11 @@ async def _receive_contributions(
             received.append((sent.contributor, contribution))
             memory += [tensor_memory(views[number]) for number in numbers]
         await incoming.into(memory, what)
-        replica = _accept(run, shard, header)
-        shard.contributions.clear()
+        arrived = _accept(run, shard, header)
+        shard.gradient.contributions.clear()
         for contributor, contribution in received:
-            shard.contributions.add(contributor, contribution)
-        replica.contents.add(_CONTRIBUTIONS)
+            shard.gradient.contributions.add(contributor, contribution)
+        arrived.contents.add(_CONTRIBUTIONS)
         undo.pop_all()
 
 
@@ -198,7 +197,7 @@ async def _receive_partitions(
     memory: list[memoryview] = []
     with ExitStack() as undo:
         for sent in header.partitions:
-            shard.check_rank(sent.dp_rank)
+            shard.gradient.check_rank(sent.dp_rank)
             segments = shard.layout.packed_segments(sent.parameter_indices, *shard.partitions.bounds(sent.dp_rank))
             if [segment.parameter_index for segment in segments] != list(sent.parameter_indices):
                 raise InvalidRequestError(f"{what}: a parameter is not in the partition of data rank {sent.dp_rank}")
@@ -209,11 +208,11 @@ async def _receive_partitions(
             memory += [tensor_memory(values) for values in partition.values]
             memory += partition.state.pieces
         await incoming.into(memory, what)
-        replica = _accept(run, shard, header)
+        arrived = _accept(run, shard, header)
         shard.partitions.invalidate()
         for rank, partition in staged:
             shard.partitions.stage(rank, partition)
-        replica.contents.add(_PARTITIONS)
+        arrived.contents.add(_PARTITIONS)
         undo.pop_all()
 
 
@@ -314,13 +313,13 @@ async def receive_state(
 # ---- steps ----
 
 
-def open_replica(
+def open_step(
     run: HostedRun,
     shard: UnitShard,
     content: shard_pb2.ReplicateStepHeader | shard_pb2.BackupToConfirm,
     step: int,
-) -> Replica:
-    """Returns the replica of a generation. A new generation drops what was received earlier.
+) -> ReceivedStep:
+    """Returns what has arrived of a generation. A new generation drops what was received earlier.
 
     Raises:
         StaleEpochError: As ``find_backup``; or content of a later generation has arrived.
@@ -334,17 +333,17 @@ def open_replica(
             f"the backup of {shard.what} is at version {shard.version}, but the step reads version {step}",
             unit=shard.unit,
         )
-    replica, order = shard.replica, (content.target.placement, content.generation)
-    if replica is not None and replica.order > order:
+    arrived, order = shard.received_step, (content.target.placement, content.generation)
+    if arrived is not None and arrived.order > order:
         raise StaleEpochError(
-            f"generation {content.generation} of the gradient of {shard.what} was replaced by {replica.generation}",
+            f"generation {content.generation} of the gradient of {shard.what} was replaced by {arrived.generation}",
             unit=shard.unit,
         )
-    if replica is None or replica.order < order:
-        replica = Replica(step, *order)
-        shard.begin_replica(replica)
+    if arrived is None or arrived.order < order:
+        arrived = ReceivedStep(step, *order)
+        shard.begin_step(arrived)
         shard.backups.placement = content.target.placement
-    return replica
+    return arrived
 
 
 def check_in_sync(shard: UnitShard) -> None:
@@ -390,14 +389,14 @@ async def _confirm(
 ) -> None:
     shard = find_backup(run, item.target)
     async with shard.unchanging:
-        replica = open_replica(run, shard, item, step)
-        missing = set(item.contents) - replica.contents
+        arrived = open_step(run, shard, item, step)
+        missing = set(item.contents) - arrived.contents
         if missing:
             known = dict(zip(shard_pb2.StepContent.values(), shard_pb2.StepContent.keys(), strict=True))
             names = ", ".join(sorted(known.get(content, f"content {content}") for content in missing))
             raise StepStateError(f"the backup of {shard.what} lacks {names} of step {step}", unit=shard.unit)
         if _GRADIENT not in item.contents:
-            shard.set_no_mean()
+            shard.gradient.set_no_mean()
         if optimizer is not None:
             groups = next((unit.group_indices for unit in optimizer.units if unit.unit_index == shard.index), None)
             if not runs_on_trainers(optimizer.algorithm) or _PARTITIONS in item.contents:
@@ -406,9 +405,9 @@ async def _confirm(
             await shard.prepare_update(store.in_thread, optimizer, groups, key)
         await shard.record_prepared(store.in_thread)
         # Content of a later generation may have arrived meanwhile.
-        if open_replica(run, shard, item, step) is not replica:
+        if open_step(run, shard, item, step) is not arrived:
             raise StaleEpochError(f"the gradient of {shard.what} has since been replaced", unit=shard.unit)
-        replica.confirmed = True
+        arrived.confirmed = True
 
 
 def _index_of(run: HostedRun, reference: shard_pb2.ShardReference) -> int:

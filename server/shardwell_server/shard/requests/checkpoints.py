@@ -80,7 +80,7 @@ class CheckpointRequests:
         )
         writing = CheckpointWriting(request.checkpoint_id, capture, contents, self._roots)
         self._writing[run.identity.run_id] = writing
-        run.set_capture(capture)
+        run.capture = capture
         writing.start()
 
     async def describe(

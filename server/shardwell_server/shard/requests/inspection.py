@@ -60,7 +60,7 @@ def summarize(shard: UnitShard) -> shard_pb2.ShardSummary:
         version=shard.version,
         parameter_bytes=shard.size_bytes,
         optimizer_bytes=shard.applied.size_bytes,
-        contribution_bytes=shard.contributions.size_bytes + shard.copies.size_bytes,
+        contribution_bytes=shard.gradient.contributions.size_bytes + shard.gradient.twins.size_bytes,
         role=shard_pb2.SHARD_ROLE_PRIMARY if shard.role is Role.PRIMARY else shard_pb2.SHARD_ROLE_BACKUP,
         out_of_sync=shard.out_of_sync,
         backup_server_ids=[backup.server_id for backup in shard.backups.in_sync],
@@ -98,7 +98,7 @@ def describe_step(run: HostedRun) -> shard_pb2.DescribeStepResponse:
                 unit=shard.unit,
                 present_dp_ranks=[rank for rank in range(shard.dp) if _has_pushed(shard, rank)],
                 missing_dp_ranks=[rank for rank in range(shard.dp) if not _has_pushed(shard, rank)],
-                bytes=shard.contributions.size_bytes,
+                bytes=shard.gradient.contributions.size_bytes,
             )
             for shard in run.shards.values()
             if shard.role is Role.PRIMARY
@@ -108,7 +108,9 @@ def describe_step(run: HostedRun) -> shard_pb2.DescribeStepResponse:
 
 def _has_pushed(shard: UnitShard, dp_rank: int) -> bool:
     """True if all pipeline stages of a data rank that hold the unit have pushed a gradient."""
-    return all(contributor in shard.contributions.by_rank for contributor in shard.spec.contributors_of(dp_rank))
+    return all(
+        contributor in shard.gradient.contributions.by_rank for contributor in shard.spec.contributors_of(dp_rank)
+    )
 
 
 async def peek(store: ShardStore, request: shard_pb2.PeekRequest) -> shard_pb2.PeekResponse:
@@ -214,7 +216,7 @@ def _peeked(shard: UnitShard, number: int, request: shard_pb2.PeekRequest) -> to
     if request.source in (shard_pb2.PEEK_SOURCE_UNSPECIFIED, shard_pb2.PEEK_SOURCE_PARAMETER):
         return shard.views(shard.values.current.buffer)[number]
     if request.source == shard_pb2.PEEK_SOURCE_GRADIENT:
-        gradient = None if shard.reduced is None else shard.reduced.gradients[number]
+        gradient = None if shard.gradient.reduced is None else shard.gradient.reduced.gradients[number]
         if gradient is None:
             raise StepStateError(
                 f"parameter {request.parameter!r} has no reduced gradient now: one exists only between "

@@ -223,10 +223,9 @@ async def confirm(
     for shard in run.published:
         check_prepared(run, shard, request.context.step)
         shard.check_partitions()
-    answer = shard_pb2.ConfirmPartitionsResponse()
     optimizer = request.optimizer if request.HasField("optimizer") else _UNNAMED_OPTIMIZER
-    await replicator.bring_all(run, request.context.step, optimizer, answer)
-    return answer
+    failed, confirmed = await replicator.bring_all(run, request.context.step, optimizer)
+    return shard_pb2.ConfirmPartitionsResponse(failed_backups=failed, confirmed_backups=confirmed)
 
 
 def _content(
@@ -254,11 +253,11 @@ def _content(
 
 def mean_gradients(shard: UnitShard, segments: Sequence[Segment]) -> list[tuple[Segment, torch.Tensor]]:
     """Returns the mean gradient of each segment that has one. The segments must be within the shard."""
-    assert shard.reduced is not None
+    assert shard.gradient.reduced is not None
     present = []
     for segment in segments:
         number = shard.segment_of[segment.parameter_index]
-        gradient = shard.reduced.gradients[number]
+        gradient = shard.gradient.reduced.gradients[number]
         if gradient is not None:
             first = shard.segments[number].start_element
             present.append((segment, gradient[segment.start_element - first : segment.stop_element - first]))

@@ -86,7 +86,7 @@ class Push:
             if self._header.copy:
                 buffer = memory.incoming_spare(shard.size_bytes, self._what)
             else:
-                buffer = memory.incoming(shard.size_bytes, shard.contribution_quota, wait_s=wait_s, what=self._what)
+                buffer = memory.incoming(shard.size_bytes, shard.gradient.quota, wait_s=wait_s, what=self._what)
             async with buffer as received:
                 checksum = await self._receive(incoming, received)
                 return await self._accept_exclusively(received, checksum)
@@ -139,7 +139,7 @@ class Push:
         header, shard = self._header, self._shard
         if header.part or header.copy or header.wire_dtype or shard.streams or self._is_update_due:
             return None
-        received = self._store.memory.incoming_at_once(shard.size_bytes, shard.contribution_quota)
+        received = self._store.memory.incoming_at_once(shard.size_bytes, shard.gradient.quota)
         if received is not None:
             try:
                 memory = chunk_streams.memory_at(received.buffer.data_ptr(), shard.size_bytes)
@@ -188,7 +188,7 @@ class Push:
         return await self._run.exclusively(lambda: self.accept_now(received, checksum))
 
     def _reduce_soon(self) -> None:
-        if self._shard.seems_complete:
+        if self._shard.gradient.seems_complete:
             reduce_soon(self._store, self._run, self._shard)
 
     # ---- checks ----
@@ -196,12 +196,12 @@ class Push:
     def _check_header(self) -> None:
         shard = self._shard
         check_wire_dtype(self._header.wire_dtype)
-        shard.check_rank(self._dp_rank)
+        shard.gradient.check_rank(self._dp_rank)
         shard.check_range(self._header.start_bytes, self._header.stop_bytes)
         shard.numbers_of("parameter_indices", tuple(self._header.parameter_indices))
         shard.numbers_of("dropped_indices", tuple(self._header.dropped_indices))
         if self._header.summed:
-            shard.check_sum(self._header)
+            shard.gradient.check_sum(self._header)
 
     def _check_current(self) -> None:
         shard, step = self._shard, self._step
@@ -232,7 +232,7 @@ class Push:
     @property
     def _contributions(self) -> Contributions:
         """The contributions that the push belongs to."""
-        return self._shard.contributions_of(self._contributor, self._attempt, copy=self._header.copy)
+        return self._shard.gradient.contributions_of(self._contributor, self._attempt, copy=self._header.copy)
 
     def _is_duplicate(self) -> bool:
         counts = [
@@ -286,7 +286,7 @@ class Push:
             return True
         if check is not None:
             check()  # not earlier: the transport session may have closed while this push waited for its run
-        await self._shard.add_part(self._header, source, checksum, self._store.in_thread)
+        await self._shard.gradient.add_part(self._header, source, checksum, self._store.in_thread)
         fault_points.reach("server.push.accepted", dp_rank=self._dp_rank, part=self._part)
         return False
 
@@ -316,12 +316,12 @@ def reduce_soon(store: ShardStore, run: HostedRun, shard: UnitShard) -> None:
 
 
 async def _reduce_complete(store: ShardStore, run: HostedRun) -> None:
-    shards = [shard for shard in dict.fromkeys(run.complete) if shard.seems_complete]
+    shards = [shard for shard in dict.fromkeys(run.complete) if shard.gradient.seems_complete]
     run.complete.clear()
     await reduce_shards(shards, store.in_thread)
     for shard in shards:
         if any(backup.shares_host for backup in shard.backups.in_sync):
-            await shard.share_mean(store.in_thread)
+            await shard.gradient.share_mean(store.in_thread)
         store.when_reduced(run, shard)
 
 

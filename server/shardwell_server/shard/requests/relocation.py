@@ -14,10 +14,9 @@ from shardwell_server.shard.requests import steps
 from shardwell_server.shard.requests.peers import tensor_memory
 from shardwell_server.shard.shard_spec import ROLES, Role
 from shardwell_server.shard.state.portable_state import export
-from shardwell_server.shard.state.replication import Backup
 from shardwell_server.shard.state.runs import HostedRun
 from shardwell_server.shard.state.store import ShardStore
-from shardwell_server.shard.state.unit_shard import UnitShard
+from shardwell_server.shard.state.unit_shard import Backup, UnitShard
 from shardwell_wire import fault_points
 from shardwell_wire.errors import NotFoundError, StepStateError
 from shardwell_wire.v1 import shard_pb2
@@ -49,7 +48,7 @@ async def promote(run: HostedRun, in_thread: InThread, request: shard_pb2.Promot
         was_backup = shard.role is Role.BACKUP
         if was_backup:
             if shard.version == step:
-                shard.drop_replica()
+                shard.drop_step()
             else:
                 await shard.record_prepared(in_thread)  # no other server has the step that is about to be applied
             shard.take_role(Role.PRIMARY)

@@ -26,10 +26,9 @@ from shardwell_server.shard.concurrency import deadline_of
 from shardwell_server.shard.requests.peers import Peers, SilenceLimits, tensor_memory, unless_silent, write_content
 from shardwell_server.shard.shard_spec import Role
 from shardwell_server.shard.state.portable_state import export
-from shardwell_server.shard.state.replication import Backup, StepContent
 from shardwell_server.shard.state.runs import HostedRun
 from shardwell_server.shard.state.store import ShardStore
-from shardwell_server.shard.state.unit_shard import BufferShard, UnitShard
+from shardwell_server.shard.state.unit_shard import Backup, BufferShard, StepContent, UnitShard
 from shardwell_wire import fault_points
 from shardwell_wire.connection.channel import MAX_CORRUPT, retry_async
 from shardwell_wire.encoding import chunk_streams
@@ -59,7 +58,7 @@ def contents_of(
     """Returns what a backup needs for the step in flight, each with a value that changes when the content changes."""
     found: list[tuple[StepContent, tuple[object, ...]]] = []
     on_trainers = optimizer is not None and runs_on_trainers(optimizer.algorithm)
-    reduced = shard.reduced
+    reduced = shard.gradient.reduced
     if not isinstance(shard, BufferShard) and reduced is not None and not reduced.skipped and not on_trainers:
         found.append((_GRADIENT, ()))
     if numbers := _replicated_numbers(shard, optimizer):
@@ -77,17 +76,17 @@ def _replicated_numbers(shard: UnitShard, optimizer: common_pb2.OptimizerStep | 
         return set()
     else:
         groups = next((unit.group_indices for unit in optimizer.units if unit.unit_index == shard.index), None)
-        wanted = set(shard.kept_numbers(groups))
-    present = set[int]().union(*(each.present for each in shard.contributions.by_rank.values()))
+        wanted = set(shard.gradient.kept_numbers(groups))
+    present = set[int]().union(*(each.present for each in shard.gradient.contributions.by_rank.values()))
     return wanted & present
 
 
 def _write_gradient(
     shard: UnitShard, header: shard_pb2.ReplicateStepHeader, optimizer: common_pb2.OptimizerStep | None
 ) -> list[Buffer]:
-    assert shard.reduced is not None
+    assert shard.gradient.reduced is not None
     pieces: list[Buffer] = []
-    for segment, gradient in zip(shard.segments, shard.reduced.gradients, strict=True):
+    for segment, gradient in zip(shard.segments, shard.gradient.reduced.gradients, strict=True):
         if gradient is not None:
             header.gradient_indices.append(segment.parameter_index)
             pieces.append(tensor_memory(gradient))
@@ -99,7 +98,7 @@ def _write_contributions(
 ) -> list[Buffer]:
     pieces: list[Buffer] = []
     numbers = _replicated_numbers(shard, optimizer)
-    for contributor, contribution in sorted(shard.contributions.by_rank.items()):
+    for contributor, contribution in sorted(shard.gradient.contributions.by_rank.items()):
         own = sorted(numbers & contribution.present)
         header.contributions.add(
             contributor=contributor, parameter_indices=[shard.segments[number].parameter_index for number in own]
@@ -259,28 +258,26 @@ class Replicator:
         run: HostedRun,
         step: int,
         optimizer: common_pb2.OptimizerStep | None,
-        answer: shard_pb2.PrepareStepResponse | shard_pb2.PrepareUpdateResponse | shard_pb2.ConfirmPartitionsResponse,
-    ) -> None:
-        """Brings all backups of a run to a prepared step, and lists the outcome in an answer. Raises nothing.
+    ) -> tuple[list[shard_pb2.BackupStatus], list[shard_pb2.BackupStatus]]:
+        """Brings all backups of a run to a prepared step. Raises nothing.
 
-        Returns only when no backup is left that was added meanwhile.
+        Returns only when no backup is left that was added meanwhile. Answer without another ``await``: see ``copy``.
 
         Args:
             run: The run.
             step: The prepared step.
             optimizer: The optimizer that is expected to update the step. None: not known yet.
-            answer: Gets the backups that failed and those that are confirmed.
+
+        Returns:
+            The backups that failed, and those that are confirmed.
         """
-        run.expect_optimizer(optimizer)
+        run.expected_optimizer = optimizer
         done: set[int] = set()
         while left := [entry for entry in _entries(run, step) if id(entry[1]) not in done]:
             done.update(id(backup) for _, backup in left)
             await self._bring(run, step, left, optimizer)
-        # No ``await`` from the last check to the answer: see ``copy``.
-        del answer.failed_backups[:], answer.confirmed_backups[:]
-        for shard in run.published:
-            answer.failed_backups.extend(_status(shard, backup) for backup in shard.backups.failed)
-            answer.confirmed_backups.extend(_status(shard, backup) for backup in shard.backups.in_sync)
+        failed = [_status(shard, backup) for shard in run.published for backup in shard.backups.failed]
+        return failed, [_status(shard, backup) for shard in run.published for backup in shard.backups.in_sync]
 
     async def _bring(
         self, run: HostedRun, step: int, entries: Sequence[_Entry], optimizer: common_pb2.OptimizerStep | None
@@ -407,7 +404,7 @@ class Replicator:
             task.add_done_callback(self._tasks.discard)
 
     async def _send_early(self, run: HostedRun, shard: UnitShard, backup: Backup) -> None:
-        if shard.version is not None and shard.reduced is not None and not shard.reduced.skipped:
+        if shard.version is not None and shard.gradient.reduced is not None and not shard.gradient.reduced.skipped:
             send_missing = partial(self._send_missing, run, shard.version, shard, backup, run.expected_optimizer)
             await self._guarded(run, shard, backup, send_missing)
 
@@ -449,8 +446,8 @@ class Replicator:
         )
         pieces = write_step(shard, header, optimizer)
         size_bytes = sum(len(piece) for piece in pieces)
-        if content == shard_pb2.STEP_CONTENT_GRADIENT and backup.shares_host and shard.mean_path:
-            header.path, pieces = shard.mean_path, []
+        if content == shard_pb2.STEP_CONTENT_GRADIENT and backup.shares_host and shard.gradient.mean_path:
+            header.path, pieces = shard.gradient.mean_path, []
         timeout_s = _TIMEOUT_S + size_bytes / _SLOWEST_BYTES_PER_S
 
         def messages() -> Iterator[bytes]:
@@ -472,7 +469,7 @@ class Replicator:
                 raise
             logger.info("the gradients of %s are streamed to server %r: %s", shard.what, backup.server_id, error)
             backup.shares_host = False
-            if shard.partitions.generation != generation or (header.path and shard.reduced is None):
+            if shard.partitions.generation != generation or (header.path and shard.gradient.reduced is None):
                 raise _GradientChanged from error
             await self._send_content(run, step, shard, backup, content, optimizer)
             return

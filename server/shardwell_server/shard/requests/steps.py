@@ -10,11 +10,12 @@ from functools import partial
 
 from shardwell_server import optimizer_checks
 from shardwell_server.shard.concurrency import InThread
+from shardwell_server.shard.gradients.step_gradient import PushedBuffers
 from shardwell_server.shard.requests.replication import Replicator
 from shardwell_server.shard.shard_spec import Role
 from shardwell_server.shard.state.joint_updates import StepUpdate, reduce_shards
 from shardwell_server.shard.state.runs import HostedRun, PreparedStep
-from shardwell_server.shard.state.unit_shard import BufferShard, UnitShard
+from shardwell_server.shard.state.unit_shard import UnitShard
 from shardwell_wire import fault_points
 from shardwell_wire.errors import (
     IncompleteStepError,
@@ -40,10 +41,10 @@ def fence(run: HostedRun, request: shard_pb2.FenceRequest) -> None:
         _release_held(run)
     for shard in run.shards.values():
         if risen and shard.role is Role.BACKUP and shard.version == step:
-            shard.drop_replica()  # the primary sends the new gradient
+            shard.drop_step()  # the primary sends the new gradient
         for rank, attempt in risen:
             if shard.version == step:
-                shard.drop_older(rank, attempt)
+                shard.gradient.drop_older(rank, attempt)
         for fenced in request.ranks:
             rank = fenced.dp_rank
             at = step if run.rank_versions is None else run.rank_versions.of(rank)
@@ -71,75 +72,67 @@ async def prepare(
         StepStateError: The step is not the next step.
         InvalidRequestError: The manifest does not fit the run.
     """
-    answer = shard_pb2.PrepareStepResponse()
-    answer.CopyFrom(await _prepare(run, in_thread, request))
-    step, optimizer = request.context.step, request.optimizer if request.HasField("optimizer") else None
-    if optimizer is not None:
-        try:
-            await _allocate(run, in_thread, request.context.step, request.optimizer)
-            answer.update_ready = True
-        except ShardwellError as error:
-            # Not raised: the step may be committed with another optimizer. Otherwise PrepareUpdate raises it.
-            logger.info("cannot prepare the update of step %d of run %r: %s", step, run.name, error)
-    if optimizer is None or not runs_on_trainers(optimizer.algorithm):  # otherwise ConfirmPartitions does this
-        await replicator.bring_all(run, step, optimizer, answer)
-    fault_points.reach("server.prepare.after", step=request.context.step)
-    return answer
-
-
-async def _prepare(
-    run: HostedRun, in_thread: InThread, request: shard_pb2.PrepareStepRequest
-) -> shard_pb2.PrepareStepResponse:
-    step, manifest = request.context.step, _manifest(request)
-    attempts = {rank.dp_rank: rank.attempt for rank in request.ranks}
-    norm = request.norm_type, request.norm_bound
+    step, manifest, norm = request.context.step, _manifest(request), (request.norm_type, request.norm_bound)
     if not min(norm) >= 0:
         raise InvalidRequestError(
             f"norm_type and norm_bound are {norm}, expected numbers above 0, or 0 for no norm and for no bound"
         )
     former = run.prepared
-    if former is not None and (former.step, former.manifest) == (step, manifest):
-        assert former.answer is not None
-        if former.norm == norm:
-            return former.answer
-    else:
+    is_known = former is not None and (former.step, former.manifest) == (step, manifest)
+    attempts = {rank.dp_rank: rank.attempt for rank in request.ranks}
+    if not is_known:
         _check_complete(run, request)
         _allocate_held(run, step, attempts.keys())
         # Pushes are rejected from here on.
-        run.set_prepared(PreparedStep(step, manifest, attempts, norm, None))
-    try:
-        answer = await _reduced(run, in_thread, request)
-    except BaseException:
-        if run.prepared is not former:
-            run.clear_prepared()
-        raise
-    run.set_prepared(PreparedStep(step, manifest, attempts, norm, answer))
+        run.prepared = PreparedStep(step, manifest, attempts, norm, None)
+    reduced = former.answer if former is not None and is_known and former.norm == norm else None
+    if reduced is None:
+        try:
+            reduced = await _reduce(run, in_thread, request)
+        except BaseException:
+            if run.prepared is not former:
+                run.clear_prepared()
+            raise
+        run.prepared = PreparedStep(step, manifest, attempts, norm, reduced)
+    answer, optimizer = shard_pb2.PrepareStepResponse(), request.optimizer if request.HasField("optimizer") else None
+    answer.CopyFrom(reduced)
+    if optimizer is not None:
+        try:
+            await _allocate(run, in_thread, step, optimizer)
+            answer.update_ready = True
+        except ShardwellError as error:
+            # Not raised: the step may be committed with another optimizer. Otherwise PrepareUpdate raises it.
+            logger.info("cannot prepare the update of step %d of run %r: %s", step, run.name, error)
+    if optimizer is None or not runs_on_trainers(optimizer.algorithm):  # otherwise ConfirmPartitions does this
+        failed, confirmed = await replicator.bring_all(run, step, optimizer)
+        answer.failed_backups.extend(failed)
+        answer.confirmed_backups.extend(confirmed)
+    fault_points.reach("server.prepare.after", step=step)
     return answer
 
 
-async def _reduced(
+async def _reduce(
     run: HostedRun, in_thread: InThread, request: shard_pb2.PrepareStepRequest
 ) -> shard_pb2.PrepareStepResponse:
     """Reduces every shard unless it is reduced already, and returns the norms."""
     answer, shards = shard_pb2.PrepareStepResponse(version=request.context.step), run.published
     if not request.skip:
-        await reduce_shards([shard for shard in shards if shard.awaits_reduction], in_thread)
+        await reduce_shards([shard for shard in shards if shard.gradient.awaits_reduction], in_thread)
     for shard in shards:
-        if isinstance(shard, BufferShard) and (changed := shard.changed):
+        if isinstance(shard.gradient, PushedBuffers) and (changed := shard.gradient.changed):
             answer.buffers.add(unit_index=shard.index, buffer_indices=changed)
         if request.skip:
-            shard.skip_reduction()
-            await shard.record_prepared(in_thread)
-            continue
-        reduced = await shard.reduce(in_thread)
-        norm = shard_pb2.UnitNorm(unit_index=shard.index, square_partials=reduced.square_partials)
-        if request.norm_type == math.inf:
-            norm.max_abs = min(await in_thread(reduced.max_abs), request.norm_bound or math.inf)
-        elif request.norm_type:
-            starts = [segment.start_bytes for segment in shard.segments]
-            powers = partial(reduced.power_partials, starts, request.norm_type, request.norm_bound or None)
-            norm.power_partials.extend(await in_thread(powers))
-        answer.units.append(norm)
+            shard.gradient.skip_reduction()
+        else:
+            reduced = await shard.gradient.reduce(in_thread)
+            norm = shard_pb2.UnitNorm(unit_index=shard.index, square_partials=reduced.square_partials)
+            if request.norm_type == math.inf:
+                norm.max_abs = min(await in_thread(reduced.max_abs), request.norm_bound or math.inf)
+            elif request.norm_type:
+                starts = [segment.start_bytes for segment in shard.segments]
+                powers = partial(reduced.power_partials, starts, request.norm_type, request.norm_bound or None)
+                norm.power_partials.extend(await in_thread(powers))
+            answer.units.append(norm)
         await shard.record_prepared(in_thread)
     return answer
 
@@ -157,12 +150,13 @@ async def prepare_update(
         CapacityError: There is no memory for the update.
     """
     optimizer_checks.validate(request.optimizer)
-    answer, step = shard_pb2.PrepareUpdateResponse(), request.context.step
-    if run.published:
-        _require_prepared(run, step)
-        await _allocate(run, in_thread, step, request.optimizer)
-        await replicator.bring_all(run, step, request.optimizer, answer)
-    return answer
+    step = request.context.step
+    if not run.published:
+        return shard_pb2.PrepareUpdateResponse()
+    _require_prepared(run, step)
+    await _allocate(run, in_thread, step, request.optimizer)
+    failed, confirmed = await replicator.bring_all(run, step, request.optimizer)
+    return shard_pb2.PrepareUpdateResponse(failed_backups=failed, confirmed_backups=confirmed)
 
 
 async def _allocate(run: HostedRun, in_thread: InThread, step: int, optimizer: common_pb2.OptimizerStep) -> None:
@@ -198,7 +192,7 @@ async def update(run: HostedRun, in_thread: InThread, request: shard_pb2.UpdateR
         raise InvalidRequestError(f"clip_coefficient is {clip}, expected a finite number of at least 0")
     place = {index: number for number, index in enumerate(request.unit_order)}
     # Buffers first: trainers wait for their new version before they continue. But before them a shard whose update was
-    # interrupted, because the next update overwrites what is needed to continue it.
+    # interrupted: neither of its versions can be read.
 
     def in_order(shards: Iterable[UnitShard]) -> list[UnitShard]:
         return sorted(
@@ -335,13 +329,15 @@ def _check_complete(run: HostedRun, request: shard_pb2.PrepareStepRequest) -> No
             raise StepStateError(f"step {step} cannot be prepared: {shard.what} is at version {shard.version}")
         if run.rank_versions is not None:
             (rank,) = request.ranks
-            shard.check_rank(rank.dp_rank)
-            shard.count_only(rank.dp_rank)
+            shard.gradient.check_rank(rank.dp_rank)
+            shard.gradient.count_only(rank.dp_rank)
         elif shard.dp != request.dp:
             raise InvalidRequestError(f"dp is {request.dp}, but {shard.what} was reserved with {shard.dp} data ranks")
         found.add(shard.index)
-        shard.choose({rank.dp_rank: rank.attempt for rank in request.ranks})
-        differences = shard.contributions.differences(expected.get(shard.index, {}), shard.counted, shard.spec.name_of)
+        shard.gradient.choose({rank.dp_rank: rank.attempt for rank in request.ranks})
+        differences = shard.gradient.contributions.differences(
+            expected.get(shard.index, {}), shard.gradient.counted, shard.spec.name_of
+        )
         lines += [f"unit {shard.unit!r}: {line}" for line in differences]
     lines += [f"unit {index}: this server has no shard of the unit" for index in expected if index not in found]
     if lines:

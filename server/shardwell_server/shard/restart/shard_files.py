@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
-from shardwell_server.shard.arithmetic.reduction import Reduced
 from shardwell_server.shard.arithmetic.shard_optimizer import (
     OptimizerContent,
     PartContent,
@@ -30,7 +29,7 @@ from shardwell_server.shard.restart.shard_record import (
     encode_spec,
     next_generation,
 )
-from shardwell_server.shard.restart.undo import ChangedRange, SharedProgress, UndoArea, area_bytes
+from shardwell_server.shard.restart.undo import SharedProgress, UndoLog, locate
 from shardwell_server.shard.shard_spec import Role, ShardSpec
 from shardwell_wire import fault_points
 from shardwell_wire.errors import CapacityError
@@ -41,93 +40,25 @@ _ALIGNMENT = 64
 """Alignment of state tensors in a file, in bytes."""
 
 
-class DescribedShard(Protocol):
-    """What a record says about a shard."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordedState:
+    """What a record and its step words say about a shard."""
+
+    role: Role
+    relocation: int
+    """``UnitShard.relocation``."""
+    version: int
+    """The newest version."""
+    values: ShardFile
+    optimizer: ShardOptimizer | None
+    """None before the first update."""
+    prepared: PreparedRecord | None
+    """None: no step is prepared, or its gradient is not in its file."""
 
     @property
-    def role(self) -> Role:
-        """What the server does with the shard."""
-        ...
-
-    @property
-    def relocation(self) -> int:
-        """``UnitShard.relocation``."""
-        ...
-
-    @property
-    def version(self) -> int | None:
-        """The newest published version."""
-        ...
-
-    @property
-    def values_file(self) -> ShardFile | None:
-        """The file of the values. None: they are in ordinary memory."""
-        ...
-
-    @property
-    def optimizer(self) -> ShardOptimizer | None:
-        """The optimizer. None before the first update."""
-        ...
-
-    @property
-    def reduced(self) -> Reduced | None:
-        """The mean gradient of the step in flight."""
-        ...
-
-    @property
-    def is_described(self) -> bool:
-        """False if the shard has state that a record cannot describe."""
-        ...
-
-    @property
-    def recorded_segments(self) -> list[int] | None:
-        """Numbers of the segments that the next update has a gradient for. None: the gradient is not in its file."""
-        ...
-
-
-class RunFiles:
-    """Files that the shards of one run share. Used within ``HostedRun.exclusively``.
-
-    Args:
-        shared: Shared memory that outlives the process.
-        memory: The server's memory budget.
-    """
-
-    def __init__(self, shared: SharedMemory, memory: Memory) -> None:
-        self.shared, self.memory = shared, memory
-        self.undo: UndoArea | None = None
-        """None before the first update."""
-
-    def enlarge_undo(self, copied_bytes: int) -> None:
-        """Makes the undo area large enough for pieces of this size. Call while no update runs.
-
-        Raises:
-            CapacityError: It does not fit the shared memory.
-        """
-        size_bytes = area_bytes(copied_bytes)
-        if self.undo is not None and self.undo.size_bytes >= size_bytes:
-            return
-        made = UndoArea(self.shared.create(size_bytes, "undo area", ".undo"))
-        self.close()
-        self.memory.note_shared(size_bytes)
-        self.undo = made
-
-    def take_up(self, undo: UndoArea) -> None:
-        """Continues with the undo area of a former process."""
-        self.memory.note_shared(undo.size_bytes)
-        self.undo = undo
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the files."""
-        return [] if self.undo is None else [self.undo.shared.name]
-
-    def close(self) -> None:
-        """Removes the files."""
-        if self.undo is not None:
-            self.memory.note_shared(-self.undo.size_bytes)
-            self.undo.shared.unlink()
-            self.undo = None
+    def update_count(self) -> int:
+        """Number of updates of the optimizer."""
+        return 0 if self.optimizer is None else self.optimizer.update_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,12 +82,13 @@ class ShardFiles:
 
     Args:
         spec: The shard.
-        run: Files of its run.
+        memory: The server's memory budget.
+        shared: Shared memory that outlives the process.
+        undo: The log of the shard's run.
     """
 
-    def __init__(self, spec: ShardSpec, run: RunFiles) -> None:
-        self._spec, self._run = spec, run
-        self._shared, self._memory = run.shared, run.memory
+    def __init__(self, spec: ShardSpec, memory: Memory, shared: SharedMemory, undo: UndoLog) -> None:
+        self._spec, self._memory, self._shared, self._undo = spec, memory, shared, undo
         self._name = new_record_name()
         self.has_record = False
         """True if there is a record."""
@@ -164,13 +96,17 @@ class ShardFiles:
         """Generation of the last record."""
         self._recorded: _Recorded | None = None
         """None: there is no record of this process."""
+        self._values: ShardFile | None = None
+        """File of the values, which has the step word."""
         self._word: StepWord | None = None
-        """The last step word."""
+        """The last step word of the last record."""
         self._prepared = False
         """Whether a step is saved as prepared."""
         self.mean: SharedBuffer | None = None
         """The mean gradient of the step in flight, or the new values of buffers. Laid out like the shard."""
-        self._arenas: list[SharedBuffer] = []
+        self._former_means: list[SharedBuffer] = []
+        """Former files of the mean gradient, until no record names them."""
+        self.arenas: list[SharedBuffer] = []
         """Files of the optimizer's state."""
         self._encoded_spec = encode_spec(spec)
         self._places: dict[tuple[object, ...], TensorPlace] = {}
@@ -188,16 +124,25 @@ class ShardFiles:
             arena = self._shared.create(size_bytes, f"optimizer state of {self._spec.what}", ".state")
         except CapacityError:
             return allocate_ordinary(templates)  # SharedMemory logs the reason
-        self._arenas.append(arena)
+        self.arenas.append(arena)
         return [
             _view(arena, offset, template.dtype, template.shape)
             for offset, template in zip(offsets, templates, strict=True)
         ]
 
-    def acquire_mean(self, shard: DescribedShard) -> torch.Tensor | None:
-        """Returns the memory for the next mean gradient. None: shared memory is full. uint8. [size_bytes]"""
-        if self._prepared:
-            self.save(shard, prepared=False)  # the recorded gradient is about to be overwritten
+    def acquire_mean(self, filling: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Returns the memory for the next mean gradient. None: shared memory is full. uint8. [size_bytes]
+
+        Args:
+            filling: Memory that a stream may still fill, although it is no longer wanted. It is not returned.
+        """
+        if self._prepared and self._word is not None and self._values is not None:
+            # The recorded gradient is about to be overwritten.
+            self._prepared = False
+            self._write_word(self._values, replace(self._word, prepared=Prepared.NO))
+        if self.mean is not None and self.mean.tensor is filling:
+            self._former_means.append(self.mean)
+            self.mean = None
         if self.mean is None:
             try:
                 self.mean = self._shared.create(self._spec.size_bytes, f"mean gradient of {self._spec.what}", ".mean")
@@ -206,90 +151,74 @@ class ShardFiles:
             self._memory.note_shared(self._spec.size_bytes)
         return self.mean.tensor
 
-    def replace_mean(self, shard: DescribedShard) -> None:
-        """Removes the file of the mean gradient, because a stream that is no longer wanted still fills it."""
-        former, self.mean = self.mean, None
-        self.save(shard, prepared=False)  # names the file no longer
-        if former is not None:
-            former.unlink()
-            self._memory.note_shared(-self._spec.size_bytes)
+    def reserve_undo(self, piece_bytes: int) -> None:
+        """Makes the undo log large enough for the next update. Without it, no process continues the update."""
+        self._undo.reserve_pieces(piece_bytes)
 
-    def enlarge_undo(self, copied_bytes: int) -> None:
-        """Makes the undo area large enough for the next update. Without one, the update cannot be continued."""
-        try:
-            self._run.enlarge_undo(copied_bytes)
-        except CapacityError:
-            self._run.close()
-
-    def begin_update(self, shard: DescribedShard) -> bool:
+    def begin_update(self, state: RecordedState | None) -> bool:
         """Prepares for an update. Returns whether another process can continue it; if not, removes the record."""
-        self.save(shard)  # names the current undo area
+        self.save(state)
         if not self._prepared:
             self.remove_record()
         return self._prepared
 
-    def progress(self, shard: DescribedShard) -> Progress:
-        """Returns the progress of the update that is about to start, or that a former process has started."""
-        values = shard.values_file
-        assert shard.version is not None
-        if not self.begin_update(shard):
-            return Progress()
-        if self._run.undo is None or values is None:
+    def progress(self, state: RecordedState | None, piece_bytes: int) -> Progress:
+        """Returns the progress of the update that is about to start, or that a former process has started.
+
+        Args:
+            state: The shard before the update.
+            piece_bytes: Size of the tensors that a piece changes, at most.
+        """
+        lasts, undo = self.begin_update(state) and self._undo.reserve_pieces(piece_bytes), self._undo
+        if not lasts:
             self.remove_record()
-            return Progress()
-        return SharedProgress(self._run.undo, values.progress, shard.version)
+            if state is None:
+                return Progress()
+            # No other process continues the update, but a former one may have applied pieces of it.
+            undo = UndoLog()
+            undo.reserve_pieces(piece_bytes)
+        assert state is not None
+        files = [state.values.shared, *self.arenas]
+        return SharedProgress(undo, state.values.progress, state.version, partial(locate, files))
 
     # ---- the record ----
 
-    def save(self, shard: DescribedShard, version: int | None = None, *, prepared: bool = True) -> None:
-        """Saves the shard's state, for the next process.
-
-        Args:
-            shard: The shard.
-            version: The version that an update has just made. None: the published version.
-            prepared: Whether to save the prepared step, if there is one.
-        """
-        if shard.optimizer is not None and shard.optimizer.is_updating:
-            return  # the saved state is the one before the update
-        if shard.version is None or shard.values_file is None or not shard.is_described:
+    def save(self, state: RecordedState | None) -> None:
+        """Saves a shard's state, for the next process. None: a record cannot describe it."""
+        if state is None:
             self.remove_record()
             return
-        step = self._prepared_record(shard) if prepared and version is None else None
-        version = shard.version if version is None else version
-        self._prepared = step is not None
-        if not self._continues_record(shard, step):
-            self._replace_record(shard, shard.values_file, version, step)
+        if state.optimizer is not None and state.optimizer.is_updating:
+            return  # the saved state is the one before the update
+        self._prepared, self._values = state.prepared is not None, state.values
+        if not self._continues_record(state):
+            self._replace_record(state)
         if self._recorded is not None:
-            updates = _update_count(shard) - self._recorded.update_count
-            kind = Prepared.NO if step is None else step.kind
-            self._write_word(shard.values_file, StepWord(self._recorded.generation, version, updates, kind))
+            self._save_word(state.version, state.update_count, state.prepared)
 
-    def can_save_update(self, shard: DescribedShard) -> bool:
+    def can_save_update(self, state: RecordedState | None) -> bool:
         """True if ``save_update`` can describe the shard after the update of the prepared step."""
-        if not shard.is_described:
+        if state is None:
             return not self.has_record
         recorded = self._recorded
         return (
             self._prepared
+            and state.prepared is not None
             and recorded is not None
-            and _update_count(shard) - recorded.update_count < MAX_UPDATES
-            and self._continues_record(shard, self._prepared_record(shard))
+            and state.update_count - recorded.update_count < MAX_UPDATES
+            and self._continues_record(state)
         )
 
-    def save_update(self, shard: DescribedShard, version: int) -> None:
-        """As ``save`` after an update, by a step word alone. ``can_save_update`` was True before the update."""
-        if self._recorded is not None and shard.values_file is not None:
-            self._prepared = False
-            updates = _update_count(shard) - self._recorded.update_count
-            self._write_word(shard.values_file, StepWord(self._recorded.generation, version, updates, Prepared.NO))
+    def save_update(self, version: int, update_count: int) -> None:
+        """As ``save`` after an update, by a step word alone. ``can_save_update`` was True before the update.
 
-    def range_of(self, tensor: torch.Tensor) -> ChangedRange:
-        """Returns where a state tensor is."""
-        try:
-            arena = self._arena_of(tensor)
-        except LookupError:
-            return ChangedRange.of(tensor)
-        return ChangedRange.of(tensor, arena.name, tensor.data_ptr() - arena.tensor.data_ptr())
+        Args:
+            version: The new version.
+            update_count: ``ShardOptimizer.update_count``.
+        """
+        if self._recorded is not None:
+            self._prepared = False
+            self._save_word(version, update_count, None)
 
     def remove_record(self) -> None:
         """Removes the record: another process cannot take up the shard."""
@@ -297,32 +226,46 @@ class ShardFiles:
         if self.has_record:
             self._shared.remove_record(self._name)
             self.has_record = False
+        self._remove_former_means()
 
     def close(self) -> None:
         """Removes the record and the files."""
         self.remove_record()
-        for arena in self._arenas:
+        for arena in self.arenas:
             arena.unlink()
-        self._arenas.clear()
+        self.arenas.clear()
         self._places.clear()
         if self.mean is not None:
-            self.mean.unlink()
-            self._memory.note_shared(-self._spec.size_bytes)
+            self._former_means.append(self.mean)
             self.mean = None
+        self._remove_former_means()
 
-    def _continues_record(self, shard: DescribedShard, step: PreparedRecord | None) -> bool:
+    def _remove_former_means(self) -> None:
+        for former in self._former_means:
+            former.unlink()
+            self._memory.note_shared(-self._spec.size_bytes)
+        self._former_means.clear()
+
+    def _continues_record(self, state: RecordedState) -> bool:
         """Returns whether a step word can describe the state."""
         recorded = self._recorded
-        if recorded is None or recorded.content != self._content(shard):
+        if recorded is None or recorded.content != self._content(state):
             return False
+        step = state.prepared
         if step is not None and step.present and step.present != recorded.present:
             return False
-        return _update_count(shard) - recorded.update_count <= MAX_UPDATES
+        return state.update_count - recorded.update_count <= MAX_UPDATES
 
-    def _content(self, shard: DescribedShard) -> tuple[object, ...]:
-        optimizer = shard.optimizer
-        state = None if optimizer is None else (optimizer.revision, optimizer.averages.has_started)
-        return shard.role, shard.relocation, shard.values_file, self.mean, self._run.undo, optimizer, state
+    def _content(self, state: RecordedState) -> tuple[object, ...]:
+        optimizer = state.optimizer
+        described = None if optimizer is None else (optimizer.revision, optimizer.averages.has_started)
+        return state.role, state.relocation, state.values, self.mean, optimizer, described
+
+    def _save_word(self, version: int, update_count: int, step: PreparedRecord | None) -> None:
+        assert self._recorded is not None and self._values is not None
+        updates = update_count - self._recorded.update_count
+        kind = Prepared.NO if step is None else step.kind
+        self._write_word(self._values, StepWord(self._recorded.generation, version, updates, kind))
 
     def _write_word(self, values: ShardFile, word: StepWord) -> None:
         if word != self._word:
@@ -330,36 +273,33 @@ class ShardFiles:
             self._word = word
             self._shared.note_use()
 
-    def _replace_record(
-        self, shard: DescribedShard, values: ShardFile, version: int, step: PreparedRecord | None
-    ) -> None:
+    def _replace_record(self, state: RecordedState) -> None:
         """Writes a new record, or removes the record if the shard is not entirely in shared memory."""
-        content = OptimizerContent() if shard.optimizer is None else shard.optimizer.content()
+        content = OptimizerContent() if state.optimizer is None else state.optimizer.content()
         arenas = self._used(content)
-        present = step.present if step is not None else self._recorded.present if self._recorded is not None else ()
+        step, recorded = state.prepared, self._recorded
+        present = step.present if step is not None else recorded.present if recorded is not None else ()
         generation = next_generation(self._generation)
         try:
             parts = [self._part_record(part) for part in content.parts]
         except LookupError:
             self.remove_record()
             return
-        undo = self._run.undo
-        buffers = [*arenas, *([self.mean] if self.mean else []), *([undo.shared] if undo else [])]
+        buffers = [*arenas, *([self.mean] if self.mean else [])]
         description = ShardDescription(
             spec=self._spec,
-            role=shard.role,
-            relocation=shard.relocation,
-            version=version,
-            values=values.name,
+            role=state.role,
+            relocation=state.relocation,
+            version=state.version,
+            values=state.values.name,
             files={buffer.name: buffer.tensor.numel() for buffer in buffers},
             parts=parts,
             averages_started=content.averages_started,
-            undo=undo.shared.name if undo else None,
             mean=self.mean.name if self.mean else None,
             prepared=step,
             generation=generation,
             present=present,
-            counted=() if shard.optimizer is None else shard.optimizer.counted,
+            counted=() if state.optimizer is None else state.optimizer.counted,
         )
         try:
             self.has_record = True
@@ -369,15 +309,10 @@ class ShardFiles:
             self.remove_record()
             return
         self._generation = generation
-        self._recorded = _Recorded(self._content(shard), generation, present, _update_count(shard))
-        fault_points.reach("server.record.replaced", version=version)
+        self._recorded = _Recorded(self._content(state), generation, present, state.update_count)
+        fault_points.reach("server.record.replaced", version=state.version)
         self._keep_only(arenas)
-
-    def _prepared_record(self, shard: DescribedShard) -> PreparedRecord | None:
-        present = shard.recorded_segments
-        if shard.reduced is None or present is None or (present and self.mean is None):
-            return None
-        return PreparedRecord(present, shard.reduced.skipped)
+        self._remove_former_means()
 
     def _part_record(self, part: PartContent) -> PartRecord:
         return PartRecord(
@@ -402,17 +337,17 @@ class ShardFiles:
         return place
 
     def _arena_of(self, tensor: torch.Tensor) -> SharedBuffer:
-        for arena in self._arenas:
+        for arena in self.arenas:
             if arena.tensor.data_ptr() <= tensor.data_ptr() < arena.tensor.data_ptr() + arena.tensor.numel():
                 return arena
         raise LookupError("the tensor is in ordinary memory")
 
     def _used(self, content: OptimizerContent) -> list[SharedBuffer]:
         """Returns the files that contain state of the optimizer. Others have the state of a former optimizer."""
-        if len(self._arenas) < 2:
-            return list(self._arenas)
+        if len(self.arenas) < 2:
+            return list(self.arenas)
         addresses = [tensor.data_ptr() for part in content.parts for tensor in part.tensors]
-        ranges = [(arena, arena.tensor.data_ptr()) for arena in self._arenas]
+        ranges = [(arena, arena.tensor.data_ptr()) for arena in self.arenas]
         return [
             arena
             for arena, start in ranges
@@ -421,39 +356,41 @@ class ShardFiles:
 
     def _keep_only(self, arenas: Sequence[SharedBuffer]) -> None:
         """Removes all other files of the optimizer's state, which the record no longer names."""
-        for arena in [arena for arena in self._arenas if arena not in arenas]:
+        for arena in [arena for arena in self.arenas if arena not in arenas]:
             arena.unlink()
-            self._arenas.remove(arena)
+            self.arenas.remove(arena)
             self._places.clear()  # another file may be mapped at the same address
 
     @property
     def names(self) -> list[str]:
-        """Names of the shard's and the run's files, and of the record."""
+        """Names of the shard's files, and of the record."""
         mean = [] if self.mean is None else [self.mean.name]
-        return [self._name, *mean, *(arena.name for arena in self._arenas), *self._run.names]
+        return [self._name, *mean, *(arena.name for arena in self.arenas)]
 
     # ---- taking up ----
 
-    def take_up(self, name: str, record: ShardDescription) -> None:
-        """Opens the files of a record that a former process wrote. Raises OSError or ValueError if one is missing."""
+    def take_up(self, name: str, record: ShardDescription, values: ShardFile) -> None:
+        """Opens the files of a record that a former process wrote, continued by its last step word.
+
+        Raises:
+            OSError, ValueError: A file is missing.
+        """
         self._name, self.has_record, self._generation = name, True, record.generation
-        self._prepared = record.prepared is not None
-        special = {record.mean, record.undo}
-        self._arenas = [self._shared.open(file, size) for file, size in record.files.items() if file not in special]
+        self._prepared, self._values = record.prepared is not None, values
+        word = StepWord.read(values.step_word)
+        is_own = word.generation == record.generation
+        self._word = word if is_own else StepWord(record.generation, record.version, 0, Prepared.NO)
+        self.arenas = [self._shared.open(file, size) for file, size in record.files.items() if file != record.mean]
         if record.mean is not None:
             self.mean = self._shared.open(record.mean, record.files[record.mean])
             self._memory.note_shared(self._spec.size_bytes)
 
     def tensor_at(self, place: TensorPlace) -> torch.Tensor:
         """Returns a state tensor that a former process wrote. Raises ValueError if there is none."""
-        arena = next((arena for arena in self._arenas if arena.name == place.file), None)
+        arena = next((arena for arena in self.arenas if arena.name == place.file), None)
         if arena is None or place.offset_bytes + place.size_bytes > arena.tensor.numel():
             raise ValueError(f"its file {place.file} has no tensor at {place.offset_bytes}")
         return _view(arena, place.offset_bytes, getattr(torch, place.dtype), place.shape)
-
-
-def _update_count(shard: DescribedShard) -> int:
-    return 0 if shard.optimizer is None else shard.optimizer.update_count
 
 
 def _view(arena: SharedBuffer, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:

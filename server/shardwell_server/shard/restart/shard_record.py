@@ -88,7 +88,7 @@ def next_generation(generation: int) -> int:
     return generation % ((1 << _GENERATION_BITS) - 1) + 1
 
 
-FORMAT = 7
+FORMAT = 8
 """Changes with every change of the record or of the pieces of updates."""
 
 
@@ -160,8 +160,6 @@ class ShardDescription:
     parts: Sequence[PartRecord] = ()
     """Empty before the first update."""
     averages_started: bool = False
-    undo: str | None = None
-    """File of the undo area."""
     mean: str | None = None
     """File of the mean gradient, or of the new values of buffers."""
     prepared: PreparedRecord | None = None
@@ -208,7 +206,6 @@ _FIELDS = (
     "files",
     "parts",
     "averages_started",
-    "undo",
     "mean",
     "prepared",
     "generation",

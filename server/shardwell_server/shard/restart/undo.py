@@ -1,34 +1,28 @@
-"""Copies of everything that an update of several shards changes, until the update is complete.
-
-Note: [Interrupted updates of several shards]
-    Small shards of a run are updated together, all of them or none. Before the first byte changes, everything that the
-    update changes is copied: values, optimizer state, averages, and the step words of the shards. Copies are in one
-    file of the run, after a table of the places where they belong. A word in the file's header says whether the copies
-    count. It is set when table and copies are complete. It is cleared when values, state and step words are those of
-    the next version, which readers may see only afterwards. A process that finds the word set copies everything back,
-    before it reads any step word, and repeats the update of all these shards. Interrupted updates of single shards are
-    continued instead: see ``undo_area.py``.
-
-Progress of updates in shared memory, from which a new process finishes an update that its predecessor started.
+"""Undoes updates that were interrupted, from copies of what they change.
 
 Note: [Interrupted updates]
     The operating system keeps every store of a killed process, and nothing after it. Stores of one thread are in
-    program order, and a tensor operation joins its threads before it returns. The progress of a shard's update is one
-    aligned word in the header of the shard's file: the step, the number of pieces that are applied, and whether the
-    next piece has started. Before a piece starts, the tensors that it changes are copied to the run's undo area. The
-    word changes when the copies are complete, and again when the piece is. A new process repeats the update of the same
-    step: it skips the pieces that are applied, and restores the copies of a started piece. A run updates one shard at a
-    time, and the interrupted shard first, so one area is enough.
+    program order, and a tensor operation joins its threads before it returns. Before the first byte changes, everything
+    that is about to change is therefore copied to the undo log of the run, after a table of the places where the copies
+    belong. A word in the log's head says whether the copies count. It is set when table and copies are complete, and
+    cleared when the change is. A new process that finds the word set copies everything back before it reads anything
+    else of the shards, and repeats the change.
+
+    Small shards are updated together, all of them or none: the copies are those of their whole update, with the step
+    words of the shards. A larger shard is updated in pieces: the copies are those of one piece. One aligned word in the
+    header of the shard's file counts the pieces that are applied. This word is among the copies, so a piece and its
+    count are undone together. A new process repeats the update of the same step without the pieces that are applied. A
+    run makes one change at a time, so it has one log.
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
 import logging
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -42,12 +36,17 @@ from shardwell_wire.host.shared_memory import store_word
 
 logger = logging.getLogger(__name__)
 
-SUFFIX = ".joint"
-"""End of the file's name."""
+SUFFIX = ".before"
+"""End of the names of the logs' files."""
 
-_TABLE_SIZE_AT, _HEAD_BYTES, _COPY_ALIGNMENT, _GRANULE = 8, 64, 64, 64 << 10
 _NUMBER = struct.Struct("@Q")
+_ROW = struct.Struct("@32sQQ")
+"""A row of the table: name of the file, position in it, and size. The copies follow in the order of the rows."""
+_TABLE_SIZE_AT, _HEAD_BYTES, _ALIGNMENT, _GRANULE = 8, 64, 64, 64 << 10
 _WHOLE, _COUNTS = 0, 1
+_STEP_SHIFT = 32
+_MAX_RANGES = 5 * MAX_JOINT + 1
+"""More ranges than any piece changes, with the count of pieces."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -61,48 +60,50 @@ class ChangedRange:
     offset_bytes: int = 0
     """Their position in the file."""
 
-    @classmethod
-    def of(cls, tensor: torch.Tensor, file: str = "", offset_bytes: int = 0) -> ChangedRange:
-        """Returns the range of a contiguous tensor."""
-        assert tensor.is_contiguous()
-        return cls(tensor.data_ptr(), tensor.nbytes, file, offset_bytes)
+
+def locate(buffers: Iterable[SharedBuffer], address: int, size_bytes: int) -> ChangedRange:
+    """Returns the range of some memory, which may be in one of several shared files."""
+    for buffer in buffers:
+        if 0 <= (offset := address - buffer.tensor.data_ptr()) < buffer.tensor.numel():
+            return ChangedRange(address, size_bytes, buffer.name, offset)
+    return ChangedRange(address, size_bytes)
+
+
+def place_of(word: memoryview) -> tuple[int, int]:
+    """Returns the address and the size of a word in memory."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(word)), _NUMBER.size
 
 
 class CopyPlan:
-    """Where the copies of an update are. The plan serves every update of the same shards.
+    """Where the copies of a change are in the log. The plan serves every change of the same memory.
 
     Args:
-        ranges: What the update changes.
+        ranges: What changes.
     """
 
     def __init__(self, ranges: Iterable[ChangedRange]) -> None:
-        self.ranges = list(_merged(ranges))
-        sizes = [-(-each.size_bytes // _COPY_ALIGNMENT) * _COPY_ALIGNMENT for each in self.ranges]
-        offsets = [sum(sizes[:number]) for number in range(len(sizes))]
-        rows = [
-            (each.file, each.offset_bytes, each.size_bytes, offset)
-            for each, offset in zip(self.ranges, offsets, strict=True)
-            if each.file
-        ]
-        self.table = json.dumps(rows).encode()
-        self._copies_at = -(-(_HEAD_BYTES + len(self.table)) // _COPY_ALIGNMENT) * _COPY_ALIGNMENT
-        self.size_bytes = self._copies_at + sum(sizes)
-        """Size of the file."""
-        self.places = [
-            (each.address, self._copies_at + offset, each.size_bytes)
-            for each, offset in zip(self.ranges, offsets, strict=True)
-        ]
-        """Address of each range, position of its copy in the file, and size."""
+        # Ranges of files first: their copies have rows, and the position of a copy follows from the rows before it.
+        self.ranges = sorted(_merged(ranges), key=lambda each: not each.file)
+        rows = [_ROW.pack(each.file.encode(), each.offset_bytes, each.size_bytes) for each in self.ranges if each.file]
+        self.table = b"".join(rows)
+        self.places: list[tuple[int, int, int]] = []
+        """Address of each range, position of its copy in the log, and size."""
+        position = _copies_at(len(self.table))
+        for each in self.ranges:
+            self.places.append((each.address, position, each.size_bytes))
+            position += _aligned(each.size_bytes)
+        self.size_bytes = position
+        """Size of a log for the copies."""
 
 
-def _merged(ranges: Iterable[ChangedRange]) -> Iterable[ChangedRange]:
-    """Yields larger ranges: memory between tensors of one file is copied too if this saves a copy."""
+def _merged(ranges: Iterable[ChangedRange]) -> Iterator[ChangedRange]:
+    """Yields larger ranges: memory between ranges of one file is copied too if this saves a copy."""
     last: ChangedRange | None = None
     for each in sorted(ranges):
         if last is not None:
             gap = each.address - last.address - last.size_bytes
             same = bool(each.file) and each.file == last.file
-            if same and gap <= _COPY_ALIGNMENT and each.offset_bytes - last.offset_bytes == each.address - last.address:
+            if same and gap <= _ALIGNMENT and each.offset_bytes - last.offset_bytes == each.address - last.address:
                 size_bytes = max(last.size_bytes, each.address + each.size_bytes - last.address)
                 last = ChangedRange(last.address, size_bytes, last.file, last.offset_bytes)
                 continue
@@ -112,8 +113,16 @@ def _merged(ranges: Iterable[ChangedRange]) -> Iterable[ChangedRange]:
         yield last
 
 
-class JointUndo:
-    """The copies of the update that runs. See Note: [Interrupted updates of several shards].
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _copies_at(table_bytes: int) -> int:
+    return _HEAD_BYTES + _aligned(table_bytes)
+
+
+class UndoLog:
+    """The copies of the change that one run makes. See Note: [Interrupted updates].
 
     Args:
         memory: The server's memory budget.
@@ -127,13 +136,19 @@ class JointUndo:
         self._start = 0
         self._head = memoryview(bytearray(_HEAD_BYTES))
         self._plan: CopyPlan | None = None
+        self.plans: WeakKeyDictionary[Changed, CopyPlan] = WeakKeyDictionary()
+        """Plans of the pieces that were run. A piece changes the same memory in every update of the same tensors."""
 
-    def reserve(self, plan: CopyPlan) -> bool:
-        """Returns whether there is memory for the copies."""
-        if self._tensor.numel() >= plan.size_bytes:
+    def reserve_pieces(self, copied_bytes: int) -> bool:
+        """As ``reserve``, for pieces that change tensors of this size together."""
+        return self.reserve(_copies_at(_MAX_RANGES * _ROW.size) + copied_bytes + _MAX_RANGES * _ALIGNMENT)
+
+    def reserve(self, size_bytes: int) -> bool:
+        """Makes the log large enough. Returns False if shared memory is full. Call between two changes."""
+        if self._tensor.numel() >= size_bytes:
             return True
         self.close()
-        size_bytes = -(-plan.size_bytes // _GRANULE) * _GRANULE
+        size_bytes = -(-size_bytes // _GRANULE) * _GRANULE
         if self._shared is None:
             self._tensor = torch.empty(size_bytes, dtype=torch.uint8)
         else:
@@ -149,29 +164,30 @@ class JointUndo:
         return True
 
     def begin(self, plan: CopyPlan) -> None:
-        """Copies what the update is about to change. ``reserve`` returned True for the plan."""
+        """Copies what is about to change. The log has room for the plan."""
+        assert plan.size_bytes <= self._tensor.numel()
         if plan is not self._plan:
             memory_at(self._start + _HEAD_BYTES, len(plan.table))[:] = plan.table
             _NUMBER.pack_into(self._head, _TABLE_SIZE_AT, len(plan.table))
             self._plan = plan
         start, move = self._start, ctypes.memmove
-        for address, offset, size_bytes in plan.places:
-            move(start + offset, address, size_bytes)
+        for address, position, size_bytes in plan.places:
+            move(start + position, address, size_bytes)
         store_word(self._head, _COUNTS)
 
     def end(self) -> None:
-        """The update is complete: the copies do not count any more."""
+        """The change is complete: the copies do not count any more."""
         store_word(self._head, _WHOLE)
 
     def restore(self) -> None:
         """Copies everything back: nothing has changed."""
         assert self._plan is not None
-        for address, offset, size_bytes in self._plan.places:
-            ctypes.memmove(address, self._start + offset, size_bytes)
+        for address, position, size_bytes in self._plan.places:
+            ctypes.memmove(address, self._start + position, size_bytes)
         self.end()
 
     def close(self) -> None:
-        """Removes the file. Call while no update runs."""
+        """Removes the log. Call between two changes."""
         if self._file is not None:
             if self._memory is not None:
                 self._memory.note_shared(-self._tensor.numel())
@@ -181,7 +197,7 @@ class JointUndo:
 
 
 def restore_interrupted(shared: SharedMemory) -> bool:
-    """Undoes the updates of several shards in which a former process was interrupted. Can be repeated.
+    """Undoes the changes in which a former process was interrupted. Can be repeated.
 
     Returns:
         False if one cannot be undone. No shard of the former process can be used then.
@@ -190,109 +206,72 @@ def restore_interrupted(shared: SharedMemory) -> bool:
         try:
             _restore(shared, shared.open_whole(name))
         # A file that was written by other software may contain anything.
-        except (OSError, ValueError, TypeError, RuntimeError) as error:
+        except (OSError, ValueError, TypeError, RuntimeError, struct.error) as error:
             logger.warning("cannot undo an update of the former process: file %s: %s", name, error)
             return False
     return True
 
 
-def _restore(shared: SharedMemory, file: SharedBuffer) -> None:
-    head = memory_at(file.tensor.data_ptr(), _HEAD_BYTES)
+def _restore(shared: SharedMemory, log: SharedBuffer) -> None:
+    head = memory_at(log.tensor.data_ptr(), _HEAD_BYTES)
     if _NUMBER.unpack_from(head, 0)[0] != _COUNTS:
         return
-    table_size: int = _NUMBER.unpack_from(head, _TABLE_SIZE_AT)[0]
-    rows = json.loads(file.tensor[_HEAD_BYTES : _HEAD_BYTES + table_size].numpy().tobytes())
-    copies_at = -(-(_HEAD_BYTES + table_size) // _COPY_ALIGNMENT) * _COPY_ALIGNMENT
-    opened: dict[str, SharedBuffer] = {}
-    for target, offset, size_bytes, copy in rows:
-        if target not in opened:
-            opened[target] = shared.open_whole(target)
-        own = file.tensor[copies_at + copy : copies_at + copy + size_bytes]
-        opened[target].tensor[offset : offset + size_bytes].copy_(own)
+    table_bytes: int = _NUMBER.unpack_from(head, _TABLE_SIZE_AT)[0]
+    table = log.tensor[_HEAD_BYTES : _HEAD_BYTES + table_bytes].numpy().tobytes()
+    position, opened = _copies_at(table_bytes), dict[str, SharedBuffer]()
+    for padded, offset, size_bytes in _ROW.iter_unpack(table):
+        name = padded.rstrip(b"\0").decode()
+        if name not in opened:
+            opened[name] = shared.open_whole(name)
+        opened[name].tensor[offset : offset + size_bytes].copy_(log.tensor[position : position + size_bytes])
+        position += _aligned(size_bytes)
     store_word(head, _WHOLE)
 
 
-_WORD = struct.Struct("@Q")
-_STARTED, _PIECE_BITS = 1, 32
-_ALIGNMENT = 64
-_MAX_TENSORS = 5 * MAX_JOINT
-"""More tensors than any piece changes."""
-
-
-def area_bytes(copied_bytes: int) -> int:
-    """Returns the size of an area for pieces that change tensors of this size together."""
-    return copied_bytes + _MAX_TENSORS * _ALIGNMENT
-
-
-class UndoArea:
-    """Copies of the tensors that the current piece of an update changes.
-
-    Args:
-        shared: The file.
-    """
-
-    def __init__(self, shared: SharedBuffer) -> None:
-        self.shared = shared
-        self.size_bytes = shared.tensor.numel()
-        self._start = shared.tensor.data_ptr()
-
-    def save(self, changed: Changed) -> None:
-        """Copies what a piece changes to the area."""
-        place = self._start
-        for address, size_bytes in changed.ranges:
-            self._check(place, size_bytes)
-            ctypes.memmove(place, address, size_bytes)
-            place += -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
-
-    def restore(self, changed: Changed) -> None:
-        """Copies it back."""
-        place = self._start
-        for address, size_bytes in changed.ranges:
-            self._check(place, size_bytes)
-            ctypes.memmove(address, place, size_bytes)
-            place += -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
-
-    def _check(self, place: int, size_bytes: int) -> None:
-        assert place + size_bytes <= self._start + self.size_bytes
-
-
 class SharedProgress(Progress):
-    """The progress of the update of one shard. See Note: [Interrupted updates].
+    """The progress of the update of one shard in pieces. See Note: [Interrupted updates].
 
     Args:
-        area: The run's undo area.
-        word: The shard's progress word.
+        undo: The run's log, with room for a piece.
+        word: The shard's progress word, which has the step and the number of pieces that are applied.
         step: The step. What the word says about another step is void.
+        locate: Returns where some memory is, given by its address and size.
     """
 
-    def __init__(self, area: UndoArea, word: memoryview, step: int) -> None:
+    def __init__(
+        self, undo: UndoLog, word: memoryview, step: int, locate: Callable[[int, int], ChangedRange] = ChangedRange
+    ) -> None:
         super().__init__()
-        self._area, self._place = area, word
-        self._word: int = _WORD.unpack_from(word, 0)[0]
-        if self._word >> _PIECE_BITS != step:
-            self._write(step << _PIECE_BITS)
+        self._undo, self._place, self._locate = undo, word, locate
+        self._word: int = _NUMBER.unpack_from(word, 0)[0]
+        if self._word >> _STEP_SHIFT != step:
+            self._write(step << _STEP_SHIFT)
 
     @property
     def done(self) -> int:
-        return (self._word & ((1 << _PIECE_BITS) - 1)) >> 1
+        return self._word & ((1 << _STEP_SHIFT) - 1)
 
     def run(self, piece: Piece) -> None:
-        changed = piece.changed
-        if changed is not None:
-            if self._word & _STARTED:
-                self._area.restore(changed)  # a former process was interrupted in this piece
-            else:
-                self._area.save(changed)
-                self._write(self._word | _STARTED)
+        if piece.changed is None:
+            piece.run()
+            fault_points.reach("server.update.in_piece", piece=self.done)
+            self._write(self._word + 1)
+            return
+        self._undo.begin(self._plan(piece.changed))
         try:
             piece.run()
         except BaseException:
-            if changed is not None:
-                self._area.restore(changed)
-                self._write(self._word & ~_STARTED)
+            self._undo.restore()
             raise
         fault_points.reach("server.update.in_piece", piece=self.done)
-        self._write((self._word & ~_STARTED) + 2)
+        self._write(self._word + 1)
+        self._undo.end()
+
+    def _plan(self, changed: Changed) -> CopyPlan:
+        if (plan := self._undo.plans.get(changed)) is None:
+            plan = CopyPlan(self._locate(*each) for each in (*changed.ranges, place_of(self._place)))
+            self._undo.plans[changed] = plan
+        return plan
 
     def _write(self, word: int) -> None:
         self._word = word

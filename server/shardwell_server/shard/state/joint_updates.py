@@ -18,7 +18,7 @@ from shardwell_server.shard.arithmetic.reduction import SmallReduction, reduce_s
 from shardwell_server.shard.arithmetic.shard_optimizer import JointPart, JointUpdate, ShardOptimizer, settings_of
 from shardwell_server.shard.arithmetic.update_pieces import Clipping
 from shardwell_server.shard.concurrency import InThread
-from shardwell_server.shard.restart.undo import CopyPlan, JointUndo
+from shardwell_server.shard.restart.undo import CopyPlan, UndoLog
 from shardwell_server.shard.state.unit_shard import UnitShard
 from shardwell_wire import fault_points
 from shardwell_wire.model.topology import runs_on_trainers
@@ -72,10 +72,10 @@ class JointUpdates:
     """The joint updates of one run. Used on the event loop, within ``HostedRun.exclusively``.
 
     Args:
-        undo: Copies of what the update changes that runs.
+        undo: The log of the run.
     """
 
-    def __init__(self, undo: JointUndo) -> None:
+    def __init__(self, undo: UndoLog) -> None:
         self._undo = undo
         self._plans: dict[tuple[int, ...], _Plan] = {}
         """By the identity of the shards. Only those of the last step are kept."""
@@ -118,7 +118,7 @@ class JointUpdates:
         if len(found) < 2:
             return []
         plan = self._plan(found, optimizers, step)
-        if not self._undo.reserve(plan.copies):
+        if not self._undo.reserve(plan.copies.size_bytes):
             return []
         self._run(found, optimizers, plan, step)
         for _ in found:
@@ -144,7 +144,7 @@ class JointUpdates:
             shard.begin_joint_update(version)
         self._undo.begin(plan.copies)
         try:
-            gradients = [shard.reduced.gradients for shard in shards if shard.reduced is not None]
+            gradients = [shard.gradient.reduced.gradients for shard in shards if shard.gradient.reduced is not None]
             fault_points.reach("server.update.joint", stage="begun")
             plan.update.run(gradients, step.settings(), step.clipping, step.decay)
         except BaseException:
@@ -177,24 +177,24 @@ async def reduce_shards(shards: Iterable[UnitShard], in_thread: InThread) -> Non
     alone: list[UnitShard] = []
     try:
         for shard in shards:
-            if (work := shard.begin_small_reduction()) is None:
+            if (work := shard.gradient.begin_small()) is None:
                 alone.append(shard)
             else:
-                alike.setdefault((shard.order.key, work.mean.vector.dtype), []).append((shard, work))
+                alike.setdefault((shard.gradient.order.key, work.mean.vector.dtype), []).append((shard, work))
         for begun in list(alike.values()):
             alone += _reduce_small(begun)
             begun.clear()
     finally:
         for begun in alike.values():
             for shard, work in begun:
-                shard.mean.end_small(work, None)
+                shard.gradient.mean.end_small(work, None)
     for shard in alone:
-        await shard.reduce_alone(in_thread)
+        await shard.gradient.reduce_alone(in_thread)
 
 
 def _reduce_small(begun: Sequence[_Begun]) -> list[UnitShard]:
     """Reduces shards with the same order of additions. Returns those whose means are not finite."""
-    found = reduce_small([work for _, work in begun], begun[0][0].order)
+    found = reduce_small([work for _, work in begun], begun[0][0].gradient.order)
     for (shard, work), reduced in zip(begun, found, strict=True):
-        shard.mean.end_small(work, reduced)
+        shard.gradient.mean.end_small(work, reduced)
     return [shard for (shard, _), reduced in zip(begun, found, strict=True) if reduced is None]

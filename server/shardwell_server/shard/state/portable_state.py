@@ -271,7 +271,7 @@ def export(shard: UnitShard) -> ShardState:
             step_count=own.step_count,
             state=own.state,
             average=None if own.average is None else own.average.view(-1),
-            kept=shard.kept.of_segment(number),
+            kept=shard.gradient.kept.of_segment(number),
         )
         flat = {key: value.view(-1) if part.is_elementwise(key) else value for key, value in own.state.items()}
         parts.append(replace(part, state=flat))
@@ -319,7 +319,7 @@ def begin_import(shard: UnitShard, description: ShardState) -> ShardState:
         [RestoredPart(part.algorithm, part.step_count, part.state, part.average) for part in description.parts],
         averages_begun=description.averages_begun,
     )
-    kept = shard.kept.allocate(
+    kept = shard.gradient.kept.allocate(
         {
             rank: {number for number, part in enumerate(description.parts) if rank in part.kept}
             for rank in sorted({rank for part in description.parts for rank in part.kept})

@@ -11,8 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from shardwell_server.shard.restart.shard_files import RunFiles
-from shardwell_server.shard.restart.undo import JointUndo
+from shardwell_server.shard.restart.undo import UndoLog
 from shardwell_server.shard.shard_spec import Role
 from shardwell_server.shard.state.joint_updates import JointUpdates
 from shardwell_server.shard.state.portable_state import VersionCapture
@@ -168,11 +167,11 @@ class HostedRun:
 
     Args:
         identity: Name and id of the run.
-        files: Files that outlive the process. None: nothing does.
+        undo: The log of its updates. None: one that ends with the process.
     """
 
-    def __init__(self, identity: RunIdentity, files: RunFiles | None = None) -> None:
-        self.identity, self.files = identity, files
+    def __init__(self, identity: RunIdentity, undo: UndoLog | None = None) -> None:
+        self.identity, self.undo = identity, undo or UndoLog()
         self.name = identity.name
         self.shards: dict[tuple[str, int], UnitShard] = {}
         """By unit name and start of the shard in bytes."""
@@ -180,9 +179,10 @@ class HostedRun:
         self.rank_versions: RankVersions | None = None
         """The versions that work items read, in an asynchronous run. None: all ranks read the version of the step."""
         self.prepared: PreparedStep | None = None
+        """The step that is prepared or is being prepared. It accepts no more gradients."""
         self.expected_optimizer: common_pb2.OptimizerStep | None = None
         """The optimizer with which the prepared step is expected to be committed. None: not known yet."""
-        self.joint_updates = JointUpdates(JointUndo() if files is None else JointUndo(files.memory, files.shared))
+        self.joint_updates = JointUpdates(self.undo)
         """Updates of several small shards at once."""
         self.complete: list[UnitShard] = []
         """Shards whose contributions seem to have arrived, to be reduced in the background."""
@@ -193,7 +193,8 @@ class HostedRun:
         self._stopping = False
         self.restore = 0
         """Number of the newest attempt to load the run from a checkpoint."""
-        self._capture: VersionCapture | None = None
+        self.capture: VersionCapture | None = None
+        """The version that a checkpoint writes in the background. None: there was none yet."""
         self._released: dict[str, int] = {}
         """By unit name: the highest placement number that was released."""
         self._tasks: set[asyncio.Future[None]] = set()
@@ -295,8 +296,8 @@ class HostedRun:
 
     def remove_shard(self, shard: UnitShard, why: ShardwellError) -> None:
         """Drops a shard. Its readers and senders get the error."""
-        if self._capture is not None:
-            self._capture.note_removed(shard)
+        if self.capture is not None:
+            self.capture.note_removed(shard)
         shard.drop(why)
         del self.shards[shard.unit, shard.start_bytes]
 
@@ -316,18 +317,14 @@ class HostedRun:
 
     # ---- checkpoints ----
 
-    def set_capture(self, capture: VersionCapture) -> None:
-        """Sets the version that a checkpoint writes in the background. Replaces an earlier one."""
-        self._capture = capture
-
     async def before_update(self, shard: UnitShard) -> None:
         """Call before a shard changes: a checkpoint may need its current version."""
-        if self._capture is not None:
-            await self._capture.before_update(shard)
+        if self.capture is not None:
+            await self.capture.before_update(shard)
 
     def is_captured(self, shard: UnitShard) -> bool:
         """True if a checkpoint still needs the current version of a shard, so that ``before_update`` may wait."""
-        return self._capture is not None and self._capture.needs(shard)
+        return self.capture is not None and self.capture.needs(shard)
 
     def begin_restore(self, restore: int, min_epoch: int) -> None:
         """Records that the run is loaded from a checkpoint. All shards were removed."""
@@ -368,27 +365,19 @@ class HostedRun:
         """True if the prepared step uses this attempt of a rank's work item."""
         return self.prepared is not None and self.prepared.attempts.get(dp_rank) == attempt
 
-    def set_prepared(self, prepared: PreparedStep) -> None:
-        """Records that a step is prepared or is being prepared."""
-        self.prepared = prepared
-
     def clear_prepared(self) -> None:
         """Records that no step is prepared: gradients are accepted again."""
         self.prepared = self.expected_optimizer = None
-
-    def expect_optimizer(self, optimizer: common_pb2.OptimizerStep | None) -> None:
-        """Records with which optimizer the prepared step is expected to be committed."""
-        self.expected_optimizer = optimizer
 
     def take_up_step(self) -> None:
         """Continues with the step that a former process had prepared, if it was prepared in all shards."""
         step = self.step
         waiting = [shard for shard in self.published if shard.version == step]
-        if waiting and all(shard.reduced is not None for shard in waiting):
+        if waiting and all(shard.gradient.reduced is not None for shard in waiting):
             self.prepared = PreparedStep(step, b"", {}, (0.0, 0.0), shard_pb2.PrepareStepResponse(version=step))
             return
         for shard in waiting:
-            shard.drop_contributions()
+            shard.gradient.drop()
 
     def count_duplicate(self, *, differs: bool) -> None:
         """Counts a gradient that was pushed again, and whether its bytes differ from the accepted ones."""
@@ -442,8 +431,6 @@ class HostedRun:
         """Ends the run on this server, after all its shards were removed. Call within ``exclusively``."""
         assert not self.shards
         self.dropped.set()
-        if self._capture is not None:
-            self._capture.fail(NotFoundError(f"run {self.name!r} was deleted", run=self.name))
+        if self.capture is not None:
+            self.capture.fail(NotFoundError(f"run {self.name!r} was deleted", run=self.name))
         self.joint_updates.close()
-        if self.files is not None:
-            self.files.close()

@@ -17,7 +17,8 @@ from shardwell_server.serving.rpc import RequestLog
 from shardwell_server.shard.concurrency import in_threads_of
 from shardwell_server.shard.memory.budget import Memory
 from shardwell_server.shard.memory.shared_memory import SharedMemory
-from shardwell_server.shard.restart.shard_files import RunFiles, ShardFiles
+from shardwell_server.shard.restart.shard_files import ShardFiles
+from shardwell_server.shard.restart.undo import UndoLog
 from shardwell_server.shard.shard_spec import Role, ShardSpec
 from shardwell_server.shard.state.runs import HostedRun
 from shardwell_server.shard.state.taking_up import ShardsOfFormer
@@ -148,8 +149,10 @@ class ShardStore:
         self.in_thread = in_threads_of(threads)
         self.lease = ServingLease(lambda: asyncio.get_running_loop().time())
         """Under which the server serves trainers."""
-        if shared is not None and shared.restartable:
-            self.of_former = ShardsOfFormer(shared, self.memory, self.runs)
+        self._lasting = shared if shared is not None and shared.restartable else None
+        """Shared memory from which the next process can take up shards. None: there is none."""
+        if self._lasting is not None:
+            self.of_former = ShardsOfFormer(self._lasting, self.memory, self.runs)
         self.when_reduced: Callable[[HostedRun, UnitShard], None] = _ignore
         """Called when the mean gradient of a shard has been computed before the step is prepared."""
         self.requests = RequestLog()
@@ -283,15 +286,13 @@ class ShardStore:
         kind = BufferShard if holds_buffers else UnitShard
         if spec.asynchronous:
             run.read_by_rank()
-        files = None if run.files is None else ShardFiles(spec, run.files)
+        files = None if self._lasting is None else ShardFiles(spec, self.memory, self._lasting, run.undo)
         shard = kind(spec, self.memory, self._shared, role, files)
         run.add_shard(shard)
         return shard
 
     def _new_run(self, identity: RunIdentity) -> HostedRun:
-        shared = self._shared
-        files = RunFiles(shared, self.memory) if shared is not None and shared.restartable else None
-        return HostedRun(identity, files)
+        return HostedRun(identity, UndoLog(self.memory, self._lasting))
 
     def adopt(self, adopted: Iterable[coordinator_pb2.HeldShard]) -> None:
         """Gives the shards of a former process their roles, and drops those that the coordinator did not adopt."""

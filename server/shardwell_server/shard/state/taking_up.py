@@ -11,10 +11,10 @@ from shardwell_server.shard.arithmetic.shard_optimizer import OptimizerContent, 
 from shardwell_server.shard.memory.budget import Grant, Memory
 from shardwell_server.shard.memory.shared_memory import ShardFile, SharedMemory
 from shardwell_server.shard.restart import shard_record
-from shardwell_server.shard.restart.shard_files import RunFiles, ShardFiles
+from shardwell_server.shard.restart.shard_files import ShardFiles
 from shardwell_server.shard.restart.shard_record import PartRecord, ShardDescription, StepWord
-from shardwell_server.shard.restart.undo import SUFFIX as JOINT_SUFFIX
-from shardwell_server.shard.restart.undo import UndoArea, restore_interrupted
+from shardwell_server.shard.restart.undo import SUFFIX as UNDO_SUFFIX
+from shardwell_server.shard.restart.undo import UndoLog, restore_interrupted
 from shardwell_server.shard.shard_spec import ROLES, Role
 from shardwell_server.shard.state.runs import HostedRun
 from shardwell_server.shard.state.unit_shard import BufferShard, UnitShard
@@ -68,7 +68,8 @@ class ShardsOfFormer:
 
     def __init__(self, shared: SharedMemory, memory: Memory, runs: dict[str, HostedRun]) -> None:
         self._shared, self._memory, self._hosted = shared, memory, runs
-        self._runs: dict[str, RunFiles] = {}
+        self._logs: dict[str, UndoLog] = {}
+        """By run id."""
         self._shards: dict[ShardKey, TakenShard] = {}
         # First: step words may belong to an interrupted update.
         for name, data in (shared.records() if restore_interrupted(shared) else {}).items():
@@ -81,7 +82,7 @@ class ShardsOfFormer:
         shared.remove_all_but(used)
         for taken in self._shards.values():
             identity = taken.shard.run
-            run = runs.setdefault(identity.run_id, HostedRun(identity, self._runs[identity.run_id]))
+            run = runs.setdefault(identity.run_id, HostedRun(identity, self._logs[identity.run_id]))
             run.add_shard(taken.shard)
             if taken.shard.spec.asynchronous:  # older versions are lost, and work items start again
                 run.read_by_rank().start_at(taken.shard.version or 0)
@@ -113,9 +114,8 @@ class ShardsOfFormer:
             raise ValueError(f"{spec.what} has two records")
         if values.shown not in (record.version, UPDATING):
             raise ValueError(f"{spec.what} shows version {values.shown}, expected {record.version}")
-        run = self._runs.setdefault(spec.run.run_id, RunFiles(self._shared, self._memory))
-        self._open_undo(run, record)
-        files = ShardFiles(spec, run)
+        undo = self._logs.setdefault(spec.run.run_id, UndoLog(self._memory, self._shared))
+        files = ShardFiles(spec, self._memory, self._shared, undo)
         kind = BufferShard if spec.layout.holds_buffers else UnitShard
         shard = kind(spec, self._memory, self._shared, record.role, files)
         shard.backups.placement = record.relocation
@@ -133,18 +133,13 @@ class ShardsOfFormer:
             raise
         self._shards[key] = TakenShard(shard, can_update=record.prepared is not None)
 
-    def _open_undo(self, run: RunFiles, record: ShardDescription) -> None:
-        """Opens the run's undo area. Records of shards that are not being updated may name an earlier one."""
-        if record.undo is not None and run.undo is None and self._shared.has(record.undo):
-            run.take_up(UndoArea(self._shared.open(record.undo, record.files[record.undo])))
-
     def _restore(
         self, shard: UnitShard, files: ShardFiles, name: str, record: ShardDescription, values: ShardFile
     ) -> None:
         if values.shown == UPDATING and record.prepared is None:
             # The update of the version before was complete, but its end was not shown.
             values.show(record.version)
-        files.take_up(name, record)
+        files.take_up(name, record, values)
         grant = Grant(self._memory, shard.initial_quota, shard.size_bytes, reserved=shard.initial_quota.try_acquire())
         shard.take_up_values(values, record.version, grant)
         parts = [_part(files, part) for part in record.parts]
@@ -154,7 +149,7 @@ class ShardsOfFormer:
 
 def recorded_files(shared: SharedMemory) -> set[str]:
     """Returns the names of the files that the next process of this server needs, as their records name them."""
-    found = set(shared.names(JOINT_SUFFIX))
+    found = set(shared.names(UNDO_SUFFIX))
     for name, data in shared.records().items():
         with suppress(ValueError, LookupError, TypeError):  # the next process cannot read it either, and says so
             record = shard_record.decode(data)

@@ -1,35 +1,36 @@
 """One shard of one unit: its values, the gradient of the step in flight, and how an update makes the next version.
 
-One shard of a unit of buffers: data rank 0 pushes new values, and an update stores them.
+Shards have backups on other servers: which ones a primary has, and what a backup has of the step in flight.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeAlias
 
 import torch
 
 from shardwell_server import optimizer_checks
-from shardwell_server.shard.arithmetic.reduction import MAX_BYTES, Reduced
+from shardwell_server.shard.arithmetic.reduction import MAX_BYTES
 from shardwell_server.shard.arithmetic.shard_optimizer import OptimizerContent, ShardOptimizer
-from shardwell_server.shard.concurrency import InThread, OpenStreams, uninterrupted
-from shardwell_server.shard.gradients.contributions import Contribution
-from shardwell_server.shard.gradients.shard_gradients import ShardGradients
+from shardwell_server.shard.concurrency import InThread, OpenStreams
+from shardwell_server.shard.gradients.step_gradient import PushedBuffers, StepGradient
 from shardwell_server.shard.memory.budget import BufferQuota, Grant, IncomingBuffer, Memory
 from shardwell_server.shard.memory.shared_memory import ShardFile, SharedMemory
 from shardwell_server.shard.optimizer.applied_optimizer import AppliedOptimizer
 from shardwell_server.shard.optimizer.partitions import Partitions
-from shardwell_server.shard.restart.shard_files import ShardFiles
+from shardwell_server.shard.restart.shard_files import RecordedState, ShardFiles
 from shardwell_server.shard.restart.shard_record import PreparedRecord
-from shardwell_server.shard.restart.undo import ChangedRange
-from shardwell_server.shard.shard_spec import Role, ShardSpec, shaped
-from shardwell_server.shard.state.replication import Backups, Replica
+from shardwell_server.shard.restart.undo import ChangedRange, locate, place_of
+from shardwell_server.shard.shard_spec import Role, Segments, ShardSpec, shaped
 from shardwell_server.shard.versions.encoded_versions import EncodedVersions
 from shardwell_server.shard.versions.values import LiveBuffer, Snapshots, Values
 from shardwell_wire.errors import (
     InvalidRequestError,
+    NotFoundError,
     ShardwellError,
     StepStateError,
     UnavailableError,
@@ -37,14 +38,17 @@ from shardwell_wire.errors import (
 from shardwell_wire.model.topology import runs_on_trainers
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
+StepContent: TypeAlias = "shard_pb2.StepContent.ValueType"
 
-class UnitShard(ShardGradients):
+
+class UnitShard:
     """One shard of a unit of parameters. Used on the event loop; methods named ``compute_*`` run in a thread.
 
     Args:
         spec: Run, unit and range of the shard.
         memory: The server's memory budget.
         shared: Shared memory for the parameters, if trainers on this host may map them.
+        role: What the server does with the shard.
         files: Files from which another process of the server can take up the shard. None: nothing outlives the process.
     """
 
@@ -56,13 +60,23 @@ class UnitShard(ShardGradients):
         role: Role = Role.PRIMARY,
         files: ShardFiles | None = None,
     ) -> None:
-        super().__init__(spec, memory, Partitions(spec, memory, shared))
-        self.role, self._files = role, files
+        self.spec, self.role, self._memory, self._files = spec, role, memory, files
+        self.run, self.layout, self.index, self.dp = spec.run, spec.layout, spec.index, spec.dp
+        self.start_bytes, self.stop_bytes, self.size_bytes = spec.start_bytes, spec.stop_bytes, spec.size_bytes
+        self.unit, self.what, self.placement = spec.unit, spec.what, spec.placement
+        parts = Segments(spec)
+        self.plans, self.segments, self.segment_of = parts.plans, parts.segments, parts.segment_of
+        self.numbers_of, self.views = parts.numbers_of, parts.views
+        self.partitions = Partitions(spec, memory, shared)
+        self.gradient = (PushedBuffers if spec.layout.holds_buffers else StepGradient)(
+            spec, parts, memory, self.partitions, files
+        )
+        """The gradient of the step in flight."""
         self.unchanging = asyncio.Lock()
         """Held while the committed state is updated, and by readers of all of it outside ``HostedRun.exclusively``."""
         self.backups = Backups()
         """Backups on other servers, if this shard is a primary."""
-        self.replica: Replica | None = None
+        self.received_step: ReceivedStep | None = None
         """What this shard has of the step in flight, if it is a backup."""
         self.updated_by_trainers = False
         """True if trainers ran the optimizer of the last update."""
@@ -87,6 +101,15 @@ class UnitShard(ShardGradients):
         """The optimizer with its state. None before the first update is prepared."""
         return self.applied.optimizer
 
+    def check_range(self, start_bytes: int, stop_bytes: int) -> None:
+        """Raises NotFoundError if the range of a stream differs from the shard's."""
+        if (start_bytes, stop_bytes) != (self.start_bytes, self.stop_bytes):
+            raise NotFoundError(
+                f"{self.what}: this server owns [{self.start_bytes}, {self.stop_bytes}), "
+                f"got [{start_bytes}, {stop_bytes}). The unit may have been cut anew",
+                unit=self.unit,
+            )
+
     def evict(self) -> None:
         """Releases everything that can be recreated or reread."""
         self.encoded.discard()
@@ -97,8 +120,8 @@ class UnitShard(ShardGradients):
     def drop(self, why: ShardwellError) -> None:
         """Releases everything. Waiting callers, readers and senders get the error."""
         self.streams.end_all(why)
-        self.drop_contributions()
-        self.kept.drop()
+        self.gradient.drop()
+        self.gradient.kept.drop()
         self.partitions.close()
         self.encoded.discard()
         self.reader_copies.drop(why)
@@ -122,10 +145,10 @@ class UnitShard(ShardGradients):
             ConflictError: The optimizer's state belongs to another algorithm.
         """
         self.values.check_not_dropped()
-        if self.version != step or self.reduced is None:
+        if self.version != step or self.gradient.reduced is None:
             raise StepStateError(
                 f"{self.what} cannot be updated for step {step}: it is at version {self.version} and has "
-                f"{'a' if self.reduced else 'no'} reduced gradient",
+                f"{'a' if self.gradient.reduced else 'no'} reduced gradient",
                 unit=self.unit,
             )
         if runs_on_trainers(optimizer.algorithm):
@@ -135,7 +158,7 @@ class UnitShard(ShardGradients):
                 f"{self.what} has {len(self.layout.parameters)} parameters, but the optimizer names groups "
                 f"for {len(groups)}"
             )
-        if self.kept_numbers(groups) and self.contributions.has_sums:
+        if self.gradient.kept_numbers(groups) and self.gradient.contributions.has_sums:
             raise InvalidRequestError(
                 f"{self.what} has sums of several ranks' gradients, which cannot be kept for a later step: several "
                 "optimizers in turn need gradient_reduction='direct'"
@@ -161,15 +184,15 @@ class UnitShard(ShardGradients):
         Raises:
             CapacityError: The memory does not fit the budget, or the operating system has none.
         """
-        if (numbers := self.kept_numbers(groups)) and self.contributions.by_rank:
-            self.kept.reserve(self.contributions.by_rank, numbers)
+        gradient = self.gradient
+        if (numbers := gradient.kept_numbers(groups)) and gradient.contributions.by_rank:
+            gradient.kept.reserve(gradient.contributions.by_rank, numbers)
         if runs_on_trainers(optimizer.algorithm):
             return  # staged values have their memory already
-        assert self.reduced is not None
-        present, chosen = [gradient is not None for gradient in self.reduced.gradients], self._chosen_groups(groups)
-        work = partial(self._compute, in_thread)
-        if await self.applied.prepare(present, optimizer, chosen, key, work) and self._files is not None:
-            self._files.save(self)
+        assert gradient.reduced is not None
+        present, chosen = [each is not None for each in gradient.reduced.gradients], self._chosen_groups(groups)
+        if await self.applied.prepare(present, optimizer, chosen, key, partial(gradient.compute, in_thread)):
+            self.record()
 
     def _parameters(self) -> list[torch.Tensor]:
         """Returns the parameters in their shapes, by segment number."""
@@ -197,8 +220,10 @@ class UnitShard(ShardGradients):
         self.encoded.supersede()
         self.reader_copies.supersede()
         changes = self.changes_values(optimizer, groups)
+        hold = hold and not self.layout.holds_buffers
         async with self.values.becoming(step + 1, in_thread, changes=changes, hold=hold):
-            await self._compute(in_thread, lambda: self.compute_update(optimizer, groups, clip_coefficient, key))
+            work = partial(self.compute_update, optimizer, groups, clip_coefficient, key)
+            await self.gradient.compute(in_thread, work)
         if runs_on_trainers(optimizer.algorithm):
             self.partitions.settle()
         self._end_step()
@@ -206,9 +231,8 @@ class UnitShard(ShardGradients):
         self.applied.note_size()
 
     def _end_step(self) -> None:
-        self.discard_reduced()
-        self.contributions.end_step(self.counted)
-        self.replica = None
+        self.gradient.end_step()
+        self.received_step = None
 
     # ---- updating together with other shards ----
 
@@ -219,27 +243,25 @@ class UnitShard(ShardGradients):
             groups: The group of each parameter of the unit. None: no parameter is optimised.
             key: ``optimizer_checks.allocation_key`` of the optimizer.
         """
-        optimizer = self.optimizer
-        if optimizer is None or self.reduced is None or self.size_bytes > MAX_BYTES or not self.values.is_unread:
+        optimizer, gradient = self.optimizer, self.gradient
+        if optimizer is None or gradient.reduced is None or self.size_bytes > MAX_BYTES or not self.values.is_unread:
             return None
-        if self.unchanging.locked() or self.kept.ranks or self.kept_numbers(groups):
+        if self.unchanging.locked() or gradient.kept.ranks or gradient.kept_numbers(groups):
             return None
-        present = [gradient is not None for gradient in self.reduced.gradients]
+        present = [each is not None for each in gradient.reduced.gradients]
         if not optimizer.is_prepared(present, self._chosen_groups(groups), key) or optimizer.joint_parts is None:
             return None
-        return optimizer if self._files is None or self._files.can_save_update(self) else None
+        return optimizer if self._files is None or self._files.can_save_update(self._state()) else None
 
-    def changed_ranges(self) -> Iterator[ChangedRange]:
-        """Yields what a joint update changes."""
+    def changed_ranges(self) -> list[ChangedRange]:
+        """Returns what a joint update changes."""
         assert self.optimizer is not None and self.optimizer.joint_parts is not None
-        file, files = self.values_file, self._files
-        for part in self.optimizer.joint_parts:
-            yield ChangedRange.of(part.values, *(() if file is None else (file.name, file.offset_of(part.values))))
-        for tensor in self.optimizer.changed_state():
-            yield ChangedRange.of(tensor) if files is None else files.range_of(tensor)
+        file, values = self.values_file, [part.values for part in self.optimizer.joint_parts]
+        places = [(tensor.data_ptr(), tensor.nbytes) for tensor in (*values, *self.optimizer.changed_state())]
         if file is not None:
-            address, size_bytes, offset = file.step_word_range
-            yield ChangedRange(address, size_bytes, file.name, offset)
+            places.append(place_of(file.step_word))
+        arenas = [] if self._files is None else self._files.arenas
+        return [locate([*([] if file is None else [file.shared]), *arenas], *each) for each in places]
 
     def begin_joint_update(self, version: int) -> None:
         """Begins to change the values in place: neither this nor the next version can be read."""
@@ -250,7 +272,7 @@ class UnitShard(ShardGradients):
     def save_joint_update(self, version: int) -> None:
         """Describes the updated state, for the next process."""
         if self._files is not None:
-            self._files.save_update(self, version)
+            self._files.save_update(version, 0 if self.optimizer is None else self.optimizer.update_count)
 
     def end_joint_update(self, version: int, *, changes: bool) -> None:
         """Publishes the next version."""
@@ -262,61 +284,40 @@ class UnitShard(ShardGradients):
         """True if the update of the reduced step may change a value of the shard."""
         if runs_on_trainers(optimizer.algorithm):
             return True
-        assert self.reduced is not None
-        chosen = zip(self.reduced.gradients, self._chosen_groups(groups), strict=True)
+        assert self.gradient.reduced is not None
+        chosen = zip(self.gradient.reduced.gradients, self._chosen_groups(groups), strict=True)
         return any(gradient is not None and group >= 0 for gradient, group in chosen)
 
     def compute_update(
         self, optimizer: common_pb2.OptimizerStep, groups: Sequence[int] | None, clip_coefficient: float, key: bytes
     ) -> None:
         """Applies the optimizer, or the values that trainers staged, in place."""
-        assert self.reduced is not None and self.values.live is not None and self.version is not None
-        numbers = self.kept_numbers(groups)
-        files = self._files
-        if numbers or self.kept.ranks:
+        gradient, files = self.gradient, self._files
+        assert gradient.reduced is not None and self.values.live is not None and self.version is not None
+        numbers = gradient.kept_numbers(groups)
+        if numbers or gradient.kept.ranks:
             # Gradients are kept before the next version becomes readable, because trainers then overwrite their
             # gradient buffers. They are kept before the optimizer runs, because keeping is idempotent and an optimizer
             # step is not.
-            self.kept.compute_keep(self.contributions.by_rank, numbers)
+            gradient.kept.compute_keep(gradient.contributions.by_rank, numbers)
         if runs_on_trainers(optimizer.algorithm):
             if files is not None:
                 files.remove_record()
             self.partitions.compute_apply(self.values.live.buffer)
         else:
             assert self.optimizer is not None
-            progress = None if files is None else files.progress(self)
+            progress = None if files is None else files.progress(self._state(), self.optimizer.piece_bytes)
             chosen = self._chosen_groups(groups)
-            self.optimizer.step(self.reduced.gradients, optimizer, chosen, clip_coefficient, key, progress)
+            self.optimizer.step(gradient.reduced.gradients, optimizer, chosen, clip_coefficient, key, progress)
         if files is not None:
-            files.save(self, self.version + 1)
+            files.save(self._state(self.version + 1))
 
     # ---- files that outlive the process ----
-
-    def acquire_mean_file(self) -> torch.Tensor | None:
-        files = self._files
-        if files is None:
-            return None
-        if files.mean is not None and files.mean.tensor is self.mean.filling:
-            files.replace_mean(self)
-        return files.acquire_mean(self)
-
-    @property
-    def is_described(self) -> bool:
-        """False if the shard has state that its record cannot describe."""
-        return self.role is not Role.RETIRED and not (self.kept.ranks or self.partitions.states)
 
     @property
     def relocation(self) -> int:
         """Of a backup: the relocation that made the server of its primary the primary's. Else 0."""
         return self.backups.placement if self.role is Role.BACKUP else 0
-
-    @property
-    def recorded_segments(self) -> list[int] | None:
-        """Numbers of the segments that the next update has a gradient for. None: the gradient is not in its file."""
-        if self.reduced is None:
-            return None
-        present = self.mean.present
-        return present if self.mean.in_file or not present else None
 
     @property
     def is_recorded(self) -> bool:
@@ -326,38 +327,37 @@ class UnitShard(ShardGradients):
     def record(self) -> None:
         """Describes the shard's state, from which another process of the server can then continue."""
         if self._files is not None:
-            self._files.save(self)
+            self._files.save(self._state())
 
     async def record_prepared(self, in_thread: InThread) -> None:
         """As ``record``, once the gradients of a step are reduced. Repeated calls have no effect."""
-        if self._files is None or self.mean.recorded:
-            return
-        if self.recorded_segments is None and (file := self.acquire_mean_file()) is not None:
-            await self._write_mean(in_thread, file)
-        self._files.save(self)
-        self.mean.recorded = True
+        if self._files is not None and not self.gradient.mean.recorded:
+            await self.gradient.share_mean(in_thread)
+            self.record()
+            self.gradient.mean.recorded = True
 
-    @property
-    def mean_path(self) -> str:
-        """Path of the shared file with the mean gradient, laid out like the shard. Empty: it is in ordinary memory."""
-        mean = None if self._files is None else self._files.mean
-        return mean.path if mean is not None and self.mean.in_file else ""
+    def _state(self, updated_to: int | None = None) -> RecordedState | None:
+        """Returns the state that the shard's record describes. None: the shard has state that no record can describe.
 
-    async def share_mean(self, in_thread: InThread) -> None:
-        """Puts the mean gradient into a shared file, so that a backup on this host reads it there. Runs in
-        ``HostedRun.exclusively``. Does nothing without a mean gradient, or if shared memory is full."""
-        if self.reduced is None or self._files is None or self.recorded_segments is not None:
-            return
-        if (file := self.acquire_mean_file()) is not None:
-            await uninterrupted(self._write_mean(in_thread, file))
-
-    async def _write_mean(self, in_thread: InThread, file: torch.Tensor) -> None:
-        await self._compute(in_thread, partial(self.compute_write_mean, file))
-        self.mean.in_file = True
-
-    def compute_write_mean(self, file: torch.Tensor) -> None:
-        """Copies the gradients to their file. uint8. [size_bytes]"""
-        self.mean.compute_write(file)
+        Args:
+            updated_to: The version that an update has just made. None: the published version.
+        """
+        values, gradient, version = self.values_file, self.gradient, updated_to or self.version
+        if self.role is Role.RETIRED or gradient.kept.ranks or self.partitions.states or version is None:
+            return None
+        if values is None:
+            return None
+        step, reduced = None, gradient.reduced
+        if updated_to is None and reduced is not None and (present := gradient.recorded_segments) is not None:
+            step = PreparedRecord(present, reduced.skipped)
+        return RecordedState(
+            role=self.role,
+            relocation=self.relocation,
+            version=version,
+            values=values,
+            optimizer=self.optimizer,
+            prepared=step,
+        )
 
     @property
     def values_file(self) -> ShardFile | None:
@@ -390,17 +390,13 @@ class UnitShard(ShardGradients):
         """
         self.applied.take_up(content)
         if prepared is not None:
-            self._take_up_gradients(mean, prepared)
-            self.mean.in_file = self.mean.recorded = self.mean.from_former = True
-            self._confirm_replica()
+            self.gradient.take_up(mean, prepared)
+            self._confirm_step()
 
-    def _confirm_replica(self) -> None:
+    def _confirm_step(self) -> None:
         """Lets a backup apply the prepared step of a former process. Anything that its primary sends replaces it."""
         if self.role is Role.BACKUP and self.version is not None:
-            self.replica = Replica(self.version, self.backups.placement, generation=0, confirmed=True)
-
-    def _take_up_gradients(self, mean: torch.Tensor | None, prepared: PreparedRecord) -> None:
-        self.mean.take_up(mean, prepared.present, skipped=prepared.skipped)
+            self.received_step = ReceivedStep(self.version, self.backups.placement, generation=0, confirmed=True)
 
     def compute_averages(self, out: torch.Tensor) -> None:
         """Writes the shard's bytes with averages in place of values. [size_bytes]"""
@@ -432,36 +428,32 @@ class UnitShard(ShardGradients):
         if role is self.role:
             return
         self.role = role
-        if self.reduced is not None:
-            self._confirm_replica()
+        if self.gradient.reduced is not None:
+            self._confirm_step()
         self.record()
 
-    def begin_replica(self, replica: Replica) -> None:
+    def begin_step(self, received: ReceivedStep) -> None:
         """Starts to collect what the primary sends under a new generation. Drops what was sent earlier."""
-        self.drop_replica()
-        self.replica = replica
+        self.drop_step()
+        self.received_step = received
 
-    def drop_replica(self) -> None:
+    def drop_step(self) -> None:
         """Drops what a backup has of the step in flight."""
-        was_recorded = self.mean.recorded
-        self.drop_contributions()
-        self.replica = None
+        was_recorded = self.gradient.mean.recorded
+        self.gradient.drop()
+        self.received_step = None
         if was_recorded:
             self.record()
 
     def has_prepared(self, step: int) -> bool:
         """True if this shard received the prepared step as a backup, and can apply it."""
-        return self.replica is not None and self.replica.step == step and self.replica.confirmed
-
-    def set_no_mean(self) -> None:
-        """Records that the primary has no mean gradient of the step. What was received otherwise stays."""
-        if self.reduced is None or not self.reduced.skipped:
-            self.mean.set(None, (), skipped=True)
+        received = self.received_step
+        return received is not None and received.step == step and received.confirmed
 
     def mark_out_of_sync(self, reason: str) -> None:
         """Records that this backup has missed a step. Its memory stays reserved until it is released or built anew."""
         self.out_of_sync = self.out_of_sync or reason
-        self.drop_replica()
+        self.drop_step()
 
     # ---- importing ----
 
@@ -477,11 +469,6 @@ class UnitShard(ShardGradients):
         self.values.accept_initial(self.values.initial_epoch, received)
 
 
-def first_non_finite(views: Sequence[torch.Tensor]) -> int | None:
-    """Returns the number of the first tensor that has NaN or infinity. None: all are finite."""
-    return next((number for number, view in enumerate(views) if not bool(torch.isfinite(view).all())), None)
-
-
 class BufferShard(UnitShard):
     """A shard of buffers.
 
@@ -491,49 +478,6 @@ class BufferShard(UnitShard):
     has already changed the buffers.
     """
 
-    @property
-    def max_contributions(self) -> int:
-        return 1
-
-    @property
-    def changed(self) -> list[int]:
-        """Layout indices of the buffers that have new values, rising."""
-        contribution = self.contributions.by_rank.get(0)
-        present = sorted(contribution.present) if contribution is not None else []
-        return [self.segments[number].parameter_index for number in present]
-
-    def check_rank(self, dp_rank: int) -> None:
-        if dp_rank != 0:
-            raise InvalidRequestError(
-                f"dp_rank is {dp_rank}, but {self.what} holds buffers, whose values come from data rank 0 only"
-            )
-
-    def check_sum(self, header: shard_pb2.ReduceScatterHeader) -> None:
-        raise InvalidRequestError(f"{self.what} holds buffers, whose values are not added: leave summed empty")
-
-    @property
-    def seems_complete(self) -> bool:
-        """Always False: there is nothing to reduce ahead."""
-        return False
-
-    @property
-    def awaits_reduction(self) -> bool:
-        """Always False, for the same reason."""
-        return False
-
-    async def reduce(self, in_thread: InThread) -> Reduced:
-        """Returns a mean without gradients: buffers have no norm, and any value is accepted."""
-        self.skip_reduction()
-        assert self.reduced is not None
-        return self.reduced
-
-    def skip_reduction(self) -> None:
-        if self.reduced is None:
-            self.mean.set_empty(skipped=False)
-
-    def set_no_mean(self) -> None:
-        self.skip_reduction()
-
     def check_partitions(self) -> None:
         """Does nothing: optimizers that run on the trainers stage nothing for buffers."""
 
@@ -542,59 +486,104 @@ class BufferShard(UnitShard):
     ) -> None:
         """Does nothing: an update of buffers needs no memory."""
 
-    async def update(
-        self,
-        in_thread: InThread,
-        step: int,
-        optimizer: common_pb2.OptimizerStep,
-        groups: Sequence[int] | None,
-        clip_coefficient: float,
-        key: bytes,
-        *,
-        hold: bool = False,
-    ) -> None:
-        """Makes version ``step + 1`` from version ``step`` and the values that rank 0 pushed."""
-        self.encoded.discard()
-        self.reader_copies.supersede()
-        has_new = bool(self.contributions.by_rank)
-        async with self.values.becoming(step + 1, in_thread, changes=has_new):
-            await self._compute(in_thread, self.compute_store)
-        self.discard_reduced()
-        self.contributions.end_step(self.counted)
-        self.replica = None
+    def changes_values(self, optimizer: common_pb2.OptimizerStep, groups: Sequence[int] | None) -> bool:
+        return bool(self.gradient.contributions.by_rank)
 
-    def compute_store(self) -> None:
-        """Copies the new values into the shard. Can be repeated."""
+    def compute_update(
+        self, optimizer: common_pb2.OptimizerStep, groups: Sequence[int] | None, clip_coefficient: float, key: bytes
+    ) -> None:
+        """Copies the values that rank 0 pushed into the shard. Can be repeated."""
         assert self.values.live is not None and self.version is not None
         if self._files is not None:
-            self._files.begin_update(self)
-        self._copy_new(self.values.live.buffer)
+            self._files.begin_update(self._state())
+        self.gradient.compute_write(self.values.live.buffer)
         if self._files is not None:
-            self._files.save(self, self.version + 1)
+            self._files.save(self._state(self.version + 1))
 
-    def _copy_new(self, target: torch.Tensor) -> None:
-        if (contribution := self.contributions.by_rank.get(0)) is None:
-            return
-        for number in contribution.present:
-            segment = self.segments[number]
-            inside = slice(segment.start_bytes - self.start_bytes, segment.stop_bytes - self.start_bytes)
-            target[inside].copy_(contribution.buffer[inside])
+
+@dataclass(eq=False)
+class Backup:
+    """A backup on another server, as its primary sees it. Used on the event loop."""
+
+    server_id: str
+    address: str
+    """host:port of the server."""
+    reservation: int
+    """Number of the backup's reservation."""
+    acknowledged: set[tuple[object, ...]] = field(default_factory=set)
+    """What the backup has of the step in flight; see ``Replicator``."""
+    shares_host: bool = True
+    """False once the server could not read a file in shared memory of this server."""
+    failure: str = ""
+    """Why the backup is out of sync. Empty: it is not."""
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while something is sent to the backup."""
+
+
+class Backups:
+    """The backups of one primary on this server. Used on the event loop.
+
+    A backup that missed something is out of sync for good: it stays listed with its failure until it is built again,
+    and nothing more is sent to it.
+    """
+
+    def __init__(self) -> None:
+        self.placement = 0
+        """Number of the relocation that made this server the primary. 0: the shard was declared here."""
+        self._by_server: dict[str, Backup] = {}
 
     @property
-    def recorded_segments(self) -> list[int] | None:
-        contribution = self.contributions.by_rank.get(0)
-        present = [] if contribution is None else sorted(contribution.present)
-        return present if self.mean.in_file or not present else None
+    def in_sync(self) -> list[Backup]:
+        """Backups that have the committed state and everything that was sent since."""
+        return [backup for backup in self._by_server.values() if not backup.failure]
 
-    def compute_write_mean(self, file: torch.Tensor) -> None:
-        self._copy_new(file)
+    @property
+    def failed(self) -> list[Backup]:
+        """Backups that are out of sync."""
+        return [backup for backup in self._by_server.values() if backup.failure]
 
-    def _take_up_gradients(self, mean: torch.Tensor | None, prepared: PreparedRecord) -> None:
-        self.skip_reduction()
-        if mean is not None and prepared.present:
-            taken = Contribution(0, 0, mean, self.views(mean), _do_nothing, set(prepared.present))
-            self.contributions.add(0, taken)
+    def on(self, server_id: str) -> Backup | None:
+        """Returns the backup on a server, also if it is out of sync."""
+        return self._by_server.get(server_id)
+
+    def add(self, backup: Backup) -> None:
+        """Adds a backup that has the committed state. Replaces an earlier one on the same server."""
+        self._by_server[backup.server_id] = backup
+
+    def fail(self, backup: Backup, reason: str) -> None:
+        """Records that a backup has missed something."""
+        backup.failure = backup.failure or reason
+
+    def forget(self, server_id: str) -> None:
+        """Forgets the backup on a server, because it is about to be built anew."""
+        self._by_server.pop(server_id, None)
+
+    def take_over(self, placement: int, backups: list[Backup]) -> None:
+        """Sets the backups, because a relocation has made this server the primary."""
+        self.placement = placement
+        self._by_server = {backup.server_id: backup for backup in backups}
 
 
-def _do_nothing() -> None:
-    pass
+@dataclass(eq=False)
+class ReceivedStep:
+    """What a backup on this server has received of the step in flight. Used on the event loop."""
+
+    step: int
+    placement: int
+    """Number of the relocation that made the sender the primary."""
+    generation: int
+    """Rises whenever the gradient of the step changes on the primary."""
+    contents: set[StepContent] = field(default_factory=set)
+    """What has arrived."""
+    confirmed: bool = False
+    """True once the primary has confirmed that nothing is missing. Only then can the step be applied."""
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Later content has a higher order."""
+        return self.placement, self.generation
+
+
+def first_non_finite(views: Sequence[torch.Tensor]) -> int | None:
+    """Returns the number of the first tensor that has NaN or infinity. None: all are finite."""
+    return next((number for number, view in enumerate(views) if not bool(torch.isfinite(view).all())), None)

@@ -260,7 +260,7 @@ class ShmSession:
             CapacityError: The buffer does not fit the memory budget or the shared memory.
         """
         what = f"a gradient buffer for {shard.what}"
-        grant = self._memory.grant(shard.size_bytes, shard.contribution_quota, what)
+        grant = self._memory.grant(shard.size_bytes, shard.gradient.quota, what)
         try:
             shared = self._shared.create_sealed(shard.size_bytes, what)
         except BaseException:
