@@ -15,7 +15,7 @@ from shardwell.transport import rpc
 from shardwell.transport.grpc_transport import ShardClient
 from shardwell.transport.socket_transport import SocketTransport
 from shardwell_wire.connection import socket_frames
-from shardwell_wire.encoding.chunk_streams import EncryptedStream, PlainStream
+from shardwell_wire.connection.socket_frames import EncryptedStream, PlainStream
 from shardwell_wire.errors import AccessError, UnavailableError
 from shardwell_wire.security import tls
 from shardwell_wire.security.credentials import Credentials
@@ -183,7 +183,7 @@ def test_worn_out_connection_is_replaced(encrypted: ConnectedUnit, monkeypatch: 
     former = stream_of(encrypted.transport)
     encrypted.gather(0)
     assert stream_of(encrypted.transport) is former
-    monkeypatch.setattr("shardwell_wire.encoding.chunk_streams._MOST_RECORDS", 10)
+    monkeypatch.setattr("shardwell_wire.connection.socket_frames._MOST_RECORDS", 10)
     encrypted.gather(0)
     assert stream_of(encrypted.transport) is not former
 

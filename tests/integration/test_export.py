@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed import checkpoint
 
 import shardwell
-from shardwell.command import export_command
+from shardwell.command import export_commands
 from shardwell.command.cli import main
 from shardwell.transport.rpc import CoordinatorClient
 from shardwell.weights import pinned_version as module
@@ -268,7 +268,7 @@ def test_invalid_sizes_are_rejected(text: str, capsys: pytest.CaptureFixture[str
     ("text", "size_bytes"), [("5GB", 5 * 10**9), ("1.5 MiB", 3 << 19), ("700", 700), ("2tib", 2 << 40)]
 )
 def test_size_suffixes_are_parsed(text: str, size_bytes: int) -> None:
-    assert export_command.parse_size(text) == size_bytes
+    assert export_commands.parse_size(text) == size_bytes
 
 
 def test_full_disk_is_detected_before_values_are_read(

@@ -23,7 +23,7 @@ from shardwell import SizePolicy, auto_wrap, from_safetensors
 from shardwell.module.fully_shard import fully_shard
 from shardwell.module.units import Units
 from shardwell.weights import loading
-from shardwell.weights.checkpoint_reader import StoredTensor
+from shardwell.weights.loading import StoredTensor
 from shardwell.weights.state_dict import full_state_dict
 from shardwell_wire.errors import CorruptDataError, NotFoundError, UsageError
 from shardwell_wire.model.layout import Box

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
 
-from shardwell.command import checkpoint_commands, inspect_commands, relocation_commands, token_command
+from shardwell.command import inspect_commands, run_commands, token_command
+from shardwell.command.arguments import INTERRUPTED
 from shardwell.processes import launch
 from shardwell_wire.errors import ShardwellError
 
@@ -25,20 +26,25 @@ Take a server out of a cluster:    shardwell drain SERVER --wait
 """
 
 
-INTERRUPTED = 130
-"""Exit code of a command that Ctrl-C ended, as shells expect."""
-
-
 _WITH_TORCH = {
-    "plan": ("shardwell.planning.plan_command", "estimate the memory, bytes per step and transfer time of a model"),
-    "export": ("shardwell.command.export_command", "write a run's weights to files during training"),
+    "plan": (
+        "shardwell.planning.plan_command",
+        "add_parser",
+        "estimate the memory, bytes per step and transfer time of a model",
+    ),
+    "export": (
+        "shardwell.command.export_commands",
+        "add_export_parser",
+        "write a run's weights to files during training",
+    ),
     "convert-checkpoint": (
-        "shardwell.command.convert_command",
+        "shardwell.command.export_commands",
+        "add_convert_parser",
         "convert a checkpoint to torch.distributed.checkpoint, or back",
     ),
 }
-"""Module and help line of each command that needs torch. The module is imported when the command is used, because torch
-takes seconds to import."""
+"""Module, function and help line of each command that needs torch. The module is imported when the command is used,
+because torch takes seconds to import."""
 
 
 def build_parser(command: str | None = None) -> argparse.ArgumentParser:
@@ -58,12 +64,11 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
     launch.add_parser(subparsers)
     inspect_commands.add_parsers(subparsers)
-    checkpoint_commands.add_parsers(subparsers)
-    relocation_commands.add_parsers(subparsers)
+    run_commands.add_parsers(subparsers)
     token_command.add_parser(subparsers)
-    for name, (module, help_line) in _WITH_TORCH.items():
+    for name, (module, add_parser, help_line) in _WITH_TORCH.items():
         if command in (None, name):
-            import_module(module).add_parser(subparsers, help_line)
+            getattr(import_module(module), add_parser)(subparsers, help_line)
         else:
             subparsers.add_parser(name, help=help_line)
     return parser

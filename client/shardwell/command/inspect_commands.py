@@ -3,38 +3,36 @@
 from __future__ import annotations
 
 import argparse
-import math
-import os
 import re
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from google.protobuf.json_format import MessageToJson
 from google.protobuf.message import Message
 from rich.console import Console, RenderableType
 
 from shardwell.command import inspect_tables as tables
-from shardwell.credentials import find_credentials
+from shardwell.command.arguments import PIPE_WIDTH, Subparsers, add_command, add_coordinator_arguments, open_coordinator
 from shardwell.sizes import format_size
 from shardwell.transport.rpc import CoordinatorClient, ServiceClient
 from shardwell_wire.errors import NotFoundError, ShardwellError, UnavailableError, UsageError
 from shardwell_wire.model.names import nearest
 from shardwell_wire.model.topology import World
-from shardwell_wire.security.credentials import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, Credentials
-from shardwell_wire.security.tls import add_tls_arguments, has_tls_arguments, tls_options
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2
 
-DEFAULT_ADDRESS = "localhost:50051"
-_PIPE_WIDTH = 200
 _NUMBERS = re.compile(r'\[\n((?:\s+"?-?[\d.e+-]+"?,?\n)+)\s*\]')
 """A list of numbers, one per line; 64-bit integers are in quotes."""
 _SOURCES = {
     "value": shard_pb2.PEEK_SOURCE_PARAMETER,
     "gradient": shard_pb2.PEEK_SOURCE_GRADIENT,
 }
+
+_Handler = Callable[[argparse.Namespace, CoordinatorClient], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,123 +42,40 @@ class _Command:
     name: str
     help: str
     example: str
-    handler: Callable[[argparse.Namespace, CoordinatorClient], None]
+    handler: _Handler
     add_arguments: Callable[[argparse.ArgumentParser], None] = lambda _: None
 
 
-def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parsers(subparsers: Subparsers) -> None:
     """Adds a subcommand for each inspection command."""
-    common = argparse.ArgumentParser(add_help=False)
-    address = os.environ.get("SHARDWELL_ADDRESS") or DEFAULT_ADDRESS
-    common.add_argument(
-        "--address",
-        default=address,
-        metavar="HOST:PORT",
-        help="address of the coordinator (default: SHARDWELL_ADDRESS, else localhost:50051)",
-    )
-    add_credentials_arguments(common)
-    common.add_argument("--json", action="store_true", help="print the response as JSON instead of tables")
-    common.add_argument(
-        "--timeout",
-        type=positive_seconds,
-        default=10.0,
-        metavar="S",
-        help="seconds to wait for an answer (default: 10)",
-    )
     for command in _COMMANDS:
-        parser = subparsers.add_parser(
+        parser = add_command(
+            subparsers,
             command.name,
-            parents=[common],
-            help=command.help,
+            command.help,
+            partial(_handle, command),
             description=f"{command.help[0].upper()}{command.help[1:]}.",
             epilog=f"example:\n  {command.example}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+        add_coordinator_arguments(parser, timeout_s=10.0, what="an answer")
+        parser.add_argument("--json", action="store_true", help="print the response as JSON instead of tables")
         command.add_arguments(parser)
-        parser.set_defaults(handler=_handler(command))
 
 
-def _handler(command: _Command) -> Callable[[argparse.Namespace], int]:
-    def handle(arguments: argparse.Namespace) -> int:
-        with open_coordinator(arguments) as coordinator:
-            command.handler(arguments, coordinator)
-        return 0
+def _handle(command: _Command, arguments: argparse.Namespace) -> int:
+    with open_coordinator(arguments) as coordinator:
+        command.handler(arguments, coordinator)
+    return 0
+
+
+def _shows(rpc: str, request_type: type[Message], render: Callable[[Any], RenderableType]) -> _Handler:
+    """Returns a handler that shows the response of an rpc, whose request has the name of the run, or nothing."""
+
+    def handle(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> None:
+        request = request_type(**({"run": arguments.run} if "run" in arguments else {}))
+        _show(arguments, coordinator.call(rpc, request, timeout_s=arguments.timeout), render)
 
     return handle
-
-
-def positive_seconds(text: str) -> float:
-    """Parses a duration of more than 0 s, for argparse."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"expected seconds, more than 0, got {text!r}")
-    return seconds
-
-
-def add_credentials_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--token-file`` and the options of TLS."""
-    parser.add_argument(
-        "--token-file",
-        metavar="PATH",
-        help="file with the cluster's key or a token (default: the key of your local cluster at the address, else the "
-        f"token in {TOKEN_VARIABLE}, else the file in {TOKEN_FILE_VARIABLE})",
-    )
-    add_tls_arguments(parser)
-
-
-def credentials_of(arguments: argparse.Namespace) -> Credentials:
-    """Returns the credentials that the arguments name."""
-    tls = tls_options(arguments) if has_tls_arguments(arguments) else None
-    return find_credentials(arguments.address, arguments.token_file, tls)
-
-
-def add_coordinator_arguments(parser: argparse.ArgumentParser, condition: str = "") -> None:
-    """Adds ``--address``, ``--token-file``, ``--timeout`` and the options of TLS.
-
-    Args:
-        parser: The parser of a command.
-        condition: When the arguments are used, such as ``for a run: ``.
-    """
-    parser.add_argument(
-        "--address",
-        default=os.environ.get("SHARDWELL_ADDRESS") or DEFAULT_ADDRESS,
-        metavar="HOST:PORT",
-        help=f"{condition}address of the coordinator (default: SHARDWELL_ADDRESS, else localhost:50051)",
-    )
-    add_credentials_arguments(parser)
-    parser.add_argument(
-        "--timeout",
-        type=positive_seconds,
-        default=60.0,
-        metavar="S",
-        help=f"{condition}seconds to wait for an answer of the coordinator (default: 60)",
-    )
-
-
-@contextmanager
-def open_coordinator(arguments: argparse.Namespace) -> Iterator[CoordinatorClient]:
-    """Yields a client for the arguments. If the coordinator cannot be reached, the error says what to check."""
-    address = arguments.address
-    with closing(CoordinatorClient(address, credentials_of(arguments))) as client:
-        try:
-            yield client
-        except UnavailableError as error:
-            if error.data.get("peer") != client.peer:
-                raise
-            raise UnavailableError(
-                f"no answer from a coordinator at {address} ({_reason(error)}). Start one with "
-                "`shardwell-server coordinator`, or a whole cluster with `docker compose up`; or name another address "
-                "with --address HOST:PORT or SHARDWELL_ADDRESS",
-                **error.data,
-            ) from error
-
-
-def _reason(error: UnavailableError) -> str:
-    """Returns the useful part of gRPC's message."""
-    return str(error).rpartition("last error: ")[2].rpartition("UNKNOWN: ")[2]
 
 
 def _show(arguments: argparse.Namespace, response: Message, render: Callable[..., RenderableType]) -> None:
@@ -172,7 +87,7 @@ def _show(arguments: argparse.Namespace, response: Message, render: Callable[...
 
 def _console() -> Console:
     """Returns a console on standard output. A pipe gets wide lines instead of columns cut to 80 characters."""
-    return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
+    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
 
 
 def to_json(message: Message, *, indent: int | None = 2) -> str:
@@ -181,16 +96,6 @@ def to_json(message: Message, *, indent: int | None = 2) -> str:
         message, indent=indent, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
     return _NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", text)
-
-
-def _runs(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> None:
-    request = coordinator_pb2.ListRunsRequest()
-    _show(arguments, coordinator.call("ListRuns", request, timeout_s=arguments.timeout), tables.runs)
-
-
-def _run(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> None:
-    request = coordinator_pb2.DescribeRunRequest(run=arguments.run)
-    _show(arguments, coordinator.call("DescribeRun", request, timeout_s=arguments.timeout), tables.run)
 
 
 def _world(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> None:
@@ -204,21 +109,6 @@ def _world(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> Non
         )
         request.world.CopyFrom(world.to_proto())
     _show(arguments, coordinator.call("DescribeWorld", request, timeout_s=arguments.timeout), tables.world)
-
-
-def _units(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> None:
-    request = coordinator_pb2.ListUnitsRequest(run=arguments.run)
-    _show(arguments, coordinator.call("ListUnits", request, timeout_s=arguments.timeout), tables.units)
-
-
-def _servers(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> None:
-    request = coordinator_pb2.ListServersRequest()
-    _show(arguments, coordinator.call("ListServers", request, timeout_s=arguments.timeout), tables.servers)
-
-
-def _stall(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> None:
-    request = coordinator_pb2.ExplainStallRequest(run=arguments.run)
-    _show(arguments, coordinator.call("ExplainStall", request, timeout_s=arguments.timeout), tables.stall)
 
 
 def _events(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> None:
@@ -399,9 +289,15 @@ def _delete_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 _COMMANDS = (
-    _Command("runs", "show all runs", "shardwell runs", _runs),
     _Command(
-        "run", "show one run: its trainers, work in flight and optimizer", "shardwell run gpt", _run, _run_argument
+        "runs", "show all runs", "shardwell runs", _shows("ListRuns", coordinator_pb2.ListRunsRequest, tables.runs)
+    ),
+    _Command(
+        "run",
+        "show one run: its trainers, work in flight and optimizer",
+        "shardwell run gpt",
+        _shows("DescribeRun", coordinator_pb2.DescribeRunRequest, tables.run),
+        _run_argument,
     ),
     _Command(
         "world",
@@ -414,13 +310,22 @@ _COMMANDS = (
         "units",
         "show a run's units, and the primary and the backups of every shard",
         "shardwell units gpt",
-        _units,
+        _shows("ListUnits", coordinator_pb2.ListUnitsRequest, tables.units),
         _run_argument,
     ),
     _Command(
-        "servers", "show the shard servers: memory, shards, and traffic to backups", "shardwell servers", _servers
+        "servers",
+        "show the shard servers: memory, shards, and traffic to backups",
+        "shardwell servers",
+        _shows("ListServers", coordinator_pb2.ListServersRequest, tables.servers),
     ),
-    _Command("stall", "show what a run waits for, and for how long", "shardwell stall gpt", _stall, _run_argument),
+    _Command(
+        "stall",
+        "show what a run waits for, and for how long",
+        "shardwell stall gpt",
+        _shows("ExplainStall", coordinator_pb2.ExplainStallRequest, tables.stall),
+        _run_argument,
+    ),
     _Command("events", "show events as they happen", "shardwell events --run gpt", _events, _events_arguments),
     _Command(
         "peek",

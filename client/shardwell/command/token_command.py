@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
 
-from shardwell.command.inspect_commands import (
-    DEFAULT_ADDRESS,
-    add_credentials_arguments,
-    credentials_of,
-    open_coordinator,
-)
+from shardwell.command.arguments import Subparsers, add_address_argument, add_command, credentials_of, open_coordinator
 from shardwell_wire.errors import NotFoundError, UsageError
 from shardwell_wire.model.names import new_run_id
 from shardwell_wire.security.credentials import TOKEN_FILE_VARIABLE, Credentials
@@ -52,22 +46,11 @@ _ROLES = {
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(subparsers: Subparsers) -> None:
     """Adds ``shardwell token``."""
-    parser = subparsers.add_parser(
-        "token",
-        help="print the header with a token for grpcurl, or make a token for one run",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--address",
-        default=os.environ.get("SHARDWELL_ADDRESS") or DEFAULT_ADDRESS,
-        metavar="HOST:PORT",
-        help="address of a server of the cluster (default: SHARDWELL_ADDRESS, else localhost:50051)",
-    )
-    add_credentials_arguments(parser)
+    help_line = "print the header with a token for grpcurl, or make a token for one run"
+    parser = add_command(subparsers, "token", help_line, _token, description=_DESCRIPTION, epilog=_EPILOG)
+    add_address_argument(parser, "address of a server of the cluster")
     what = ", ".join(f"{role}: {purpose}" for role, purpose in _ROLES.items())
     parser.add_argument("--role", choices=[*_ROLES], help=f"make a token; its holder may ({what})")
     parser.add_argument("--run", help="name of the run that a reader or trainer may use; it need not exist yet")
@@ -86,7 +69,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="how long the token is valid, such as 30m, 12h or 7d (default %(default)s). A trainer that has joined "
         "stays in its run",
     )
-    parser.set_defaults(handler=_token)
 
 
 def parse_duration(text: str) -> int:

@@ -10,7 +10,6 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 
@@ -19,31 +18,6 @@ Exchange = Callable[[torch.Tensor], None]
 and does not wait. uint8. [size_bytes]"""
 
 _POLL_S = 0.0002
-
-
-class Completable(Protocol):
-    """A flat vector of which one part is received, and other processes write the rest directly to its device."""
-
-    @property
-    def device_type(self) -> str:
-        """The device of its memory."""
-        ...
-
-    def complete(self, start_bytes: int, stop_bytes: int, exchange: Exchange, limit_s: float) -> None:
-        """Takes a part from the receive buffer, runs the exchange for the rest, and waits for its end.
-
-        Called from a background thread. Afterwards the vector is complete.
-
-        Args:
-            start_bytes: Start of the part.
-            stop_bytes: End of the part, exclusive.
-            exchange: Writes the rest.
-            limit_s: Seconds to wait for the device.
-
-        Raises:
-            TimeoutError: The exchange took longer. Once it has ended, the whole vector may be received instead.
-        """
-        ...
 
 
 @functools.cache
@@ -91,7 +65,7 @@ class Arrival:
     def complete(self, start_bytes: int, stop_bytes: int, exchange: Exchange, limit_s: float) -> None:
         """Copies a part of the bytes, runs the exchange for the rest, and waits until the device is done.
 
-        Called from a background thread before ``order``. See ``Completable.complete``.
+        Called from a background thread before ``order``. Arguments and TimeoutError as ``FlatVector.complete``.
         """
         stream = _exchange_stream(self._target.device)
         with torch.cuda.stream(stream):

@@ -132,7 +132,20 @@ class FlatVector:
         return self._device.type
 
     def complete(self, start_bytes: int, stop_bytes: int, exchange: Exchange, limit_s: float) -> None:
-        """See ``Completable.complete``. Works on the CPU and on a GPU."""
+        """Takes a part from the receive buffer, runs the exchange for the rest, and waits for its end.
+
+        Called from a background thread. Other processes write the rest directly to the vector's device. Afterwards the
+        vector is complete.
+
+        Args:
+            start_bytes: Start of the part.
+            stop_bytes: End of the part, exclusive.
+            exchange: Writes the rest.
+            limit_s: Seconds to wait for the device.
+
+        Raises:
+            TimeoutError: The exchange took longer. Once it has ended, the whole vector may be received instead.
+        """
         if self._arrival is not None:
             self._arrival.complete(start_bytes, stop_bytes, exchange, limit_s)
         else:

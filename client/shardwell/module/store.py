@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from shardwell.memory.device_copies import Completable
+from shardwell.module.flat_vector import FlatVector
 from shardwell_wire.model.layout import Segment, UnitLayout
 from shardwell_wire.v1 import initialization_pb2
 
@@ -86,7 +86,7 @@ class ParameterStore(Protocol):
         *,
         exact: bool = False,
         layout: UnitLayout | None = None,
-        vector: Completable | None = None,
+        vector: FlatVector | None = None,
     ) -> Future[int]:
         """Starts to fetch the version that the current step reads.
 

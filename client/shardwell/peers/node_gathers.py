@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from shardwell.data_plane.fetch import Alternative, Fetches, Gather
 from shardwell.data_plane.shard import RemoteUnit
-from shardwell.memory.device_copies import Completable
+from shardwell.module.flat_vector import FlatVector
 from shardwell.peers.node_group import EXCHANGE_LIMIT_S, PATIENCE_S, NodeGroup, NodeRounds, Round
 from shardwell_wire.model.layout import UnitLayout
 
@@ -28,7 +28,7 @@ class _SharedGather:
     target: memoryview
     layout: UnitLayout
     """The dtypes to deliver."""
-    vector: Completable
+    vector: FlatVector
     start_bytes: int
     """Half-open range of this member's part."""
     stop_bytes: int
@@ -60,7 +60,7 @@ class NodeGathers:
         version: int,
         target: memoryview,
         layout: UnitLayout,
-        vector: Completable,
+        vector: FlatVector,
         alternative: Alternative | None = None,
     ) -> Future[int]:
         """Starts to fetch a unit: this member's part if the group can share the gather, else the whole unit.

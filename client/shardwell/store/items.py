@@ -18,7 +18,8 @@ from shardwell.data_plane.push import Excuse, Pushes
 from shardwell.data_plane.shard import RemoteShard, RemoteUnit
 from shardwell.data_plane.transfers import uninterrupted
 from shardwell.membership.membership import Membership
-from shardwell.memory.device_copies import Completable, to_host
+from shardwell.memory.device_copies import to_host
+from shardwell.module.flat_vector import FlatVector
 from shardwell.peers.node_gathers import NodeGathers
 from shardwell.step.step_state import FinishedStep, PartHeaders, StepState, WorkItemState
 from shardwell.store.servers import ShardServers
@@ -61,7 +62,7 @@ class ItemGathers:
         *,
         exact: bool = False,
         layout: UnitLayout | None = None,
-        vector: Completable | None = None,
+        vector: FlatVector | None = None,
     ) -> Future[int]:
         """See ``ParameterStore.gather``."""
         self._membership.check()

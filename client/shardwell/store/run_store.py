@@ -21,7 +21,7 @@ from shardwell.data_plane.shard import RemoteUnit, Wire
 from shardwell.data_plane.transfers import TrafficStats
 from shardwell.grid.replica import form_node_group
 from shardwell.membership.membership import Membership
-from shardwell.memory.device_copies import Completable
+from shardwell.module.flat_vector import FlatVector
 from shardwell.module.store import InitialValues
 from shardwell.options import ADAPTIVE, JoinConfig, TransferOptions
 from shardwell.peers.node_gathers import NodeGathers
@@ -295,7 +295,7 @@ class RunStore:
         *,
         exact: bool = False,
         layout: UnitLayout | None = None,
-        vector: Completable | None = None,
+        vector: FlatVector | None = None,
     ) -> Future[int]:
         """See ``ParameterStore.gather``."""
         return self.gathers.gather(unit_index, target, exact=exact, layout=layout, vector=vector)

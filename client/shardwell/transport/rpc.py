@@ -26,7 +26,7 @@ import shardwell_wire
 from shardwell.credentials import find_credentials
 from shardwell.transport.call_connection import CallConnections
 from shardwell_wire.connection.channel import open_channel, retry
-from shardwell_wire.encoding.chunk_streams import EncryptedStream, PlainStream
+from shardwell_wire.connection.socket_frames import ByteStream, EncryptedStream, PlainStream
 from shardwell_wire.errors import (
     DeadlineError,
     ShardwellError,
@@ -64,7 +64,7 @@ class Endpoint:
         host = self.address.rpartition(":")[0].strip("[]")
         return socket.create_connection((host, port), timeout_s)
 
-    def byte_stream(self, connected: socket.socket, encryption: int) -> PlainStream | EncryptedStream:
+    def byte_stream(self, connected: socket.socket, encryption: int) -> ByteStream:
         """Returns the bytes of a connection. If they are encrypted, the handshake follows.
 
         Args:

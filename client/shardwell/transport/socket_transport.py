@@ -29,9 +29,9 @@ from shardwell.transport.grpc_transport import ShardClient
 from shardwell.transport.rpc import Endpoint
 from shardwell_wire.connection import socket_frames
 from shardwell_wire.connection.channel import retry
-from shardwell_wire.connection.socket_frames import Kind, set_options
+from shardwell_wire.connection.socket_frames import EncryptedStream, Kind, LowWaterMark, set_options
 from shardwell_wire.encoding import chunk_streams
-from shardwell_wire.encoding.chunk_streams import Buffer, EncryptedStream, LowWaterMark
+from shardwell_wire.encoding.chunk_streams import Buffer
 from shardwell_wire.errors import (
     AccessError,
     DeadlineError,

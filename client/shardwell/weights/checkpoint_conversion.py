@@ -1,6 +1,4 @@
-"""Parameter groups as torch's optimizers keep them, and as shard servers apply them.
-
-Converts checkpoints of runs to ``torch.distributed.checkpoint`` and back, with optimizer state.
+"""Converts checkpoints of runs to ``torch.distributed.checkpoint`` and back, with optimizer state.
 
 The other side has the layout of ``torch.distributed.checkpoint.state_dict.get_state_dict``, saved as
 ``{"model": model_state, "optim": optimizer_state}``.
@@ -17,8 +15,10 @@ from typing import Any
 
 import torch
 
-from shardwell.weights.checkpoint_reader import CheckpointReader, memory_of, write_dcp
+from shardwell.weights.checkpoint_reader import CheckpointReader
 from shardwell.weights.dcp import DcpReader, EntryPath
+from shardwell.weights.loading import listed
+from shardwell.weights.saving import memory_of, write_dcp
 from shardwell_wire.checkpoints.folder import RunFolder
 from shardwell_wire.checkpoints.format import VALUES, FilePlan, Part, Piece, PieceKind
 from shardwell_wire.checkpoints.manifest import (
@@ -139,7 +139,6 @@ NoteBytes = Callable[[int], None]
 
 _OPTIMIZER_KEYS = ("optim", "optimizer")
 _SERVER_ID = "converted"
-_MAX_NAMES = 5
 
 
 def _nothing(_: int) -> None:
@@ -355,9 +354,8 @@ def _require_same_model(reader: DcpReader, found: _Source, like: CheckpointReade
                 f"{parameter.name!r} is {described.dtype} {described.shape}, expected {dtype} {parameter.box.whole}"
             )
     if problems:
-        more = f" and {len(problems) - _MAX_NAMES} more" if len(problems) > _MAX_NAMES else ""
         raise UsageError(
-            f"{reader.folder} has another model than {like.url}: {', '.join(problems[:_MAX_NAMES])}{more}. Train one "
+            f"{reader.folder} has another model than {like.url}: {listed(problems, 5)}. Train one "
             "step of the same model with Shardwell, save a checkpoint, and pass that one"
         )
 

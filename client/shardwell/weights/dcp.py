@@ -1,13 +1,10 @@
-"""Reads the ``.metadata`` file of a ``torch.distributed.checkpoint``, without running its code.
+"""Reads and writes a ``torch.distributed.checkpoint``, one tensor at a time and in one process.
 
-torch writes the file with Python's object serialization, which can name any function to be called. This module follows
-the same instructions, but creates inert records instead of objects, and accepts only the records that torch writes.
+torch writes the file ``.metadata`` with Python's object serialization, which can name any function to be called. This
+module follows the same instructions, but creates inert records instead of objects, and accepts only the records that
+torch writes.
 
-Reads tensors and values of a ``torch.distributed.checkpoint``, one at a time and in one process.
-
-Writes a ``torch.distributed.checkpoint`` from values that arrive one after another.
-
-A separate module, imported on use, because importing ``torch.distributed.checkpoint`` is slow.
+Imported on use, because importing ``torch.distributed.checkpoint`` is slow.
 """
 
 from __future__ import annotations
@@ -30,6 +27,10 @@ from shardwell_wire.errors import CorruptDataError, NotFoundError
 METADATA_NAME = ".metadata"
 MAX_METADATA_BYTES = 1 << 30
 """Larger files are refused."""
+
+
+EntryPath = tuple[Any, ...]
+"""Path in the nested state dict, such as ``("optim", "state", "layer.weight", "exp_avg")``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +61,140 @@ class DcpTensor:
     chunks: Sequence[DcpChunk]
 
 
-@dataclass(frozen=True, slots=True)
-class DcpMetadata:
-    """The entries of a checkpoint."""
+class DcpReader:
+    """An open checkpoint of ``torch.distributed.checkpoint``, by the paths of its nested state dict.
 
-    tensors: Mapping[tuple[Any, ...], DcpTensor]
-    """By path in the nested state dict, such as ``("optim", "state", "layer.weight", "exp_avg")``."""
-    values: Mapping[tuple[Any, ...], DcpItem]
-    """Values that are not tensors, by path."""
+    Args:
+        folder: The checkpoint's folder.
+
+    Raises:
+        NotFoundError: There is no checkpoint.
+        CorruptDataError: Its metadata is damaged.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.tensors: Mapping[EntryPath, DcpTensor]
+        """Descriptions of all tensors."""
+        self.values: Mapping[EntryPath, DcpItem]
+        """Places of all entries that are not tensors."""
+        self.tensors, self.values = _read_metadata(self.folder)
+
+    def tensor(self, path: EntryPath) -> torch.Tensor:
+        """Reads a tensor and joins its chunks.
+
+        Raises:
+            CorruptDataError: A chunk is damaged, or elements are missing.
+        """
+        described = self.tensors[path]
+        whole, covered = torch.empty(described.shape, dtype=described.dtype), 0
+        for chunk in described.chunks:
+            values = self._load(chunk.item, path)
+            if not isinstance(values, torch.Tensor) or (values.dtype, tuple(values.shape)) != (
+                described.dtype,
+                chunk.sizes,
+            ):
+                raise CorruptDataError(
+                    f"{self.folder / chunk.item.path}: the chunk of {_text(path)} at {chunk.offsets} is not a tensor "
+                    f"of {described.dtype} {chunk.sizes}"
+                )
+            box = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            whole[box].copy_(values)
+            covered += values.numel()
+        if covered < math.prod(described.shape):
+            raise CorruptDataError(f"{self.folder} has {covered} of the {whole.numel()} elements of {_text(path)}")
+        return whole
+
+    def value(self, path: EntryPath) -> Any:
+        """Reads an entry that is not a tensor: numbers, text, tuples, lists and maps of them.
+
+        Raises:
+            CorruptDataError: It is damaged, or has an object of another class.
+        """
+        return self._load(self.values[path], path)
+
+    def _load(self, item: DcpItem, path: EntryPath) -> Any:
+        file_path = self.folder / item.path
+        try:
+            with file_path.open("rb") as file:
+                file.seek(item.offset_bytes)
+                data = file.read(min(item.length_bytes, max(0, file_path.stat().st_size - item.offset_bytes)))
+        except FileNotFoundError as error:
+            raise NotFoundError(f"{file_path} is missing, which contains {_text(path)}", path=file_path) from error
+        if len(data) < item.length_bytes:
+            raise CorruptDataError(f"{file_path} ends in the middle of {_text(path)}")
+        try:
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except Exception as error:  # torch raises whatever its parsers raise
+            raise CorruptDataError(
+                f"{_text(path)} in {file_path} cannot be read: {str(error).splitlines()[0] if str(error) else error!r}"
+            ) from error
 
 
-def read_metadata(folder: Path) -> DcpMetadata:
-    """Returns the entries of the checkpoint in a folder.
+def _text(path: EntryPath) -> str:
+    return ".".join(map(str, path))
+
+
+# ---- writing ----
+
+
+class _StreamingPlanner(DefaultSavePlanner):
+    """Takes each tensor from an iterator when the writer needs it.
+
+    Args:
+        values: Names and tensors, in the order of the state dict.
+    """
+
+    def __init__(self, values: Iterator[tuple[str, torch.Tensor]]) -> None:
+        super().__init__()
+        self._values = values
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        """Returns the value of an item. Called once per item, in the order of the plan."""
+        if write_item.type == WriteItemType.BYTE_IO:
+            return super().resolve_data(write_item)
+        name, value = next(self._values)
+        assert name == write_item.index.fqn, f"the next value is {name}, expected {write_item.index.fqn}"
+        return value
+
+
+def write_checkpoint(folder: Path, state: Mapping[str, Any], values: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Writes a checkpoint with the library's own writer.
+
+    Args:
+        folder: An empty folder.
+        state: The state dict, which may be nested. Tensors have the right shapes and dtypes. Their memory is not read.
+        values: The tensors in the same order, with values, by name. Names of nested tensors are joined with dots.
+    """
+    meta = _as_meta(state)
+    # One file per tensor: the writer holds all tensors of a file until it closes the file.
+    writer = FileSystemWriter(folder, single_file_per_rank=False, thread_count=1)
+    planner = _StreamingPlanner(values)
+    # The steps of checkpoint.save in a single process. checkpoint.save itself would wrap every error and warn about the
+    # single process.
+    writer.reset(folder)
+    planner.set_up_planner(meta, writer.storage_meta(), is_coordinator=True)
+    writer.set_up_storage_writer(is_coordinator=True)
+    local_plan = writer.prepare_local_plan(planner.create_local_plan())
+    global_plans, metadata = planner.create_global_plan([local_plan])
+    (plan,) = writer.prepare_global_plan(global_plans)
+    written = writer.write_data(planner.finish_plan(plan), planner)
+    writer.finish(metadata, [written.wait()])
+
+
+def _as_meta(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+    if isinstance(value, Mapping):
+        return {name: _as_meta(item) for name, item in value.items()}
+    return value
+
+
+# ---- the metadata ----
+
+
+def _read_metadata(folder: Path) -> tuple[dict[EntryPath, DcpTensor], dict[EntryPath, DcpItem]]:
+    """Returns the tensors and the other values of the checkpoint in a folder.
 
     Raises:
         NotFoundError: There is no ``.metadata`` file.
@@ -89,9 +212,6 @@ def read_metadata(folder: Path) -> DcpMetadata:
             f"{path} is damaged, or was written by something else than torch.distributed.checkpoint: "
             f"{type(error).__name__}: {error}"
         ) from error
-
-
-# ---- instructions ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,19 +319,19 @@ class _Machine:
 # ---- records ----
 
 
-def _interpret(root: Any) -> DcpMetadata:
+def _interpret(root: Any) -> tuple[dict[EntryPath, DcpTensor], dict[EntryPath, DcpItem]]:
     fields = _fields(root, "Metadata")
     places = {_index(key): _item(value) for key, value in fields["storage_data"].items()}
     paths = fields.get("planner_data") or {}
-    tensors: dict[tuple[Any, ...], DcpTensor] = {}
-    values: dict[tuple[Any, ...], DcpItem] = {}
+    tensors: dict[EntryPath, DcpTensor] = {}
+    values: dict[EntryPath, DcpItem] = {}
     for name, entry in fields["state_dict_metadata"].items():
         path = tuple(paths.get(name, (name,)))
         if entry.symbol.name == "BytesStorageMetadata":
             values[path] = places[name, None]
         else:
             tensors[path] = _tensor(name, _fields(entry, "TensorStorageMetadata"), places)
-    return DcpMetadata(tensors, values)
+    return tensors, values
 
 
 def _fields(record: Any, name: str) -> Mapping[str, Any]:
@@ -269,138 +389,3 @@ def _size(record: Any) -> tuple[int, ...]:
 
 def _are_sizes(numbers: Any) -> bool:
     return all(isinstance(number, int) and not isinstance(number, bool) and 0 <= number < 1 << 62 for number in numbers)
-
-
-EntryPath = tuple[Any, ...]
-
-
-class DcpReader:
-    """An open checkpoint of ``torch.distributed.checkpoint``, by the paths of its nested state dict.
-
-    Args:
-        folder: The checkpoint's folder.
-
-    Raises:
-        NotFoundError: There is no checkpoint.
-        CorruptDataError: Its metadata is damaged.
-    """
-
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
-        self._metadata = read_metadata(self.folder)
-
-    @property
-    def tensors(self) -> Mapping[EntryPath, DcpTensor]:
-        """Descriptions of all tensors."""
-        return self._metadata.tensors
-
-    @property
-    def values(self) -> Mapping[EntryPath, DcpItem]:
-        """Places of all entries that are not tensors."""
-        return self._metadata.values
-
-    def tensor(self, path: EntryPath) -> torch.Tensor:
-        """Reads a tensor and joins its chunks.
-
-        Raises:
-            CorruptDataError: A chunk is damaged, or elements are missing.
-        """
-        described = self._metadata.tensors[path]
-        whole, covered = torch.empty(described.shape, dtype=described.dtype), 0
-        for chunk in described.chunks:
-            values = self._load(chunk.item, path)
-            if not isinstance(values, torch.Tensor) or (values.dtype, tuple(values.shape)) != (
-                described.dtype,
-                chunk.sizes,
-            ):
-                raise CorruptDataError(
-                    f"{self.folder / chunk.item.path}: the chunk of {_text(path)} at {chunk.offsets} is not a tensor "
-                    f"of {described.dtype} {chunk.sizes}"
-                )
-            box = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-            whole[box].copy_(values)
-            covered += values.numel()
-        if covered < math.prod(described.shape):
-            raise CorruptDataError(f"{self.folder} has {covered} of the {whole.numel()} elements of {_text(path)}")
-        return whole
-
-    def value(self, path: EntryPath) -> Any:
-        """Reads an entry that is not a tensor: numbers, text, tuples, lists and maps of them.
-
-        Raises:
-            CorruptDataError: It is damaged, or has an object of another class.
-        """
-        return self._load(self._metadata.values[path], path)
-
-    def _load(self, item: DcpItem, path: EntryPath) -> Any:
-        file_path = self.folder / item.path
-        try:
-            with file_path.open("rb") as file:
-                file.seek(item.offset_bytes)
-                data = file.read(min(item.length_bytes, max(0, file_path.stat().st_size - item.offset_bytes)))
-        except FileNotFoundError as error:
-            raise NotFoundError(f"{file_path} is missing, which contains {_text(path)}", path=file_path) from error
-        if len(data) < item.length_bytes:
-            raise CorruptDataError(f"{file_path} ends in the middle of {_text(path)}")
-        try:
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except Exception as error:  # torch raises whatever its parsers raise
-            raise CorruptDataError(
-                f"{_text(path)} in {file_path} cannot be read: {str(error).splitlines()[0] if str(error) else error!r}"
-            ) from error
-
-
-def _text(path: EntryPath) -> str:
-    return ".".join(map(str, path))
-
-
-class _StreamingPlanner(DefaultSavePlanner):
-    """Takes each tensor from an iterator when the writer needs it.
-
-    Args:
-        values: Names and tensors, in the order of the state dict.
-    """
-
-    def __init__(self, values: Iterator[tuple[str, torch.Tensor]]) -> None:
-        super().__init__()
-        self._values = values
-
-    def resolve_data(self, write_item: WriteItem) -> Any:
-        """Returns the value of an item. Called once per item, in the order of the plan."""
-        if write_item.type == WriteItemType.BYTE_IO:
-            return super().resolve_data(write_item)
-        name, value = next(self._values)
-        assert name == write_item.index.fqn, f"the next value is {name}, expected {write_item.index.fqn}"
-        return value
-
-
-def write_checkpoint(folder: Path, state: Mapping[str, Any], values: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Writes a checkpoint with the library's own writer.
-
-    Args:
-        folder: An empty folder.
-        state: The state dict, which may be nested. Tensors have the right shapes and dtypes. Their memory is not read.
-        values: The tensors in the same order, with values, by name. Names of nested tensors are joined with dots.
-    """
-    meta = _as_meta(state)
-    # One file per tensor: the writer holds all tensors of a file until it closes the file.
-    writer = FileSystemWriter(folder, single_file_per_rank=False, thread_count=1)
-    planner = _StreamingPlanner(values)
-    # The steps of checkpoint.save in a single process. checkpoint.save itself would wrap every error and warn about the
-    # single process.
-    writer.reset(folder)
-    planner.set_up_planner(meta, writer.storage_meta(), is_coordinator=True)
-    writer.set_up_storage_writer(is_coordinator=True)
-    local_plan = writer.prepare_local_plan(planner.create_local_plan())
-    global_plans, metadata = planner.create_global_plan([local_plan])
-    (plan,) = writer.prepare_global_plan(global_plans)
-    written = writer.write_data(planner.finish_plan(plan), planner)
-    writer.finish(metadata, [written.wait()])
-
-
-def _as_meta(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return torch.empty(value.shape, dtype=value.dtype, device="meta")
-    if isinstance(value, Mapping):
-        return {name: _as_meta(item) for name, item in value.items()}
-    return value

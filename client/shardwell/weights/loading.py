@@ -1,8 +1,9 @@
-"""Initial values from safetensors files, streamed from the files to the shard servers."""
+"""Reads safetensors files piece by piece: initial values, which are streamed from the files to the shard servers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,16 +16,21 @@ from shardwell.module.mixed_precision import local_box, local_part
 from shardwell.module.parameters import FoundParameter, Site
 from shardwell.module.store import InitialValues
 from shardwell.module.unit import owner_of
-from shardwell.weights.checkpoint_reader import StoredTensor, find_tensors
-from shardwell_wire.errors import UsageError
+from shardwell_wire.checkpoints.format import LENGTH_BYTES, SAFETENSORS_DTYPES, header_size, parse_header
+from shardwell_wire.errors import CorruptDataError, NotFoundError, UsageError
 from shardwell_wire.model.layout import Box, Segment, UnitLayout
 from shardwell_wire.v1 import initialization_pb2
 
+INDEX_NAME, SINGLE_NAME = "model.safetensors.index.json", "model.safetensors"
+"""File names in a model's folder, as in Hugging Face's libraries."""
+
+_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, dtype) for name, (dtype, _) in SAFETENSORS_DTYPES.items()}
+
+SAFETENSORS_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+"""The format's names of dtypes."""
+
 WINDOW_BYTES = 4 << 20
 """Bytes of a tensor that are in memory at a time, per upload."""
-
-_MAX_NAMES = 10
-"""Limit of the names of each kind in an error message."""
 
 Rename = Callable[[str], str | None]
 """Maps a name in the checkpoint to the name in the model, or to None to skip the tensor."""
@@ -172,13 +178,14 @@ def _match(
             missing.append(" or ".join(map(repr, wanted.names)))
             continue
         tensor = stored[present[-1]]  # the last of tied names wins, as in load_state_dict
-        differing += [f"{present[-1]!r} is {how}" for how in _differences(tensor, wanted.tensor, cast)]
+        found = differences(tensor.shape, tensor.dtype, wanted.tensor, "checkpoint", cast=cast)
+        differing += [f"{present[-1]!r} is {how}" for how in found]
         places.update(dict.fromkeys(wanted.sites, tensor))
     unexpected = [repr(name) for name in stored if name not in used]
     problems = [
-        *([f"it lacks {_listed(missing)}"] if missing else []),
-        *([f"the model lacks {_listed(unexpected)} (to skip tensors, let rename return None)"] if unexpected else []),
-        *([_listed(differing)] if differing else []),
+        *([f"it lacks {listed(missing)}"] if missing else []),
+        *([f"the model lacks {listed(unexpected)} (to skip tensors, let rename return None)"] if unexpected else []),
+        *([listed(differing)] if differing else []),
     ]
     return places, problems
 
@@ -199,17 +206,130 @@ def _wanted(model: nn.Module) -> list[_Wanted]:
     return list(wanted.values())
 
 
-def _differences(stored: StoredTensor, tensor: torch.Tensor, cast: bool) -> list[str]:
-    found = []
-    if stored.shape != tuple(tensor.shape):
-        found.append(f"of shape {stored.shape} in the checkpoint, {tuple(tensor.shape)} in the model")
-    both_floating = stored.dtype.is_floating_point and tensor.dtype.is_floating_point
-    if stored.dtype != tensor.dtype and not (cast and both_floating):
+def differences(
+    shape: Sequence[int], dtype: torch.dtype, tensor: torch.Tensor, where: str, *, cast: bool
+) -> Iterator[str]:
+    """Yields how a stored tensor differs from that of a model.
+
+    Args:
+        shape: Shape of the stored tensor.
+        dtype: Its dtype.
+        tensor: The tensor of the model.
+        where: Where the other one is stored, such as ``checkpoint``.
+        cast: Whether floating-point values are converted to the model's dtype.
+    """
+    if tuple(shape) != tuple(tensor.shape):
+        yield f"of shape {tuple(shape)} in the {where}, {tuple(tensor.shape)} in the model"
+    both_floating = dtype.is_floating_point and tensor.dtype.is_floating_point
+    if dtype != tensor.dtype and not (cast and both_floating):
         advice = " (pass cast=True to convert)" if both_floating else ""
-        found.append(f"{stored.dtype} in the checkpoint, {tensor.dtype} in the model{advice}")
-    return found
+        yield f"{dtype} in the {where}, {tensor.dtype} in the model{advice}"
 
 
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return ", ".join(names[:_MAX_NAMES]) + more
+def listed(names: Sequence[str], limit: int = 10) -> str:
+    """Returns the first names of a list, for an error."""
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+# ---- files ----
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a file."""
+
+    path: Path
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start_bytes: int
+    """Position in the file."""
+
+    def read(self, runs: Iterable[tuple[int, int]]) -> bytes:
+        """Reads some elements.
+
+        Args:
+            runs: ``(first element, number of elements)`` in the flattened tensor.
+
+        Raises:
+            CorruptDataError: The file was truncated.
+            OSError: The file cannot be read.
+        """
+        size, parts = self.dtype.itemsize, []
+        with self.path.open("rb", buffering=0) as file:
+            for first, count in runs:
+                file.seek(self.start_bytes + first * size)
+                part = file.read(count * size)
+                if len(part) != count * size:
+                    raise CorruptDataError(f"{self.path} ends in the middle of tensor {self.name!r}")
+                parts.append(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def find_tensors(path: str | Path) -> dict[str, StoredTensor]:
+    """Returns the tensors of a checkpoint by name. Reads headers only.
+
+    Args:
+        path: A safetensors file, an index of several (``*.index.json``), or a folder with either.
+
+    Raises:
+        NotFoundError: There is no such file.
+        CorruptDataError: A file is not a safetensors file or is truncated, or the index contradicts the files.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = _in_folder(path)
+    if not path.is_file():
+        raise NotFoundError(f"no safetensors file or index at {path}", path=path)
+    return _of_index(path) if path.name.endswith(".json") else read_header(path)
+
+
+def _in_folder(folder: Path) -> Path:
+    for name in (SINGLE_NAME, INDEX_NAME):
+        if (folder / name).is_file():
+            return folder / name
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) != 1:
+        found = ", ".join(file.name for file in files[:5]) or "none"
+        raise NotFoundError(
+            f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}, and not exactly one other safetensors file "
+            f"({found}): pass the file or the index",
+            path=folder,
+        )
+    return files[0]
+
+
+def _of_index(path: Path) -> dict[str, StoredTensor]:
+    try:
+        places = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        files = {name: path.parent / file for name, file in places.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptDataError(
+            f"{path} is not an index of safetensors files: expected a JSON object with a weight_map"
+        ) from error
+    headers: dict[Path, dict[str, StoredTensor]] = {}
+    for file in dict.fromkeys(files.values()):
+        if not file.is_file():
+            raise NotFoundError(f"{path} refers to {file.name}, which does not exist", path=file)
+        headers[file] = read_header(file)
+    for name, file in files.items():
+        if name not in headers[file]:
+            raise CorruptDataError(f"{path} refers to tensor {name!r} in {file.name}, which does not contain it")
+    return {name: headers[file][name] for name, file in files.items()}
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """Returns the tensors of one file by name.
+
+    Raises:
+        CorruptDataError: The file is not a safetensors file, or is truncated.
+    """
+    size_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(LENGTH_BYTES)
+        header = start + file.read(header_size(start, size_bytes, str(path)) - LENGTH_BYTES)
+    entries, _ = parse_header(header, size_bytes, str(path))
+    return {
+        name: StoredTensor(path, name, _DTYPES[entry.dtype], entry.shape, entry.start_bytes)
+        for name, entry in entries.items()
+    }

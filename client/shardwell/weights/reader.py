@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from shardwell.credentials import find_credentials
 from shardwell.module.unit import owner_of
 from shardwell.transport.rpc import CoordinatorClient
-from shardwell.weights.loading import Rename
+from shardwell.weights.loading import Rename, differences, listed
 from shardwell.weights.pinned_version import (
     PinnedVersion,
     RunConnections,
@@ -30,9 +30,6 @@ from shardwell_wire.encoding.wire_dtypes import GATHER_NAMES
 from shardwell_wire.errors import UnavailableError, UsageError, VersionGoneError
 from shardwell_wire.model.names import RunIdentity
 from shardwell_wire.security.tls import TlsOptions
-
-_MAX_NAMES = 10
-"""Limit of the names of each kind in an error message."""
 
 
 class Reader:
@@ -259,12 +256,13 @@ def _targets(
             unknown.append(repr(stored.name))
         for tensor in {id(tensors[name]): tensors[name] for name in names}.values():
             pairs.append((stored, tensor))
-            differing += [f"{names[0]!r} is {how}" for how in _differences(stored.meta, tensor, cast=cast)]
+            how = differences(stored.meta.shape, stored.meta.dtype, tensor, "run", cast=cast)
+            differing += [f"{names[0]!r} is {each}" for each in how]
     missing = [repr(name) for name in tensors if name not in found]
     problems = [
-        *([f"the model lacks {_listed(unknown)}"] if unknown else []),
-        *([f"the run lacks {_listed(missing)}"] if missing else []),
-        *([_listed(differing)] if differing else []),
+        *([f"the model lacks {listed(unknown)}"] if unknown else []),
+        *([f"the run lacks {listed(missing)}"] if missing else []),
+        *([listed(differing)] if differing else []),
     ]
     if problems:
         advice = ". To use other names than the run's, pass rename=" if unknown and missing else ""
@@ -284,17 +282,3 @@ def _named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
             raise UsageError(f"{name!r} has no memory yet: build the model on a device, not on meta or lazily")
         tensors[name] = tensor
     return tensors
-
-
-def _differences(stored: torch.Tensor, tensor: torch.Tensor, *, cast: bool) -> Iterator[str]:
-    if stored.shape != tensor.shape:
-        yield f"of shape {tuple(stored.shape)} in the run, {tuple(tensor.shape)} in the model"
-    both_floating = stored.dtype.is_floating_point and tensor.dtype.is_floating_point
-    if stored.dtype != tensor.dtype and not (cast and both_floating):
-        advice = " (pass cast=True to convert)" if both_floating else ""
-        yield f"{stored.dtype} in the run, {tensor.dtype} in the model{advice}"
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return ", ".join(names[:_MAX_NAMES]) + more

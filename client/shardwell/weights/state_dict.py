@@ -1,6 +1,6 @@
-"""Assembles tensors that tensor parallelism splits, on all ranks with parts, and writes them on one rank.
+"""State dicts of a whole model and of parts of it, gathered unit by unit.
 
-State dicts of a whole model and of parts of it, gathered unit by unit.
+Tensors that tensor parallelism splits are assembled on all ranks with parts, and written on one.
 """
 
 from __future__ import annotations

@@ -32,25 +32,25 @@ LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
 """Limit of the header's size in the reference implementation, without its length."""
 
-SAFETENSORS_ITEM_SIZES = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "C64": 8,
-    "I64": 8,
-    "I32": 4,
-    "I16": 2,
-    "I8": 1,
-    "U64": 8,
-    "U32": 4,
-    "U16": 2,
-    "U8": 1,
-    "BOOL": 1,
+SAFETENSORS_DTYPES = {
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "C64": ("complex64", 8),
+    "I64": ("int64", 8),
+    "I32": ("int32", 4),
+    "I16": ("int16", 2),
+    "I8": ("int8", 1),
+    "U64": ("uint64", 8),
+    "U32": ("uint32", 4),
+    "U16": ("uint16", 2),
+    "U8": ("uint8", 1),
+    "BOOL": ("bool", 1),
 }
-"""Bytes per element, by the format's names of dtypes."""
+"""torch's name of each dtype, and bytes per element, by the format's names."""
 
 _ALIGNMENT_BYTES = 8
 _METADATA = "__metadata__"
@@ -84,7 +84,7 @@ def make_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Ma
     header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     position = 0
     for name, (dtype, shape) in tensors.items():
-        stop = position + math.prod(shape) * SAFETENSORS_ITEM_SIZES[dtype]
+        stop = position + math.prod(shape) * SAFETENSORS_DTYPES[dtype][1]
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, stop]}
         position = stop
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
@@ -161,7 +161,7 @@ def _without_repetitions(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 def _parse_entry(name: str, entry: Mapping[str, Any], data_start: int) -> HeaderEntry:
     dtype, shape = entry["dtype"], entry["shape"]
-    if not isinstance(dtype, str) or dtype not in SAFETENSORS_ITEM_SIZES:
+    if not isinstance(dtype, str) or dtype not in SAFETENSORS_DTYPES:
         raise ValueError(f"tensor {name!r} has unknown dtype {dtype!r}")
     start, stop = entry["data_offsets"]
     if len(shape) > MAX_DIMS or not all(_is_size(size) for size in (*shape, start, stop)):
@@ -177,7 +177,7 @@ def _check_ranges(entries: Mapping[str, HeaderEntry], data_start: int, size_byte
     """Raises CorruptDataError unless the tensors are stored one after another and fill the file."""
     position = data_start
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start_bytes, item[1].stop_bytes)):
-        needed = math.prod(entry.shape) * SAFETENSORS_ITEM_SIZES[entry.dtype]
+        needed = math.prod(entry.shape) * SAFETENSORS_DTYPES[entry.dtype][1]
         if entry.start_bytes != position or entry.size_bytes != needed:
             raise CorruptDataError(
                 f"{where}: tensor {name!r} {entry.shape} of {entry.dtype} has bytes [{entry.start_bytes}, "
@@ -222,19 +222,7 @@ _METADATA_KEY = "shardwell"
 _NO_CHECKSUM = "0" * 16
 _CHECKSUM = re.compile(r"[0-9a-f]{16}")
 _NAME = re.compile(r"(?P<parameter>.+)\|(?P<state>[^|]+)\|(?P<start>\d{1,18}):(?P<stop>\d{1,18})", re.DOTALL)
-_FILE_DTYPES = {
-    "float32": "F32",
-    "float64": "F64",
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "complex64": "C64",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
+_FILE_DTYPES = {dtype: stored for stored, (dtype, _) in SAFETENSORS_DTYPES.items() if dtype in ITEM_SIZES}
 """The file format's names of dtypes, by torch's. complex128 is stored as F64 with a last dim of 2."""
 _DTYPES = {stored: dtype for dtype, stored in _FILE_DTYPES.items()}
 

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardwell_wire.checkpoints.storage import LocalStorage, Storage
+from shardwell_wire.checkpoints.storage import LocalStorage, ObjectStorage, Storage
 from shardwell_wire.errors import AccessError, InvalidRequestError
 
 ROOT_OPTION, ROOT_VARIABLE = "--checkpoint-root", "SHARDWELL_CHECKPOINT_ROOT"
@@ -47,8 +47,6 @@ def open_storage(url: str | Path) -> Storage:
     """
     if (path := local_path(str(url))) is not None:
         return LocalStorage(path)
-    from shardwell_wire.checkpoints.storage import ObjectStorage
-
     return ObjectStorage(str(url))
 
 

@@ -1,8 +1,7 @@
-"""Where checkpoints are stored: a local folder, or a bucket, such as ``s3://bucket/folder``.
+"""Where checkpoints are stored: ``Storage``, which is a local folder, or a bucket such as ``s3://bucket/folder``.
 
-All methods block. They may be called from any thread.
-
-Checkpoints in a local folder, which may be a mounted network file system.
+A local folder may be a mounted network file system. Buckets are reached by fsspec. All methods block. They may be
+called from any thread.
 
 Note: [Writing past the page cache]
     A checkpoint is written once and read rarely. Through the page cache, the kernel copies every byte and allocates a
@@ -10,8 +9,6 @@ Note: [Writing past the page cache]
     Position, size and address must be multiples of a block. Whole blocks are therefore copied to an aligned window and
     written directly; the rest of a write, less than a block at each end, goes through the page cache. The two kinds of
     writes never touch the same block. A file system that does not support ``O_DIRECT`` gets ordinary writes.
-
-Checkpoints in a bucket, by fsspec. Imported on use: fsspec takes a moment to import.
 """
 
 from __future__ import annotations
@@ -30,8 +27,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-import fsspec
 
 from shardwell_wire.errors import (
     AccessError,
@@ -440,6 +435,8 @@ class ObjectStorage(Storage):
     window_bytes = 32 << 20
 
     def __init__(self, url: str) -> None:
+        import fsspec  # takes a moment, and only buckets need it
+
         self.url = url
         protocol = url.split("://", maxsplit=1)[0]
         options: dict[str, Any] = {"use_listings_cache": False}
@@ -525,9 +522,6 @@ class ObjectStorage(Storage):
             except FileNotFoundError:
                 return
 
-    def modified(self, path: str) -> float | None:
-        return None
-
 
 class _SpooledFile(OutputFile):
     """A file that is written to the local disk and uploaded at the end: buckets take no writes at a position.
@@ -550,10 +544,7 @@ class _SpooledFile(OutputFile):
     def write(self, data: Any, position: int) -> None:
         assert self._descriptor is not None, "the file is closed"
         with explained("write", self._where):
-            rest = memoryview(data).cast("B")
-            while len(rest):
-                written = os.pwrite(self._descriptor, rest, position)
-                rest, position = rest[written:], position + written
+            _write_all(self._descriptor, memoryview(data).cast("B"), position)
 
     def finish(self) -> None:
         self._storage.upload(self._spool, self._path)

@@ -1,24 +1,23 @@
-"""Finds the stream of a shard in the encoded stream of its whole unit.
+"""The encoded streams of a unit and of its shards: which values a stream has, how they are encoded, and where they are.
 
-Quantization blocks are never cut, so the streams of all shards, one after another, are the stream of the unit. Matrices
-of low rank are cut: every shard that has elements of one needs its right factor, and some rows of its left factor.
+A stream contains segments of a unit, one after another, each as blocks or as factors; see ``wire_dtypes``.
+``RangePlans`` caches what is known of the streams of one shard. A ``StreamPlan`` converts values and streams, slice by
+slice: adjacent segments with blocks of one size are converted together, so a shard needs few passes however many
+parameters it has.
 
-Plans the blocks of a stream and the positions of their values, once for all streams of a shard.
-
-A stream contains segments of a unit, one after another, each as blocks or as factors; see ``wire_dtypes``. Adjacent
-segments with blocks of one size are converted together, so a shard needs few passes however many parameters it has.
-
-The slices of a stream: values that are converted together, and how they are converted.
+A ``StreamPiece`` finds bytes of a shard's stream in the stream of its whole unit. Quantization blocks are never cut, so
+the streams of all shards, one after another, are the stream of the unit. Matrices of low rank are cut: every shard that
+has elements of one needs its right factor, and some rows of its left factor.
 """
 
 from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 
@@ -39,149 +38,45 @@ from shardwell_wire.encoding.wire_dtypes import (
     stream_size,
     uniform_blocks,
 )
-from shardwell_wire.model.layout import Segment, UnitLayout
-
-
-class StreamPiece(Protocol):
-    """Consecutive bytes of a shard's stream."""
-
-    def of(self, stream: memoryview) -> memoryview:
-        """Returns the bytes, given the stream of the unit."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Copied:
-    """Bytes that are in the stream of the unit."""
-
-    in_unit: slice
-
-    def of(self, stream: memoryview) -> memoryview:
-        return stream[self.in_unit]
-
-
-@dataclass(frozen=True, slots=True)
-class _Decoded:
-    """Elements of a matrix that are sent as stored, because their factors are too large."""
-
-    right: slice
-    """The right factor in the stream of the unit."""
-    left: slice
-    """Rows of the left factor that the elements meet."""
-    rank: int
-    columns: int
-    first: int
-    """Index of the first element in the flattened matrix."""
-    numel: int
-
-    def of(self, stream: memoryview) -> memoryview:
-        factors = torch.cat([bytes_tensor(stream[self.right]), bytes_tensor(stream[self.left])])
-        values = torch.empty(self.numel, dtype=torch.float32, device="cpu")
-        low_rank_factors.decode(factors, self.rank, self.columns, self.first, values)
-        return memory_at(values.data_ptr(), values.nbytes, values)
-
-
-def pieces_of_range(
-    layout: UnitLayout, indices: Iterable[int], start_bytes: int, stop_bytes: int, wire_dtype: WireDtype
-) -> tuple[StreamPiece, ...]:
-    """Returns the pieces of the stream of a range.
-
-    Args:
-        layout: The unit.
-        indices: Layout indices of the parameters in the streams.
-        start_bytes: First byte of the range in the flat vector.
-        stop_bytes: End of the range, exclusive.
-        wire_dtype: Encoding of float32 values.
-    """
-    indices = frozenset(indices)
-    own = layout.packed_segments(indices, start_bytes, stop_bytes)
-    if wire_dtype not in LOW_RANK:
-        start = stream_size(layout, layout.packed_segments(indices, 0, start_bytes), wire_dtype)
-        return (_Copied(slice(start, start + stream_size(layout, own, wire_dtype))),)
-    starts, position = {}, 0
-    for whole in layout.packed_segments(indices, 0, layout.size_bytes):
-        starts[whole.parameter_index] = position
-        position += encoded_size(whole, layout.parameters[whole.parameter_index], wire_dtype)
-    return tuple(
-        piece
-        for segment in own
-        for piece in _pieces_of_segment(layout, segment, starts[segment.parameter_index], wire_dtype)
-    )
-
-
-def _pieces_of_segment(
-    layout: UnitLayout, segment: Segment, start: int, wire_dtype: WireDtype
-) -> Iterator[StreamPiece]:
-    """Yields the pieces of a segment. ``start`` is the position of its whole parameter in the stream of the unit."""
-    parameter = layout.parameters[segment.parameter_index]
-    kind = applied(wire_dtype, parameter)
-    if kind not in LOW_RANK:
-        first = start + segment.start_element * parameter.item_size
-        yield _Copied(slice(first, first + segment.size_bytes))
-        return
-    columns = columns_of(parameter)
-    rows, right_stop = rows_of(segment, columns), start + factor_bytes(kind, 0, columns)
-    right = slice(start, right_stop)
-    left = slice(*(right_stop + factor_bytes(kind, row, 0) for row in (rows.start, rows.stop)))
-    if applied_to_segment(wire_dtype, parameter, segment) == kind:
-        yield _Copied(right)
-        yield _Copied(left)
-    else:
-        numel = segment.stop_element - segment.start_element
-        yield _Decoded(right, left, LOW_RANK[kind], columns, segment.start_element, numel)
-
+from shardwell_wire.model.layout import Parameter, Segment, UnitLayout
 
 _FLOAT_BYTES = 4
 
+Indices = tuple[int, ...] | None
+"""Ascending layout indices of the parameters in a stream. None: all parameters of the unit."""
 
-class Values(Protocol):
-    """Access to the values of a stream."""
-
-    def of(self, part: Slice) -> torch.Tensor:
-        """Returns the values of a slice, valid until the next call in this thread. [part.numel]"""
-        ...
+_CACHE_SIZE = 16
+"""Number of cached plans. Most shards need few, but pushes in buckets may need new ones in every step."""
 
 
-class InVector:
-    """Values in memory with the layout of a range of the flat vector.
+class RangePlans:
+    """Caches the plans of one range of a unit. May be shared between threads.
 
     Args:
-        memory: Contains all segments of the plan. Must not move. Padding is neither read nor written.
-        start_bytes: Position of the memory in the flat vector.
+        layout: The unit.
+        start_bytes: First byte of the range in the flat vector.
+        stop_bytes: End of the range, exclusive.
     """
 
-    def __init__(self, memory: Buffer, start_bytes: int) -> None:
-        self._bytes, self._start_bytes = bytes_tensor(memory), start_bytes
+    def __init__(self, layout: UnitLayout, start_bytes: int, stop_bytes: int) -> None:
+        self._layout, self._start_bytes, self._stop_bytes = layout, start_bytes, stop_bytes
+        self.segments = lru_cache(_CACHE_SIZE)(self._make_segments)
+        """Returns the segments of the given parameters in the range. (indices)"""
+        self.plan = lru_cache(_CACHE_SIZE)(self._make_plan)
+        """Returns the plan of their stream. (indices, wire dtype)"""
+        self.pieces_of_unit = lru_cache(_CACHE_SIZE)(self._find_pieces)
+        """Returns the pieces of their stream in the stream of the whole unit. (indices, wire dtype)"""
 
-    def of(self, part: Slice) -> torch.Tensor:
-        """See ``Values``. The tensor may be written to."""
-        own = self._bytes[part.start_bytes - self._start_bytes : part.stop_bytes - self._start_bytes]
-        return own if part.kind == AS_STORED else own.view(torch.float32)
+    def _make_segments(self, indices: Indices) -> list[Segment]:
+        if indices is None:
+            return self._layout.segments(self._start_bytes, self._stop_bytes)
+        return self._layout.packed_segments(indices, self._start_bytes, self._stop_bytes)
 
+    def _make_plan(self, indices: Indices, wire_dtype: WireDtype) -> StreamPlan:
+        return StreamPlan(self._layout, self.segments(indices), wire_dtype)
 
-class InParameters:
-    """Values in whole parameters. Read-only.
-
-    Args:
-        flats: Flattened parameters by layout index, contiguous, on the CPU, without a graph. Each [numel]
-    """
-
-    def __init__(self, flats: Mapping[int, torch.Tensor]) -> None:
-        self._flats = flats
-
-    def of(self, part: Slice) -> torch.Tensor:
-        """See ``Values``."""
-        if len(part.parts) == 1:
-            return self.piece(part, part.parts[0])
-        values = quantization_blocks.scratch_values(part.numel)
-        for piece in part.parts:
-            values[piece.of_slice].copy_(self.piece(part, piece))
-        return values
-
-    def piece(self, whole: Slice, part: Part) -> torch.Tensor:
-        """Returns the part of one parameter in a slice."""
-        flat = self._flats[part.parameter_index]
-        return (flat.view(torch.uint8) if whole.kind == AS_STORED else flat)[part.of_parameter]
+    def _find_pieces(self, indices: tuple[int, ...], wire_dtype: WireDtype) -> tuple[StreamPiece, ...]:
+        return pieces_of_range(self._layout, indices, self._start_bytes, self._stop_bytes, wire_dtype)
 
 
 class StreamPlan:
@@ -197,15 +92,43 @@ class StreamPlan:
     """
 
     def __init__(self, layout: UnitLayout, segments: Iterable[Segment], wire_dtype: WireDtype) -> None:
-        segments = list(segments)
         self.slices: list[Slice] = []
         self.size_bytes = 0
         """Size of the stream."""
-        self._cut_matrix = next(_cut_matrices(layout, segments, wire_dtype), None)
+        self._cut_matrix: str | None = None
         """Name of a matrix of low rank of which the stream has only some elements."""
-        for stretch in _stretches(layout, segments, wire_dtype):
+        stretch: _Stretch | None = None
+        for segment in segments:
+            index, parameter = segment.parameter_index, layout.parameters[segment.parameter_index]
+            if segment.size_bytes < parameter.size_bytes and applied(wire_dtype, parameter) in LOW_RANK:
+                self._cut_matrix = self._cut_matrix or parameter.name
+            kind = applied_to_segment(wire_dtype, parameter, segment)
+            if kind in LOW_RANK:
+                self._add(stretch)
+                stretch = None
+                self._add_matrix(kind, segment, parameter)
+                continue
+            begin = segment.start_bytes - segment.start_element * parameter.item_size
+            for start, stop, block_bytes in uniform_blocks(segment, kind):
+                if stretch is None or not stretch.is_continued_by(kind, block_bytes, start):
+                    self._add(stretch)
+                    stretch = _Stretch(kind, block_bytes, start, stop)
+                stretch.stop_bytes = stop
+                stretch.parameters.append((index, begin, start, stop))
+        self._add(stretch)
+
+    def _add(self, stretch: _Stretch | None) -> None:
+        if stretch is not None:
             self.slices += stretch.slices(self.size_bytes)
             self.size_bytes = self.slices[-1].in_stream.stop
+
+    def _add_matrix(self, kind: WireDtype, segment: Segment, parameter: Parameter) -> None:
+        columns, numel = columns_of(parameter), segment.stop_element - segment.start_element
+        stop = self.size_bytes + factor_bytes(kind, len(rows_of(segment, columns)), columns)
+        part = Part(segment.parameter_index, slice(segment.start_element, segment.stop_element), slice(0, numel))
+        in_stream, shape = slice(self.size_bytes, stop), (parameter.shape[0], columns)
+        self.slices.append(MatrixSlice(kind, numel, segment.start_bytes, segment.stop_bytes, in_stream, (part,), shape))
+        self.size_bytes = stop
 
     def encode(self, source: Values, out: Buffer) -> None:
         """Encodes values into a stream. [size_bytes]
@@ -271,145 +194,50 @@ class StreamPlan:
         return bytes_tensor(data)
 
 
-@dataclass(slots=True)
-class _Stretch:
-    """Blocks of one size whose values are consecutive in the flat vector."""
-
-    kind: WireDtype
-    block_bytes: int
-    """Stored size of a block."""
-    start_bytes: int
-    stop_bytes: int
-    parameters: list[tuple[int, int, int, int]] = field(default_factory=list)
-    """Layout index, first byte of the parameter in the flat vector, and the half-open range in this stretch."""
-
-    def slices(self, stream_start: int) -> Iterator[Slice]:
-        """Yields slices that are converted together, in order."""
-        item_bytes = 1 if self.kind == AS_STORED else _FLOAT_BYTES
-        block_numel, encoded_bytes = self.block_bytes // item_bytes, encoded_block_bytes(self.kind, self.block_bytes)
-        # Values that are only copied need no scratch memory.
-        max_bytes = (
-            self.stop_bytes
-            if self.kind == AS_STORED
-            else self.block_bytes * quantization_blocks.at_once(self.kind, block_numel)
-        )
-        for start in range(self.start_bytes, self.stop_bytes, max_bytes):
-            stop = min(start + max_bytes, self.stop_bytes)
-            stream_stop = stream_start + (stop - start) // self.block_bytes * encoded_bytes
-            yield BlockSlice(
-                self.kind,
-                (stop - start) // item_bytes,
-                start,
-                stop,
-                slice(stream_start, stream_stop),
-                tuple(self._parts(start, stop, item_bytes)),
-                block_numel,
-            )
-            stream_start = stream_stop
-
-    def _parts(self, start: int, stop: int, item_bytes: int) -> Iterator[Part]:
-        for index, begin, first, last in self.parameters:
-            low, high = max(first, start), min(last, stop)
-            if low < high:
-                yield Part(
-                    index,
-                    slice((low - begin) // item_bytes, (high - begin) // item_bytes),
-                    slice((low - start) // item_bytes, (high - start) // item_bytes),
-                )
+Values: TypeAlias = "InVector | InParameters"
+"""Access to the values of a stream."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Matrix:
-    """A segment of a matrix whose factors are sent."""
-
-    kind: WireDtype
-    segment: Segment
-    columns: int
-    rows: int
-    encoded_bytes: int
-
-    def slices(self, stream_start: int) -> Iterator[Slice]:
-        """Yields the one slice."""
-        at = self.segment
-        numel = at.stop_element - at.start_element
-        yield MatrixSlice(
-            self.kind,
-            numel,
-            at.start_bytes,
-            at.stop_bytes,
-            slice(stream_start, stream_start + self.encoded_bytes),
-            (Part(at.parameter_index, slice(at.start_element, at.stop_element), slice(0, numel)),),
-            (self.rows, self.columns),
-        )
-
-
-def _stretches(layout: UnitLayout, segments: Iterable[Segment], wire_dtype: WireDtype) -> Sequence[_Stretch | _Matrix]:
-    """Groups segments into stretches. A matrix, or a segment that is sent as stored, is a stretch of its own."""
-    found: list[_Stretch | _Matrix] = []
-    for segment in segments:
-        index, parameter = segment.parameter_index, layout.parameters[segment.parameter_index]
-        kind = applied_to_segment(wire_dtype, parameter, segment)
-        if kind in LOW_RANK:
-            size = encoded_size(segment, parameter, wire_dtype)
-            found.append(_Matrix(kind, segment, columns_of(parameter), parameter.shape[0], size))
-            continue
-        begin = segment.start_bytes - segment.start_element * parameter.item_size
-        for start, stop, block_bytes in uniform_blocks(segment, kind):
-            last = found[-1] if found else None
-            if not (
-                isinstance(last, _Stretch)
-                and kind != AS_STORED
-                and (last.kind, last.block_bytes, last.stop_bytes) == (kind, block_bytes, start)
-            ):
-                last = _Stretch(kind, block_bytes, start, stop)
-                found.append(last)
-            last.stop_bytes = stop
-            last.parameters.append((index, begin, start, stop))
-    return found
-
-
-def _cut_matrices(layout: UnitLayout, segments: Iterable[Segment], wire_dtype: WireDtype) -> Iterator[str]:
-    for segment in segments:
-        parameter = layout.parameters[segment.parameter_index]
-        if segment.size_bytes < parameter.size_bytes and applied(wire_dtype, parameter) in LOW_RANK:
-            yield parameter.name
-
-
-Indices = tuple[int, ...] | None
-"""Ascending layout indices of the parameters in a stream. None: all parameters of the unit."""
-
-_CACHE_SIZE = 16
-"""Number of cached plans. Most shards need few, but pushes in buckets may need new ones in every step."""
-
-
-class RangePlans:
-    """Caches the plans of one range of a unit. May be shared between threads.
+class InVector:
+    """Values in memory with the layout of a range of the flat vector.
 
     Args:
-        layout: The unit.
-        start_bytes: First byte of the range in the flat vector.
-        stop_bytes: End of the range, exclusive.
+        memory: Contains all segments of the plan. Must not move. Padding is neither read nor written.
+        start_bytes: Position of the memory in the flat vector.
     """
 
-    def __init__(self, layout: UnitLayout, start_bytes: int, stop_bytes: int) -> None:
-        self._layout, self._start_bytes, self._stop_bytes = layout, start_bytes, stop_bytes
-        self.segments = lru_cache(_CACHE_SIZE)(self._make_segments)
-        """Returns the segments of the given parameters in the range. (indices)"""
-        self.plan = lru_cache(_CACHE_SIZE)(self._make_plan)
-        """Returns the plan of their stream. (indices, wire dtype)"""
-        self.pieces_of_unit = lru_cache(_CACHE_SIZE)(self._find_pieces)
-        """Returns the pieces of their stream in the stream of the whole unit. (indices, wire dtype)"""
+    def __init__(self, memory: Buffer, start_bytes: int) -> None:
+        self._bytes, self._start_bytes = bytes_tensor(memory), start_bytes
 
-    def _make_segments(self, indices: Indices) -> list[Segment]:
-        if indices is None:
-            return self._layout.segments(self._start_bytes, self._stop_bytes)
-        return self._layout.packed_segments(indices, self._start_bytes, self._stop_bytes)
+    def of(self, part: Slice) -> torch.Tensor:
+        """Returns the values of a slice. The tensor may be written to. [part.numel]"""
+        own = self._bytes[part.start_bytes - self._start_bytes : part.stop_bytes - self._start_bytes]
+        return own if part.kind == AS_STORED else own.view(torch.float32)
 
-    def _make_plan(self, indices: Indices, wire_dtype: WireDtype) -> StreamPlan:
-        return StreamPlan(self._layout, self.segments(indices), wire_dtype)
 
-    def _find_pieces(self, indices: tuple[int, ...], wire_dtype: WireDtype) -> tuple[StreamPiece, ...]:
-        return pieces_of_range(self._layout, indices, self._start_bytes, self._stop_bytes, wire_dtype)
+class InParameters:
+    """Values in whole parameters. Read-only.
+
+    Args:
+        flats: Flattened parameters by layout index, contiguous, on the CPU, without a graph. Each [numel]
+    """
+
+    def __init__(self, flats: Mapping[int, torch.Tensor]) -> None:
+        self._flats = flats
+
+    def of(self, part: Slice) -> torch.Tensor:
+        """Returns the values of a slice, valid until the next call in this thread. [part.numel]"""
+        if len(part.parts) == 1:
+            return self.piece(part, part.parts[0])
+        values = quantization_blocks.scratch_values(part.numel)
+        for piece in part.parts:
+            values[piece.of_slice].copy_(self.piece(part, piece))
+        return values
+
+    def piece(self, whole: Slice, part: Part) -> torch.Tensor:
+        """Returns the part of one parameter in a slice."""
+        flat = self._flats[part.parameter_index]
+        return (flat.view(torch.uint8) if whole.kind == AS_STORED else flat)[part.of_parameter]
 
 
 @dataclass(frozen=True, slots=True)
@@ -543,3 +371,143 @@ class MatrixSlice(Slice):
     def _place(self) -> tuple[int, int, int]:
         """Rank, columns, and index of the first element."""
         return LOW_RANK[self.kind], self.shape[1], self.parts[0].of_parameter.start
+
+
+@dataclass(slots=True)
+class _Stretch:
+    """Blocks of one size whose values are consecutive in the flat vector."""
+
+    kind: WireDtype
+    block_bytes: int
+    """Stored size of a block."""
+    start_bytes: int
+    stop_bytes: int
+    parameters: list[tuple[int, int, int, int]] = field(default_factory=list)
+    """Layout index, first byte of the parameter in the flat vector, and the half-open range in this stretch."""
+
+    def is_continued_by(self, kind: WireDtype, block_bytes: int, start_bytes: int) -> bool:
+        """True if blocks that start at ``start_bytes`` belong to the same stretch. Values as stored never do."""
+        if kind == AS_STORED:
+            return False
+        return (self.kind, self.block_bytes, self.stop_bytes) == (kind, block_bytes, start_bytes)
+
+    def slices(self, stream_start: int) -> Iterator[Slice]:
+        """Yields slices that are converted together, in order."""
+        item_bytes = 1 if self.kind == AS_STORED else _FLOAT_BYTES
+        block_numel, encoded_bytes = self.block_bytes // item_bytes, encoded_block_bytes(self.kind, self.block_bytes)
+        # Values that are only copied need no scratch memory.
+        max_bytes = (
+            self.stop_bytes
+            if self.kind == AS_STORED
+            else self.block_bytes * quantization_blocks.at_once(self.kind, block_numel)
+        )
+        for start in range(self.start_bytes, self.stop_bytes, max_bytes):
+            stop = min(start + max_bytes, self.stop_bytes)
+            stream_stop = stream_start + (stop - start) // self.block_bytes * encoded_bytes
+            yield BlockSlice(
+                self.kind,
+                (stop - start) // item_bytes,
+                start,
+                stop,
+                slice(stream_start, stream_stop),
+                tuple(self._parts(start, stop, item_bytes)),
+                block_numel,
+            )
+            stream_start = stream_stop
+
+    def _parts(self, start: int, stop: int, item_bytes: int) -> Iterator[Part]:
+        for index, begin, first, last in self.parameters:
+            low, high = max(first, start), min(last, stop)
+            if low < high:
+                yield Part(
+                    index,
+                    slice((low - begin) // item_bytes, (high - begin) // item_bytes),
+                    slice((low - start) // item_bytes, (high - start) // item_bytes),
+                )
+
+
+StreamPiece: TypeAlias = "CopiedPiece | DecodedPiece"
+"""Consecutive bytes of a shard's stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedPiece:
+    """Bytes that are in the stream of the unit."""
+
+    in_unit: slice
+
+    def of(self, stream: memoryview) -> memoryview:
+        """Returns the bytes, given the stream of the unit."""
+        return stream[self.in_unit]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedPiece:
+    """Elements of a matrix that are sent as stored, because their factors are too large."""
+
+    right: slice
+    """The right factor in the stream of the unit."""
+    left: slice
+    """Rows of the left factor that the elements meet."""
+    rank: int
+    columns: int
+    first: int
+    """Index of the first element in the flattened matrix."""
+    numel: int
+
+    def of(self, stream: memoryview) -> memoryview:
+        """Returns the bytes, given the stream of the unit."""
+        factors = torch.cat([bytes_tensor(stream[self.right]), bytes_tensor(stream[self.left])])
+        values = torch.empty(self.numel, dtype=torch.float32, device="cpu")
+        low_rank_factors.decode(factors, self.rank, self.columns, self.first, values)
+        return memory_at(values.data_ptr(), values.nbytes, values)
+
+
+def pieces_of_range(
+    layout: UnitLayout, indices: Iterable[int], start_bytes: int, stop_bytes: int, wire_dtype: WireDtype
+) -> tuple[StreamPiece, ...]:
+    """Returns the pieces of the stream of a range.
+
+    Args:
+        layout: The unit.
+        indices: Layout indices of the parameters in the streams.
+        start_bytes: First byte of the range in the flat vector.
+        stop_bytes: End of the range, exclusive.
+        wire_dtype: Encoding of float32 values.
+    """
+    indices = frozenset(indices)
+    own = layout.packed_segments(indices, start_bytes, stop_bytes)
+    if wire_dtype not in LOW_RANK:
+        start = stream_size(layout, layout.packed_segments(indices, 0, start_bytes), wire_dtype)
+        return (CopiedPiece(slice(start, start + stream_size(layout, own, wire_dtype))),)
+    starts, position = {}, 0
+    for whole in layout.packed_segments(indices, 0, layout.size_bytes):
+        starts[whole.parameter_index] = position
+        position += encoded_size(whole, layout.parameters[whole.parameter_index], wire_dtype)
+    return tuple(
+        piece
+        for segment in own
+        for piece in _pieces_of_segment(layout, segment, starts[segment.parameter_index], wire_dtype)
+    )
+
+
+def _pieces_of_segment(
+    layout: UnitLayout, segment: Segment, start: int, wire_dtype: WireDtype
+) -> Iterator[StreamPiece]:
+    """Yields the pieces of a segment. ``start`` is the position of its whole parameter in the stream of the unit."""
+    parameter = layout.parameters[segment.parameter_index]
+    kind = applied(wire_dtype, parameter)
+    if kind not in LOW_RANK:
+        first = start + segment.start_element * parameter.item_size
+        yield CopiedPiece(slice(first, first + segment.size_bytes))
+        return
+    columns = columns_of(parameter)
+    rows, right_stop = rows_of(segment, columns), start + factor_bytes(kind, 0, columns)
+    right = slice(start, right_stop)
+    left = slice(*(right_stop + factor_bytes(kind, row, 0) for row in (rows.start, rows.stop)))
+    if applied_to_segment(wire_dtype, parameter, segment) == kind:
+        yield CopiedPiece(right)
+        yield CopiedPiece(left)
+    else:
+        numel = segment.stop_element - segment.start_element
+        yield DecodedPiece(right, left, LOW_RANK[kind], columns, segment.start_element, numel)

@@ -14,11 +14,9 @@ from shardwell_server.coordinator.servers.shard_client import GrpcShardCalls
 from shardwell_server.coordinator.servicer import CoordinatorServicer
 from shardwell_server.coordinator.settings import Settings
 from shardwell_server.coordinator.storage.storage import Storage
-from shardwell_server.serving import authentication, authorization, process
-from shardwell_server.serving import authentication as encryption
+from shardwell_server.serving import authorization, options, process
 from shardwell_server.serving.call_server import CallServer
-from shardwell_server.serving.limits import parse_size
-from shardwell_server.serving.options import add_option, add_server_options, endpoint_of
+from shardwell_server.serving.options import add_common_options, add_option, parse_size
 from shardwell_wire.host.temporary_folder import temporary_folder
 from shardwell_wire.security.credentials import NO_CREDENTIALS, Credentials
 from shardwell_wire.security.tokens import Role
@@ -47,60 +45,59 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     defaults = Settings()
-    add_server_options(parser, listen="127.0.0.1:50051")
     add_option(
         parser,
         "--state-dir",
-        "DIR",
         "directory for state that survives a restart",
-        note="default: a temporary directory",
+        shown="a temporary directory",
+        metavar="DIR",
     )
     add_option(
         parser,
         "--lease-s",
-        "S",
         "seconds of silence after which a trainer or shard server is considered lost",
         defaults.lease_s,
-        parse=float,
+        type=float,
+        metavar="S",
     )
     add_option(
         parser,
         "--min-servers",
-        "N",
         "live shard servers required before units are placed",
         defaults.min_servers,
-        parse=int,
+        type=int,
+        metavar="N",
     )
     add_option(
         parser,
         "--min-shard-bytes",
-        "SIZE",
         "smallest shard into which a unit is cut",
         f"{defaults.min_shard_bytes >> 20}MiB",
-        parse=parse_size,
+        type=parse_size,
+        metavar="SIZE",
     )
     add_option(
         parser,
         "--restart-wait-s",
-        "S",
         "seconds that a run waits for the restart of a server that has left its only copies of shards, before it goes "
         "back to its last checkpoint; without a checkpoint, it waits until the server is started",
         defaults.restart_wait_s,
-        parse=float,
+        type=float,
+        metavar="S",
     )
+    add_common_options(parser, listen="127.0.0.1:50051")
     parser.set_defaults(handler=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    endpoint = endpoint_of(arguments)
-    credentials = authentication.from_arguments(arguments)
+    endpoint, credentials = options.endpoint_of(arguments), options.credentials_of(arguments)
     settings = Settings(
         lease_s=arguments.lease_s,
         min_servers=arguments.min_servers,
         min_shard_bytes=arguments.min_shard_bytes,
-        checkpoint_roots=authorization.roots_from_arguments(arguments, credentials),
+        checkpoint_roots=options.roots_of(arguments, credentials),
         restart_wait_s=arguments.restart_wait_s,
-        insecure=encryption.insecurity(endpoint.host, credentials, arguments),
+        insecure=options.insecurity(endpoint.host, credentials, arguments),
     )
     authorization.start(arguments.audit_log)
     with nullcontext(arguments.state_dir) if arguments.state_dir else temporary_folder() as path:
@@ -135,7 +132,7 @@ async def coordinate(
         keeps_state: False if ``directory`` is temporary.
         credentials: The key with which tokens are verified and issued, and the TLS of the server.
     """
-    encryption.warn(endpoint.bind, settings.insecure)
+    options.warn(endpoint.bind, settings.insecure)
     if not keeps_state:
         logger.warning("no --state-dir: runs are stored in %s and deleted when the coordinator stops", directory)
     storage, calls = Storage(directory), GrpcShardCalls(credentials.of_role(Role.COORDINATOR))

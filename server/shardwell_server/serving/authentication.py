@@ -1,6 +1,4 @@
-"""The options of a server's TLS, and what a server requires before it listens on a network.
-
-Authentication: rejects rpcs whose token does not prove a role that may call them.
+"""Authentication: rejects rpcs whose token does not prove a role that may call them.
 
 By default, health checks and reflection need no token, because container probes have none. They reveal only that a
 server runs and which rpcs it has. ``--without-token`` requires tokens of any role for them, too.
@@ -8,14 +6,8 @@ server runs and which rpcs it has. ``--without-token`` requires tokens of any ro
 
 from __future__ import annotations
 
-import argparse
 import inspect
-import ipaddress
-import logging
-import os
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
-from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -26,111 +18,9 @@ from grpc_reflection.v1alpha import reflection
 from shardwell_server.serving import limits
 from shardwell_server.serving.authorization import CALLER, check_role
 from shardwell_server.serving.rpc import abort
-from shardwell_wire.errors import AccessError, ShardwellError, UnauthenticatedError, UsageError
-from shardwell_wire.security.credentials import (
-    NO_CREDENTIALS,
-    TOKEN_FILE_VARIABLE,
-    Credentials,
-    read_key_file,
-    token_in,
-)
-from shardwell_wire.security.tls import (
-    CERT_VARIABLE,
-    ENCRYPT_CHOICES,
-    ENCRYPT_VARIABLE,
-    KEY_VARIABLE,
-    Encryption,
-    Tls,
-    add_tls_arguments,
-    tls_options,
-)
+from shardwell_wire.errors import AccessError, ShardwellError, UnauthenticatedError
+from shardwell_wire.security.credentials import TOKEN_FILE_VARIABLE, token_in
 from shardwell_wire.security.tokens import ClusterKey, Identity
-
-logger = logging.getLogger(__name__)
-
-_INSECURE_VARIABLE = "SHARDWELL_INSECURE"
-_REQUIRE_VARIABLE = "SHARDWELL_TLS_REQUIRE_CLIENT_CERT"
-
-
-def add_tls_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of TLS."""
-    env = os.environ.get
-    add_tls_arguments(parser)
-    parser.add_argument(
-        "--tls-require-client-cert",
-        action=argparse.BooleanOptionalAction,
-        default=env(_REQUIRE_VARIABLE, "") == "1",
-        help=f"accept only clients with a certificate of --tls-ca (mutual TLS; {_REQUIRE_VARIABLE}=1)",
-    )
-    parser.add_argument(
-        "--encrypt",
-        choices=ENCRYPT_CHOICES,
-        default=env(ENCRYPT_VARIABLE, Encryption.OFF_HOST.text),
-        help=f"with TLS: connections of the socket transport that are encrypted; rpcs always are ({ENCRYPT_VARIABLE}, "
-        "default %(default)s)",
-    )
-    parser.add_argument(
-        "--insecure",
-        action=argparse.BooleanOptionalAction,
-        default=env(_INSECURE_VARIABLE, "") == "1",
-        help=f"listen on a network although TLS or the token is missing ({_INSECURE_VARIABLE}=1)",
-    )
-
-
-def insecurity(host: str, credentials: Credentials, arguments: argparse.Namespace) -> str:
-    """Returns what a server lacks although it listens on a network, such as ``no TLS``. Empty: nothing.
-
-    Args:
-        host: Host to listen on.
-        credentials: Credentials of the server.
-        arguments: Its options.
-
-    Raises:
-        UsageError: Something is missing, and ``--insecure`` is not given.
-    """
-    missing = [*([] if credentials.tls else ["no TLS"]), *([] if credentials else ["no token"])]
-    if not missing or _is_loopback(host):
-        return ""
-    lacks = " and ".join(missing)
-    if not arguments.insecure:
-        raise UsageError(
-            f"--listen {host} is not a loopback address, and the server has {lacks}: anyone in the network could read "
-            "or change its runs. Set --tls-ca, --tls-cert and --tls-key (`shardwell-server certs` makes them) and "
-            f"--token-file, or accept this with --insecure ({_INSECURE_VARIABLE}=1)"
-        )
-    return lacks
-
-
-def warn(bind: str, insecure: str) -> None:
-    """Logs at the start of a server what ``insecurity`` returned."""
-    if insecure:
-        logger.warning("INSECURE: the server listens on %s with %s", bind, insecure)
-
-
-def _is_loopback(host: str) -> bool:
-    """Returns whether all addresses of a host are loopback addresses. A host without an address cannot be bound."""
-    try:
-        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
-    except OSError:
-        return True
-    return all(ipaddress.ip_address(address[0]).is_loopback for *_, address in found)
-
-
-def tls_from_arguments(arguments: argparse.Namespace) -> Tls | None:
-    """Returns the TLS of a server. None: it has none. Raises UsageError if an option or a file is invalid."""
-    options = tls_options(arguments)
-    if options is None:
-        if arguments.tls_require_client_cert:
-            raise UsageError("--tls-require-client-cert needs --tls-ca, --tls-cert and --tls-key")
-        return None
-    if not options.cert:
-        raise UsageError(
-            f"a server with TLS needs a certificate: set --tls-cert ({CERT_VARIABLE}) and --tls-key ({KEY_VARIABLE})"
-        )
-    return Tls(replace(options, encrypt=arguments.encrypt), require_client_cert=arguments.tls_require_client_cert)
-
-
-WITHOUT_TOKEN_VARIABLE = "SHARDWELL_WITHOUT_TOKEN"
 
 _HEALTH, _REFLECTION = "health", "reflection"
 _STANDARD_SERVICES = {
@@ -240,40 +130,3 @@ def _counted(handler: grpc.RpcMethodHandler | None, calls: limits.Unproven) -> g
 
     # gRPC calls a handler by the kind of its function.
     return handler._replace(**{kind: stream if inspect.isasyncgenfunction(handle) else call})
-
-
-def add_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--token-file`` and ``--without-token``."""
-    parser.add_argument(
-        "--token-file",
-        metavar="PATH",
-        default=os.environ.get(TOKEN_FILE_VARIABLE, ""),
-        help="file with the cluster's key, readable by this user only; every rpc must carry a token that was made with "
-        f"it ({TOKEN_FILE_VARIABLE}, default: none, all rpcs are accepted)",
-    )
-    parser.add_argument(
-        "--without-token",
-        metavar="NAMES",
-        type=_parse_names,
-        default=os.environ.get(WITHOUT_TOKEN_VARIABLE, ",".join(sorted(ALL_STANDARD))),
-        help="services that need no token although the server has a key: health, reflection, both (with a comma) or "
-        f"none. With none, container probes need a token ({WITHOUT_TOKEN_VARIABLE}, default %(default)s)",
-    )
-
-
-def _parse_names(text: str) -> str:
-    names = {name.strip() for name in text.split(",")}
-    if names != {"none"} and not names <= ALL_STANDARD:
-        raise argparse.ArgumentTypeError(f"expected health, reflection, both with a comma, or none, got {text!r}")
-    return ",".join(sorted(names))
-
-
-def without_token(arguments: argparse.Namespace) -> frozenset[str]:
-    """Returns the names in ``--without-token``."""
-    return ALL_STANDARD & set(arguments.without_token.split(","))
-
-
-def from_arguments(arguments: argparse.Namespace) -> Credentials:
-    """Returns the key in ``--token-file`` and the server's TLS. Raises UsageError if a file cannot be used."""
-    credentials = read_key_file(arguments.token_file) if arguments.token_file else NO_CREDENTIALS
-    return replace(credentials, tls=tls_from_arguments(arguments))

@@ -1,21 +1,17 @@
-"""The audit log: a line of JSON for each refused request, and for each that changes members, runs or placements.
-
-A line has the time, the rpc, the peer's address, the caller's role, run and trainer, and the names, folders and
-addresses in the request. It has no tokens, keys or values. Requests that are repeated in every step, such as
-heartbeats, pushes and reads, are recorded only if they are refused. The size of the log is limited, and so is the
-number of refusals per second.
-
-The option ``--checkpoint-root`` of the coordinator and the shard servers.
-
-Authorization: which roles may call which rpc, and on which run.
+"""Authorization: which roles may call which rpc, and on which run; and the audit log of what was refused or changed.
 
 The role is checked before a byte of a message is read (``authentication.py``), the run when the message is decoded
 (``Call.check`` in ``rpc.py``). A test walks the table with every role.
+
+The audit log has a line of JSON for each refused request, and for each that changes members, runs or placements: the
+time, the rpc, the peer's address, the caller's role, run and trainer, and the names, folders and addresses in the
+request. It has no tokens, keys or values. Requests that are repeated in every step, such as heartbeats, pushes and
+reads, are recorded only if they are refused. The size of the log is limited, and so is the number of refusals per
+second.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
@@ -32,12 +28,8 @@ from typing import Any
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
-from shardwell_wire.checkpoints.opening import ROOT_OPTION, ROOT_VARIABLE, CheckpointRoots
 from shardwell_wire.errors import AccessError, ShardwellError, UnauthenticatedError, wire_message
-from shardwell_wire.security.credentials import Credentials
 from shardwell_wire.security.tokens import Identity, Role
-
-AUDIT_LOG_VARIABLE = "SHARDWELL_AUDIT_LOG"
 
 MAX_FILE_BYTES, FORMER_FILES = 16 << 20, 4
 """The log is renamed to ``PATH.1`` when it has this size. ``PATH.4`` is the oldest."""
@@ -83,17 +75,6 @@ _LONGEST = 4096
 """Characters of a field that are recorded."""
 
 _logger = logging.getLogger(__name__)
-
-
-def add_audit_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--audit-log``."""
-    parser.add_argument(
-        "--audit-log",
-        metavar="PATH",
-        default=os.environ.get(AUDIT_LOG_VARIABLE, ""),
-        help="file for lines of JSON that say who did what and what was refused, at most "
-        f"{(FORMER_FILES + 1) * MAX_FILE_BYTES >> 20} MiB with its former parts ({AUDIT_LOG_VARIABLE}, default: none)",
-    )
 
 
 def start(path: str) -> None:
@@ -192,23 +173,6 @@ class _RefusalLimit(logging.Filter):
         if self._dropped:
             line["refusals_not_recorded"], self._dropped = self._dropped, 0
         return True
-
-
-def add_root_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--checkpoint-root``."""
-    parser.add_argument(
-        ROOT_OPTION,
-        metavar="DIR[,DIR...]",
-        default=os.environ.get(ROOT_VARIABLE, ""),
-        help="folders or URLs below which trainers may name folders of checkpoints, such as /checkpoints or "
-        f"s3://bucket/folder; any: all that this process can open ({ROOT_VARIABLE}, default: none with --token-file, "
-        "any without)",
-    )
-
-
-def roots_from_arguments(arguments: argparse.Namespace, credentials: Credentials) -> CheckpointRoots:
-    """Returns the folders that may be opened. Raises ValueError if the option is invalid."""
-    return CheckpointRoots.from_option(arguments.checkpoint_root, is_protected=credentials.key is not None)
 
 
 CALLER: ContextVar[Identity | None] = ContextVar("caller", default=None)

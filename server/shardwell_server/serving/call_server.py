@@ -1,6 +1,4 @@
-"""Opens the TCP ports of a server beside that of gRPC.
-
-Takes unary rpcs on call connections, beside gRPC: a request costs about a fifth of the CPU time of a gRPC call.
+"""Takes unary rpcs on call connections, beside gRPC: a request costs about a fifth of the CPU time of a gRPC call.
 
 docs/wire-format.md describes the connections. A request has the same handler, token, limits and errors as over gRPC.
 gRPC stays the way for everything else, and for clients that cannot reach the port.
@@ -18,7 +16,7 @@ from typing import Any
 
 from shardwell_server.serving.authorization import CALLER
 from shardwell_server.serving.limits import MAX_LOGGED_PER_S, Rate, Unproven, refusals
-from shardwell_server.serving.rpc import UnaryRpc, reported_error
+from shardwell_server.serving.rpc import CallContext, UnaryRpc, reported_error
 from shardwell_wire import fault_points
 from shardwell_wire.connection import call_frames
 from shardwell_wire.connection.call_frames import CallConnectionError, End, RequestHeader
@@ -26,18 +24,6 @@ from shardwell_wire.connection.socket_frames import set_options
 from shardwell_wire.errors import DeadlineError, InvalidRequestError, to_status_details
 from shardwell_wire.security.tokens import Identity
 from shardwell_wire.v1 import common_pb2
-
-
-def listen(host: str) -> socket.socket:
-    """Returns a socket that listens on a free port of a host. An IPv6 address may be in brackets."""
-    name = host.strip("[]")
-    both = name == "::" and socket.has_dualstack_ipv6()
-    try:
-        family, *_, address = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        return socket.create_server(address[:2], family=family, backlog=128, dualstack_ipv6=both)
-    except OSError as error:
-        raise SystemExit(f"cannot listen on {host}: {error}") from error
-
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +53,7 @@ class CallServer:
 
     def __init__(self, host: str) -> None:
         self._host = host
-        self._secret = secrets.token_bytes(call_frames.SECRET_BYTES)
+        self.secret = secrets.token_bytes(call_frames.SECRET_BYTES)
         self._port = self._grpc_port = 0
         self._server: asyncio.Server | None = None
         self._connections: set[_Connection] = set()
@@ -82,7 +68,7 @@ class CallServer:
         """What clients need to connect. None: the server does not listen."""
         if not self._port:
             return None
-        return common_pb2.CallPort(port=self._port, grpc_port=self._grpc_port, secret=self._secret)
+        return common_pb2.CallPort(port=self._port, grpc_port=self._grpc_port, secret=self.secret)
 
     async def start(self, rpcs: Mapping[str, UnaryRpc], admit: Admit, *, grpc_port: int) -> None:
         """Starts to listen on a free port. Without success, there are no call connections.
@@ -124,14 +110,6 @@ class CallServer:
             handler.cancel()
         await asyncio.gather(*handlers, return_exceptions=True)
 
-    def welcome(self, nonce: bytes, challenge: bytes) -> bytes:
-        """Returns the answer to a hello: the proof of this end, and the challenge for the other one."""
-        return call_frames.proof(End.SERVER, self._secret, nonce) + challenge
-
-    def admits(self, given: bytes, challenge: bytes) -> bool:
-        """Returns whether a client knows the secret."""
-        return call_frames.is_proof(given, End.CLIENT, self._secret, challenge)
-
     def add(self, connection: _Connection) -> None:
         """Counts a new connection. Closes the oldest one without a complete handshake if there are too many."""
         self._connections.add(connection)
@@ -151,21 +129,6 @@ class CallServer:
         for connection in found:
             connection.close()
         return len(found)
-
-
-class _Context:
-    """The ``RpcContext`` of a request."""
-
-    __slots__ = ("_clock", "_deadline", "_peer")
-
-    def __init__(self, peer: str, clock: Callable[[], float], timeout_s: float) -> None:
-        self._peer, self._clock, self._deadline = peer, clock, clock() + timeout_s
-
-    def peer(self) -> str:
-        return self._peer
-
-    def time_remaining(self) -> float:
-        return self._deadline - self._clock()
 
 
 class _Connection(asyncio.Protocol):
@@ -251,11 +214,11 @@ class _Connection(asyncio.Protocol):
                 raise CallConnectionError("it begins with other bytes than a call connection")
             if (hello := self._take(call_frames.HELLO_BYTES)) is None:
                 return False
-            self._challenge = secrets.token_bytes(call_frames.NONCE_BYTES)
-            self._transport.write(self._server.welcome(hello[len(call_frames.MAGIC) :], self._challenge))
+            self._challenge, nonce = secrets.token_bytes(call_frames.NONCE_BYTES), hello[len(call_frames.MAGIC) :]
+            self._transport.write(call_frames.proof(End.SERVER, self._server.secret, nonce) + self._challenge)
         if (given := self._take(call_frames.PROOF_BYTES)) is None:
             return False
-        if not self._server.admits(given, self._challenge):
+        if not call_frames.is_proof(given, End.CLIENT, self._server.secret, self._challenge):
             raise CallConnectionError("the client does not know the secret that was announced over gRPC")
         self._is_proven = True
         self._note_proven()
@@ -346,7 +309,7 @@ class _Connection(asyncio.Protocol):
             if rpc is None:
                 raise InvalidRequestError(f"{path}: this server has no such unary rpc")
             async with asyncio.timeout(header.timeout_s) as limit:
-                answer = await rpc(body, _Context(self.peer, self._loop.time, header.timeout_s))
+                answer = await rpc(body, CallContext(self.peer, self._loop.time, header.timeout_s))
             fault_points.reach("server.call.executed", rpc=path.rpartition("/")[2], connection=self)
         except TimeoutError as error:
             if isinstance(error, DeadlineError) or not limit.expired():
@@ -392,3 +355,14 @@ class _Connection(asyncio.Protocol):
     def close(self) -> None:
         """Closes the connection at once. Cancels its handlers."""
         self._transport.abort()
+
+
+def listen(host: str) -> socket.socket:
+    """Returns a socket that listens on a free port of a host. An IPv6 address may be in brackets."""
+    name = host.strip("[]")
+    both = name == "::" and socket.has_dualstack_ipv6()
+    try:
+        family, *_, address = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(address[:2], family=family, backlog=128, dualstack_ipv6=both)
+    except OSError as error:
+        raise SystemExit(f"cannot listen on {host}: {error}") from error

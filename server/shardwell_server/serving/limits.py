@@ -1,8 +1,4 @@
-"""Parsing of memory sizes.
-
-Closes TCP connections of gRPC, for which its Python API has no call.
-
-Limits per caller and per run: requests per second, requests at once, and bytes of requests.
+"""Limits per caller and per run: requests per second, requests at once, and bytes of requests.
 
 Every rpc passes ``RequestLimits`` before its message is decoded. A caller is the holder of a token: a trainer of a
 run, or all holders of one role for a run. Without a token, a caller is a connection. The coordinator and the shard
@@ -11,16 +7,15 @@ servers of a cluster with a key are not limited, because whoever holds the key o
 A caller above its rate is slowed down, so that a burst of a healthy trainer costs time and nothing else. Only a
 caller that would have to wait for longer than ``MAX_DELAY_S`` is refused.
 
-``Unproven`` limits the callers that prove no right: their connections are closed.
+``Unproven`` limits the callers that prove no right: their TCP connections are closed, for which gRPC's Python API has
+no call.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
 import os
-import re
 import socket
 import stat
 import time
@@ -32,18 +27,6 @@ from urllib.parse import unquote
 
 from shardwell_wire.errors import TooManyRequestsError
 from shardwell_wire.security.tokens import Identity, Role
-
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS.update({"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40})
-
-
-def parse_size(text: str) -> int:
-    """Returns the bytes in a text such as ``4GiB``, ``512 MB`` or ``65536``. For argparse."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if match is None or match[2].upper() not in _UNITS or float(match[1]) <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size: expected a value such as 4GiB, 512MB or 65536")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
-
 
 _DESCRIPTORS = "/proc/self/fd"
 

@@ -1,9 +1,8 @@
-"""Log of recent request ids. Rejects a different request under a used id.
-
-Binds a servicer to a gRPC server: decode, call, encode, and errors as statuses.
+"""Binds a servicer to a gRPC server: decode, call, encode, and errors as statuses.
 
 Handlers receive raw bytes from grpc and decode them here. Bytes that cannot be decoded therefore get INVALID_ARGUMENT,
-where grpcio itself returns INTERNAL, and streamed messages stay bytes for ``chunk_streams``.
+where grpcio itself returns INTERNAL, and streamed messages stay bytes for ``chunk_streams``. ``RequestLog`` rejects a
+different request under a request id that was used.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, TypeAlias
 
 import grpc
 import grpc.aio
@@ -46,72 +45,6 @@ from shardwell_wire.model.names import RunIdentity, check_names
 from shardwell_wire.security.tokens import Identity
 from shardwell_wire.v1 import common_pb2
 
-MAX_REQUEST_ID_LENGTH = 128
-"""Maximum length of a request id. The log stores every id."""
-
-
-def check_request_id(request_id: str) -> None:
-    """Raises InvalidRequestError if a request id is too long to be stored."""
-    if len(request_id) > MAX_REQUEST_ID_LENGTH:
-        raise InvalidRequestError(
-            f"request_id has {len(request_id)} characters, expected at most {MAX_REQUEST_ID_LENGTH}"
-        )
-
-
-class RequestLog:
-    """The last request ids and fingerprints of their requests. Used on one event loop or in one thread.
-
-    Args:
-        capacity: Number of ids to keep. The least recently used id is removed first.
-    """
-
-    def __init__(self, capacity: int = 65536) -> None:
-        self._capacity = capacity
-        self._fingerprints: OrderedDict[str, Hashable] = OrderedDict()
-
-    def check(self, request_id: str, fingerprint: Hashable) -> bool:
-        """Records a request.
-
-        Args:
-            request_id: Empty: the request is not checked.
-            fingerprint: Small value that is equal for a retry and different for another request.
-
-        Returns:
-            True if the request is a retry.
-
-        Raises:
-            DuplicateError: The id was used for another request.
-            InvalidRequestError: The id is too long.
-        """
-        if not request_id:
-            return False
-        check_request_id(request_id)
-        known = self._fingerprints.get(request_id)
-        if known is not None and known != fingerprint:
-            raise DuplicateError(
-                f"request id {request_id!r} was used for another request: use a new id for every request, and the same "
-                "id only for a retry",
-                request_id=request_id,
-            )
-        self._fingerprints[request_id] = fingerprint
-        self._fingerprints.move_to_end(request_id)
-        if len(self._fingerprints) > self._capacity:
-            self._fingerprints.popitem(last=False)
-        return known is not None
-
-    def check_content(self, method: str, context: common_pb2.RequestContext, content: Message) -> None:
-        """Records a request by the digest of its content; raises as ``check`` does.
-
-        Args:
-            method: Name of the rpc.
-            context: Context of the request. A request without an id is not recorded.
-            content: Message that is equal in a retry.
-        """
-        if context.request_id:
-            digest = xxhash.xxh3_128(content.SerializeToString(deterministic=True)).digest()
-            self.check(context.request_id, (method, digest))
-
-
 logger = logging.getLogger(__name__)
 
 MAX_WAIT_S = 60.0
@@ -126,16 +59,30 @@ def _no_id(name: str) -> str:
     return ""
 
 
-class RpcContext(Protocol):
-    """What handlers need to know about the connection that an rpc came by. ``grpc.aio.ServicerContext`` has it."""
+class CallContext:
+    """What handlers need to know about an rpc on a call connection, as ``grpc.aio.ServicerContext`` has it.
+
+    Args:
+        peer: Address of the caller in grpc's format.
+        clock: Returns seconds.
+        timeout_s: Seconds until the caller's deadline.
+    """
+
+    __slots__ = ("_clock", "_deadline", "_peer")
+
+    def __init__(self, peer: str, clock: Callable[[], float], timeout_s: float) -> None:
+        self._peer, self._clock, self._deadline = peer, clock, clock() + timeout_s
 
     def peer(self) -> str:
         """Returns the address of the caller in grpc's format."""
-        ...
+        return self._peer
 
-    def time_remaining(self) -> float | None:
-        """Returns the seconds until the caller's deadline. None: it has none."""
-        ...
+    def time_remaining(self) -> float:
+        """Returns the seconds until the caller's deadline. A context of grpc returns None if there is none."""
+        return self._deadline - self._clock()
+
+
+RpcContext: TypeAlias = "CallContext | grpc.aio.ServicerContext"
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,3 +286,69 @@ async def abort(context: grpc.aio.ServicerContext, path: str, error: Exception) 
     status = error.status or grpc.StatusCode.INTERNAL
     await context.abort(status, wire_message(error), ((STATUS_DETAILS_KEY, to_status_details(error)),))
     raise AssertionError("abort returned")
+
+
+MAX_REQUEST_ID_LENGTH = 128
+"""Maximum length of a request id. The log stores every id."""
+
+
+def check_request_id(request_id: str) -> None:
+    """Raises InvalidRequestError if a request id is too long to be stored."""
+    if len(request_id) > MAX_REQUEST_ID_LENGTH:
+        raise InvalidRequestError(
+            f"request_id has {len(request_id)} characters, expected at most {MAX_REQUEST_ID_LENGTH}"
+        )
+
+
+class RequestLog:
+    """The last request ids and fingerprints of their requests. Used on one event loop or in one thread.
+
+    Args:
+        capacity: Number of ids to keep. The least recently used id is removed first.
+    """
+
+    def __init__(self, capacity: int = 65536) -> None:
+        self._capacity = capacity
+        self._fingerprints: OrderedDict[str, Hashable] = OrderedDict()
+
+    def check(self, request_id: str, fingerprint: Hashable) -> bool:
+        """Records a request.
+
+        Args:
+            request_id: Empty: the request is not checked.
+            fingerprint: Small value that is equal for a retry and different for another request.
+
+        Returns:
+            True if the request is a retry.
+
+        Raises:
+            DuplicateError: The id was used for another request.
+            InvalidRequestError: The id is too long.
+        """
+        if not request_id:
+            return False
+        check_request_id(request_id)
+        known = self._fingerprints.get(request_id)
+        if known is not None and known != fingerprint:
+            raise DuplicateError(
+                f"request id {request_id!r} was used for another request: use a new id for every request, and the same "
+                "id only for a retry",
+                request_id=request_id,
+            )
+        self._fingerprints[request_id] = fingerprint
+        self._fingerprints.move_to_end(request_id)
+        if len(self._fingerprints) > self._capacity:
+            self._fingerprints.popitem(last=False)
+        return known is not None
+
+    def check_content(self, method: str, context: common_pb2.RequestContext, content: Message) -> None:
+        """Records a request by the digest of its content; raises as ``check`` does.
+
+        Args:
+            method: Name of the rpc.
+            context: Context of the request. A request without an id is not recorded.
+            content: Message that is equal in a retry.
+        """
+        if context.request_id:
+            digest = xxhash.xxh3_128(content.SerializeToString(deterministic=True)).digest()
+            self.check(context.request_id, (method, digest))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwell.weights.checkpoint_reader import staged
+from shardwell.weights.saving import staged
 
 MARKERS = ("index",)
 

@@ -14,10 +14,9 @@ from pathlib import Path
 
 import torch
 
-from shardwell_server.serving import authentication, authorization, process
+from shardwell_server.serving import authorization, options, process
 from shardwell_server.serving.call_server import CallServer
-from shardwell_server.serving.limits import parse_size
-from shardwell_server.serving.options import add_option, add_server_options, add_switch, endpoint_of
+from shardwell_server.serving.options import add_common_options, add_option, add_switch, parse_size
 from shardwell_server.shard.memory.budget import default_budget_bytes
 from shardwell_server.shard.memory.saved_files import SavedFiles
 from shardwell_server.shard.memory.shared_memory import SharedMemory
@@ -91,33 +90,22 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog=_SHARD_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_option(parser, "--coordinator", "HOST:PORT", "address of the coordinator", required=True)
-    add_server_options(parser, listen="127.0.0.1:0")
+    add_option(parser, "--coordinator", "address of the coordinator", required=True, metavar="HOST:PORT")
+    add_common_options(parser, listen="127.0.0.1:0")
     add_option(
-        parser,
-        "--id",
-        "NAME",
-        "name of the server, stable across restarts",
-        note="default: host and process id",
+        parser, "--id", "name of the server, stable across restarts", shown="host and process id", metavar="NAME"
     )
     _add_memory_options(parser)
-    add_option(
-        parser,
-        "--threads",
-        "N",
-        "torch threads per tensor operation",
-        1,
-        parse=int,
-    )
-    add_option(parser, "--processes", "N", "number of shard servers to run, see below", 1, parse=int)
+    add_option(parser, "--threads", "torch threads per tensor operation", 1, type=int, metavar="N")
+    add_option(parser, "--processes", "number of shard servers to run, see below", 1, type=int, metavar="N")
     add_option(
         parser,
         "--drain-s",
-        "S",
         "longest time after SIGTERM in which the shards of the server move to other servers, before it exits; 0: they "
         "do not move",
         20,
-        parse=float,
+        type=float,
+        metavar="S",
     )
     parser.add_argument("--supervisor", default=None, help=argparse.SUPPRESS)
     parser.set_defaults(handler=_run)
@@ -127,19 +115,19 @@ def _add_memory_options(parser: argparse.ArgumentParser) -> None:
     add_option(
         parser,
         "--memory-budget",
-        "SIZE",
         "memory for shards, such as 12GiB",
         None,
-        note="default: 80%% of the memory that the process may use",
-        parse=parse_size,
+        shown="80%% of the memory that the process may use",
+        type=parse_size,
+        metavar="SIZE",
     )
     add_option(
         parser,
         "--servers-on-host",
-        "N",
         "number of shard servers that are started separately on this host; divides the default budget",
         1,
-        parse=int,
+        type=int,
+        metavar="N",
     )
     add_switch(
         parser,
@@ -150,18 +138,18 @@ def _add_memory_options(parser: argparse.ArgumentParser) -> None:
     add_option(
         parser,
         "--shm-dir",
-        "DIR",
         "memory file system in which trainers on this host read shards in place and leave gradients; none: they use "
         "the network",
         DEFAULT_DIRECTORY if DEFAULT_DIRECTORY.is_dir() else "none",
-        parse=_directory,
+        type=_directory,
+        metavar="DIR",
     )
     add_option(
         parser,
         "--state-dir",
-        "DIR",
         "directory on a disk in which a stop saves the shards that are left; needs --id and shared memory",
-        note="default: they are in shared memory only",
+        shown="they are in shared memory only",
+        metavar="DIR",
     )
 
 
@@ -176,10 +164,10 @@ def add_discard_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentP
     )
     name = "name of the server; with --processes, that of one process, such as NAME-0"
     coordinator = "address of the coordinator, as the server was given it"
-    add_option(parser, "--coordinator", "HOST:PORT", coordinator, required=True)
-    add_option(parser, "--id", "NAME", name, required=True)
-    add_option(parser, "--shm-dir", "DIR", "memory file system of the server", DEFAULT_DIRECTORY, parse=Path)
-    add_option(parser, "--state-dir", "DIR", "directory in which a stop saved shards", note="default: none")
+    add_option(parser, "--coordinator", coordinator, required=True, metavar="HOST:PORT")
+    add_option(parser, "--id", name, required=True, metavar="NAME")
+    add_option(parser, "--shm-dir", "memory file system of the server", DEFAULT_DIRECTORY, type=Path, metavar="DIR")
+    add_option(parser, "--state-dir", "directory in which a stop saved shards", shown="none", metavar="DIR")
     parser.set_defaults(handler=discard)
 
 
@@ -192,7 +180,7 @@ def _directory(text: str) -> str:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    endpoint = endpoint_of(arguments)
+    endpoint = options.endpoint_of(arguments)
     if arguments.threads < 1:
         raise ValueError(f"--threads is {arguments.threads}, expected at least 1")
     if arguments.servers_on_host < 1:
@@ -209,9 +197,9 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.state_dir and (not arguments.id or arguments.shm_dir == "none"):
         raise ValueError(f"--state-dir {arguments.state_dir} needs --id and --shm-dir: only shared memory is saved")
     # Before a group starts, whose members would each fail.
-    credentials = authentication.from_arguments(arguments)
-    authentication.insecurity(endpoint.host, credentials, arguments)
-    authorization.roots_from_arguments(arguments, credentials)
+    credentials = options.credentials_of(arguments)
+    options.insecurity(endpoint.host, credentials, arguments)
+    options.roots_of(arguments, credentials)
     if arguments.processes > 1:
         return _run_group(arguments, endpoint)
     authorization.start(arguments.audit_log)
@@ -243,9 +231,9 @@ async def serve(arguments: argparse.Namespace, endpoint: process.Endpoint) -> No
     """Serves ``ShardService`` with the command's arguments until the process is asked to stop."""
     server_id = arguments.id or f"{socket.gethostname()}-{os.getpid()}"
     fault_points.describe_process(server=server_id)
-    credentials = authentication.from_arguments(arguments)
-    insecure = authentication.insecurity(endpoint.host, credentials, arguments)
-    authentication.warn(endpoint.bind, insecure)
+    credentials = options.credentials_of(arguments)
+    insecure = options.insecurity(endpoint.host, credentials, arguments)
+    options.warn(endpoint.bind, insecure)
     with ExitStack() as stack:
         shared = stack.enter_context(_shared_memory(arguments))
         # Left before shared memory: the next process may take up the files once no thread changes them any more.
@@ -265,7 +253,7 @@ async def serve(arguments: argparse.Namespace, endpoint: process.Endpoint) -> No
                 registration.term,
                 transports,
                 peers,
-                authorization.roots_from_arguments(arguments, credentials),
+                options.roots_of(arguments, credentials),
             )
             await process.serve(
                 service,

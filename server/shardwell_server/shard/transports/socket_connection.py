@@ -18,8 +18,16 @@ from shardwell_server.serving.rpc import reported_error
 from shardwell_server.shard.requests import streams
 from shardwell_wire import fault_points
 from shardwell_wire.connection import socket_frames
-from shardwell_wire.connection.socket_frames import Kind, StreamReceiver, set_options
-from shardwell_wire.encoding.chunk_streams import Buffer, ByteStream, EncryptedStream, LowWaterMark, PlainStream
+from shardwell_wire.connection.socket_frames import (
+    ByteStream,
+    EncryptedStream,
+    Kind,
+    LowWaterMark,
+    PlainStream,
+    StreamReceiver,
+    set_options,
+)
+from shardwell_wire.encoding.chunk_streams import Buffer
 from shardwell_wire.errors import ShardwellError, to_status_details
 
 _ZEROS = bytes(64 << 10)
@@ -221,7 +229,7 @@ class Connection:
         set_options(peer)
         # The loop watches the descriptor's number: for a socket object, asyncio would format its repr at every call.
         self._socket, self._number, self._loop = peer, peer.fileno(), asyncio.get_running_loop()
-        self._stream: PlainStream | EncryptedStream = PlainStream(peer)
+        self._stream: ByteStream = PlainStream(peer)
         self._mark = LowWaterMark(peer)
         self.peer = _name_of(peer)
         """Address of the peer, for the log."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shardwell_wire.encoding.chunk_streams import WAKE_BYTES, LowWaterMark
+from shardwell_wire.connection.socket_frames import WAKE_BYTES, LowWaterMark
 
 
 @pytest.fixture

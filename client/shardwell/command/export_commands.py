@@ -1,40 +1,43 @@
-"""``shardwell export``: writes the weights of a live run to files during training."""
+"""The commands that write weights and checkpoints in other formats: ``export`` and ``convert-checkpoint``.
+
+They need torch, so they are imported when they are used.
+"""
 
 from __future__ import annotations
 
 import argparse
 import errno
-import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from shardwell.command.inspect_commands import (
-    DEFAULT_ADDRESS,
-    add_credentials_arguments,
+from shardwell.command.arguments import (
+    INTERRUPTED,
+    Subparsers,
+    add_command,
+    add_coordinator_arguments,
     open_coordinator,
-    positive_seconds,
+    progress_bar,
 )
 from shardwell.sizes import format_size
-from shardwell.weights.checkpoint_reader import Values, total_bytes, write_dcp, write_safetensors
+from shardwell.weights.checkpoint_conversion import checkpoint_to_dcp, dcp_to_checkpoint
+from shardwell.weights.checkpoint_reader import open_checkpoint
+from shardwell.weights.dcp import METADATA_NAME
 from shardwell.weights.pinned_version import PinnedVersion, pinned_version
+from shardwell.weights.saving import Values, total_bytes, write_dcp, write_safetensors
+from shardwell_wire.checkpoints.opening import local_path
 from shardwell_wire.errors import CapacityError, UsageError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _UNITS = {"": 1, "B": 1, **{f"{name}B": 1000**power for power, name in enumerate("KMGT", 1)}} | {
     f"{name}IB": 1024**power for power, name in enumerate("KMGT", 1)
 }
-_INTERRUPTED = 130
-"""Exit code of a command that Ctrl-C ended, as shells expect."""
 
-_DESCRIPTION = """\
+_EXPORT_DESCRIPTION = """\
 Writes the committed weights of a run to a new folder during training, without the model's code. All weights have
 the same version: the shard servers pin a copy of it until it is read. The folder appears complete or not at all,
 even after Ctrl-C or on a full disk.
@@ -42,23 +45,37 @@ even after Ctrl-C or on a full disk.
 Parameters have the names of the run. With `auto_wrap` these are the model's names. Tied parameters are stored once.
 Persistent buffers, such as BatchNorm's statistics, are written, too.
 """
-_EPILOG = """\
+_EXPORT_EPILOG = """\
 examples:
   shardwell export gpt out/                         out/model.safetensors, for transformers' from_pretrained
                                                     (save the config beside it) or safetensors.torch.load_file
   shardwell export gpt out/ --dtype bfloat16 --max-shard-size 2GB
   shardwell export gpt checkpoint/ --format dcp     for torch.distributed.checkpoint.load
 """
+_CONVERT_DESCRIPTION = """\
+Converts a checkpoint of a run, with optimizer state, to a torch.distributed.checkpoint, or the other way round.
+
+The torch side has the state dict of FSDP2: {"model": model_state, "optim": optimizer_state} from
+torch.distributed.checkpoint.state_dict.get_state_dict. Names of parameters are those of the model, which the run has
+with `auto_wrap`.
+
+A torch checkpoint does not say how a run cuts the model into units. --like names any checkpoint of a run with the same
+model, such as one that session.save_checkpoint(wait=True) has saved before the first step. Units, world and seed are
+taken from it. Tracked objects, such as LR schedulers, and moving averages are not converted.
+"""
+_CONVERT_EPILOG = """\
+examples:
+  shardwell convert-checkpoint checkpoints/gpt/step-000000042-6fd1c0a2 dcp/
+                                                    from a run to torch.distributed.checkpoint
+  shardwell convert-checkpoint dcp/ checkpoints/ --run gpt2 --like checkpoints/gpt/step-000000000-0a12bc7f
+                                                    back; then join(run="gpt2", resume="latest", ...)
+"""
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], help_line: str) -> None:
+def add_export_parser(subparsers: Subparsers, help_line: str) -> None:
     """Adds ``shardwell export``."""
-    parser = subparsers.add_parser(
-        "export",
-        help=help_line,
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = add_command(
+        subparsers, "export", help_line, _export, description=_EXPORT_DESCRIPTION, epilog=_EXPORT_EPILOG
     )
     parser.add_argument("run", metavar="RUN", help="name of the run")
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="folder to write; must be empty or not exist")
@@ -78,21 +95,31 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
         metavar="SIZE",
         help="maximum size of one safetensors file, such as 5GB or 500MiB (default: 5GB)",
     )
-    parser.add_argument(
-        "--address",
-        default=os.environ.get("SHARDWELL_ADDRESS") or DEFAULT_ADDRESS,
-        metavar="HOST:PORT",
-        help="address of the coordinator (default: SHARDWELL_ADDRESS, else localhost:50051)",
+    add_coordinator_arguments(parser, what="an answer of a server, and for one unit")
+
+
+def add_convert_parser(subparsers: Subparsers, help_line: str) -> None:
+    """Adds ``shardwell convert-checkpoint``."""
+    parser = add_command(
+        subparsers, "convert-checkpoint", help_line, _convert, description=_CONVERT_DESCRIPTION, epilog=_CONVERT_EPILOG
     )
-    add_credentials_arguments(parser)
     parser.add_argument(
-        "--timeout",
-        type=positive_seconds,
-        default=60.0,
-        metavar="S",
-        help="seconds to wait for an answer of a server, and for one unit (default: 60)",
+        "source", metavar="SRC", help="checkpoint of a run (path or URL), or a torch checkpoint (folder)"
     )
-    parser.set_defaults(handler=_export)
+    parser.add_argument(
+        "destination", metavar="DST", help="new folder of a torch checkpoint, or folder of checkpoints (path or URL)"
+    )
+    parser.add_argument("--like", metavar="CHECKPOINT", help="from torch: a checkpoint of a run with the same model")
+    parser.add_argument("--run", metavar="NAME", help="from torch: name of the run (default: that of --like)")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="from torch: number of committed steps (default: the optimizer's count)"
+    )
+    parser.add_argument(
+        "--optimizer", metavar="NAME", help="from torch: the optimizer, such as adamw (default: the one that fits)"
+    )
+
+
+# ---- export ----
 
 
 def parse_size(text: str) -> int:
@@ -104,7 +131,6 @@ def parse_size(text: str) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    console = Console(stderr=True, highlight=False)
     _check_empty(arguments.folder)
     try:
         with (
@@ -113,11 +139,11 @@ def _export(arguments: argparse.Namespace) -> int:
         ):
             tensors = _tensors(pinned, arguments.dtype)
             _check_room(arguments.folder, total_bytes(tensors))
-            with _progress(console, total_bytes(tensors)) as (progress, task):
-                paths = _write(arguments, pinned, tensors, _counted(_cast(pinned, arguments.dtype), progress, task))
+            with progress_bar("exporting", total_bytes(tensors)) as count:
+                paths = _write(arguments, pinned, tensors, _counted(_cast(pinned, arguments.dtype), count))
     except KeyboardInterrupt:
         print(f"shardwell export: interrupted; nothing was written to {arguments.folder}", file=sys.stderr)
-        return _INTERRUPTED
+        return INTERRUPTED
     except OSError as error:
         print(f"shardwell export: {_explain(arguments.folder, error)}; the folder is unchanged", file=sys.stderr)
         return 1
@@ -168,18 +194,10 @@ def _write(
     )
 
 
-@contextmanager
-def _progress(console: Console, size_bytes: int) -> Iterator[tuple[Progress, TaskID]]:
-    """Shows a progress bar on a terminal, and removes it at the end."""
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        yield progress, progress.add_task("exporting", total=size_bytes)
-
-
-def _counted(values: Values, progress: Progress, task: TaskID) -> Values:
+def _counted(values: Values, count: Callable[[int], None]) -> Values:
     for name, value in values:
         yield name, value
-        progress.advance(task, value.nbytes)
+        count(value.nbytes)
 
 
 def _report(
@@ -196,3 +214,61 @@ def _explain(folder: Path, error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         reason += " (--dtype bfloat16 halves the size of float32 tensors)"
     return f"cannot write to {folder}: {reason}"
+
+
+# ---- conversion ----
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    try:
+        if (Path(arguments.source) / METADATA_NAME).is_file():
+            _from_torch(arguments)
+        else:
+            _to_torch(arguments)
+    except OSError as error:
+        print(f"shardwell convert-checkpoint: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _to_torch(arguments: argparse.Namespace) -> None:
+    given = [name for name in ("like", "run", "step", "optimizer") if getattr(arguments, name) is not None]
+    if given:
+        raise UsageError(f"--{given[0]} is for torch checkpoints, and {arguments.source} has no {METADATA_NAME} file")
+    folder = local_path(arguments.destination)
+    if folder is None:
+        raise UsageError(f"{arguments.destination} is a URL: torch checkpoints are written to a local folder. Name one")
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise UsageError(f"{folder} is not an empty folder: name a new folder")
+    checkpoint = open_checkpoint(arguments.source)
+    with progress_bar("converting", checkpoint.manifest.size_bytes) as note:
+        checkpoint_to_dcp(checkpoint, folder, note=note)
+    print(f"step {checkpoint.step} of run {checkpoint.run!r} is written to {folder}")
+
+
+def _from_torch(arguments: argparse.Namespace) -> None:
+    if arguments.like is None:
+        raise UsageError(
+            f"{arguments.source} is a torch checkpoint, which does not say how a run cuts the model into units: pass "
+            "--like CHECKPOINT, any checkpoint of a run with the same model. If there is none, make one with the "
+            "model, the wrapping, the world and the seed of the run that will continue. No training is needed:\n"
+            '  session = shardwell.join(run="layout", checkpoint_dir="layouts")\n'
+            "  shardwell.auto_wrap(model, session)\n"
+            "  optimizer = shardwell.optim.AdamW(model.parameters())\n"
+            "  print(session.save_checkpoint(wait=True))  # pass this path to --like"
+        )
+    like = open_checkpoint(arguments.like)
+    if arguments.step is not None and arguments.step < 0:
+        raise UsageError(f"--step {arguments.step}: expected at least 0")
+    with progress_bar("converting", None) as note:
+        url = dcp_to_checkpoint(
+            arguments.source,
+            arguments.destination,
+            like=like,
+            run=arguments.run,
+            step=arguments.step,
+            optimizer=arguments.optimizer,
+            note=note,
+        )
+    checkpoint = open_checkpoint(url)
+    print(f"step {checkpoint.step} of run {checkpoint.run!r} is written to {url}")

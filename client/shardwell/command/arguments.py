@@ -1,0 +1,164 @@
+"""What the commands share: their parsers, the options that name a cluster, and the progress that a terminal shows."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from functools import partial
+from typing import Any, TypeAlias
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+
+from shardwell.credentials import find_credentials
+from shardwell.transport.rpc import CoordinatorClient
+from shardwell_wire.errors import UnavailableError
+from shardwell_wire.security.credentials import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, Credentials
+from shardwell_wire.security.tls import add_tls_arguments, has_tls_arguments, tls_options
+
+Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+Handler = Callable[[argparse.Namespace], int]
+"""Runs a command; returns its exit code."""
+Call = Callable[[str, Any], Any]
+"""Calls an rpc of the coordinator: name and request."""
+
+INTERRUPTED = 130
+"""Exit code of a command that Ctrl-C ended, as shells expect."""
+
+PIPE_WIDTH = 200
+"""Width of tables that are written to a pipe, in characters."""
+
+
+def add_command(
+    subparsers: Subparsers,
+    name: str,
+    help_line: str,
+    handler: Handler,
+    *,
+    description: str,
+    epilog: str = "",
+) -> argparse.ArgumentParser:
+    """Adds a subcommand, whose texts keep their line breaks; returns its parser.
+
+    Args:
+        subparsers: The subcommands.
+        name: Name of the subcommand.
+        help_line: What the list of subcommands says.
+        handler: Runs it.
+        description: What its help says first.
+        epilog: What its help says last, such as examples.
+    """
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = subparsers.add_parser(name, help=help_line, description=description, epilog=epilog, formatter_class=raw)
+    parser.set_defaults(handler=handler)
+    return parser
+
+
+def add_coordinator_arguments(
+    parser: argparse.ArgumentParser,
+    condition: str = "",
+    *,
+    timeout_s: float = 60.0,
+    what: str = "an answer of the coordinator",
+) -> None:
+    """Adds ``--address``, ``--token-file``, ``--timeout`` and the options of TLS.
+
+    Args:
+        parser: The parser of a command.
+        condition: When the arguments are used, such as ``for a run: ``.
+        timeout_s: Default of ``--timeout``.
+        what: What the command waits for.
+    """
+    add_address_argument(parser, f"{condition}address of the coordinator")
+    parser.add_argument(
+        "--timeout",
+        type=_positive_seconds,
+        default=timeout_s,
+        metavar="S",
+        help=f"{condition}seconds to wait for {what} (default: {timeout_s:g})",
+    )
+
+
+def add_address_argument(parser: argparse.ArgumentParser, what: str) -> None:
+    """Adds ``--address``, ``--token-file`` and the options of TLS."""
+    parser.add_argument(
+        "--address",
+        default=os.environ.get("SHARDWELL_ADDRESS") or "localhost:50051",
+        metavar="HOST:PORT",
+        help=f"{what} (default: SHARDWELL_ADDRESS, else localhost:50051)",
+    )
+    parser.add_argument(
+        "--token-file",
+        metavar="PATH",
+        help="file with the cluster's key or a token (default: the key of your local cluster at the address, else the "
+        f"token in {TOKEN_VARIABLE}, else the file in {TOKEN_FILE_VARIABLE})",
+    )
+    add_tls_arguments(parser)
+
+
+def _positive_seconds(text: str) -> float:
+    """Parses a duration of more than 0 s, for argparse."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"expected seconds, more than 0, got {text!r}")
+    return seconds
+
+
+def credentials_of(arguments: argparse.Namespace) -> Credentials:
+    """Returns the credentials that the arguments name."""
+    tls = tls_options(arguments) if has_tls_arguments(arguments) else None
+    return find_credentials(arguments.address, arguments.token_file, tls)
+
+
+@contextmanager
+def open_coordinator(arguments: argparse.Namespace) -> Iterator[CoordinatorClient]:
+    """Yields a client for the arguments. If the coordinator cannot be reached, the error says what to check."""
+    address = arguments.address
+    with closing(CoordinatorClient(address, credentials_of(arguments))) as client:
+        try:
+            yield client
+        except UnavailableError as error:
+            if error.data.get("peer") != client.peer:
+                raise
+            reason = (
+                str(error).rpartition("last error: ")[2].rpartition("UNKNOWN: ")[2]
+            )  # what gRPC's message ends with
+            raise UnavailableError(
+                f"no answer from a coordinator at {address} ({reason}). Start one with "
+                "`shardwell-server coordinator`, or a whole cluster with `docker compose up`; or name another address "
+                "with --address HOST:PORT or SHARDWELL_ADDRESS",
+                **error.data,
+            ) from error
+
+
+@contextmanager
+def calling(arguments: argparse.Namespace) -> Iterator[Call]:
+    """Yields a function that calls an rpc of the coordinator, as ``open_coordinator``."""
+    with open_coordinator(arguments) as coordinator:
+        yield partial(coordinator.call, timeout_s=arguments.timeout)
+
+
+def progress(*columns: ProgressColumn) -> Progress:
+    """Returns a display of progress on standard error, which only a terminal shows, and only until the command ends."""
+    console = Console(stderr=True, highlight=False)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+@contextmanager
+def progress_bar(what: str, total_bytes: int | None) -> Iterator[Callable[[int], None]]:
+    """Shows a bar while the block runs; yields a function that counts bytes.
+
+    Args:
+        what: What is in progress, such as ``exporting``.
+        total_bytes: All bytes. None: not known.
+    """
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn()
+    with progress(*columns) as bar:
+        task = bar.add_task(what, total=total_bytes)
+        yield lambda count_bytes: bar.advance(task, count_bytes)

@@ -1,0 +1,352 @@
+"""The commands that save, list and verify checkpoints, and that move the shards of a run during training."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from shardwell.command.arguments import (
+    PIPE_WIDTH,
+    Subparsers,
+    add_command,
+    add_coordinator_arguments,
+    calling,
+    progress,
+    progress_bar,
+)
+from shardwell.session.checkpoints import follow_checkpoint, is_writing, request_checkpoint, require_not_failed
+from shardwell.sizes import format_size
+from shardwell_wire.checkpoints.folder import Entry, entries_below, verify
+from shardwell_wire.checkpoints.opening import absolute, local_path, open_storage
+from shardwell_wire.errors import NotFoundError
+from shardwell_wire.v1 import coordinator_pb2
+
+_POLL_S = 0.5
+"""Seconds between two questions about the progress."""
+_LATEST_S = datetime(9999, 1, 1).timestamp()
+"""Limit of the times that can be printed. A manifest may have any number."""
+
+_VERIFY_DESCRIPTION = """\
+Reads every byte of a checkpoint and compares all checksums. Prints one line for each damaged or missing file and
+tensor.
+
+With the name of a run, compares the parameters and optimizer states of the run's primaries and backups instead, during
+training. Prints one line for each difference.
+
+The exit code is 1 if anything is damaged, is missing or differs.
+"""
+_VERIFY_EPILOG = """\
+examples:
+  shardwell verify /mnt/checkpoints                 every checkpoint in the folder
+  shardwell verify s3://bucket/gpt-runs/gpt/step-000000042-6fd1c0a2
+  shardwell verify gpt                              the shards of the live run "gpt"
+"""
+_SAVE_EPILOG = """\
+examples:
+  shardwell checkpoint gpt                          return when the servers have begun
+  shardwell checkpoint gpt --wait                   return when the checkpoint is complete
+"""
+_LIST_EPILOG = """\
+examples:
+  shardwell checkpoints /mnt/checkpoints
+  shardwell checkpoints s3://bucket/gpt-runs --json
+"""
+
+
+_BACKUPS_DESCRIPTION = """\
+Sets how many other servers keep a copy of every shard of a run, on another host where there is one. A copy takes as
+much memory as its primary. Copies are built during training, a few per step. `shardwell units RUN` shows their states,
+and the event `backups_in_sync` says when all are complete.
+"""
+_BACKUPS_EPILOG = """\
+examples:
+  shardwell backups gpt 1                           the loss of one server loses nothing
+  shardwell backups gpt 0                           release the copies
+"""
+_DRAIN_DESCRIPTION = """\
+Moves all shards of a server to other servers, while runs train. The server gets no new shards. When it has none left,
+its process can be stopped. Without --wait, the command returns at once; run it again to see what is left.
+"""
+_DRAIN_EPILOG = """\
+examples:
+  shardwell drain shard-2 --wait                    return when the server has no shards left
+  shardwell drain shard-2 --cancel                  let the server have shards again
+"""
+_REBALANCE_DESCRIPTION = """\
+Moves shards of a run until they are spread evenly over all live servers, such as a new one. Training goes on. Whole
+shards move, a few per step. Without --wait, the command returns at once.
+"""
+
+
+def add_parsers(subparsers: Subparsers) -> None:
+    """Adds ``shardwell checkpoint``, ``checkpoints``, ``verify``, ``backups``, ``drain`` and ``rebalance``."""
+    saving = add_command(
+        subparsers,
+        "checkpoint",
+        "save a checkpoint of a run during training",
+        _save,
+        description="Saves a checkpoint of the newest committed version. The servers write it while training goes on.",
+        epilog=_SAVE_EPILOG,
+    )
+    saving.add_argument("run", metavar="RUN", help="name of a run that a trainer has joined with checkpoint_dir")
+    saving.add_argument("--wait", action="store_true", help="show the progress, and return when it is complete")
+    add_coordinator_arguments(saving)
+    listing = add_command(
+        subparsers,
+        "checkpoints",
+        "list the checkpoints in a folder or bucket",
+        _list,
+        description="Lists checkpoints with run, step, time, size and state. An incomplete checkpoint is being "
+        "written, or was given up. A damaged one lacks a file, or a file has another size.",
+        epilog=_LIST_EPILOG,
+    )
+    listing.add_argument("folder", metavar="DIR", help="folder or URL, as in join(checkpoint_dir=)")
+    listing.add_argument("--json", action="store_true", help="print JSON")
+    verifying = add_command(
+        subparsers,
+        "verify",
+        "compare the checksums of a checkpoint, or primaries and backups of a run",
+        _verify,
+        description=_VERIFY_DESCRIPTION,
+        epilog=_VERIFY_EPILOG,
+    )
+    verifying.add_argument(
+        "target",
+        metavar="TARGET",
+        help="path or URL of a checkpoint or of a folder of checkpoints, or the name of a run, if there is no such "
+        "folder",
+    )
+    add_coordinator_arguments(verifying, "for a run: ")
+    backups = add_command(
+        subparsers,
+        "backups",
+        "set how many servers keep a copy of every shard of a run",
+        _backups,
+        description=_BACKUPS_DESCRIPTION,
+        epilog=_BACKUPS_EPILOG,
+    )
+    add_coordinator_arguments(backups)
+    backups.add_argument("run", metavar="RUN", help="name of the run")
+    backups.add_argument("count", metavar="N", type=int, help="copies of every shard; 0: none")
+    drain = add_command(
+        subparsers,
+        "drain",
+        "move all shards of a server to other servers",
+        _drain,
+        description=_DRAIN_DESCRIPTION,
+        epilog=_DRAIN_EPILOG,
+    )
+    add_coordinator_arguments(drain)
+    drain.add_argument("server", metavar="SERVER", help="id of the shard server, as in shardwell servers")
+    mode = drain.add_mutually_exclusive_group()
+    mode.add_argument("--wait", action="store_true", help="show the progress, and return when no shards are left")
+    mode.add_argument("--cancel", action="store_true", help="stop draining: the server may get shards again")
+    rebalance = add_command(
+        subparsers,
+        "rebalance",
+        "spread the shards of a run evenly over the servers",
+        _rebalance,
+        description=_REBALANCE_DESCRIPTION,
+        epilog="examples:\n  shardwell rebalance gpt --wait",
+    )
+    add_coordinator_arguments(rebalance)
+    rebalance.add_argument("run", metavar="RUN", help="name of the run")
+    rebalance.add_argument("--wait", action="store_true", help="show the progress, and return when it is done")
+
+
+# ---- saving ----
+
+
+def _save(arguments: argparse.Namespace) -> int:
+    run: str = arguments.run
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn()
+    with calling(arguments) as call, progress(*columns) as bar:
+        found = request_checkpoint(call, run)
+        task = bar.add_task("saving", total=None)
+        while is_writing(found) and (arguments.wait or not found.url):
+            found = follow_checkpoint(call, run, found)
+            bar.update(task, completed=found.written_bytes, total=found.total_bytes or None)
+    require_not_failed(found, run)
+    what = "is being written to" if is_writing(found) else "is complete:"
+    print(f"the checkpoint of step {found.step} of run {run!r} {what} {found.url}")
+    return 0
+
+
+# ---- the list ----
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    entries = _entries(arguments.folder)
+    if arguments.json:
+        print(json.dumps([_as_json(entry) for entry in entries], indent=2))
+        return 0
+    headings = ("run", "step", "time", "size", "files", "state", "folder")
+    table = Table(*headings, box=None, header_style="bold", pad_edge=False)
+    for column in table.columns:
+        column.no_wrap = True
+    for entry in entries:
+        table.add_row(*_row(entry))
+    is_terminal = Console().is_terminal
+    console = Console(width=None if is_terminal else PIPE_WIDTH, highlight=False)
+    console.print(table)
+    for entry in entries:
+        if entry.problem and not entry.is_incomplete:
+            console.print(f"\nstep {entry.step} of run {entry.run!r} is damaged: {entry.problem}", soft_wrap=True)
+    return 0
+
+
+def _entries(folder: str) -> list[Entry]:
+    entries = entries_below(folder)
+    if not entries:
+        path = local_path(folder)
+        problem = "contains no checkpoints" if path is None or path.exists() else "does not exist"
+        raise NotFoundError(f"{folder} {problem}", path=folder)
+    return entries
+
+
+def _row(entry: Entry) -> tuple[str | Text, ...]:
+    colors = {"complete": "green", "incomplete": "yellow", "damaged": "red"}
+    state, manifest = Text(_state(entry), colors[_state(entry)]), entry.manifest
+    if manifest is None:
+        return entry.run, str(entry.step), "", "", "", state, entry.folder
+    time = datetime.fromtimestamp(min(manifest.created, _LATEST_S)).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    size, count = format_size(manifest.size_bytes), str(len(manifest.files))
+    return entry.run, str(entry.step), time, size, count, state, entry.folder
+
+
+def _state(entry: Entry) -> str:
+    return "incomplete" if entry.is_incomplete else "damaged" if entry.problem else "complete"
+
+
+def _as_json(entry: Entry) -> dict[str, Any]:
+    manifest = entry.manifest
+    return {
+        "run": entry.run,
+        "step": entry.step,
+        "checkpoint_id": entry.checkpoint_id,
+        "path": entry.url,
+        "state": _state(entry),
+        "problem": entry.problem,
+        "run_id": manifest.run_id if manifest else None,
+        "created": manifest.created if manifest else None,
+        "size_bytes": manifest.size_bytes if manifest else None,
+        "files": [file.name for file in manifest.files] if manifest else [],
+    }
+
+
+# ---- verification ----
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    target: str = arguments.target
+    if "/" not in target and not Path(target).is_dir():
+        return _verify_run(arguments)
+    damaged = 0
+    for entry in _entries(target):
+        if entry.is_incomplete and entry.url.rstrip("/") != absolute(target).rstrip("/"):
+            print(f"{entry.url}: incomplete, so it is never loaded; skipped")
+        elif problems := _problems(entry):
+            damaged += 1
+            for problem in problems:
+                print(f"{entry.url}: {problem}")
+        else:
+            assert entry.manifest is not None
+            size = format_size(entry.manifest.size_bytes)
+            print(f"{entry.url}: step {entry.step} of run {entry.run!r} is intact, {size}")
+    if damaged:
+        print(f"shardwell verify: {damaged} damaged", file=sys.stderr)
+    return 1 if damaged else 0
+
+
+def _problems(entry: Entry) -> list[str]:
+    """Returns what is wrong with a checkpoint."""
+    with progress_bar(f"step {entry.step}", entry.manifest.size_bytes if entry.manifest else None) as count:
+        return list(verify(open_storage(entry.url), count))
+
+
+# ---- moving shards ----
+
+
+def _backups(arguments: argparse.Namespace) -> int:
+    with calling(arguments) as call:
+        if not 0 <= arguments.count < 1 << 32:
+            print(f"shardwell backups: {arguments.count}: expected at least 0", file=sys.stderr)
+            return 1
+        call("SetBackups", coordinator_pb2.SetBackupsRequest(run=arguments.run, backups=arguments.count))
+        print(f"run {arguments.run!r}: {arguments.count} backups of every shard; shardwell units shows their state")
+        return 0
+
+
+def _drain(arguments: argparse.Namespace) -> int:
+    with calling(arguments) as call:
+        request = coordinator_pb2.DrainServerRequest(server_id=arguments.server, cancel=arguments.cancel)
+        response = call("DrainServer", request)
+        if arguments.cancel:
+            print(f"server {arguments.server!r} is not drained: it may get shards again")
+            return 0
+        with progress(SpinnerColumn(), TextColumn("{task.description}")) as status:
+            while arguments.wait and response.shard_count:
+                _show(status, [_left(response), *response.waiting_for])
+                time.sleep(_POLL_S)
+                response = call("DrainServer", request)
+        print(f"server {arguments.server!r}: {_left(response) if response.shard_count else 'no shards left'}")
+        for line in response.waiting_for:
+            print(f"  {line}")
+        return 0
+
+
+def _rebalance(arguments: argparse.Namespace) -> int:
+    with calling(arguments) as call:
+        response = call("RebalanceRun", coordinator_pb2.RebalanceRunRequest(run=arguments.run))
+        with progress(SpinnerColumn(), TextColumn("{task.description}")) as status:
+            while arguments.wait and response.rebalancing:
+                _show(status, [_left(response)])
+                time.sleep(_POLL_S)
+                report = coordinator_pb2.RebalanceRunRequest(run=arguments.run, report_only=True)
+                response = call("RebalanceRun", report)
+        print(f"run {arguments.run!r}: {_left(response) if response.rebalancing else 'no shards to move'}")
+        return 0
+
+
+def _verify_run(arguments: argparse.Namespace) -> int:
+    """Compares primaries and backups of a run. Returns 1 if they differ.
+
+    Args:
+        arguments: ``target`` (the run), ``address``, ``token_file`` and ``timeout`` in seconds.
+    """
+    with calling(arguments) as call:
+        response = call("VerifyRun", coordinator_pb2.VerifyRunRequest(run=arguments.target))
+        for line in response.differences:
+            print(line)
+        if response.differences:
+            print(f"shardwell verify: {len(response.differences)} differences", file=sys.stderr)
+            return 1
+        print(
+            f"run {arguments.target!r}, version {response.version}: {response.compared_shards} backups "
+            f"({format_size(response.compared_bytes)}) equal their primaries"
+        )
+        if response.unprotected_shards:
+            print(f"{response.unprotected_shards} shards have no backup in sync")
+        return 0
+
+
+def _left(response: Any) -> str:
+    return f"{response.shard_count} shards ({format_size(response.size_bytes)}) are being moved"
+
+
+def _show(status: Progress, lines: list[str]) -> None:
+    text = "; ".join(lines)
+    if status.task_ids:
+        status.update(status.task_ids[0], description=text)
+    else:
+        status.add_task(text)
