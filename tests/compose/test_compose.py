@@ -227,6 +227,57 @@ def test_scaling_up_adds_servers() -> None:
     assert server_ids() == container_names(5)
 
 
+def state_of(run: str, *parameters: str) -> list[str]:
+    """Values and first moments of parameters, without the servers that hold them."""
+    found = []
+    for parameter in parameters:
+        for source in ("value", "exp_avg"):
+            options = ("--source", source, "--count", "512", "--json")
+            pieces = compose("exec", "-T", "coordinator", "shardwell", "peek", run, parameter, *options).splitlines()
+            shown = [json.loads(piece)["peek"] for piece in pieces]
+            found += sorted(json.dumps([piece[key] for key in ("start_element", "norm", "values")]) for piece in shown)
+    return found
+
+
+def test_interrupted_run_outlasts_restart_upgrade_and_down() -> None:
+    """A changed image recreates all containers. ``down`` also removes the volume with the servers' shared memory."""
+    run = {"SHARDWELL_RUN": "interrupted", "SHARDWELL_SHARDS": "5", "TRAIN_OPTIONS": "--num-steps 80"}
+
+    def committed_step() -> int:
+        return next(
+            (int(each["committed_step"]) for each in call("ListRuns")["runs"] if each["run"] == "interrupted"), 0
+        )
+
+    compose("--profile", "train", "up", "--detach", "trainer", **run)
+    wait_until(lambda: committed_step() > 5, "a few steps", timeout_s=120)
+    compose("--profile", "train", "stop", "trainer", **run)
+    stopped_at = committed_step()
+    assert stopped_at < 80
+    parameters = ("blocks.0.mlp.0.weight", "blocks.1.qkv.weight", "GPT-0.position_embedding.weight")
+    state = state_of("interrupted", *parameters)
+    changes = {
+        "restart": (["restart", "coordinator", "shard"], ["up", "--detach", "--wait"]),
+        "upgrade": (["up", "--detach", "--wait", "--build", "--force-recreate"],),
+        "down": (["--profile", "train", "down"], ["up", "--detach", "--wait"]),
+    }
+    for name, commands in changes.items():
+        for command in commands:
+            compose(*command, **run)
+        wait_until(lambda: live_servers() == 5, f"five live servers after {name}", timeout_s=120)
+        assert (committed_step(), state_of("interrupted", *parameters)) == (stopped_at, state), name
+    output = compose("--profile", "train", "up", "--no-log-prefix", "trainer", **run)
+    assert "step   80/80" in output and "step    1/80" not in output
+    call("DeleteRun", {"run": "interrupted", "request_id": "compose-test-interrupted"})
+    remove_trainers_of("interrupted")
+
+
+def remove_trainers_of(run: str) -> None:
+    """Removes the containers and volumes of a run other than the project's, which ``down`` does not know."""
+    compose("--profile", "train", "rm", "--force", "--stop", "trainer", "trainer-token", SHARDWELL_RUN=run)
+    for kind in ("trainer-secrets", "training-output"):
+        subprocess.run(["docker", "volume", "rm", f"{PROJECT}_{kind}-{run}"], capture_output=True, check=True)
+
+
 def test_train_profile_trains_on_all_servers_and_stops_none() -> None:
     output = compose("--profile", "train", "up", "--no-log-prefix", "trainer")
     assert "read weights in place" in " ".join(output.split()), "trainers map the shard servers' memory"
@@ -255,6 +306,7 @@ def test_another_run_is_trained_beside_the_first_and_sees_no_token_of_it() -> No
     compose("--profile", "train", "rm", "--force", "--stop", "trainer-token", SHARDWELL_RUN="second")
     for kind in ("trainer-secrets", "training-output"):
         subprocess.run(["docker", "volume", "rm", f"{PROJECT}_{kind}-second"], capture_output=True, check=True)
+    compose("--profile", "train", "create", "trainer-token")  # the remaining trainers depend on it
 
 
 def test_trainer_of_another_run_cannot_touch_shared_memory() -> None:
