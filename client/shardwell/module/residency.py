@@ -1,7 +1,7 @@
 """The residency policy: which units to gather, prefetch, keep and free, and when.
 
 Pure bookkeeping, without torch and without I/O: events go in, decisions come out. ``forward_backward.py`` carries out
-the decisions for a sharded model, ``planning/rehearsal.py`` for a model that exists in sizes only.
+the decisions.
 """
 
 from __future__ import annotations

@@ -6,20 +6,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardwell.planning.division import DivisionOptions
-    from shardwell.planning.estimate import plan_run
-    from shardwell.planning.options import PlanOptions
-    from shardwell.planning.plan import Plan
+    from shardwell.planning.options import DivisionOptions, PlanOptions
+    from shardwell.planning.plan import Plan, plan_run
     from shardwell.planning.tables import describe
 
 __all__ = ["DivisionOptions", "Plan", "PlanOptions", "describe", "plan_run"]
 
 _MODULES = {
-    "DivisionOptions": "shardwell.planning.division",
+    "DivisionOptions": "shardwell.planning.options",
     "Plan": "shardwell.planning.plan",
     "PlanOptions": "shardwell.planning.options",
     "describe": "shardwell.planning.tables",
-    "plan_run": "shardwell.planning.estimate",
+    "plan_run": "shardwell.planning.plan",
 }
 
 

@@ -2,68 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from shardwell.module.naming import GridPlace
+from shardwell.module.unit import Unit
 from shardwell.parallel.description import ModelDescription, StageDescription, describe_model
 from shardwell.parallel.schedules import SchedulePlan
 from shardwell.parallel.splitting import micro_batch_of, split_model
 from shardwell.parallel.tensor import TensorParallelPlan, plan_tensor_parallel
 from shardwell.parallel.transformer import list_layers
 from shardwell.planning.activations import SavedActivations
-from shardwell.planning.plan_model import NotRecorded, ShapeModel, plan_units, record_activations
-from shardwell.planning.rehearsal import PlannedUnit
+from shardwell.planning.options import DivisionOptions
+from shardwell.planning.plan_model import NotRecorded, ShapeMode, ShapeModel, record_activations
 from shardwell_wire.errors import UsageError
-from shardwell_wire.model.layout import Parameter, UnitLayout
 from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import coordinator_pb2
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DivisionOptions:
-    """How a training script divides its model: the arguments of the functions of ``shardwell.parallel``."""
-
-    schedule: str | None = None
-    """One of ``shardwell.parallel.SCHEDULES``. None: ``1F1B`` if ``pp`` is above 1."""
-    num_micro_batches: int | None = None
-    """Micro-batches per work item. None: ``pp``."""
-    stages_per_trainer: int | None = None
-    """As in ``SchedulePlan``."""
-    split_by: Literal["layers", "cost"] = "layers"
-    """As in ``split_model``."""
-    vocabulary: bool = True
-    sequence_parallel: bool = False
-    loss_parallel: bool = False
-    fused_by_head: bool = False
-    """These four as in ``plan_tensor_parallel``."""
-
-    def schedule_plan(self, world: World) -> SchedulePlan | None:
-        """Returns the schedule of a world; None if ``pp`` is 1 and no schedule is given.
-
-        Raises:
-            UsageError: The schedule does not work with these numbers.
-        """
-        if world.pp == 1 and self.schedule is None and self.num_micro_batches is None:
-            return None
-        return SchedulePlan(
-            schedule=self.schedule or "1F1B",
-            pp=world.pp,
-            num_micro_batches=world.pp if self.num_micro_batches is None else self.num_micro_batches,
-            stages_per_trainer=self.stages_per_trainer,
-        )
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PlannedStage:
     """One pipeline stage in one tensor-parallel rank, or the whole model."""
 
-    units: Sequence[PlannedUnit]
-    """In the order in which ``auto_wrap`` makes them, the root unit last."""
+    module: nn.Module
+    arguments: tuple[Any, ...] = ()
+    """Arguments of the call with one micro-batch."""
+    keywords: Mapping[str, Any] = field(default_factory=dict)
     saved: SavedActivations | None = None
     """What autograd saves in the forward of one micro-batch. None: unknown."""
     received_bytes: int = 0
@@ -72,6 +39,8 @@ class PlannedStage:
     """Activations of one micro-batch that the stage sends to other stages."""
     output_bytes: int = 0
     """What the forward of one micro-batch returns. Kept until the backward."""
+    units: Sequence[Unit] = ()
+    """In the order in which ``auto_wrap`` makes them, the root unit last. Set by ``DryRun``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +48,9 @@ class Division:
     """A model that is divided over tensor and pipeline ranks."""
 
     stages: tuple[PlannedStage, ...]
+    mode: ShapeMode
+    """The mode in which the model was built."""
+    tensor_plan: TensorParallelPlan
     schedule: SchedulePlan | None = None
     """None: the model is one stage, and a step has one forward and one backward."""
     description: coordinator_pb2.ModelPlan | None = None
@@ -111,7 +83,9 @@ def divide(shapes: ShapeModel, world: World, options: DivisionOptions) -> Divisi
     if schedule is None:
         recorded = record_activations(shapes)
         return Division(
-            (PlannedStage(_units(shapes.module, tensor_plan), _known(recorded)),),
+            (PlannedStage(shapes.module, shapes.arguments, shapes.keywords, _known(recorded)),),
+            shapes.mode,
+            tensor_plan,
             description=_describe_undivided(shapes, tensor_plan) if world.tp > 1 else None,
             unknown=_reason(recorded),
         )
@@ -137,26 +111,27 @@ def _divide_into_stages(
     parts = tensor_plan.tp if tensor_plan.sequence_parallel else 1
     stages: list[PlannedStage] = []
     unknown, values = "", shapes.arguments
-    for index, module in enumerate(modules):
+    for module in modules:
         received = values if stages else ()
         recorded = record_activations(replace(shapes, module=module, arguments=values), received=received)
         unknown = unknown or _reason(recorded)
         saved = _known(recorded)
         outputs = () if saved is None else saved.outputs
-        values = tuple(value.detach().requires_grad_(value.requires_grad) for value in outputs)
         stages.append(
             PlannedStage(
-                _units(module, tensor_plan, GridPlace(pp=schedule.pp, pp_rank=holders[index])),
-                saved,
+                module,
+                values,
+                saved=saved,
                 received_bytes=_size_bytes(received) // parts,
                 sent_bytes=_size_bytes(outputs) // parts if module is not modules[-1] else 0,
                 output_bytes=_size_bytes(outputs) // parts,
             )
         )
+        values = tuple(value.detach().requires_grad_(value.requires_grad) for value in outputs)
     description = describe_model(modules[0], type(shapes.module).__name__, split.stages)
     schedule.note_in(description)
     tensor_plan.note_in(description)
-    return Division(tuple(stages), schedule, description.to_proto(), unknown)
+    return Division(tuple(stages), shapes.mode, tensor_plan, schedule, description.to_proto(), unknown)
 
 
 def _describe_undivided(shapes: ShapeModel, tensor_plan: TensorParallelPlan) -> coordinator_pb2.ModelPlan:
@@ -167,39 +142,6 @@ def _describe_undivided(shapes: ShapeModel, tensor_plan: TensorParallelPlan) -> 
     inputs = [value for value in (*shapes.arguments, *shapes.keywords.values()) if isinstance(value, torch.Tensor)]
     description.micro_batch = micro_batch_of(inputs, model.parameters())
     return description.to_proto()
-
-
-def _units(module: nn.Module, tensor_plan: TensorParallelPlan, place: GridPlace | None = None) -> list[PlannedUnit]:
-    """Returns the units of a stage in one tensor-parallel rank."""
-    units = plan_units(module, place=place)
-    return units if tensor_plan.tp == 1 else list(_with_parts(units, tensor_plan))
-
-
-def _with_parts(units: Sequence[PlannedUnit], tensor_plan: TensorParallelPlan) -> Iterator[PlannedUnit]:
-    """Yields for each unit one with its whole parameters, and one with this rank's parts of its split parameters."""
-    for unit in units:
-        name, pp_ranks = unit.name, unit.layout.pp_ranks
-        outer = [part for each in unit.outer_units for part in (each, f"{each}@tp0")]
-        local = [_local_part(parameter, tensor_plan) for parameter in unit.layout.parameters]
-        whole = tuple(parameter for parameter in local if not parameter.is_part)
-        parts = tuple(parameter for parameter in local if parameter.is_part)
-        if whole:
-            yield replace(unit, layout=UnitLayout(name, whole, pp_ranks=pp_ranks), outer_units=tuple(outer))
-        if parts:
-            outer += [name] if whole else []
-            yield replace(
-                unit,
-                layout=UnitLayout(f"{name}@tp0", parts, pp_ranks=pp_ranks),
-                outer_units=tuple(outer),
-                is_split=True,
-            )
-
-
-def _local_part(parameter: Parameter, tensor_plan: TensorParallelPlan) -> Parameter:
-    shape = tensor_plan.local_shape(parameter.name, parameter.shape)
-    if shape == parameter.shape:
-        return parameter
-    return replace(parameter, shape=shape, whole_shape=parameter.shape, offsets=(0,) * len(shape))
 
 
 def _known(recorded: SavedActivations | NotRecorded) -> SavedActivations | None:

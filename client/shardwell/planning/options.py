@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from typing import Literal
 
 from shardwell.module.strategy import BackwardPrefetch, ShardingStrategy, check_strategy
+from shardwell.parallel.schedules import SchedulePlan
 from shardwell_wire.encoding.wire_dtypes import GATHER_NAMES, PUSH_NAMES
 from shardwell_wire.errors import UsageError
 from shardwell_wire.model.layout import UnitLayout
@@ -82,7 +84,46 @@ class PlanOptions:
         """True if weights are read in the servers' memory, which needs a lossless ``gather_dtype``."""
         return self.same_host and self.gather_dtype == "float32"
 
+    @property
+    def streams_gradients(self) -> bool:
+        """False if gradients are copied to shared memory at once: none are in flight, and they are never rounded."""
+        return not (self.same_host and self.push_dtype == "float32")
+
     def state_bytes(self, layout: UnitLayout) -> int:
         """Returns the bytes of optimizer state for a unit."""
         spec, enabled = OPTIMIZER_CHOICES[self.optimizer]
         return spec.state_bytes(layout, enabled)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DivisionOptions:
+    """How a training script divides its model: the arguments of the functions of ``shardwell.parallel``."""
+
+    schedule: str | None = None
+    """One of ``shardwell.parallel.SCHEDULES``. None: ``1F1B`` if ``pp`` is above 1."""
+    num_micro_batches: int | None = None
+    """Micro-batches per work item. None: ``pp``."""
+    stages_per_trainer: int | None = None
+    """As in ``SchedulePlan``."""
+    split_by: Literal["layers", "cost"] = "layers"
+    """As in ``split_model``."""
+    vocabulary: bool = True
+    sequence_parallel: bool = False
+    loss_parallel: bool = False
+    fused_by_head: bool = False
+    """These four as in ``plan_tensor_parallel``."""
+
+    def schedule_plan(self, world: World) -> SchedulePlan | None:
+        """Returns the schedule of a world; None if ``pp`` is 1 and no schedule is given.
+
+        Raises:
+            UsageError: The schedule does not work with these numbers.
+        """
+        if world.pp == 1 and self.schedule is None and self.num_micro_batches is None:
+            return None
+        return SchedulePlan(
+            schedule=self.schedule or "1F1B",
+            pp=world.pp,
+            num_micro_batches=world.pp if self.num_micro_batches is None else self.num_micro_batches,
+            stages_per_trainer=self.stages_per_trainer,
+        )

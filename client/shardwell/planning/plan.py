@@ -1,19 +1,25 @@
-"""Estimates of a training run: memory of trainers and servers, bytes per step, and transfer time. Pure arithmetic.
+"""``plan_run``: from a model's function to the memory of trainers and servers, bytes per step, and transfer time.
 
-The numbers follow the code: flat vectors have the size of their ``UnitLayout``, the rehearsal gathers and frees units,
-and a server's buffers are those that it reserves.
+The numbers of a trainer come from a dry run of the SDK's own code (``dry_run.py``), and those of a server from the
+layouts that the trainer has declared: a server's buffers are those that it reserves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from shardwell.module.strategy import ReplicaOptions, ShardingStrategy
-from shardwell.planning.division import Division
-from shardwell.planning.options import PlanOptions
-from shardwell.planning.rehearsal import PlannedUnit
-from shardwell.planning.trainers import RehearsedTrainer, num_contributors, stored_units, wire_bytes
+from shardwell.module.unit import Unit
+from shardwell.parallel.schedules import micro_batches_in_flight
+from shardwell.planning.division import Division, PlannedStage, divide
+from shardwell.planning.dry_run import DryRun, dry_run, wire_bytes
+from shardwell.planning.options import DivisionOptions, PlanOptions
+from shardwell.planning.plan_model import load
+from shardwell.wrapping.policies import WrapPolicy
 from shardwell_wire.errors import UsageError
 from shardwell_wire.host.shared_memory import HEAD_BYTES
 from shardwell_wire.model.layout import cut
@@ -139,20 +145,51 @@ class Plan:
         return max(self.link_seconds.values())
 
 
-def make_plan(division: Division, options: PlanOptions) -> Plan:
-    """Estimates a run.
+def plan_run(
+    model: str | Callable[..., Any],
+    options: PlanOptions,
+    *,
+    division: DivisionOptions | None = None,
+    batch: int | None = None,
+    length: int = 1024,
+    dtype: torch.dtype | None = None,
+    policy: WrapPolicy | None = None,
+) -> Plan:
+    """Estimates a training run as ``shardwell plan`` does. The model takes no memory.
 
     Args:
-        division: The model, divided over the world of the run.
-        options: The run. Its ``activation_bytes`` override the recorded activations of every trainer.
+        model: ``module:callable``, the path of a Hugging Face ``config.json``, or a callable. A callable returns the
+            model, or ``(model, (tokens,))`` with the arguments of an example call. ``batch`` and ``length`` are passed
+            if it has arguments of these names; ``batch`` is then the number of sequences of a micro-batch.
+        options: World, servers, links and memory settings of the run.
+        division: How the model is divided over the tensor and pipeline axes of the world. None: the defaults.
+        batch: Sequences per work item. None: one per micro-batch.
+        length: Tokens per sequence.
+        dtype: Default dtype of parameters. None: the model's.
+        policy: As in ``auto_wrap``.
+
+    Returns:
+        The plan. ``plan.division.stages`` has the units of every stage, ``plan.division.description`` the layers.
 
     Raises:
-        UsageError: There is no unit.
+        UsageError: The model cannot be built from shapes, not be divided or not be sharded; the message says why.
+        TiedParameterError: Two stages of one trainer share a parameter.
     """
-    if not any(stage.units for stage in division.stages):
+    division = division or DivisionOptions()
+    schedule = division.schedule_plan(options.world)
+    batch = batch if batch is not None else 1 if schedule is None else schedule.num_micro_batches
+    if batch < 1 or length < 1:
+        raise UsageError(f"batch={batch}, length={length}: expected at least 1")
+    micro_batch = batch if schedule is None else schedule.micro_batch_size(batch)
+    shapes = load(model, batch=micro_batch, length=length, dtype=dtype)
+    return _make_plan(divide(shapes, options.world, division), options, policy)
+
+
+def _make_plan(division: Division, options: PlanOptions, policy: WrapPolicy | None) -> Plan:
+    runs = [dry_run(division, pp_rank, options, policy) for pp_rank in range(options.world.pp)]
+    units = _stored_units(runs, options)
+    if not units:
         raise UsageError("the model has no parameters: there is nothing to plan")
-    trainers = [RehearsedTrainer.rehearsed(division, pp_rank, options) for pp_rank in range(options.world.pp)]
-    units = stored_units(trainers, options)
     model_bytes = sum(unit.size_bytes for unit in units)
     return Plan(
         options=options,
@@ -161,58 +198,96 @@ def make_plan(division: Division, options: PlanOptions) -> Plan:
         model_bytes=model_bytes,
         num_units=len(units),
         replica_bytes=2 * model_bytes + sum(options.state_bytes(unit.layout) for unit in units),
-        trainers=tuple(_plan_trainer(trainer, division, options) for trainer in trainers),
+        trainers=tuple(_plan_trainer(run, pp_rank, division) for pp_rank, run in enumerate(runs)),
         host_cache_bytes=max(
-            sum(unit.size_bytes + HEAD_BYTES * options.num_servers for unit in trainer.cached) for trainer in trainers
+            sum(unit.size_bytes + HEAD_BYTES * options.num_servers for unit in run.units if unit.index in run.cached)
+            for run in runs
         ),
-        server=_plan_server(trainers, options),
+        server=_plan_server(runs, options),
     )
 
 
-def _activation_bytes(trainer: RehearsedTrainer, options: PlanOptions) -> int | None:
-    """Returns the peak of the activations of all stages and micro-batches; None: unknown."""
-    if options.activation_bytes is not None:
-        return options.activation_bytes
-    sizes = {}
-    for index, stage in trainer.stages.items():
-        if stage.saved is None:
-            return None
-        calls = [call for unit in stage.units for call in unit.calls]
-        sizes[index] = stage.saved.sizes(
-            recomputed={call.module for call in calls if call.can_recompute and options.checkpoint_activations},
-            # On the CPU, offloading to "cpu" moves nothing.
-            moved={call.module for call in calls} if options.offload_to not in (None, "cpu") else (),
-            moved_min_bytes=options.offload_min_bytes,
-        )
-    per_micro_batch = {index: sizes[index].held + stage.output_bytes for index, stage in trainer.stages.items()}
-    held = max(sum(count * per_micro_batch[index] for index, count in counts.items()) for counts in trainer.in_flight)
-    return held + max(each.peak - each.held for each in sizes.values())
+def _num_parts(unit: Unit, options: PlanOptions) -> int:
+    """Returns the number of tensor-parallel ranks that have a unit of their own in place of this one."""
+    return options.world.tp if unit.layout.holds_parts else 1
 
 
-def _plan_trainer(trainer: RehearsedTrainer, division: Division, options: PlanOptions) -> TrainerPlan:
-    sizes, ranks = [unit.size_bytes for unit in trainer.units], options.ranks_per_host
-    # Gradients in shared memory are copied at once, so none are in flight. They are never rounded.
-    streams = not (options.same_host and options.push_dtype == "float32")
-    schedule, stages = division.schedule, trainer.stages.values()
-    crossing = sum(stage.received_bytes + stage.sent_bytes for stage in stages)
+def _stored_units(runs: Sequence[DryRun], options: PlanOptions) -> list[Unit]:
+    """Returns the units that servers store. A unit that several stages hold is stored once.
+
+    Args:
+        runs: The trainers of tensor-parallel rank 0, by pipeline rank.
+        options: The run.
+    """
+    return [
+        unit
+        for pp_rank, run in enumerate(runs)
+        for unit in run.units
+        if unit.layout.pp_ranks[0] == pp_rank
+        for _ in range(_num_parts(unit, options))
+    ]
+
+
+def _plan_trainer(run: DryRun, pp_rank: int, division: Division) -> TrainerPlan:
+    options, schedule, units = run.options, division.schedule, list(run.units)
+    indices = [0] if schedule is None else schedule.stages_of(pp_rank)
+    stages = {index: division.stages[index] for index in indices}
+    sizes, ranks = [unit.size_bytes for unit in units], options.ranks_per_host
+    crossing = sum(stage.received_bytes + stage.sent_bytes for stage in stages.values())
     crossing *= 0 if schedule is None else schedule.num_micro_batches
+    in_flight = [{0: 1}] if schedule is None else micro_batches_in_flight(schedule, pp_rank)
     return TrainerPlan(
-        stages=tuple(trainer.stages),
-        weights_bytes=trainer.rehearsal.peak_bytes,
-        ahead_bytes=trainer.rehearsal.ahead_bytes,
-        kept_bytes=trainer.rehearsal.kept_bytes,
-        idle_bytes=trainer.rehearsal.idle_bytes,
-        bases_bytes=sum(wire_bytes(unit.layout, options.gather_dtype) for unit in trainer.bases),
-        gradients_bytes=sum(sizes) if schedule is not None else _gradients(trainer.units, options, streams=streams),
-        push_bytes=min(sum(sizes), max(options.push_bytes, *sizes)) if streams else 0,
-        activation_bytes=_activation_bytes(trainer, options),
+        stages=tuple(stages),
+        weights_bytes=run.weights_bytes,
+        ahead_bytes=run.ahead_bytes,
+        kept_bytes=run.kept_bytes,
+        idle_bytes=run.idle_bytes,
+        bases_bytes=sum(wire_bytes(unit.layout, options.gather_dtype) for unit in units if unit.index in run.bases),
+        gradients_bytes=_gradients(units, options) if schedule is None else sum(sizes),
+        push_bytes=min(sum(sizes), max(options.push_bytes, *sizes)) if options.streams_gradients else 0,
+        activation_bytes=_activation_bytes(stages, in_flight, options),
         stage_buffers_bytes=crossing,
-        received_bytes=trainer.received_bytes(options, ranks, 1) // ranks,
-        sent_bytes=sum(wire_bytes(unit.layout, options.push_dtype) for unit in trainer.units),
+        received_bytes=_received_bytes(run, ranks, 1) // ranks,
+        sent_bytes=sum(run.sent_bytes(unit) for unit in units),
         # What a stage receives in the forward, it sends back as gradients in the backward.
         sent_to_stages_bytes=crossing,
-        collective_bytes=_collective_bytes(division, trainer.stages),
+        collective_bytes=_collective_bytes(division, stages),
     )
+
+
+def _received_bytes(run: DryRun, trainers: int, hosts: int) -> int:
+    """Returns the bytes of weights that servers send per step to so many data-parallel ranks on so many hosts."""
+    total, bases = 0, run.bases
+    for unit in run.units if not run.options.reads_servers else ():
+        gathers = run.gathers[unit.index]
+        transfers = trainers * (min(1, gathers) if unit.index in bases else gathers)
+        total += wire_bytes(unit.layout, run.options.gather_dtype) * (hosts if unit.index in run.cached else transfers)
+    return total
+
+
+def _activation_bytes(
+    stages: Mapping[int, PlannedStage], in_flight: Iterable[Mapping[int, int]], options: PlanOptions
+) -> int | None:
+    """Returns the peak of the activations of all stages and micro-batches; None: unknown.
+
+    Args:
+        stages: The stages of a trainer.
+        in_flight: Numbers of micro-batches with activations, by stage, at several moments of a step.
+        options: The run.
+    """
+    if options.activation_bytes is not None:
+        return options.activation_bytes
+    held, extra = {}, 0
+    for index, stage in stages.items():
+        if stage.saved is None:
+            return None
+        size = stage.saved.sizes(
+            recomputes=options.checkpoint_activations,
+            # On the CPU, offloading to "cpu" moves nothing.
+            moved_min_bytes=None if options.offload_to in (None, "cpu") else options.offload_min_bytes,
+        )
+        held[index], extra = size.held + stage.output_bytes, max(extra, size.peak - size.held)
+    return extra + max(sum(count * held[index] for index, count in counts.items()) for counts in in_flight)
 
 
 def _collective_bytes(division: Division, stages: Collection[int]) -> int:
@@ -226,31 +301,34 @@ def _collective_bytes(division: Division, stages: Collection[int]) -> int:
     )
 
 
-def _gradients(units: Collection[PlannedUnit], options: PlanOptions, *, streams: bool) -> int:
-    """Returns the peak bytes of gradients: of a unit and the units that contain it, or of a replica's bucket."""
-    held = {unit.name: unit.size_bytes for unit in units}
-    if options.strategy is ShardingStrategy.NO_SHARD and streams:
+def _gradients(units: Sequence[Unit], options: PlanOptions) -> int:
+    """Returns the peak bytes of gradients: of a unit and the units around it, or of a bucket of each."""
+    held = {unit: unit.size_bytes for unit in units}
+    if options.strategy is ShardingStrategy.NO_SHARD and options.streams_gradients:
         bucket_bytes = ReplicaOptions().bucket_bytes
-        largest = {unit.name: max(spec.size_bytes for spec in unit.layout.parameters) for unit in units}
-        held = {name: min(size, bucket_bytes + largest[name]) for name, size in held.items()}
-    # The unit of a module may have no whole parameters, or no split ones.
-    return max(held[unit.name] + sum(held.get(outer, 0) for outer in unit.outer_units) for unit in units)
+        largest = {unit: max(spec.size_bytes for spec in unit.layout.parameters) for unit in units}
+        held = {unit: min(size, bucket_bytes + largest[unit]) for unit, size in held.items()}
+    parts = {unit: {id(part) for module in unit.modules for part in module.modules()} for unit in units}
+    return max(
+        sum(held[outer] for outer in units if any(id(module) in parts[outer] for module in unit.modules))
+        for unit in units
+    )
 
 
-def _plan_server(trainers: Sequence[RehearsedTrainer], options: PlanOptions) -> ServerPlan:
+def _plan_server(runs: Sequence[DryRun], options: PlanOptions) -> ServerPlan:
     world, count = options.world, options.num_servers
     held, states, largest, encoded = [0] * count, [0.0] * count, [0] * count, [0] * count
     contributed, means = [0] * count, [0] * count
-    stored = stored_units(trainers, options)
-    for unit in stored:
+    for unit in _stored_units(runs, options):
         unit_states = options.state_bytes(unit.layout)
+        num_contributions = world.dp * len(unit.layout.pp_ranks)
         emptiest_first = sorted(range(count), key=held.__getitem__)
         ranges = cut(unit.size_bytes, [1.0] * count, options.min_shard_bytes)
         for server, (start, stop) in zip(emptiest_first, ranges, strict=True):
             held[server] += stop - start
             states[server] += unit_states * (stop - start) / max(1, unit.size_bytes)
-            contributed[server] += (stop - start) * world.dp * num_contributors(unit)
-            means[server] += stop - start if world.dp * num_contributors(unit) > 1 else 0
+            contributed[server] += (stop - start) * num_contributions
+            means[server] += stop - start if num_contributions > 1 else 0
             largest[server] = max(largest[server], stop - start)
             if options.gather_dtype != "float32":
                 encoded[server] += wire_bytes(unit.layout, options.gather_dtype, start, stop)
@@ -258,8 +336,8 @@ def _plan_server(trainers: Sequence[RehearsedTrainer], options: PlanOptions) -> 
     shards, share = held[most], held[most] / sum(held) if sum(held) else 0.0
     optimizer_bytes, mean = round(states[most]), means[most]
     hosts = -(-world.dp // options.ranks_per_host)
-    sent = sum(trainer.received_bytes(options, world.dp, hosts, tp=world.tp) for trainer in trainers)
-    received = world.dp * sum(wire_bytes(unit.layout, options.push_dtype) * num_contributors(unit) for unit in stored)
+    sent = world.tp * sum(_received_bytes(run, world.dp, hosts) for run in runs)
+    received = world.dp * sum(run.sent_bytes(unit) * _num_parts(unit, options) for run in runs for unit in run.units)
     return ServerPlan(
         weights_bytes=shards,
         optimizer_bytes=optimizer_bytes,

@@ -1,4 +1,4 @@
-"""Loads a model in shapes only, and finds the units of ``auto_wrap`` and the activations that autograd saves."""
+"""Loads a model in shapes only, and records the activations that autograd saves in its example call."""
 
 from __future__ import annotations
 
@@ -17,15 +17,23 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from shardwell.module.fully_shard import collect_parameters
-from shardwell.module.naming import GridPlace
-from shardwell.module.naming import plan_units as plan_call
 from shardwell.planning.activations import SavedActivations, recording
-from shardwell.planning.rehearsal import PlannedCall, PlannedUnit
-from shardwell.wrapping.auto_wrap import ChosenUnit, choose_units
-from shardwell.wrapping.policies import WrapPolicy, supports_recomputation
+from shardwell.wrapping.auto_wrap import choose_units
 from shardwell_wire.errors import UsageError
-from shardwell_wire.model.layout import UnitLayout
+
+
+class ShapeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """A mode in which operations compute shapes only. Values of real tensors are not read."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+    before_operation: Callable[[], None] = staticmethod(lambda: None)
+    """Called before each operation."""
+
+    def __torch_dispatch__(self, *args: Any, **kwargs: Any) -> Any:
+        self.before_operation()
+        return super().__torch_dispatch__(*args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -33,7 +41,7 @@ class ShapeModel:
     """A model whose tensors have shapes and no memory."""
 
     module: nn.Module
-    mode: FakeTensorMode
+    mode: ShapeMode
     arguments: tuple[Any, ...] = ()
     """Arguments of an example call."""
     keywords: Mapping[str, Any] = field(default_factory=dict)
@@ -54,7 +62,7 @@ def load(target: str | Callable[..., Any], *, batch: int, length: int, dtype: to
     Raises:
         UsageError: The target does not exist, or the model cannot be built without values.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = ShapeMode()
     sizes = {"batch": batch, "length": length}
     with mode, _default_dtype(dtype):
         if callable(target):
@@ -77,60 +85,6 @@ def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def plan_units(
-    model: nn.Module, policy: WrapPolicy | None = None, *, place: GridPlace | None = None
-) -> list[PlannedUnit]:
-    """Returns the units that ``auto_wrap(model, session, policy)`` would make, in that order.
-
-    Args:
-        model: The model, or a stage of it.
-        policy: As in ``auto_wrap``.
-        place: Place of the trainer on the pipeline axis, before tensor parallelism divides the model. None: the model
-            is one stage.
-
-    Raises:
-        TiedParameterError: Stages of one trainer share a parameter.
-    """
-    place = place or GridPlace()
-    root = ChosenUnit(place.root_name(type(model).__name__), {"": model})
-    taken: list[nn.Parameter] = []
-    made: list[tuple[ChosenUnit, UnitLayout]] = []
-    for unit in [*choose_units(model, policy), root]:
-        prefixes = [f"{name}." if name else "" for name in unit.modules]
-        found = collect_parameters(list(unit.modules.values()), prefixes, taken)
-        taken += [entry.parameter for entry in found]
-        made += [(unit, planned.layout) for planned in plan_call(unit.name, found, "flat", place)]
-    call = _calls(model, policy)
-    return [
-        PlannedUnit(
-            layout,
-            outer_units=tuple(outer.unit for other, outer in made if _contains(other, unit)),
-            calls=tuple(call(name, module) for name, module in unit.modules.items()),
-        )
-        for unit, layout in made
-    ]
-
-
-def _contains(outer: ChosenUnit, inner: ChosenUnit) -> bool:
-    """Whether a module of one unit contains a module of another unit."""
-    return outer is not inner and any(
-        not module or name.startswith(f"{module}.") for module in outer.modules for name in inner.modules
-    )
-
-
-def _calls(model: nn.Module, policy: WrapPolicy | None) -> Callable[[str, nn.Module], PlannedCall]:
-    positions = {id(module): position for position, module in enumerate(model.modules())}
-    recomputed = {id(module) for module in _outermost(model, policy).values() if supports_recomputation(module)}
-    return lambda name, module: PlannedCall(positions[id(module)], name, id(module) in recomputed)
-
-
-def _outermost(model: nn.Module, policy: WrapPolicy | None) -> dict[str, nn.Module]:
-    """Returns the modules of units that are inside no other unit except the root."""
-    chosen = {name: module for unit in choose_units(model, policy) for name, module in unit.modules.items()}
-    inside = {id(part) for module in chosen.values() for part in module.modules() if part is not module}
-    return {name: module for name, module in chosen.items() if id(module) not in inside}
-
-
 @dataclass(frozen=True, slots=True)
 class NotRecorded:
     """The activations are unknown."""
@@ -147,8 +101,11 @@ def record_activations(shapes: ShapeModel, *, received: Iterable[torch.Tensor] =
     """
     if not shapes.arguments and not shapes.keywords:
         return NotRecorded("there is no example call")
+    chosen = [module for unit in choose_units(shapes.module) for module in unit.modules.values()]
+    inside = {id(part) for module in chosen for part in module.modules() if part is not module}
+    outermost = [module for module in chosen if id(module) not in inside]
     try:
-        with shapes.mode, recording(shapes.module, _outermost(shapes.module, None), received) as recorder:
+        with shapes.mode, recording(shapes.module, outermost, received) as recorder:
             output = shapes.module.train()(*shapes.arguments, **shapes.keywords)
     except Exception as error:  # a user's forward may raise anything if it needs a value
         message = str(error).strip().partition("\n")[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from argparse import ArgumentTypeError
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,12 @@ from torch import nn
 import shardwell
 from shardwell import BackwardPrefetch, ShardingStrategy
 from shardwell.command.cli import build_parser, main
-from shardwell.planning.division import Division, PlannedStage
+from shardwell.module.unit import Unit
+from shardwell.planning.dry_run import wire_bytes
 from shardwell.planning.options import OPTIMIZER_CHOICES, PlanOptions
-from shardwell.planning.plan import Plan, TrainerPlan, make_plan
+from shardwell.planning.plan import Plan, TrainerPlan, plan_run
 from shardwell.planning.plan_command import options_of, parse_bandwidth
-from shardwell.planning.plan_model import load, plan_units
-from shardwell.planning.rehearsal import PlannedUnit
 from shardwell.planning.tables import assumptions
-from shardwell.planning.trainers import wire_bytes
 from shardwell.wrapping.policies import BlockPolicy, ModuleTypePolicy, NoWrapPolicy, SizePolicy
 from shardwell_wire.errors import UsageError
 from shardwell_wire.model.layout import Parameter, UnitLayout
@@ -37,9 +36,26 @@ def make_gpt() -> nn.Module:
     return gpt()
 
 
-def planned(units: list[PlannedUnit], options: PlanOptions) -> Plan:
+def planned(options: PlanOptions, make: Any = make_gpt) -> Plan:
     """Returns the plan of a model that is not divided."""
-    return make_plan(Division((PlannedStage(units),)), options)
+    return plan_run(make, options)
+
+
+def units_of(make: Any = make_gpt, policy: Any = None, **options: Any) -> list[Unit]:
+    """Returns the units of a plan."""
+    return list(plan_run(make, PlanOptions(), policy=policy, **options).division.stages[0].units)
+
+
+class Parameters(nn.Module):
+    """A module with the given parameters, and without an example call."""
+
+    def __init__(self, **shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+
+    def forward(self) -> None:
+        pass
 
 
 def make_nothing(size: int) -> None:
@@ -55,76 +71,74 @@ def test_plan_has_the_units_of_auto_wrap(policy: object) -> None:
     from shardwell.wrapping.auto_wrap import auto_wrap
 
     sharded = Sharded(gpt(), lambda model, session: auto_wrap(model, session, policy))
-    assert [unit.layout for unit in plan_units(gpt(), policy)] == [unit.layout for unit in sharded.units]
+    assert [unit.layout for unit in units_of(policy=policy)] == [unit.layout for unit in sharded.units]
 
 
 def test_server_memory_by_dp_and_number_of_servers() -> None:
-    units = plan_units(gpt())
+    units = units_of()
     whole = sum(unit.layout.size_bytes for unit in units)
-    one = planned(units, PlanOptions(world=World(dp=3)))
+    one = planned(PlanOptions(world=World(dp=3)))
     server = one.server
     assert (server.weights_bytes, server.optimizer_bytes) == (whole, 2 * whole)
     assert (server.contributions_bytes, server.mean_bytes) == (3 * whole, whole)
     assert server.reserved_bytes == 7 * whole + max(unit.layout.size_bytes for unit in units)
     assert server.sent_bytes == 3 * one.trainer.received_bytes
-    assert planned(units, PlanOptions()).server.mean_bytes == 0
-    two = planned(units, PlanOptions(num_servers=2, min_shard_bytes=4096, optimizer="sgd")).server
+    assert planned(PlanOptions()).server.mean_bytes == 0
+    two = planned(PlanOptions(num_servers=2, min_shard_bytes=4096, optimizer="sgd")).server
     assert whole / 2 <= two.weights_bytes < 0.7 * whole and two.optimizer_bytes == 0
-    uncut = planned(units, PlanOptions(num_servers=2, min_shard_bytes=whole)).server
+    uncut = planned(PlanOptions(num_servers=2, min_shard_bytes=whole)).server
     assert whole / 2 <= uncut.weights_bytes < 0.7 * whole, "small units spread over the servers"
 
 
 def test_every_optimizer_can_be_planned() -> None:
     names = {name.lower() for name in shardwell.optim.__all__} - {"combined", "shardedoptimizer"}
     assert names <= set(OPTIMIZER_CHOICES)
-    units = plan_units(gpt())
-    assert [planned(units, PlanOptions(optimizer=name)).options.optimizer for name in OPTIMIZER_CHOICES] == list(
+    assert [planned(PlanOptions(optimizer=name)).options.optimizer for name in OPTIMIZER_CHOICES] == list(
         OPTIMIZER_CHOICES
     )
 
 
 def test_state_that_a_hyperparameter_enables_is_planned() -> None:
-    units = plan_units(gpt())
+    units = units_of()
     whole = sum(unit.size_bytes for unit in units)
     states = {"sgd": 0, "sgd-momentum": 1, "rmsprop": 1, "rmsprop-centered": 2, "adam": 2, "adam-amsgrad": 3}
     for name, count in states.items():
-        assert planned(units, PlanOptions(optimizer=name)).server.optimizer_bytes == count * whole
+        assert planned(PlanOptions(optimizer=name)).server.optimizer_bytes == count * whole
 
 
 def test_adafactor_keeps_a_row_and_a_column_of_a_matrix() -> None:
     layout = UnitLayout("unit", (Parameter("matrix", (30, 20), "float32"), Parameter("vector", (20,), "float32")))
-    units = [PlannedUnit(layout)]
-    plan = planned(units, PlanOptions(optimizer="adafactor"))
+    plan = planned(PlanOptions(optimizer="adafactor"), lambda: Parameters(matrix=(30, 20), vector=(20,)))
     assert plan.server.optimizer_bytes == 4 * (30 + 20 + 20)
     assert plan.replica_bytes == 2 * layout.size_bytes + 4 * (30 + 20 + 20)
 
 
 def test_busiest_link_determines_the_transfer_time() -> None:
-    units = plan_units(gpt())
-    plan = planned(units, PlanOptions(world=World(dp=4), bandwidth=1e6))
+    units = units_of()
+    plan = planned(PlanOptions(world=World(dp=4), bandwidth=1e6))
     assert plan.transfer_seconds == plan.link_seconds["server out"] == plan.server.sent_bytes / 1e6
-    half = planned(units, PlanOptions(gather_dtype="bfloat16", push_dtype="int8")).trainer
+    half = planned(PlanOptions(gather_dtype="bfloat16", push_dtype="int8")).trainer
     assert 0.48 < half.received_bytes / plan.trainer.received_bytes < 0.51
     assert 0.25 < half.sent_bytes / plan.trainer.sent_bytes < 0.30
-    low_rank = planned(units, PlanOptions(push_dtype="lowrank-1")).trainer
+    low_rank = planned(PlanOptions(push_dtype="lowrank-1")).trainer
     assert low_rank.sent_bytes == sum(
         2 * (shape[0] + shape[1]) if len(shape) == 2 else 4 * shape[0]
         for unit in units
         for shape in (parameter.shape for parameter in unit.layout.parameters)
     )
-    shared = planned(units, PlanOptions(same_host=True)).trainer
+    shared = planned(PlanOptions(same_host=True)).trainer
     assert shared.weights_bytes == shared.received_bytes == shared.push_bytes == 0 < shared.sent_bytes
 
 
 def test_more_memory_for_weights_reduces_received_bytes() -> None:
-    units = plan_units(gpt())
+    units = units_of()
     whole = sum(unit.size_bytes for unit in units)
     root = units[-1].size_bytes
 
     def trainer(**options: Any) -> TrainerPlan:
-        return planned(units, PlanOptions(**{"keep_bytes": 0} | options)).trainer
+        return planned(PlanOptions(**{"keep_bytes": 0} | options)).trainer
 
-    assert planned(units, PlanOptions()).trainer.received_bytes == whole, "the default keeps a small model"
+    assert planned(PlanOptions()).trainer.received_bytes == whole, "the default keeps a small model"
     assert trainer().received_bytes == 2 * whole - root
     assert trainer(keep_bytes=whole).received_bytes == trainer(keep_bytes=whole).weights_bytes == whole
     block = units[0].size_bytes
@@ -132,18 +146,18 @@ def test_more_memory_for_weights_reduces_received_bytes() -> None:
     for strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD):
         assert trainer(strategy=strategy).weights_bytes == trainer(strategy=strategy).received_bytes == whole
     assert trainer(reshard_after_forward=True).received_bytes == 2 * whole
-    rounded = planned(units, PlanOptions(gather_dtype="bfloat16")).server
+    rounded = planned(PlanOptions(gather_dtype="bfloat16")).server
     assert 0.48 * whole < rounded.encoded_bytes < 0.51 * whole
-    assert planned(units, PlanOptions()).server.encoded_bytes == 0
+    assert planned(PlanOptions()).server.encoded_bytes == 0
 
 
 def test_bases_of_deltas_take_memory_and_are_received_once() -> None:
-    units = plan_units(gpt())
+    units = units_of()
     sizes = [wire_bytes(unit.layout, "bfloat16") for unit in units]
 
     def planned_with(budget: int, **options: Any) -> TrainerPlan:
         options = {"gather_dtype": "bfloat16", "keep_bytes": 0, **options}
-        return planned(units, PlanOptions(delta_cache_bytes=budget, **options)).trainer
+        return planned(PlanOptions(delta_cache_bytes=budget, **options)).trainer
 
     none, whole = planned_with(0), planned_with(sum(sizes))
     assert (none.bases_bytes, whole.bases_bytes) == (0, sum(sizes))
@@ -153,38 +167,38 @@ def test_bases_of_deltas_take_memory_and_are_received_once() -> None:
     assert (one.bases_bytes, one.received_bytes) == (sizes[0], none.received_bytes - sizes[0])
     for options in ({"gather_dtype": "int8"}, {"same_host": True}, {"host_cache_bytes": 1 << 40}):
         assert planned_with(sum(sizes), **options).bases_bytes == 0
-    plan = planned(units, PlanOptions(delta_cache_bytes=sizes[0], gather_dtype="bfloat16"))
+    plan = planned(PlanOptions(delta_cache_bytes=sizes[0], gather_dtype="bfloat16"))
     assert any(each.startswith("deltas: ") for each in assumptions(plan))
 
 
 def test_replicas_hold_gradients_of_one_bucket() -> None:
     layout = UnitLayout("m", tuple(Parameter(name, (5 << 20,), "float32") for name in "abcd"))
-    units = [PlannedUnit(layout)]
-    assert planned(units, PlanOptions()).trainer.gradients_bytes == layout.size_bytes == 80 << 20
+    make = partial(Parameters, **dict.fromkeys("abcd", (5 << 20,)))
+    assert planned(PlanOptions(), make).trainer.gradients_bytes == layout.size_bytes == 80 << 20
     replica = PlanOptions(strategy=ShardingStrategy.NO_SHARD)
-    assert planned(units, replica).trainer.gradients_bytes == 45 << 20
+    assert planned(replica, make).trainer.gradients_bytes == 45 << 20
 
 
 def test_host_cache_receives_weights_once_per_host() -> None:
     """Each host receives cached units once per step. Each trainer receives all other units twice per step."""
-    units = plan_units(gpt())
+    units = units_of()
     whole, block = sum(unit.size_bytes for unit in units), units[0].size_bytes
     world = World(dp=6)
     three: dict[str, Any] = {"world": world, "ranks_per_host": 3, "keep_bytes": 0}
-    cached = planned(units, PlanOptions(**three, host_cache_bytes=whole))
+    cached = planned(PlanOptions(**three, host_cache_bytes=whole))
     assert cached.trainer.weights_bytes == cached.trainer.idle_bytes == 0
     assert cached.trainer.received_bytes == whole // 3
     assert cached.host_cache_bytes == whole + 4096 * len(units)
     assert cached.server.sent_bytes == 2 * whole
     assert cached.link_seconds["trainer in"] == pytest.approx(whole / cached.options.bandwidth, rel=1e-4)
-    part = planned(units, PlanOptions(**three, host_cache_bytes=2 * block + 1))
+    part = planned(PlanOptions(**three, host_cache_bytes=2 * block + 1))
     assert part.host_cache_bytes == 2 * (block + 4096)
     assert part.trainer.received_bytes == 2 * block // 3 + 2 * whole - units[-1].size_bytes - 4 * block
     hybrid = PlanOptions(**three, strategy=ShardingStrategy.HYBRID_SHARD)
-    assert planned(units, hybrid).trainer == cached.trainer
-    on_servers = planned(units, PlanOptions(same_host=True, host_cache_bytes=whole))
+    assert planned(hybrid).trainer == cached.trainer
+    on_servers = planned(PlanOptions(same_host=True, host_cache_bytes=whole))
     assert on_servers.host_cache_bytes == 0 == on_servers.transfer_seconds
-    rounded = planned(units, PlanOptions(same_host=True, gather_dtype="bfloat16")).trainer
+    rounded = planned(PlanOptions(same_host=True, gather_dtype="bfloat16")).trainer
     assert rounded.weights_bytes > 0, "rounded weights cannot be read in the servers' memory"
 
 
@@ -204,7 +218,7 @@ def test_hugging_face_config_is_planned(config: Path, capsys: pytest.CaptureFixt
     assert found["transfer_seconds"] == max(found["link_seconds"].values())
     assert main(["plan", str(config), "--dtype", "bfloat16", "--length", "9"]) == 0
     assert "unknown" not in (text := capsys.readouterr().out) and f"{expected:,} parameters" in text
-    halves = plan_units(load(str(config), batch=1, length=9, dtype=torch.float16).module)
+    halves = units_of(str(config), length=9, dtype=torch.float16)
     assert {parameter.dtype for unit in halves for parameter in unit.layout.parameters} == {"float16"}
 
 
@@ -307,7 +321,7 @@ def test_invalid_options_are_refused() -> None:
     with pytest.raises(UsageError, match=r"contradicts ShardingStrategy.NO_SHARD"):
         PlanOptions(strategy=ShardingStrategy.NO_SHARD, reshard_after_forward=True)
     with pytest.raises(UsageError, match="no parameters"):
-        planned([], PlanOptions())
+        planned(PlanOptions(), nn.Identity)
     assert main(["plan", f"{HERE}:make_gpt", "--batch", "0"]) == 1
 
 

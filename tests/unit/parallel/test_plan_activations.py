@@ -11,8 +11,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from shardwell.command.cli import main
-from shardwell.planning.estimate import plan_run
 from shardwell.planning.options import PlanOptions
+from shardwell.planning.plan import plan_run
 from shardwell.planning.plan_model import NotRecorded, load, record_activations
 from tests.support.module_parity import gpt
 

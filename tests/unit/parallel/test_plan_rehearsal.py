@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from shardwell import (
@@ -14,13 +15,15 @@ from shardwell import (
     ModuleTypePolicy,
     ShardingStrategy,
     SizePolicy,
+    World,
     auto_wrap,
 )
 from shardwell.module.flat_vector import VectorMemory
-from shardwell.planning.options import PlanOptions
-from shardwell.planning.plan_model import plan_units
-from shardwell.planning.rehearsal import rehearse
-from tests.support.module_parity import VOCABULARY, Block, Sharded, gpt, gpt_loss
+from shardwell.planning.division import divide
+from shardwell.planning.dry_run import DryRun, dry_run
+from shardwell.planning.options import DivisionOptions, PlanOptions
+from shardwell.planning.plan_model import load
+from tests.support.module_parity import LENGTH, VOCABULARY, Block, Sharded, gpt, gpt_loss
 from tests.support.strategies import commit
 
 FULL, GRAD_OP, REPLICA, _ = ShardingStrategy
@@ -56,6 +59,23 @@ def totals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
+def make() -> nn.Module:
+    return gpt()
+
+
+def make_with_example() -> tuple[nn.Module, torch.Tensor]:
+    return gpt(), torch.zeros(2, LENGTH, dtype=torch.int64)
+
+
+def rehearse(options: PlanOptions, policy: Any, make: Any = make) -> DryRun:
+    """Takes the steps of a plan."""
+    return dry_run(divide(load(make, batch=2, length=LENGTH), World(), DivisionOptions()), 0, options, policy)
+
+
+def gathers_of(run: DryRun) -> dict[str, int]:
+    return {unit.name: run.gathers[unit.index] for unit in run.units}
+
+
 def check(policy: Any, options: PlanOptions, totals: list[int]) -> None:
     """Trains a model, and compares the rehearsal with its last step's gathers and its peaks."""
 
@@ -74,10 +94,11 @@ def check(policy: Any, options: PlanOptions, totals: list[int]) -> None:
         commit(sharded)
         gathers = dict(sharded.store.gathers - before)
     most = max(totals)
-    got = rehearse(plan_units(gpt(), policy), options)
-    assert dict(got.gathers) == gathers
-    assert got.peak_bytes == sharded.units.peak_bytes
-    assert got.peak_bytes + got.idle_bytes == most
+    for example in (make, make_with_example):
+        got = rehearse(options, policy, example)
+        assert gathers_of(got) == gathers
+        assert got.weights_bytes == sharded.units.peak_bytes
+        assert got.weights_bytes + got.idle_bytes == most
 
 
 @pytest.mark.parametrize("keep_bytes", [0, 45_000, None])
@@ -108,20 +129,20 @@ def test_rehearsal_matches_training_with_recomputation(policy: str, reshard: boo
 
 
 def test_units_read_in_place_take_no_memory() -> None:
-    units = plan_units(gpt(), POLICIES["blocks"])
-    everything = rehearse(units, PlanOptions(), {unit.name for unit in units})
-    assert everything.peak_bytes == everything.idle_bytes == 0
-    assert set(everything.gathers.values()) == {1}
-    block = rehearse(units, PlanOptions(prefetch_bytes=0, keep_bytes=0), {"blocks.0"})
-    whole = rehearse(units, PlanOptions(prefetch_bytes=0, keep_bytes=0))
-    assert block.gathers == {**whole.gathers, "blocks.0": 1} and whole.gathers["blocks.0"] == 2
-    assert block.peak_bytes == whole.peak_bytes == units[1].size_bytes + units[-1].size_bytes
+    units = list(rehearse(PlanOptions(), POLICIES["blocks"]).units)
+    everything = rehearse(PlanOptions(same_host=True), POLICIES["blocks"])
+    assert everything.weights_bytes == everything.idle_bytes == 0
+    assert set(gathers_of(everything).values()) == {1}
+    cache = {"host_cache_bytes": units[0].size_bytes}
+    block = rehearse(PlanOptions(prefetch_bytes=0, keep_bytes=0, **cache), POLICIES["blocks"])
+    whole = rehearse(PlanOptions(prefetch_bytes=0, keep_bytes=0), POLICIES["blocks"])
+    assert gathers_of(block) == {**gathers_of(whole), "blocks.0": 1} and gathers_of(whole)["blocks.0"] == 2
+    assert block.weights_bytes == whole.weights_bytes == units[1].size_bytes + units[-1].size_bytes
 
 
 def test_rehearsal_reports_prefetched_and_kept_bytes() -> None:
-    units = plan_units(gpt(), POLICIES["blocks"])
-    block = units[0].size_bytes
-    found = rehearse(units, PlanOptions(prefetch_bytes=2 * block, keep_bytes=block))
+    block = next(iter(rehearse(PlanOptions(), POLICIES["blocks"]).units)).size_bytes
+    found = rehearse(PlanOptions(prefetch_bytes=2 * block, keep_bytes=block), POLICIES["blocks"])
     assert (found.ahead_bytes, found.kept_bytes) == (2 * block, block)
-    neither = rehearse(units, PlanOptions(prefetch_bytes=0, keep_bytes=0))
+    neither = rehearse(PlanOptions(prefetch_bytes=0, keep_bytes=0), POLICIES["blocks"])
     assert neither.ahead_bytes == neither.kept_bytes == 0
