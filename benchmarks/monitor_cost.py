@@ -65,8 +65,7 @@ def main() -> None:
         waits = [(1.0, 2.0)] * (2 * UNITS)
 
         def end_step() -> None:
-            session.store.traffic._waits.extend(waits)
-            session.monitor.end_step(1, facts)
+            session.monitor.end_step(1, facts, session._training.sample(), waits)
 
         print("per step:       ", measure(end_step, 1000))
         tracemalloc.start()

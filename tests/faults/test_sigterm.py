@@ -13,7 +13,7 @@ from torch import nn
 
 import shardwell
 import shardwell.testing
-from shardwell.training.rejoining import preemption
+from shardwell.training.work_items import preemption
 from tests.support.processes import TrainerProcess
 from tests.support.reference import undisturbed_sha256
 

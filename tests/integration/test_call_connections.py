@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -233,11 +234,11 @@ def test_interrupt_replaces_the_connection(served: Served, monkeypatch: pytest.M
     """The response of an interrupted rpc must not be taken for that of the next one."""
     found = connections(served)
 
-    def interrupted(size: int, deadline: float) -> bytes:
+    def interrupted(deadline: float) -> None:
         until(lambda: len(served.calls) == 1)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(found._idle, "_exactly", interrupted)
+    monkeypatch.setattr(found._idle, "_receive", interrupted)
     with pytest.raises(KeyboardInterrupt):
         call(found, LIST_RUNS, b"old")
     until(lambda: call(found, LIST_RUNS, b"new") == b"new")
@@ -313,7 +314,8 @@ def test_repetition_has_the_rest_of_the_callers_time(served: Served) -> None:
     limits = list[float]()
     with closing(CoordinatorClient(ADDRESS, credentials=NO_CREDENTIALS)) as client:
         client._calls.connect(served.offer)
-        client._unary["DescribeRun"] = lambda request, timeout: limits.append(timeout)
+        rpc = client._open_unary("DescribeRun")
+        client._unary["DescribeRun"] = replace(rpc, stub=lambda *_, timeout, **__: limits.append(timeout))
         breaking = threading.Thread(target=served.break_connections, args=(0.5,))
         breaking.start()
         client.call("DescribeRun", coordinator_pb2.DescribeRunRequest(), timeout_s=20.0)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import shardwell
-from shardwell.training import measurements
+from shardwell.training import training
 from shardwell.transport.shm_transport import GradientBuffers
 from shardwell.transport.socket_transport import SocketTransport
 from shardwell_server.coordinator.storage.storage import Storage
@@ -276,7 +276,7 @@ def test_slow_optimizer_on_the_trainer_is_found(join: Callable[..., shardwell.Se
 def test_lack_of_memory_is_found(join: Callable[..., shardwell.Session], monkeypatch: pytest.MonkeyPatch) -> None:
     session = join(transports="socket", prefetch_bytes=0)  # no idle buffers
     train(session)
-    monkeypatch.setattr(measurements, "psutil", SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=0)))
+    monkeypatch.setattr(training, "psutil", SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=0)))
     (found,) = [each for each in session.report().bottlenecks if each.kind == "memory"]
     assert found.severity is shardwell.Severity.CRITICAL
 

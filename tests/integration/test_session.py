@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardwell
-from shardwell.membership import admission
+from shardwell.membership import membership
 from shardwell.module import torch_patches
 from tests.support import transformer
 from tests.support.cluster import join_options
@@ -40,7 +40,7 @@ def join(cluster: shardwell.LocalCluster) -> Iterator[Callable[..., shardwell.Se
 def test_wait_for_other_trainers_is_logged(
     join: Callable[..., shardwell.Session], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(admission, "_POLL_S", 0.1)
+    monkeypatch.setattr(membership, "_POLL_S", 0.1)
     with pytest.raises(shardwell.DeadlineError, match="1 of 2 trainers"):
         join(run="half", world=shardwell.World(dp=2), wait_limit_s=0.5)
     warnings = [record for record in caplog.records if "waiting for run 'half' to start" in record.message]

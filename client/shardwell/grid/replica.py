@@ -38,8 +38,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwell.data_plane.host_cache import HostFolder
 from shardwell.grid.rendezvous import ReplicaStore
-from shardwell.membership.admission import START_AGAIN
 from shardwell.membership.membership import Membership
+from shardwell.membership.validity import START_AGAIN
 from shardwell.options import JoinConfig
 from shardwell.peers.node_group import CONNECTED, MemberGoneError, NodeGroup, NodeRendezvous, Outcome
 from shardwell_wire.errors import (

@@ -1,7 +1,4 @@
-"""Whether a trainer's membership is valid, has lapsed or has ended.
-
-A trainer's membership in a run, and the heartbeats that keep its lease.
-"""
+"""A trainer's membership in a run: joining, calls to the coordinator under the membership, joining again, leaving."""
 
 from __future__ import annotations
 
@@ -14,19 +11,23 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from shardwell.membership.admission import Admission, ReplicaEpoch, poll, retry_and_warn
 from shardwell.membership.heartbeats import Heartbeats, ItemInWork, MembershipStream, RunNotices, TrainerReports
+from shardwell.membership.validity import MembershipState, ReplicaEpoch
 from shardwell.options import JoinConfig
 from shardwell.transport.rpc import CoordinatorClient
+from shardwell_wire.connection.protocol_versions import check_chosen, own_versions
 from shardwell_wire.errors import (
     ConflictError,
+    DeadlineError,
     DuplicateError,
     RunDeletedError,
     ShardwellError,
     StaleEpochError,
     UnauthenticatedError,
+    UnavailableError,
     UsageError,
 )
+from shardwell_wire.host.server_folders import own_identity
 from shardwell_wire.model.names import RunIdentity
 from shardwell_wire.model.topology import World
 from shardwell_wire.security.credentials import Credentials, MemberCredentials
@@ -34,119 +35,14 @@ from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
 logger = logging.getLogger(__name__)
 
-_MAX_REJOINS = 5
-"""Memberships in a row that may lapse without a commit in between. More often, the cause is not going to disappear."""
+_POLL_S = 10.0
+"""Longest server-side wait of one rpc. A restarted coordinator is noticed within this time."""
 
+_REPLICA_POLL_S = 1.0
+"""The same for rpcs that a void process group ends."""
 
-class MembershipState:
-    """State of the memberships of one trainer, one after the other: valid, lapsed, or ended for good. Thread-safe.
-
-    Args:
-        run: Name of the run.
-
-    Attributes:
-        over: Event of the current membership. Set when it is over; ends the threads that keep it.
-        when_lapsed: Called in any thread, once per membership that lapses.
-        when_ended: Called once, in any thread, when the membership has ended for good.
-    """
-
-    def __init__(self, run: str) -> None:
-        self._run, self._trainer, self._epoch = run, "", 0
-        self._ended: ShardwellError | None = None
-        self._lapse: StaleEpochError | None = None
-        self._rejoins_in_a_row = 0
-        self.over = threading.Event()
-        self.when_lapsed: Callable[[], None] = lambda: None
-        self.when_ended: Callable[[], None] = lambda: None
-
-    def begin(self, trainer: str, epoch: int) -> None:
-        """Starts a membership, which is valid."""
-        self._trainer, self._epoch = trainer, epoch
-        self.over = threading.Event()
-        self._lapse = None
-
-    @property
-    def ended(self) -> bool:
-        """True if the membership has ended for good."""
-        return self._ended is not None
-
-    @property
-    def lapsed(self) -> bool:
-        """True if the membership is over and may be followed by another one."""
-        return self._lapse is not None and self._ended is None
-
-    @property
-    def valid(self) -> bool:
-        """True if the membership has neither lapsed nor ended."""
-        return self._lapse is None and self._ended is None
-
-    def check(self) -> None:
-        """Raises the error that ended the membership, if it has ended for good."""
-        if self._ended is not None:
-            raise type(self._ended)(str(self._ended), **self._ended.data) from self._ended
-
-    def require_valid(self) -> None:
-        """Raises the error that ended the membership, also if it has only lapsed."""
-        self.check()
-        if (lapse := self._lapse) is not None:
-            raise StaleEpochError(str(lapse), **lapse.data) from lapse
-
-    def note_commit(self) -> None:
-        """Records that the run has committed a step with this trainer as a member."""
-        self._rejoins_in_a_row = 0
-
-    def note_rejoin(self) -> StaleEpochError:
-        """Records that the trainer is about to join again. Returns why the membership lapsed.
-
-        Raises:
-            StaleEpochError: Memberships have lapsed again and again.
-        """
-        self.check()
-        lapse = self._lapse
-        assert lapse is not None
-        self._rejoins_in_a_row += 1
-        if self._rejoins_in_a_row > _MAX_REJOINS:
-            self.end(
-                StaleEpochError(
-                    f"trainer {self._trainer!r} lost its membership in run {self._run!r} {_MAX_REJOINS + 1} times in a "
-                    f"row without a commit in between, so it stops. The last time: {lapse}",
-                    **lapse.data,
-                )
-            )
-            self.check()
-        return lapse
-
-    def give_up(self, reason: str) -> None:
-        """Makes the membership lapse on the trainer's own account. No effect if it is over already."""
-        if self.valid:
-            self._lapse = StaleEpochError(reason)
-            self.over.set()
-
-    def lapse(self, error: StaleEpochError, epoch: int | None = None) -> None:
-        """Makes the membership lapse.
-
-        Args:
-            error: Why.
-            epoch: The membership that the error concerns. None: the current one.
-        """
-        if self.valid and not self.over.is_set() and epoch in (None, self._epoch):
-            logger.warning("trainer %r is no longer a member of run %r: %s", self._trainer, self._run, error)
-            self._lapse = error
-            self.over.set()
-            self.when_lapsed()
-
-    def end(self, error: ShardwellError) -> None:
-        """Ends the membership for good."""
-        if self._ended is None and (not self.over.is_set() or self._lapse is not None):
-            logger.error("trainer %r is no longer a member of run %r: %s", self._trainer, self._run, error)
-            self._ended = error
-            self.over.set()
-            self.when_ended()
-
-    def close(self, error: ShardwellError) -> None:
-        """Ends the membership for good at the trainer's own wish: without a callback."""
-        self._ended = error
-
+_MAX_ADMISSIONS = 6
+"""How often a trainer asks to be admitted, if its membership ends again and again before the start."""
 
 _ASK_TIMEOUT_S = 5.0
 _LEAVE_TIMEOUT_S = 2.0
@@ -178,13 +74,8 @@ class Membership:
         self._token = MemberCredentials.of(coordinator.credentials)
         coordinator.credentials = self._token
         self._state = MembershipState(config.run)
-        self._admission = Admission(
-            config,
-            coordinator,
-            self._token,
-            check=self._state.check,
-            note_placement=lambda placement: self._note_news(0, placement),
-        )
+        self._incarnation = ""
+        """Names the membership that this process asks for, so that a repeated ``Join`` is the same one."""
         self.token_expired = False
         """Whether the membership has lapsed because its token was not renewed in time. No server answers then."""
         self._reports = TrainerReports()
@@ -199,12 +90,62 @@ class Membership:
         """The newest placement of the run's shards that the coordinator has told."""
         # Random ids of their own would cost more than the rest of a push's context.
         self._request_prefix, self._request_numbers = uuid.uuid4().hex, itertools.count()
-        joined = self._admission.join()
+        joined = self._join()
         self.identity = RunIdentity(config.run, joined.run_id)
         self.run = config.run
         self.world = World.from_proto(joined.config.world)
         self.seed: int = joined.config.seed
         self._start(joined)
+
+    def _join(
+        self, former: coordinator_pb2.JoinResponse | None = None, *, same: bool = False
+    ) -> coordinator_pb2.JoinResponse:
+        """Asks the coordinator to admit this trainer. Returns when the run has started.
+
+        Args:
+            former: The last membership of this process, which joins as the same trainer, with any rank that is free.
+            same: True: asks for the state of the membership ``former``. False: starts another one, which replaces it.
+        """
+        config = self._config
+        if not same:
+            self._incarnation = uuid.uuid4().hex
+        request = coordinator_pb2.JoinRequest(
+            run=config.run,
+            config=config.run_config(),
+            resume=config.resume if former is None else "",
+            rewrap=config.rewrap,
+            trainer=config.trainer if former is None else former.trainer,
+            host=config.host,
+            global_rank=config.global_rank if former is None else None,
+            world_size=config.world_size,
+            incarnation=self._incarnation,
+            process=own_identity(),
+            protocol=own_versions(),
+            run_id="" if former is None else former.run_id,
+            replaced_epoch=0 if former is None else former.epoch,
+        )
+        what = f"run {config.run!r} to start"
+        for left in reversed(range(_MAX_ADMISSIONS)):
+            try:
+                response: coordinator_pb2.JoinResponse = self.poll(
+                    "Join", request, lambda answer: answer.started, what=what
+                )
+                break
+            except UnauthenticatedError:
+                if not self._token.is_member or not left:
+                    raise
+                # The token has expired. Without it, the coordinator waits until the former membership's lease ends.
+                self._token.forget()
+                request.replaced_epoch = 0
+            except StaleEpochError as error:
+                # The membership ended while this trainer waited for the start: the run was rolled back, or the
+                # coordinator took this process for ended. Another process that has the name is a DuplicateError.
+                if same or not left:
+                    raise
+                logger.warning("joining run %r again: %s", config.run, error)
+                self._incarnation = request.incarnation = uuid.uuid4().hex
+        check_chosen(response.protocol_version, self._coordinator.address)
+        return response
 
     def _start(self, joined: coordinator_pb2.JoinResponse) -> None:
         """Starts the membership that the coordinator granted."""
@@ -321,12 +262,19 @@ class Membership:
         if member:
             self.require_valid()
         self.check()
-        return self._call(rpc_name, request, timeout_s=self._config.waits.rpc_timeout_s)
+        waits = self._config.waits
+        return self._call(rpc_name, request, waits.rpc_timeout_s, time.monotonic() + waits.wait_limit_s)
 
     def poll(
-        self, rpc_name: str, request: Any, done: Callable[[Any], bool], *, what: str, with_replica: bool = False
+        self,
+        rpc_name: str,
+        request: Any,
+        done: Callable[[Any], Any],
+        *,
+        what: str,
+        with_replica: bool = False,
     ) -> Any:
-        """Repeats an rpc with ``wait_s`` and ``waiting_for`` until ``done(response)`` is true.
+        """Repeats an rpc with ``wait_s`` and ``waiting_for`` until ``done(response)`` is true; returns this response.
 
         Args:
             rpc_name: The rpc.
@@ -335,33 +283,46 @@ class Membership:
             what: What the rpc waits for, for messages.
             with_replica: True if the trainer cannot go on without its replica. A response that is not final then raises
                 an error if the replica's process group is void. A final one counts: a trainer of the replica may have
-                left because the run has ended. See Note: [Void process groups] in ``replica_epoch.py``.
+                left because the run has ended. See Note: [Void process groups] in ``validity.py``.
 
         Raises:
             DeadlineError: Not done within ``wait_limit_s``. The message says what the coordinator waits for.
             StaleEpochError: The membership has lapsed.
             ReplicaLostError: The replica's process group is void.
         """
-        return poll(
-            partial(self._call_and_note, rpc_name),
-            request,
-            done,
-            what=what,
-            waits=self._config.waits,
-            replica=self.replica_epoch if with_replica else None,
-        )
+        is_join = rpc_name == "Join"  # it is sent without a membership
+        log_level = logging.WARNING if is_join else logging.INFO  # the user may have started too few trainers
+        waits, replica = self._config.waits, self.replica_epoch
+        started = last_report = time.monotonic()
+        until_s = started + waits.wait_limit_s
+        while True:
+            has_group = with_replica and replica.formed > 0
+            is_void = has_group and replica.is_void  # before the rpc, whose response may be final
+            longest_s = _REPLICA_POLL_S if has_group else _POLL_S
+            request.wait_s = wait_s = 0.0 if is_void else max(0.0, min(longest_s, until_s - time.monotonic()))
+            if is_join:
+                self.check()
+                response = self._send(rpc_name, request, wait_s + waits.rpc_timeout_s, until_s)
+            else:
+                self._state.require_valid()
+                response = self._call(rpc_name, request, wait_s + waits.rpc_timeout_s, until_s)
+            if getattr(response, "placement", 0) > self.placement:
+                self._note_news(0, response.placement)
+            if done(response):
+                return response
+            if is_void:
+                raise replica.lost_error()
+            now, reasons = time.monotonic(), "; ".join(getattr(response, "waiting_for", ()))
+            if now >= until_s:
+                raise DeadlineError(f"waited {now - started:.0f} s for {what}: {reasons}", waiting_for=reasons)
+            if now - last_report > _POLL_S / 2:
+                logger.log(log_level, "waiting for %s (%.0f s): %s", what, now - started, reasons)
+                last_report = now
 
-    def _call_and_note(self, rpc_name: str, request: Any, timeout_s: float, until_s: float) -> Any:
-        """Calls the coordinator, and notes the placement that it tells."""
-        self.require_valid()
-        response = self._call(rpc_name, request, timeout_s=timeout_s, until_s=until_s)
-        self._note_news(0, getattr(response, "placement", 0))
-        return response
-
-    def _call(self, rpc_name: str, request: Any, *, timeout_s: float, until_s: float | None = None) -> Any:
-        call = partial(self._coordinator.call, rpc_name, request, timeout_s=timeout_s)
+    def _call(self, rpc_name: str, request: Any, timeout_s: float, until_s: float) -> Any:
+        """Calls the coordinator as a member: an error may end the membership."""
         try:
-            return retry_and_warn(call, self._config.waits, until_s)
+            return self._send(rpc_name, request, timeout_s, until_s)
         except StaleEpochError:
             self.ask()  # the request may concern one work item only
             raise
@@ -369,6 +330,22 @@ class Membership:
             self._end(error)
             self.require_valid()
             raise
+
+    def _send(self, rpc_name: str, request: Any, timeout_s: float, until_s: float) -> Any:
+        """Calls the coordinator, and retries until ``until_s``, by ``time.monotonic``, while it is unavailable.
+
+        Logs a warning after ``warn_after_s``: the address may be wrong.
+        """
+        retry_for_s = max(0.0, min(self._config.waits.warn_after_s, until_s - time.monotonic()))
+        try:
+            return self._coordinator.call(
+                rpc_name, request, timeout_s=timeout_s, retry_for_s=retry_for_s, until_s=until_s
+            )
+        except UnavailableError as error:
+            if (left_s := until_s - time.monotonic()) <= 0:
+                raise
+            logger.warning("%s; retrying for %.0f s", error, left_s)
+        return self._coordinator.call(rpc_name, request, timeout_s=timeout_s, retry_for_s=left_s, until_s=until_s)
 
     def list_units(self) -> coordinator_pb2.ListUnitsResponse:
         """Returns the run's units and the present owners of their shards. Works without a valid membership, too.
@@ -415,7 +392,8 @@ class Membership:
 
     def check(self) -> None:
         """Raises the error that ended the membership, if it has ended for good."""
-        self._state.check()
+        if self._state.ended:
+            self._state.check()
 
     @property
     def lapsed(self) -> bool:
@@ -469,7 +447,7 @@ class Membership:
 
     def note_commit(self) -> None:
         """Records that the run has committed a step with this trainer as a member."""
-        self._state.note_commit()
+        self._state.rejoins_in_a_row = 0
         if self._token.tls is not None:
             self._token.tls.is_in_use = True
 
@@ -485,7 +463,7 @@ class Membership:
             DeadlineError: A trainer of the replica is gone, and was not replaced in ``wait_limit_s``.
         """
         self.require_valid()
-        joined = self._admission.join(self.joined, same=True)
+        joined = self._join(self.joined, same=True)
         if joined.epoch == self.epoch:
             self._note_joined(joined)
         else:  # the coordinator had revoked the former membership, and this trainer did not know it yet
@@ -507,7 +485,7 @@ class Membership:
         self._state.over.set()
         self._stream.close()
         try:
-            joined = self._admission.join(self.joined)
+            joined = self._join(self.joined)
         except DuplicateError as error:  # another process has this trainer's name and place
             self._state.end(StaleEpochError(f"{lapse}; {error}", **lapse.data))
             self.check()

@@ -1,6 +1,4 @@
-"""The options and sizes of a session that advice depends on.
-
-Measures where the training thread spends each step, from counters that the session keeps anyway.
+"""Measures where the training thread spends each step, from counters that the session keeps anyway.
 
 Note: [What the monitor measures]
     A step lasts from the end of the previous commit to the end of its own commit. The first step after ``join`` is not
@@ -18,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from shardwell.transport.route_stats import ROUTES, RouteTotals
 from shardwell_wire.errors import UsageError
@@ -64,7 +61,7 @@ class MonitoredSetup:
 
 
 MAX_STEPS = 1024
-"""Steps that the monitor remembers. A step takes about 1 KiB."""
+"""Steps that the monitor remembers. A step takes about 3 KiB."""
 
 
 class StepPart(enum.StrEnum):
@@ -155,28 +152,32 @@ class StepTimes:
     """What each route of gradients has carried, by its name. Routes without a gradient are left out."""
 
 
-class StepCounters(Protocol):
-    """The counters of a session. They never fall."""
+@dataclass(frozen=True, slots=True)
+class CounterSample:
+    """The counters of a session at one time."""
 
-    def stats(self) -> Mapping[str, float]:
-        """Returns counts, bytes and seconds; see ``Session.stats``."""
-        ...
+    stats: Mapping[str, float]
+    """Counts, bytes and seconds by the names of ``Session.stats``, those that ``StepTimes`` shows. They never fall."""
+    moved_bytes: Mapping[str, tuple[int, int]]
+    """Bytes received and sent over each transport, in wire dtypes, by its name."""
+    peak_bytes: int
+    """Maximum of the memory of gathered weights since the last sample."""
 
-    def moved_bytes(self) -> Mapping[str, tuple[int, int]]:
-        """Returns the bytes received and sent over each transport, in wire dtypes, by its name."""
-        ...
 
-    def gather_wait_s(self) -> float:
-        """Returns the seconds that the training thread has waited for weights."""
-        ...
+@dataclass(frozen=True, slots=True)
+class _MeasuredStep:
+    """One committed step, from which ``steps`` computes the ``StepTimes`` when somebody asks for them."""
 
-    def take_gather_waits(self) -> Sequence[tuple[float, float]]:
-        """Returns start and end of each gather wait since the last call, by ``time.perf_counter``."""
-        ...
-
-    def take_peak_bytes(self) -> int:
-        """Returns the maximum of the memory of gathered weights since the last call."""
-        ...
+    step: int
+    facts: CommitFacts
+    duration_s: float
+    update_wait_s: float
+    before: CounterSample
+    after: CounterSample
+    added: Mapping[StepPart, float]
+    """What ``StepMonitor.add`` has measured."""
+    tokens: int
+    samples: int
 
 
 class StepMonitor:
@@ -185,24 +186,23 @@ class StepMonitor:
     Used by the training thread only.
 
     Args:
-        counters: The counters of the session.
         trainer: Name of this trainer.
     """
 
-    def __init__(self, counters: StepCounters, trainer: str) -> None:
-        self._counters, self._trainer = counters, trainer
-        self._steps: deque[StepTimes] = deque(maxlen=MAX_STEPS)
+    def __init__(self, trainer: str) -> None:
+        self._trainer = trainer
+        self._steps: deque[_MeasuredStep] = deque(maxlen=MAX_STEPS)
         self._started_s: float | None = None
         """Start of the step in flight. None: it is not measured, because this trainer has joined in it."""
-        self._stats: Mapping[str, float] = {}
-        self._moved: Mapping[str, tuple[int, int]] = {}
-        self._measured: dict[StepPart, float] = {}
+        self._before: CounterSample | None = None
+        """The sample at the start of the step in flight."""
+        self._added: dict[StepPart, float] = {}
         self._began_work = False
         self._tokens = self._samples = 0
 
     def steps(self, last: int) -> tuple[StepTimes, ...]:
         """Returns the last measured steps, oldest first."""
-        return tuple(self._steps)[-last:]
+        return tuple(self._times(step) for step in tuple(self._steps)[-last:])
 
     def count(self, *, tokens: int = 0, samples: int = 0) -> None:
         """Counts tokens and samples of the step in flight.
@@ -217,85 +217,99 @@ class StepMonitor:
 
     def add(self, part: StepPart, seconds: float) -> None:
         """Adds time to a part of the step in flight that has no counter: DATA or PIPELINE_BUBBLE."""
-        self._measured[part] = self._measured.get(part, 0.0) + seconds
+        self._added[part] = self._added.get(part, 0.0) + seconds
 
-    def begin_work(self) -> None:
-        """Called when ``step.batches`` begins to yield. Ends BETWEEN_STEPS."""
-        if self._started_s is None or self._began_work:
+    def begin_work(self, gather_wait_s: float) -> None:
+        """Called when ``step.batches`` begins to yield. Ends BETWEEN_STEPS.
+
+        Args:
+            gather_wait_s: Seconds that the training thread has waited for weights so far, in all steps.
+        """
+        if self._started_s is None or self._before is None or self._began_work:
             return
         self._began_work = True
-        waited_s = self._counters.gather_wait_s() - self._stats["gather_wait_s"]
+        waited_s = gather_wait_s - self._before.stats["gather_wait_s"]
         self.add(StepPart.BETWEEN_STEPS, max(0.0, time.perf_counter() - self._started_s - waited_s))
 
-    def end_step(self, step: int, facts: CommitFacts) -> None:
-        """Called when a step is committed. Starts the next one."""
-        now, started_s = time.perf_counter(), self._started_s
-        stats, moved = self._counters.stats(), self._counters.moved_bytes()
-        waits, peak_bytes = self._counters.take_gather_waits(), self._counters.take_peak_bytes()
-        if started_s is not None:
-            self._steps.append(self._times(step, facts, now - started_s, stats, moved, waits, peak_bytes))
-        self._started_s, self._stats, self._moved = now, stats, moved
-        self._measured, self._began_work = {}, False
+    def end_step(
+        self, step: int, facts: CommitFacts, sample: CounterSample, gather_waits: Sequence[tuple[float, float]]
+    ) -> None:
+        """Called when a step is committed. Starts the next one.
+
+        Args:
+            step: The step.
+            facts: What the coordinator says about it.
+            sample: The counters now.
+            gather_waits: Start and end of each gather wait since the last call, by ``time.perf_counter``.
+        """
+        now, started_s, before = time.perf_counter(), self._started_s, self._before
+        if started_s is not None and before is not None:
+            update_wait_s = 0.0
+            if facts.previous_update is not None:
+                update_end = started_s + facts.previous_update.duration_s
+                for began, stopped in gather_waits:
+                    update_wait_s += max(0.0, min(stopped, update_end) - began)
+            self._steps.append(
+                _MeasuredStep(
+                    step,
+                    facts,
+                    now - started_s,
+                    update_wait_s,
+                    before,
+                    sample,
+                    self._added,
+                    self._tokens,
+                    self._samples,
+                )
+            )
+        self._started_s, self._before = now, sample
+        self._added, self._began_work = {}, False
         self._tokens = self._samples = 0
 
-    def _times(
-        self,
-        step: int,
-        facts: CommitFacts,
-        duration_s: float,
-        stats: Mapping[str, float],
-        moved: Mapping[str, tuple[int, int]],
-        waits: Sequence[tuple[float, float]],
-        peak_bytes: int,
-    ) -> StepTimes:
-        before = {name: self._moved.get(name, (0, 0)) for name in moved}
-        grown = {name: stats[name] - self._stats[name] for name in stats}
+    def _times(self, measured: _MeasuredStep) -> StepTimes:
+        before, after = measured.before, measured.after
+        grown = {name: after.stats[name] - before.stats[name] for name in after.stats}
+        moved = {
+            name: (received - was[0], sent - was[1])
+            for name, (received, sent) in after.moved_bytes.items()
+            for was in (before.moved_bytes.get(name, (0, 0)),)
+        }
         return StepTimes(
-            step=step,
-            duration_s=duration_s,
-            parts=self._parts(grown, duration_s, facts, waits),
-            facts=facts,
-            received_bytes={name: received - before[name][0] for name, (received, _) in moved.items()},
-            sent_bytes={name: sent - before[name][1] for name, (_, sent) in moved.items()},
+            step=measured.step,
+            duration_s=measured.duration_s,
+            parts=self._parts(measured, grown),
+            facts=measured.facts,
+            received_bytes={name: received for name, (received, _) in moved.items()},
+            sent_bytes={name: sent for name, (_, sent) in moved.items()},
             in_place_bytes=int(grown["in_place_bytes"]),
             gather_count=int(grown["gather_count"]),
             push_count=int(grown["push_count"]),
-            peak_gathered_bytes=peak_bytes,
+            peak_gathered_bytes=after.peak_bytes,
             freed_bytes=int(grown["freed_unit_bytes"]),
-            tokens=self._tokens,
-            samples=self._samples,
+            tokens=measured.tokens,
+            samples=measured.samples,
             routes=_routes(grown),
         )
 
-    def _parts(
-        self, grown: Mapping[str, float], duration_s: float, facts: CommitFacts, waits: Sequence[tuple[float, float]]
-    ) -> dict[StepPart, float]:
-        update = facts.previous_update
-        update_wait_s = 0.0 if update is None else self._waited_until(update.duration_s, waits)
+    def _parts(self, measured: _MeasuredStep, grown: Mapping[str, float]) -> dict[StepPart, float]:
         parts = {
-            StepPart.GATHER_WAIT: max(0.0, grown["gather_wait_s"] - update_wait_s),
-            StepPart.UPDATE_WAIT: update_wait_s,
+            StepPart.GATHER_WAIT: max(0.0, grown["gather_wait_s"] - measured.update_wait_s),
+            StepPart.UPDATE_WAIT: measured.update_wait_s,
             StepPart.PUSH: grown["push_wait_s"] + grown["push_copy_s"],
             StepPart.FINISH_WAIT: grown["finish_wait_s"],
             StepPart.COMMIT_WAIT: grown["norm_wait_s"] + grown["commit_wait_s"] - grown["partition_update_s"],
             StepPart.OPTIMIZER: grown["partition_update_s"],
-            **{part: self._measured.get(part, 0.0) for part in _MEASURED},
+            **{part: measured.added.get(part, 0.0) for part in _ADDED},
         }
-        last = facts.last_finished
+        last = measured.facts.last_finished
         if last is None or last.trainer == self._trainer:
             # No other trainer was later, so this one has waited for the coordinator only.
             parts[StepPart.COMMIT_WAIT] += parts[StepPart.FINISH_WAIT]
             parts[StepPart.FINISH_WAIT] = 0.0
-        return {StepPart.COMPUTE: max(0.0, duration_s - sum(parts.values())), **parts}
-
-    def _waited_until(self, limit_s: float, waits: Sequence[tuple[float, float]]) -> float:
-        """Returns the seconds of waits in the first ``limit_s`` of the step."""
-        assert self._started_s is not None
-        end = self._started_s + limit_s
-        return sum(max(0.0, min(stopped, end) - started) for started, stopped in waits)
+        return {StepPart.COMPUTE: max(0.0, measured.duration_s - sum(parts.values())), **parts}
 
 
-_MEASURED = (StepPart.PIPELINE_BUBBLE, StepPart.DATA, StepPart.BETWEEN_STEPS)
+_ADDED = (StepPart.PIPELINE_BUBBLE, StepPart.DATA, StepPart.BETWEEN_STEPS)
 """Parts that ``StepMonitor.add`` measures."""
 
 

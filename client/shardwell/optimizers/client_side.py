@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from shardwell.module.torch_patches import needs_closure
-from shardwell.optimizers.sharded_optimizer import ShardedOptimizer
+from shardwell.optimizers.sharded_optimizer import GradientScaling, ShardedOptimizer
 from shardwell.step.step_commit import StepUpdate
 from shardwell.transport.partitions import PartitionSegment
 from shardwell_wire.errors import StaleEpochError, StepStateError, UsageError
@@ -73,15 +73,15 @@ class PartitionOptimizer(ShardedOptimizer):
         """Returns the numbers in a group's settings, which all trainers must agree on."""
         return dict(_numbers({key: value for key, value in group.items() if key != "params"}))
 
-    def _make_update(self) -> StepUpdate:
-        if self._kept_parameters():
+    def _make_update(self, scaling: GradientScaling) -> StepUpdate:
+        if self._kept_parameters(self._other_optimizers()):
             name = type(self).__name__
             raise UsageError(
                 f"{name}.step() would lose the gradients of another optimizer of this session: an optimizer that runs "
                 f"on the trainers cannot alternate with others. Use one {name} for all parameters, or optimizers "
                 "of shardwell.optim"
             )
-        update = super()._make_update()
+        update = super()._make_update(scaling)
         clip_value = update.optimizer.clip_value if update.optimizer.HasField("clip_value") else None
         clipping = _Clipping(update.clip_coefficient, clip_value)
         return replace(update, update_partitions=partial(self._update_partitions, update.optimizer, clipping))

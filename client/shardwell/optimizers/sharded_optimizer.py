@@ -97,6 +97,8 @@ class GradientScaling:
 
 logger = logging.getLogger(__name__)
 
+_CHECKPOINT_MODULE = "torch.distributed.checkpoint.state_dict"
+
 _CLIP_EPSILON = 1e-6
 """Added to the norm before the division, as in ``torch.nn.utils.clip_grad_norm_``."""
 
@@ -307,7 +309,8 @@ class ShardedOptimizer(Optimizer):
             StepRestartedError: Only in a loop without ``step.batches``: the step's gradients are lost. Compute them
                 again.
         """
-        self._refuse_if_combined("step")
+        if self._combined is not None:
+            self._refuse_if_combined("step")
         if self._state_owner.is_replaced and self._keeps_state():
             raise UsageError(
                 f"{type(self).__name__}.step(): another optimizer of this script, which was made later for the same "
@@ -315,7 +318,7 @@ class ShardedOptimizer(Optimizer):
                 "parameter, and it is now that of the later optimizer: use the later one from now on, or a single "
                 "optimizer whose settings change between steps"
             )
-        if is_called_from("torch/distributed/checkpoint/state_dict.py"):
+        if _CHECKPOINT_MODULE in sys.modules and is_called_from("torch/distributed/checkpoint/state_dict.py"):
             raise UsageError(
                 "torch.distributed.checkpoint would take a step to create optimizer state, but this "
                 "optimizer's state is on the shard servers: the run's checkpoints contain it, and "
@@ -325,16 +328,18 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        loop = self._session.loop
+        scaling = self._scaling(settle=False)  # the commit continues an interrupted step itself
         try:
-            updated = self._session.loop.commit(self._make_update())
+            updated = loop.commit(scaling.step, self._make_update(scaling))
         except (StepRestartedError, StaleEpochError):
             self._drop_clipping()
             raise
-        self.repeats = self._session.loop.repeats_step
+        self.repeats = loop.iteration.voided
         self.skipped = not updated and not self.repeats
         if self.repeats:
             self._warn_about_schedulers()
-        else:
+        elif not self._state_owner.has_stepped:
             self._state_owner.note_step()
         self._latest_scaling = None
         return loss
@@ -349,9 +354,8 @@ class ShardedOptimizer(Optimizer):
                 type(self).__name__,
             )
 
-    def _make_update(self) -> StepUpdate:
+    def _make_update(self, scaling: GradientScaling) -> StepUpdate:
         """Returns the update that this step proposes to commit."""
-        scaling = self._scaling(settle=False)  # ``commit`` continues an interrupted step itself
         return StepUpdate(self._to_proto(scaling), scaling.factor, scaling.norm_attempts)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -417,7 +421,11 @@ class ShardedOptimizer(Optimizer):
 
     def _hyperparameters(self, group: dict[str, Any]) -> dict[str, float]:
         """Returns a group's hyper-parameters as they are sent, by the names in the optimizer table."""
-        return {each.name: float(each.value_in(group)) for each in OPTIMIZERS[self.algorithm].hyperparameters}
+        sent = {}
+        for each in OPTIMIZERS[self.algorithm].hyperparameters:
+            value = group[each.argument or each.name]
+            sent[each.name] = float(value[each.index] if each.argument else value)
+        return sent
 
     def _check_bounds(self, settings: dict[str, Any]) -> None:
         """Raises UsageError for the first hyper-parameter that is out of the table's bounds."""
@@ -438,9 +446,12 @@ class ShardedOptimizer(Optimizer):
         return common_pb2.ParameterGroup(hyperparameters=self._hyperparameters(self.param_groups[number]))
 
     def _to_proto(self, scaling: GradientScaling) -> common_pb2.OptimizerStep:
+        groups = []
+        for number in range(len(self.param_groups)):
+            groups.append(self._group_to_proto(number))
         step = common_pb2.OptimizerStep(
             algorithm=self.algorithm,
-            groups=[self._group_to_proto(number) for number in range(len(self.param_groups))],
+            groups=groups,
             ema_decay=self._ema_decay,
             clip_value=scaling.clip_value,
             skip_non_finite=scaling.loss_scale is not None,
@@ -451,9 +462,14 @@ class ShardedOptimizer(Optimizer):
 
     def _units_to_proto(self) -> common_pb2.OptimizerStep:
         """Returns a message with the groups of all units' parameters. Must not be changed."""
-        kept = self._kept_parameters()
-        parts = [[*self._session.units], *([*group["params"]] for group in self.param_groups)]
-        key = [[id(each) for each in part] for part in parts]
+        others = self._other_optimizers()
+        kept = self._kept_parameters(others) if others else {}
+        parts = [[*self._session.units]]
+        for group in self.param_groups:
+            parts.append([*group["params"]])
+        key = []
+        for part in parts:
+            key.append([*map(id, part)])
         if not kept and self._latest_units is not None and self._latest_units.key == key:
             return self._latest_units.message
         indices = {unit.index: [NO_GROUP] * len(unit.layout.parameters) for unit in self._session.units}
@@ -473,9 +489,13 @@ class ShardedOptimizer(Optimizer):
 
     def _other_optimizers(self) -> list[ShardedOptimizer]:
         """Returns the other optimizers of the session, with which this one alternates."""
-        session = self._session
-        others = [other for other in session.optimizers if other is not self and other._combined is None]
-        session.in_flight.share_between_optimizers(bool(others))
+        others = []
+        for other in self._session.optimizers:
+            if other is not self and other._combined is None:
+                others.append(other)
+        in_flight = self._session.in_flight
+        if in_flight.several_optimizers is not bool(others):
+            in_flight.share_between_optimizers(bool(others))
         return others
 
     def _keys(self) -> list[tuple[int, int]]:
@@ -489,15 +509,14 @@ class ShardedOptimizer(Optimizer):
             own.setdefault(unit_index, set()).add(parameter_index)
         return own
 
-    def _kept_parameters(self) -> dict[int, set[int]]:
+    def _kept_parameters(self, others: Sequence[ShardedOptimizer]) -> dict[int, set[int]]:
         """Returns the layout indices of other optimizers' parameters by unit index. Steps keep their gradients."""
         kept: dict[int, set[int]] = {}
-        if others := self._other_optimizers():
-            own = self._own_parameters()
-            for other in others:
-                for unit_index, indices in other._own_parameters().items():
-                    if left := indices - own.get(unit_index, set()):
-                        kept.setdefault(unit_index, set()).update(left)
+        own = self._own_parameters() if others else {}
+        for other in others:
+            for unit_index, indices in other._own_parameters().items():
+                if left := indices - own.get(unit_index, set()):
+                    kept.setdefault(unit_index, set()).update(left)
         return kept
 
     def _counted_units(self) -> tuple[list[int], list[int]]:
@@ -506,7 +525,7 @@ class ShardedOptimizer(Optimizer):
         Raises:
             UsageError: A unit has parameters of this optimizer and of another one.
         """
-        kept = self._kept_parameters()
+        kept = self._kept_parameters(self._other_optimizers())
         own = self._own_parameters()
         for unit in self._session.units:
             if unit.index in kept and unit.index in own:

@@ -16,10 +16,8 @@ from shardwell.grid import replica
 from shardwell.grid.replica import ReplicaGroup, import_first_uses, is_lost_peer
 from shardwell.membership.membership import Membership
 from shardwell.memory.buffers import share_heaps
-from shardwell.module import guards
-from shardwell.module.units import Units
+from shardwell.module import guards, torch_patches
 from shardwell.monitor.report import PerformanceReport, make_report
-from shardwell.monitor.step_times import StepMonitor
 from shardwell.options import DEFAULT_RUN, JoinConfig
 from shardwell.session.checkpoints import save_checkpoint
 from shardwell.session.memory_report import MemoryReport, measure
@@ -27,12 +25,10 @@ from shardwell.session.private_cluster import open_private_cluster
 from shardwell.step.step_commit import StepCommitter
 from shardwell.step.step_state import StepState
 from shardwell.store.run_store import RunStore
-from shardwell.training.measurements import describe_setup
-from shardwell.training.rejoining import preemption
 from shardwell.training.step import Step, TrainingLoop
 from shardwell.training.step_in_flight import StepInFlight
-from shardwell.training.tracked_objects import StateOwners
 from shardwell.training.training import Training
+from shardwell.training.work_items import preemption
 from shardwell.transport import rpc
 from shardwell.transport.rpc import CoordinatorClient
 from shardwell_wire.errors import ReplicaLostError, ShardwellError, UsageError
@@ -53,6 +49,12 @@ class Session:
         world: The grid of logical ranks.
         seed: The run's seed.
         store: Stores the units on the shard servers.
+        units: The sharded units of this process.
+        optimizers: Optimizers of the session's parameters.
+        state_owners: Which of them the optimizer state on the servers belongs to.
+        monitor: Measures the steps.
+        in_flight: The step in flight.
+        loop: The training loop.
     """
 
     def __init__(self, config: JoinConfig) -> None:
@@ -86,7 +88,7 @@ class Session:
         )
         self.store = RunStore(self._membership, config, self._state)
         self._committer = StepCommitter(self._membership)
-        self._training = self._start_training()
+        self._start_training()
         _register(self)
         self._log_ranks()
         if self.run == DEFAULT_RUN and self.step:
@@ -98,42 +100,22 @@ class Session:
                 self.run,
             )
 
-    def _start_training(self) -> Training:
-        """Returns a training without a model, at the run's step."""
+    def _start_training(self) -> None:
+        """Starts a training without a model, at the run's step."""
         transfers = self.config.transfers
-        return Training(self._membership, transfers, self._state, self.store, self._committer, self._replica)
+        training = self._training = Training(
+            self._membership, transfers, self._state, self.store, self._committer, self._replica
+        )
+        self.units, self.optimizers, self.state_owners = training.units, training.optimizers, training.state_owners
+        self.monitor = training.monitor
+        self.in_flight = StepInFlight(training)
+        self.loop = TrainingLoop(self.in_flight, training)
+        preemption.add(self.in_flight.items)
 
-    # ---- the model ----
-
-    @property
-    def units(self) -> Units:
-        """The sharded units of this process."""
-        return self._training.units
-
-    @property
-    def in_flight(self) -> StepInFlight:
-        """The step in flight."""
-        return self._training.in_flight
-
-    @property
-    def loop(self) -> TrainingLoop:
-        """The training loop."""
-        return self._training.loop
-
-    @property
-    def monitor(self) -> StepMonitor:
-        """Measures the steps."""
-        return self._training.monitor
-
-    @property
-    def state_owners(self) -> StateOwners:
-        """Which optimizer the optimizer state on the servers belongs to."""
-        return self._training.state_owners
-
-    @property
-    def optimizers(self) -> weakref.WeakSet[Any]:
-        """Optimizers of the session's parameters."""
-        return self._training.optimizers
+    def _end_training(self) -> None:
+        """Ends what this process does for the model outside of the training thread."""
+        preemption.remove(self.in_flight.items)
+        torch_patches.unwatch(self.units)
 
     # ---- this trainer ----
 
@@ -287,7 +269,7 @@ class Session:
             ``norm_wait_s``, ``commit_wait_s``, ``partition_update_s`` (part of ``commit_wait_s``: updated optimizer
             partitions), ``live_unit_bytes``, ``peak_unit_bytes`` and ``freed_unit_bytes`` (memory of gathered weights).
         """
-        return self._training.counters.stats()
+        return self._training.stats()
 
     def report(self, last: int = 50) -> PerformanceReport:
         """Returns where the time of the last steps went, what slows them down, and advice. Prints as text.
@@ -302,7 +284,7 @@ class Session:
         """
         if last < 1:
             raise UsageError(f"report(last={last!r}): expected at least 1")
-        return make_report(self.monitor.steps(last), describe_setup(self.trainer, self.store, self.units))
+        return make_report(self.monitor.steps(last), self._training.describe_setup())
 
     def count(self, *, tokens: int = 0, samples: int = 0) -> None:
         """Counts tokens or samples that this trainer computes in the step in flight, for the rates in ``report``.
@@ -430,10 +412,10 @@ class Session:
 
     def _start_over(self) -> None:
         """Joins the run again and drops the former model."""
-        self._training.close()
+        self._end_training()
         self._replica.close()
         self.in_flight.rejoining.start_over(self._replica.epoch)
-        self._training = self._start_training()
+        self._start_training()
         gc.collect()  # releases the former model, whose objects refer to each other
         self._log_ranks()
 
@@ -462,7 +444,7 @@ class Session:
     def _mark_closed(self) -> None:
         self._closed = True
         _unregister(self)
-        self._training.close()
+        self._end_training()
 
     def _close_connections(self) -> None:
         self._coordinator.close()

@@ -48,22 +48,16 @@ class StepCommitter:
 
     Args:
         membership: The membership of this trainer.
+
+    Attributes:
+        stats: Seconds that the training thread has waited for other trainers' work, for norms and for commits, and has
+            updated optimizer partitions, by the names of ``Session.stats``.
     """
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
-        self._finish_wait_s = self._norm_wait_s = self._commit_wait_s = self._partition_update_s = 0.0
+        self.stats = dict.fromkeys(("finish_wait_s", "norm_wait_s", "commit_wait_s", "partition_update_s"), 0.0)
         self._last_finished: LastFinished | None = None
-
-    @property
-    def stats(self) -> dict[str, float]:
-        """Seconds that the training thread has waited for other trainers' work, for norms and for commits."""
-        return {
-            "finish_wait_s": self._finish_wait_s,
-            "norm_wait_s": self._norm_wait_s,
-            "commit_wait_s": self._commit_wait_s,
-            "partition_update_s": self._partition_update_s,
-        }
 
     def take_facts(self, response: coordinator_pb2.CommitStepResponse) -> CommitFacts:
         """Returns what the coordinator has said about the step that was committed.
@@ -86,7 +80,7 @@ class StepCommitter:
         finished: Sequence[coordinator_pb2.FinishedItem],
         *,
         accept_work: bool,
-        accept_copies: bool = False,
+        accept_twins: bool = False,
         item_limit: int | None = None,
     ) -> coordinator_pb2.FinishWorkResponse:
         """Reports finished items; returns when all items of the step are finished or this trainer gets more work.
@@ -95,7 +89,7 @@ class StepCommitter:
             step: Number of the step.
             finished: All items that this trainer has finished in the step.
             accept_work: Whether this trainer can compute items of lost trainers.
-            accept_copies: Whether this trainer can compute copies of items that are late at other trainers.
+            accept_twins: Whether this trainer can compute items, too, that are late at other trainers.
             item_limit: In an asynchronous run, number of items that each data rank is to compute. None: not known.
 
         Returns:
@@ -111,7 +105,7 @@ class StepCommitter:
             trainer=self._membership.trainer,
             items=finished,
             accept_work=accept_work,
-            accept_copies=accept_copies,
+            accept_copies=accept_twins,
             item_limit=item_limit,
         )
         fault_points.reach("client.finish_work.before", step=step)
@@ -123,7 +117,7 @@ class StepCommitter:
             what=f"the work of step {step}",
             with_replica=True,
         )
-        self._finish_wait_s += time.perf_counter() - started
+        self.stats["finish_wait_s"] += time.perf_counter() - started
         if response.HasField("last_finished"):
             last = response.last_finished
             self._last_finished = LastFinished(last.global_rank, last.trainer, last.late_s)
@@ -182,7 +176,7 @@ class StepCommitter:
             what=f"the gradient norm of step {step}",
             with_replica=True,
         )
-        self._norm_wait_s += time.perf_counter() - started
+        self.stats["norm_wait_s"] += time.perf_counter() - started
         return GradNorm(response.other_norm if request.norm_type else response.grad_norm, response.attempts)
 
     def commit(
@@ -222,19 +216,19 @@ class StepCommitter:
         )
         fault_points.reach("client.commit.before", step=step)
         started = time.perf_counter()
-        response = self._poll_commit(request)
+        response = self._propose(request)
         while update.update_partitions is not None and response.partitions:
             update_started = time.perf_counter()
             request.staged_partitions.extend(update.update_partitions(response.partitions, response.new_state))
-            self._partition_update_s += time.perf_counter() - update_started
+            self.stats["partition_update_s"] += time.perf_counter() - update_started
             request.context.CopyFrom(self._membership.context(step))
-            response = self._poll_commit(request)
-        self._commit_wait_s += time.perf_counter() - started
+            response = self._propose(request)
+        self.stats["commit_wait_s"] += time.perf_counter() - started
         self._membership.note_commit()
         fault_points.reach("client.commit.after", step=step)
         return response
 
-    def _poll_commit(self, request: coordinator_pb2.CommitStepRequest) -> coordinator_pb2.CommitStepResponse:
+    def _propose(self, request: coordinator_pb2.CommitStepRequest) -> coordinator_pb2.CommitStepResponse:
         response: coordinator_pb2.CommitStepResponse = self._membership.poll(
             "CommitStep",
             request,

@@ -1,10 +1,42 @@
-"""State of the step in flight on one trainer: its work items, what was pushed for them, and how far the commit is."""
+"""State of the step in flight on one trainer: its work items, what was pushed for them, and how far the commit is.
+
+Note: [States of a work item on a trainer]
+    The coordinator leases a work item to a trainer, which computes one attempt after the other. An attempt is *over* as
+    soon as its gradients do not count any more: its pushes are dropped, here and by the servers. The trainer may notice
+    this before or after it has finished the attempt. ``ItemState`` has a member for each row:
+
+    ========== ============================================ ========= ========= ======= ========= =========
+    state      meaning                                      finish    abandon   spoil   restart   reopen
+    ========== ============================================ ========= ========= ======= ========= =========
+    COMPUTING  planned or computing; its pushes count       FINISHED  ABANDONED SPOILED -         -
+    FINISHED   all gradients are pushed, and count          -         LOST      VOID    -         COMPUTING
+    ABANDONED  over: another trainer or attempt has it      LOST      -         SPOILED COMPUTING -
+    SPOILED    over: this trainer asks for another attempt  VOID      -         -       COMPUTING -
+    LOST       as ABANDONED, after it was finished          -         -         VOID    FINISHED  ABANDONED
+    VOID       as SPOILED, after it was finished            -         -         -       FINISHED  SPOILED
+    ========== ============================================ ========= ========= ======= ========= =========
+
+    ``give_up`` leads from SPOILED and COMPUTING to ABANDONED, and from VOID and FINISHED to LOST. The events are:
+
+    * finish: the training thread has pushed all gradients of the attempt.
+    * abandon: a server or the coordinator says that the attempt is over. In any thread.
+    * spoil: weights that the attempt has read may have changed, or a sum that contains its gradients is void. In any
+      thread.
+    * give up: the coordinator does not grant another attempt.
+    * restart: the coordinator has granted another attempt (``ResetWork``, ``FinishWork``), without any push. A finished
+      item stays finished: its rank then has no gradient in the step.
+    * reopen: the item is computed again.
+    * The commit of the step, and joining the run again, replace all items by those of the next step.
+
+    A *twin item* is a second run of an item that is late at another trainer. Whichever run is finished first counts.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 
 from shardwell.data_plane.gradient_parts import GradientChecksums
@@ -40,32 +72,139 @@ class FinishedStep:
     """Data ranks whose work items this trainer computed, if the next step follows directly."""
 
 
-@dataclass
-class WorkItemState:
-    """One work item of this trainer. Changed by its own methods and by ``StepState``."""
+class ItemState(Enum):
+    """State of a work item. See Note: [States of a work item on a trainer]."""
 
-    item: coordinator_pb2.WorkItem
-    parts: Counter[int] = field(default_factory=Counter)
-    """Number of pushes by unit index."""
-    pushed: ParameterIndices = field(default_factory=lambda: defaultdict(set))
-    """Parameters with a pushed gradient, by unit index."""
-    to_drop: ParameterIndices = field(default_factory=lambda: defaultdict(set))
-    """Parameters whose earlier gradients the next push of the unit drops, by unit index."""
-    dropped: ParameterIndices = field(default_factory=lambda: defaultdict(set))
-    """Parameters whose gradients of earlier steps this item drops, by unit index."""
-    finished: bool = False
-    abandoned: bool = False
-    """True if the attempt is over: its gradients do not count any more, and its pushes are dropped."""
-    spoiled: bool = False
-    """True if the item must be restarted: weights that it read may have changed, or its sums are void."""
-    written: list[coordinator_pb2.WrittenBuffer] = field(default_factory=list)
-    """Buffers that the training script had written when the item started."""
-    summed: frozenset[int] = frozenset()
-    """Data ranks to whose gradients those of this attempt were added before they were pushed."""
-    shared_units: set[int] = field(default_factory=set)
-    """Units whose gradients other trainers of the node may have added to theirs."""
-    checksums: GradientChecksums = field(default_factory=GradientChecksums)
-    """Checksums of the gradients that all tensor-parallel ranks compute."""
+    COMPUTING = auto()
+    FINISHED = auto()
+    ABANDONED = auto()
+    SPOILED = auto()
+    LOST = auto()
+    VOID = auto()
+
+
+_OVER = frozenset({ItemState.ABANDONED, ItemState.SPOILED, ItemState.LOST, ItemState.VOID})
+_ENDED = frozenset({ItemState.FINISHED, ItemState.LOST, ItemState.VOID})
+
+_FINISH = {
+    ItemState.COMPUTING: ItemState.FINISHED,
+    ItemState.ABANDONED: ItemState.LOST,
+    ItemState.SPOILED: ItemState.VOID,
+}
+_ABANDON = {ItemState.COMPUTING: ItemState.ABANDONED, ItemState.FINISHED: ItemState.LOST}
+_SPOIL = {
+    ItemState.COMPUTING: ItemState.SPOILED,
+    ItemState.ABANDONED: ItemState.SPOILED,
+    ItemState.FINISHED: ItemState.VOID,
+    ItemState.LOST: ItemState.VOID,
+}
+_GIVE_UP = _ABANDON | {ItemState.SPOILED: ItemState.ABANDONED, ItemState.VOID: ItemState.LOST}
+_RESTART = {
+    ItemState.ABANDONED: ItemState.COMPUTING,
+    ItemState.SPOILED: ItemState.COMPUTING,
+    ItemState.LOST: ItemState.FINISHED,
+    ItemState.VOID: ItemState.FINISHED,
+}
+_REOPEN = {after: before for before, after in _FINISH.items()}
+
+
+class WorkItemState:
+    """One work item of this trainer. Changed by its own methods and by ``StepState``.
+
+    Attributes:
+        item: The item as the coordinator has leased it: rank, epoch, attempt.
+        state: See Note: [States of a work item on a trainer].
+        parts: Number of pushes by unit index.
+        pushed: Parameters with a pushed gradient, by unit index.
+        to_drop: Parameters whose earlier gradients the next push of the unit drops, by unit index.
+        dropped: Parameters whose gradients of earlier steps this item drops, by unit index.
+        written: Buffers that the training script had written when the item started.
+        summed: Data ranks to whose gradients those of this attempt were added before they were pushed.
+        shared_units: Units whose gradients other trainers of the node may have added to theirs.
+        checksums: Checksums of the gradients that all tensor-parallel ranks compute.
+    """
+
+    def __init__(self, item: coordinator_pb2.WorkItem) -> None:
+        self.item, self.state = item, ItemState.COMPUTING
+        self.parts: Counter[int] = Counter()
+        self.pushed: ParameterIndices = defaultdict(set)
+        self.to_drop: ParameterIndices = defaultdict(set)
+        self.dropped: ParameterIndices = defaultdict(set)
+        self.written: list[coordinator_pb2.WrittenBuffer] = []
+        self.summed: frozenset[int] = frozenset()
+        self.shared_units: set[int] = set()
+        self.checksums = GradientChecksums()
+        self._changing = threading.Lock()
+
+    # ---- the state ----
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Epoch and attempt, which identify the computation of the item."""
+        return self.item.epoch, self.item.attempt
+
+    @property
+    def is_twin(self) -> bool:
+        """True if the item is late at another trainer, which computes it, too."""
+        return self.item.copy
+
+    @property
+    def is_over(self) -> bool:
+        """True if the gradients of the attempt do not count any more."""
+        return self.state in _OVER
+
+    @property
+    def is_finished(self) -> bool:
+        """True if all gradients of the attempt are pushed, whether they count or not."""
+        return self.state in _ENDED
+
+    @property
+    def is_spoiled(self) -> bool:
+        """True if this trainer must ask for another attempt."""
+        return self.state is ItemState.SPOILED or self.state is ItemState.VOID
+
+    def _change(self, transitions: dict[ItemState, ItemState]) -> None:
+        # The training thread may finish an item while the thread of a push abandons it.
+        with self._changing:
+            self.state = transitions.get(self.state, self.state)
+
+    def finish(self) -> None:
+        """Records that all gradients of the attempt are pushed."""
+        self._change(_FINISH)
+
+    def abandon(self, key: tuple[int, int]) -> None:
+        """Records that an attempt is over. Harmless if the item has a later attempt. Thread-safe."""
+        with self._changing:
+            if key == self.key:
+                self.state = _ABANDON.get(self.state, self.state)
+
+    def spoil(self, key: tuple[int, int]) -> None:
+        """Records that an attempt cannot be finished and the item is restarted. Harmless for a later attempt."""
+        with self._changing:
+            if key == self.key:
+                self.state = _SPOIL.get(self.state, self.state)
+
+    def give_up(self) -> None:
+        """Records that the item cannot be restarted: another trainer has it, or its step is committed."""
+        self._change(_GIVE_UP)
+
+    def reopen(self) -> None:
+        """Records that the item is computed again."""
+        self._change(_REOPEN)
+
+    def restart(self, item: coordinator_pb2.WorkItem) -> None:
+        """Forgets all pushes, because the coordinator has granted another attempt."""
+        with self._changing:
+            self.item.CopyFrom(item)
+            self.state = _RESTART.get(self.state, self.state)
+        self.summed = frozenset()
+        self.shared_units.clear()
+        self.parts.clear()
+        self.pushed.clear()
+        self.checksums.clear()
+        self.to_drop = defaultdict(set, {unit: set(indices) for unit, indices in self.dropped.items()})
+
+    # ---- pushes ----
 
     def record_push(self, unit_index: int, parameter_indices: Iterable[int] = ()) -> tuple[int, list[int]]:
         """Counts one push of a unit.
@@ -89,7 +228,7 @@ class WorkItemState:
             context=context,
             dp_rank=self.item.dp_rank,
             attempt=self.item.attempt,
-            copy=self.item.copy,
+            copy=self.is_twin,
             pp_rank=pp_rank,
         )
         return PartHeaders(self, common, request_id)
@@ -100,44 +239,8 @@ class WorkItemState:
         self.to_drop[unit_index] |= indices
         self.dropped[unit_index] |= indices
 
-    def clear_drops(self) -> None:
-        """Forgets the drops that are still to be sent."""
-        self.to_drop.clear()
-
-    def record_written(self, buffers: list[coordinator_pb2.WrittenBuffer]) -> None:
-        """Records the buffers that the training script had written when the item started."""
-        self.written = buffers
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """Epoch and attempt, which identify the computation of the item."""
-        return self.item.epoch, self.item.attempt
-
-    def abandon(self, key: tuple[int, int]) -> None:
-        """Records that an attempt is over. Harmless if the item has a later attempt. Thread-safe."""
-        if key == self.key:
-            self.abandoned = True
-
-    def spoil(self) -> None:
-        """Records that the attempt cannot be finished and the item is restarted. Its pushes are dropped from now on."""
-        self.abandoned = self.spoiled = True
-
-    def give_up(self) -> None:
-        """Records that a spoiled item cannot be restarted: another trainer has it, or its step is committed."""
-        self.abandoned, self.spoiled = True, False
-
-    def start_attempt(self, item: coordinator_pb2.WorkItem) -> None:
-        """Forgets all pushes, because the coordinator has reset the item."""
-        self.item.CopyFrom(item)
-        self.abandoned = self.spoiled = False
-        self.summed = frozenset()
-        self.shared_units.clear()
-        self.parts.clear()
-        self.pushed.clear()
-        self.checksums.clear()
-        self.to_drop = defaultdict(set, {unit: set(indices) for unit, indices in self.dropped.items()})
-
     def to_proto(self) -> coordinator_pb2.FinishedItem:
+        """Returns what the coordinator must know of the finished attempt."""
         return coordinator_pb2.FinishedItem(
             global_rank=self.item.global_rank,
             epoch=self.item.epoch,
@@ -146,7 +249,7 @@ class WorkItemState:
                 common_pb2.UnitParts(unit_index=unit, part_count=count) for unit, count in sorted(self.parts.items())
             ],
             written_buffers=self.written,
-            copy=self.item.copy,
+            copy=self.is_twin,
             summed_dp_ranks=sorted(self.summed),
             gradient_checksums=self.checksums.to_proto(),
             number=self.item.number,
@@ -180,7 +283,7 @@ class ItemAttempt:
     @property
     def is_over(self) -> bool:
         """True if the pushes of the attempt do not count any more."""
-        return self.state.abandoned or self.state.key != self.key
+        return self.state.is_over or self.state.key != self.key
 
     def note_summed(self, dp_ranks: Iterable[int]) -> None:
         """Records that the servers get sums of the attempt's gradients and those of other data ranks."""
@@ -189,8 +292,7 @@ class ItemAttempt:
 
     def spoil(self) -> None:
         """Records that the item must start another attempt."""
-        if self.state.key == self.key:
-            self.state.spoil()
+        self.state.spoil(self.key)
 
 
 class StepState:
@@ -239,7 +341,8 @@ class StepState:
         """The update of an ``optimizer.step()`` that has not returned."""
         self._dropped_for_all: ParameterIndices = defaultdict(set)
         """Parameters whose gradients of earlier steps every item drops, by unit index."""
-        self._work_finished = False
+        self.work_finished = False
+        """True if all trainers' work items are finished, also while the step is committed."""
         self._current: WorkItemState | None = None
         self.add_items(items)
 
@@ -248,22 +351,18 @@ class StepState:
         """The current phase."""
         if self.pending_update is not None:
             return StepPhase.COMMITTING
-        return StepPhase.WORK_FINISHED if self._work_finished else StepPhase.COMPUTING
-
-    @property
-    def work_finished(self) -> bool:
-        """True if all trainers' work items are finished, also while the step is committed."""
-        return self._work_finished
+        return StepPhase.WORK_FINISHED if self.work_finished else StepPhase.COMPUTING
 
     # ---- work items ----
 
     def add_items(self, items: Iterable[coordinator_pb2.WorkItem]) -> list[WorkItemState]:
         """Adds work items, such as those of a lost trainer; returns their states."""
-        added = [WorkItemState(item) for item in items]
-        for state in added:
+        added = []
+        for item in items:
+            state = self.items[item.global_rank] = WorkItemState(item)
             for unit_index, indices in self._dropped_for_all.items():
                 state.drop(unit_index, indices)
-        self.items.update({state.item.global_rank: state for state in added})
+            added.append(state)
         return added
 
     @property
@@ -277,19 +376,15 @@ class StepState:
     @property
     def unfinished(self) -> list[WorkItemState]:
         """Work items of this trainer that are not finished."""
-        return [state for state in self.items.values() if not state.finished]
+        return [state for state in self.items.values() if not state.is_finished]
 
     @property
     def current(self) -> WorkItemState | None:
         """The item to which gradients belong now. In a plain loop this is the trainer's only item."""
         if self._current is None and not self.in_batches and len(self.items) == 1:
             (only,) = self.items.values()
-            return None if only.finished else only
+            return None if only.is_finished else only
         return self._current
-
-    def start_batches(self) -> None:
-        """Records that ``step.batches`` yields the items of this step."""
-        self.in_batches = True
 
     def start_item(self, state: WorkItemState) -> None:
         """Makes an item the current one in a loop over ``step.batches``."""
@@ -302,12 +397,12 @@ class StepState:
     def finish_item(self) -> None:
         """Finishes the current item: all its gradients are pushed."""
         if (current := self.current) is not None:
-            current.finished = True
+            current.finish()
         self._current = None
 
     def finish_work(self) -> None:
         """Records that all trainers' work items are finished."""
-        self._work_finished = True
+        self.work_finished = True
 
     def leave_item(self) -> None:
         """Leaves the current item without a result, because its attempt is over."""
@@ -316,40 +411,36 @@ class StepState:
     def repeat_item(self, state: WorkItemState, item: coordinator_pb2.WorkItem) -> None:
         """Starts another attempt of an item that must be computed again."""
         self.restart_item(state, item)
-        state.finished = False
+        state.reopen()
         self._current = None
         self.dropped_late.clear()
 
     def reopen_work(self) -> None:
         """Records that the step's work was restarted after it was finished: it must be reported again."""
-        self._work_finished = False
+        self.work_finished = False
         self.dropped_late.clear()
 
     def restart_item(self, state: WorkItemState, item: coordinator_pb2.WorkItem) -> None:
         """Starts another attempt of an item that the coordinator has reset."""
-        state.start_attempt(item)
-        self._work_finished = False
+        state.restart(item)
+        self.work_finished = False
 
     def reopen_items(self) -> None:
         """Makes finished items of a plain loop unfinished after their gradients were dropped."""
         if not self.in_batches:
             for state in self.items.values():
-                state.finished = False
+                state.reopen()
                 for unit_index, indices in self.dropped_late.items():
                     state.drop(unit_index, indices)
             self.dropped_late.clear()
 
     # ---- dropped gradients ----
 
-    def skip_gradients(self, skips: bool) -> None:
-        """Records whether ``zero_grad`` was called since the step started."""
-        self.skips_gradients = skips
-
     def drop(self, unit_index: int, parameter_indices: Iterable[int]) -> None:
         """Drops gradients of some parameters: of the current item, or between items those of all items."""
         if self.current is not None:
             self.current.drop(unit_index, parameter_indices)
-        elif any(state.finished for state in self.items.values()):
+        elif any(state.is_finished for state in self.items.values()):
             self.dropped_late[unit_index].update(parameter_indices)
         else:
             self._dropped_for_all[unit_index].update(parameter_indices)
@@ -383,15 +474,12 @@ class StepState:
         self, number: int, items: Iterable[coordinator_pb2.WorkItem], position: int | None = None
     ) -> FinishedStep:
         """Moves to the next step after the commit; returns a summary of the committed step."""
-        finished = FinishedStep(
-            frozenset(self.items),
-            frozenset(unit for state in self.items.values() for unit, indices in state.pushed.items() if indices),
-            frozenset(
-                state.item.dp_rank
-                for state in self.items.values()
-                if state.finished and not state.abandoned and number == self.number + 1
-            ),
-        )
+        pushed_units, dp_ranks, follows = set[int](), set[int](), number == self.number + 1
+        for state in self.items.values():
+            pushed_units.update(unit for unit, indices in state.pushed.items() if indices)
+            if follows and state.state is ItemState.FINISHED:
+                dp_ranks.add(state.item.dp_rank)
+        finished = FinishedStep(frozenset(self.items), frozenset(pushed_units), frozenset(dp_ranks))
         self._start(number, items, position)
         return finished
 
@@ -410,7 +498,7 @@ class StepState:
                 f"a backward ran after the work of step {self.number} was finished: "
                 "run backward inside `for batch in step.batches(...)`, before optimizer.step()"
             )
-        if any(state.finished for state in self.items.values()):
+        if any(state.is_finished for state in self.items.values()):
             raise UsageError(
                 f"a backward ran after the work of step {self.number} was finished by optimizer.clip_grad_norm_(), "
                 "clip_grad_value_() or an optimizer.step() that raised: call optimizer.step() to commit the step, or "

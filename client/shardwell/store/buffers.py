@@ -319,7 +319,7 @@ class RemoteBuffers:
     ) -> None:
         """See ``BufferStore.push``. A failure is raised by the next push or drain."""
         self._membership.check()
-        if item.abandoned or self._membership.lapsed:
+        if item.is_over or self._membership.lapsed:
             return
         unit = self.units[unit_index]
         with uninterrupted:  # the servers wait for every part that is counted

@@ -129,12 +129,13 @@ class ItemGathers:
         if self._membership.committed_step > self._state.number:
             current.abandon(current.key)  # its step was committed with the work of another trainer
         else:
-            current.spoil()  # the shard has moved, and its former owner has released the memory that was read
+            # The shard has moved, and its former owner has released the memory that was read.
+            current.spoil(current.key)
         return True
 
     def _computes_in_vain(self) -> bool:
         """True if what the training thread computes now does not count: its work item or membership is over."""
-        return self._membership.lapsed or ((current := self._state.current) is not None and current.abandoned)
+        return self._membership.lapsed or ((current := self._state.current) is not None and current.is_over)
 
     def _loses_version(self) -> bool:
         """Called when a gather failed: returns whether its version is gone because the work item does not count."""
@@ -244,7 +245,7 @@ class ItemPushes:
     def _push(self, unit_index: int, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
         self._membership.check()
         unit, current = self._units[unit_index], self._state.require_current()
-        if current.abandoned or self._membership.lapsed:
+        if current.is_over or self._membership.lapsed:
             self.abandon_sums()
             return
         if self.sums is not None and not self.sums.allows_part(current, unit):
@@ -273,11 +274,11 @@ class ItemPushes:
 
     def excuses(self, item: WorkItemState, key: tuple[int, int], error: BaseException) -> bool:
         """Returns whether a failed push does not matter, because the attempt of its item is over. In any thread."""
-        # Servers reject pushes of an attempt that is over. A copy of a late item also ends if a server has no memory.
+        # Servers reject pushes of an attempt that is over. A twin item also ends if a server has no memory.
         over = isinstance(error, StaleEpochError | VersionGoneError)
-        if over or (isinstance(error, CapacityError) and item.item.copy):
+        if over or (isinstance(error, CapacityError) and item.is_twin):
             item.abandon(key)
-        return self._membership.lapsed or item.abandoned or item.key != key
+        return self._membership.lapsed or item.is_over or item.key != key
 
     def may_keep(self, unit_index: int) -> bool:
         """Returns whether the servers may keep gradients of a unit from earlier steps, for another optimizer."""
@@ -289,7 +290,7 @@ class ItemPushes:
             held_before = current.item.global_rank in self._former_ranks
             if current.parts[unit_index] or self.may_keep(unit_index) or not held_before:
                 self.push(unit_index, [])
-        current.clear_drops()
+        current.to_drop.clear()
         if self.sums is not None:
             self.sums.finish_item()
 
@@ -314,11 +315,11 @@ class ItemPushes:
         if self._membership.lapsed:
             return
         for item in [current] if current else list(self._state.items.values()):
-            if item.item.copy:
+            if item.is_twin:
                 item.abandon(item.key)  # the trainer of the late work item computes it, too
-            if item.abandoned:
+            if item.is_over:
                 self._discard()
-            elif item.parts or (include_empty and item.finished):
+            elif item.parts or (include_empty and item.is_finished):
                 self.restart(item)
 
     def restart(self, item: WorkItemState) -> None:
@@ -354,16 +355,16 @@ class ItemPushes:
         self._pushes.discard()
 
     @property
-    def can_copy_items(self) -> bool:
-        """True if a copy of a work item gives the same bits here as on another trainer.
+    def can_compute_twins(self) -> bool:
+        """True if a work item gives the same bits here as on another trainer.
 
         With error feedback, gradients depend on the rounding errors that each trainer has stored.
         """
         return self.feedback is None
 
     @property
-    def may_be_copied(self) -> bool:
-        """True if another trainer may copy an item of this one. A copy would void the sums of the item."""
+    def may_have_twins(self) -> bool:
+        """True if another trainer may compute an item of this one, too. A twin item would void the sums of the item."""
         return self.sums is None or not self.sums.active
 
     def forget_pushes(self, item: WorkItemState) -> None:

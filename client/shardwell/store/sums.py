@@ -413,7 +413,7 @@ class ItemSums:
                     unit.layout.unit,
                     current.item.global_rank,
                 )
-                current.spoil()
+                current.spoil(current.key)
                 self.skip()
                 return False
         return True
@@ -452,7 +452,7 @@ class ItemSums:
     def _is_first_attempt(self, current: WorkItemState) -> bool:
         (own, *_), item = self._membership.rank_assignments, current.item
         is_own = item.global_rank == own.coordinates.global_rank
-        return is_own and not item.attempt and not item.copy and self._state.in_batches
+        return is_own and not item.attempt and not current.is_twin and self._state.in_batches
 
     def finish_item(self) -> None:
         """Called when all gradients of a work item are pushed. The other trainers expect no more in this step."""

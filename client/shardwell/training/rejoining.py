@@ -1,4 +1,4 @@
-"""The current iteration of a loop over ``session.steps``, and how the loop goes on if the iteration loses its effect.
+"""Joins the run again when a trainer's membership has lapsed, and makes the trainer ready for the run's step.
 
 Note: [Void iterations]
     A shard server or this trainer may be lost after ``step.batches`` has ended, when the gradients can no longer be
@@ -6,34 +6,15 @@ Note: [Void iterations]
     and commit nothing, and the rest of the loop body runs as usual. ``session.steps`` then yields the step again, with
     the tracked objects in the state that they had when the iteration began. If this trainer has joined the run again
     meanwhile and the run is at another step, the loop goes on at that step instead, as after ``shardwell.join``.
-
-What a trainer does on SIGTERM, by which schedulers announce that they take the machine away.
-
-Note: [SIGTERM]
-    The trainer leaves the run and exits with code 143 within seconds. A work item that is nearly finished is finished
-    and reported first, so that no other trainer has to compute it. Any other item is handed back. The handler is
-    installed only if the script has none, because the process then would end without leaving.
-
-Joins the run again when a trainer's membership has lapsed, and makes the trainer ready for the run's step.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import signal
-import threading
-from collections.abc import Callable
-from types import FrameType
-from typing import Protocol
 
-from shardwell.membership.admission import START_AGAIN
-from shardwell.membership.membership import Membership
-from shardwell.module.units import Units
-from shardwell.step.step_state import StepState
-from shardwell.store.buffers import RunBuffers
-from shardwell.store.run_store import RunStore
+from shardwell.membership.validity import START_AGAIN
 from shardwell.training.tracked_objects import TrackedObjects
+from shardwell.training.training import Training
 from shardwell_wire.errors import ReplicaLostError, StepRestartedError
 from shardwell_wire.v1 import coordinator_pb2
 
@@ -74,10 +55,6 @@ class Iteration:
             logger.warning("step %d is computed again in another iteration of the loop: %s", step, reason)
         self.voided = True
 
-    def end_early(self) -> None:
-        """Makes the rest of the iteration have no effect, because there is no work item for it."""
-        self.voided = True
-
     def move(self, joined: coordinator_pb2.JoinResponse) -> None:
         """Records that this trainer has joined the run again and that the run is at another step."""
         self._joined = joined
@@ -101,113 +78,20 @@ class Iteration:
         return False
 
 
-_NEARLY_DONE_S = 2.0
-"""An item is finished first if at most this many seconds of its computation are left, by the time of the last item."""
-
-_EXIT_CODE = 128 + signal.SIGTERM
-
-
-class Computes(Protocol):
-    """Computes work items."""
-
-    def remaining_s(self) -> float | None:
-        """Returns the estimated time until the current item ends. None: unknown, or no item is being computed."""
-        ...
-
-    def stop_after_item(self, stop: Callable[[], None]) -> None:
-        """Has ``stop`` called when the current item is finished and reported."""
-        ...
-
-
-class Preemption:
-    """Handles SIGTERM for the open sessions of this process. See Note: [SIGTERM]."""
-
-    def __init__(self) -> None:
-        self._trainers: list[Computes] = []
-        self._stopping = False
-        self._timer: threading.Timer | None = None
-
-    def add(self, trainer: Computes) -> None:
-        """Handles SIGTERM from now on, unless the script does or this is not the main thread."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        if not self._trainers:
-            if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-                return
-            signal.signal(signal.SIGTERM, self._terminate)
-        self._trainers.append(trainer)
-
-    def remove(self, trainer: Computes) -> None:
-        """Stops to handle SIGTERM after the last session."""
-        if trainer not in self._trainers:
-            return
-        self._trainers.remove(trainer)
-        if not self._trainers and threading.current_thread() is threading.main_thread():
-            self._restore()
-
-    def forget(self) -> None:
-        """Called in a forked process, which has no session: SIGTERM ends it as usual."""
-        if self._trainers:
-            self._trainers.clear()
-            self._restore()
-
-    def _restore(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        self._stopping = False
-        if signal.getsignal(signal.SIGTERM) == self._terminate:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-    def _terminate(self, number: int, _: FrameType | None) -> None:
-        remaining = [left for trainer in self._trainers if (left := trainer.remaining_s()) is not None]
-        if self._stopping or not remaining or max(remaining) > _NEARLY_DONE_S:
-            logger.warning("SIGTERM: this trainer leaves the run; other trainers continue its work")
-            raise SystemExit(_EXIT_CODE)
-        logger.warning("SIGTERM: this trainer leaves the run when its work item is finished")
-        self._stopping = True
-        for trainer in self._trainers:
-            trainer.stop_after_item(_exit)
-        # The estimate may be wrong.
-        self._timer = threading.Timer(2 * _NEARLY_DONE_S, os.kill, (os.getpid(), number))
-        self._timer.daemon = True
-        self._timer.start()
-
-
-def _exit() -> None:
-    raise SystemExit(_EXIT_CODE)
-
-
-preemption = Preemption()
-"""Signal handlers belong to the process, and so does this object."""
-
-
 class Rejoining:
     """Starts another membership of a trainer, with everything that depends on the membership.
 
     Args:
-        state: State of the step.
-        membership: The membership of this trainer.
-        store: Sends gradients.
-        units: The sharded units.
-        buffers: The run's buffers.
+        training: The model in training.
         iteration: The iteration of the training loop.
     """
 
-    def __init__(
-        self,
-        state: StepState,
-        membership: Membership,
-        store: RunStore,
-        units: Units,
-        buffers: RunBuffers,
-        iteration: Iteration,
-    ) -> None:
-        self._state, self._membership, self._store = state, membership, store
-        self._units, self._buffers, self._iteration = units, buffers, iteration
-        self._rollbacks = membership.joined.rollback_count
+    def __init__(self, training: Training, iteration: Iteration) -> None:
+        self._state, self._membership, self._store = training.state, training.membership, training.store
+        self._units, self._buffers, self._iteration = training.units, training.buffers, iteration
+        self._rollbacks = training.membership.joined.rollback_count
         """How often the run was rolled back before this trainer joined last."""
-        store.join_again = self.join_again
+        training.store.join_again = self.join_again
 
     def join_again(self) -> bool:
         """Joins the run again if this trainer's membership has lapsed.
@@ -232,7 +116,7 @@ class Rejoining:
             self._iteration.void(before, f"this trainer has joined the run again at step {self._state.number}")
             return False
         if in_batches:
-            self._state.start_batches()
+            self._state.in_batches = True
         elif computed:
             raise self.plain_loop_error()
         return True
@@ -259,10 +143,6 @@ class Rejoining:
             self._iteration.void(before, f"the run is at step {self._state.number}")
         else:
             self._iteration.restart(joined)
-
-    def end_iteration(self) -> None:
-        """Makes the rest of the loop's iteration have no effect, because this trainer has no more items to compute."""
-        self._iteration.end_early()
 
     def start_over(self, group_epoch: int) -> None:
         """Ends the use of the model, and takes over the run's step for another one.

@@ -1,7 +1,4 @@
-"""One step of a training loop: what ``session.steps`` yields, and the batches of the step's work items.
-
-The training loop of a session: which step an iteration has, and what ``optimizer.step()`` commits in it.
-"""
+"""The training loop of a session: which step an iteration has, its batches, and what ``optimizer.step()`` commits."""
 
 from __future__ import annotations
 
@@ -11,20 +8,20 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.data import default_collate
 
-from shardwell.membership.membership import Membership
 from shardwell.monitor.step_times import StepPart
 from shardwell.seeds import derive_seed, seed_generators
 from shardwell.step.step_commit import StepUpdate
 from shardwell.step.step_state import WorkItemState
-from shardwell.training.rejoining import Iteration
 from shardwell.training.step_in_flight import StepInFlight
-from shardwell.training.tracked_objects import TrackedObjects
+from shardwell.training.training import Training
 from shardwell_wire.errors import UsageError
+
+logger = logging.getLogger(__name__)
 
 BatchFunction = Callable[[int, int], Any]
 """``(step, dp_rank) -> batch``."""
@@ -46,19 +43,14 @@ class LoopPosition:
         """The run's step that the next ``optimizer.step()`` commits, unless it is committed already."""
         return self.number * self.optimizer_steps + self.commits
 
-    def record_commit(self) -> None:
-        """Counts a call of ``optimizer.step()``."""
-        self.commits += 1
-
-    def require_open(self) -> None:
-        """Raises UsageError if the loop body has called ``optimizer.step()`` as often as declared."""
-        if self.commits == self.optimizer_steps:
-            raise UsageError(
-                f"optimizer.step() was called {self.commits + 1} times in the loop body of step {self.number}, "
-                f"expected {self.commits}: each call commits the run's next step. Call it once after all backwards, "
-                "with shardwell.optim.Combined([...]) for several optimizers, or declare the number of calls: "
-                f"session.steps(num_steps, optimizer_steps={self.commits + 1})"
-            )
+    def refuse_commit(self) -> NoReturn:
+        """Raises UsageError: the loop body has called ``optimizer.step()`` as often as declared."""
+        raise UsageError(
+            f"optimizer.step() was called {self.commits + 1} times in the loop body of step {self.number}, "
+            f"expected {self.commits}: each call commits the run's next step. Call it once after all backwards, "
+            "with shardwell.optim.Combined([...]) for several optimizers, or declare the number of calls: "
+            f"session.steps(num_steps, optimizer_steps={self.commits + 1})"
+        )
 
     def require_end(self) -> None:
         """Raises UsageError if the loop body has called ``optimizer.step()`` less often than declared."""
@@ -120,7 +112,7 @@ class Step:
     def _batches(self, make_batch: BatchFunction, num_samples: int) -> Iterator[Any]:
         work = self._work
         work.settle()
-        if not work.rejoining.join_again() or work.voided:
+        if not work.rejoining.join_again() or work.iteration.voided:
             return
         if work.state.position > self._loop.step and not work.state.asynchronous:
             return  # the step is committed
@@ -223,24 +215,17 @@ def _permutation(size: int, seed: int) -> torch.Tensor:
     return torch.randperm(size, generator=torch.Generator().manual_seed(seed))
 
 
-logger = logging.getLogger(__name__)
-
-
 class TrainingLoop:
     """Yields the steps of a run, and commits them.
 
     Args:
         in_flight: The step in flight.
-        iteration: The iteration of the loop.
-        tracked: The run's tracked objects.
-        membership: The membership of this trainer.
+        training: The model in training.
     """
 
-    def __init__(
-        self, in_flight: StepInFlight, iteration: Iteration, tracked: TrackedObjects, membership: Membership
-    ) -> None:
-        self._in_flight, self._iteration, self._tracked = in_flight, iteration, tracked
-        self._membership = membership
+    def __init__(self, in_flight: StepInFlight, training: Training) -> None:
+        self._in_flight, self.iteration = in_flight, in_flight.iteration
+        self._tracked, self._membership = training.tracked, training.membership
         self._position: LoopPosition | None = None
         """Position of the loop over ``steps``. None: there is no such loop."""
 
@@ -271,8 +256,8 @@ class TrainingLoop:
                 self._in_flight.enter()
                 yield Step(loop, self._in_flight, seed=self._membership.seed, dp=self._membership.world.dp)
                 self._in_flight.leave()
-                if self._iteration.voided:
-                    number = self._first_iteration(optimizer_steps) if self._iteration.resume() else number
+                if self.iteration.voided:
+                    number = self._first_iteration(optimizer_steps) if self.iteration.resume() else number
                 else:
                     loop.require_end()
                     number += 1
@@ -281,7 +266,7 @@ class TrainingLoop:
         finally:
             if self._position is loop:  # another loop may have started
                 self._position = None
-                self._iteration.end()
+                self.iteration.end()
 
     def _first_iteration(self, optimizer_steps: int) -> int:
         """Returns the iteration with which a loop starts. Restored objects need the end of the last committed step."""
@@ -300,17 +285,12 @@ class TrainingLoop:
             return self._committed
         return self._position.step
 
-    def commit(self, update: StepUpdate) -> bool:
+    def commit(self, step: int, update: StepUpdate) -> bool:
         """Commits the loop's step; returns whether parameters were updated. See ``StepInFlight.commit``."""
         position = self._position
-        if position is not None and not self._iteration.voided:
-            position.require_open()
-        updated = self._in_flight.commit(self.step, update)
-        if position is not None and not self._iteration.voided:
-            position.record_commit()
+        if position is not None and not self.iteration.voided and position.commits == position.optimizer_steps:
+            position.refuse_commit()
+        updated = self._in_flight.commit(step, update)
+        if position is not None and not self.iteration.voided:
+            position.commits += 1
         return updated
-
-    @property
-    def repeats_step(self) -> bool:
-        """True if the rest of the iteration has no effect, because its step is computed again."""
-        return self._iteration.voided

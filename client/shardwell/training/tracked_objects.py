@@ -1,15 +1,14 @@
-"""Which optimizer of the training script the optimizer state of a parameter belongs to.
+"""Objects of the training script whose state the run stores: tracked objects, and the optimizers' own state.
 
-See Note: [New optimizers] in the coordinator's ``optimizer_generations.py``.
-
-Tracked objects: state of the training script that the run stores with every commit.
+Tracked objects are stored with every commit. The optimizer state of a parameter is on the shard servers and belongs to
+one optimizer of the script. See Note: [New optimizers] in the coordinator's ``steps/proposals.py``.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,19 +27,18 @@ class StateOwner:
     """``OptimizerStep.generation``."""
     members: Sequence[StateOwner] = ()
     """The optimizers that it combines."""
+    predecessors: Sequence[StateOwner] = ()
+    """Earlier optimizers for some of the same parameters."""
     has_stepped: bool = False
-    successors: list[StateOwner] = field(default_factory=list)
-    """Later optimizers for some of the same parameters."""
-
-    @property
-    def is_replaced(self) -> bool:
-        """True if a later optimizer has taken a step: the state on the servers is that of the later one."""
-        return any(later.has_stepped for later in self.successors)
+    is_replaced: bool = False
+    """True if a later optimizer has taken a step: the state on the servers is that of the later one."""
 
     def note_step(self) -> None:
         """Records that the optimizer has taken a step in this session."""
         for owner in (self, *self.members):
             owner.has_stepped = True
+            for former in owner.predecessors:
+                former.is_replaced = True
 
     def continue_state(self) -> None:
         """Makes the optimizer continue with the state on the servers."""
@@ -78,9 +76,7 @@ class StateOwners:
             # the run had then.
             continued = self._joined if any(owner.has_stepped for owner in former) else 0
             generation = self._last = 1 + max(self._last, continued)
-        added = StateOwner(generation, tuple(members))
-        for owner in former:
-            owner.successors.append(added)
+        added = StateOwner(generation, tuple(members), tuple(former))
         self._owners.update(dict.fromkeys(keys, added))
         return added
 
@@ -134,7 +130,10 @@ class TrackedObjects:
 
     def to_json(self) -> dict[str, str]:
         """Returns the present state of every tracked object as JSON text by name."""
-        return {name: self._capture(name, tracked) for name, tracked in self._objects.items()}
+        captured = {}
+        for name, tracked in self._objects.items():
+            captured[name] = self._capture(name, tracked)
+        return captured
 
     def _capture(self, name: str, tracked: Any) -> str:
         state: dict[str, Any] = {"state_dict": tracked.state_dict()}

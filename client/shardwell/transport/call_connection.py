@@ -73,9 +73,16 @@ class CallConnection:
         self._number = self._number % 0xFFFF_FFFF + 1
         deadline = time.monotonic() + timeout_s
         self._send(call_frames.encode_request(self._number, path, token, body, timeout_s), deadline)
+        received = self._received
         while True:
-            header = call_frames.decode_response(self._exactly(call_frames.RESPONSE_HEADER_BYTES, deadline))
-            answer = self._exactly(header.body_bytes, deadline)
+            while len(received) < call_frames.RESPONSE_HEADER_BYTES:
+                self._receive(deadline)
+            header = call_frames.decode_response(received)
+            end = call_frames.RESPONSE_HEADER_BYTES + header.body_bytes
+            while len(received) < end:
+                self._receive(deadline)
+            answer = bytes(received[call_frames.RESPONSE_HEADER_BYTES : end])
+            del received[:end]
             if header.number == self._number:
                 return answer, header.failed
             if header.number:  # otherwise the answer to a ping
@@ -91,38 +98,34 @@ class CallConnection:
     def _exactly(self, size: int, deadline: float) -> bytes:
         """Returns the next bytes of the connection."""
         while len(self._received) < size:
-            self._wait(deadline)
-            data = self._socket.recv(_RECEIVE_BYTES)
-            if not data:
-                raise CallConnectionError(f"{self._peer} closed the connection")
-            self._received += data
+            self._receive(deadline)
         taken = bytes(self._received[:size])
         del self._received[:size]
         return taken
 
-    def _wait(self, deadline: float) -> None:
+    def _receive(self, deadline: float) -> None:
         """Waits for bytes. Sends a ping after a long silence, unless the handshake is still in progress."""
-        pinged = False
+        pinged, poller = False, select.poll()  # select.select cannot watch descriptors above 1023
+        try:
+            poller.register(self._socket, select.POLLIN)
+        except ValueError:
+            raise CallConnectionError("another thread has closed the connection") from None
         while True:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise DeadlineError(f"{self._peer} did not answer in time", peer=self._peer)
             limit_s = call_frames.PING_LIMIT_S if pinged else call_frames.SILENCE_S
-            if self._is_readable(min(left_s, limit_s) if self._number else left_s):
-                return
+            if poller.poll((min(left_s, limit_s) if self._number else left_s) * 1000):
+                break
             if self._number and deadline > time.monotonic():
                 if pinged:
                     raise CallConnectionError(f"{self._peer} does not answer a ping")
                 self._send(call_frames.PING, deadline)
                 pinged = True
-
-    def _is_readable(self, timeout_s: float) -> bool:
-        poller = select.poll()  # select.select cannot watch descriptors above 1023
-        try:
-            poller.register(self._socket, select.POLLIN)
-        except ValueError:
-            raise CallConnectionError("another thread has closed the connection") from None
-        return bool(poller.poll(timeout_s * 1000))
+        data = self._socket.recv(_RECEIVE_BYTES)
+        if not data:
+            raise CallConnectionError(f"{self._peer} closed the connection")
+        self._received += data
 
     def close(self) -> None:
         """Closes the connection. An rpc in another thread ends with an error. Harmless to repeat."""

@@ -1,8 +1,7 @@
 """Calls Shardwell services by blocking rpcs, with bounded retries and credentials.
 
-Client of the coordinator's service.
-
-Warns before a fork that gRPC does not survive. See Note: [gRPC and fork] in ``shardwell_wire``.
+A unary rpc goes over the call connection of its client if there is one, otherwise over gRPC. ``watch`` warns before a
+fork that gRPC does not survive. See Note: [gRPC and fork] in ``shardwell_wire``.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
@@ -25,7 +25,7 @@ from google.protobuf.message_factory import GetMessageClass
 import shardwell_wire
 from shardwell.credentials import find_credentials
 from shardwell.transport.call_connection import CallConnections
-from shardwell_wire.connection.channel import open_channel, retry
+from shardwell_wire.connection.channel import backoff, open_channel, retry
 from shardwell_wire.connection.socket_frames import ByteStream, EncryptedStream, PlainStream
 from shardwell_wire.errors import (
     DeadlineError,
@@ -38,7 +38,12 @@ from shardwell_wire.security.credentials import Credentials
 from shardwell_wire.security.tls import connection_error, must_encrypt
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
+logger = logging.getLogger(__name__)
+
 Result = TypeVar("Result")
+
+_REPEATED = (UnavailableError, TooManyRequestsError)
+"""A server refuses one request too many before it decodes it, and other trainers of the run may be the cause."""
 
 _SHORTEST_ATTEMPT_S = 0.5
 """Least deadline of the last attempt of a call that is repeated, so that the server can still say what it waits for."""
@@ -130,6 +135,18 @@ class MessageStream:
         self._call.cancel()
 
 
+@dataclass(frozen=True, slots=True)
+class _Unary:
+    """A unary rpc of a service."""
+
+    path: str
+    """/SERVICE/RPC."""
+    decode: Callable[[bytes], Any]
+    """Returns the response message."""
+    stub: Callable[..., Any]
+    """Calls the rpc over gRPC, without credentials."""
+
+
 class ServiceClient:
     """Calls the rpcs of one service at one address. Thread-safe.
 
@@ -156,7 +173,7 @@ class ServiceClient:
         self.peer = f"{service.name} at {address}"
         self._service = service
         self._channel = self.endpoint.open_channel()
-        self._unary: dict[str, Any] = {}
+        self._unary: dict[str, _Unary] = {}
         self._calls = CallConnections(address, self.peer)
         self._closed = threading.Event()
 
@@ -184,12 +201,19 @@ class ServiceClient:
         Raises:
             ShardwellError: The error that the server returned, UnavailableError or DeadlineError.
         """
-
-        def attempt() -> Any:
+        started, pauses = time.monotonic(), None
+        while True:
             left_s = max(_SHORTEST_ATTEMPT_S, until_s - time.monotonic())
-            return self._call(rpc_name, request, min(timeout_s, left_s))
-
-        return self.attempt(attempt, retry_for_s=retry_for_s)
+            try:
+                return self._call(rpc_name, request, min(timeout_s, left_s))
+            except _REPEATED as error:
+                self._check_retry(error)
+                pauses = pauses or backoff()
+                pause_s = next(pauses)
+                if time.monotonic() + pause_s > started + retry_for_s:
+                    raise
+                logger.debug("retrying in %.2f s: %s", pause_s, error)
+            self._closed.wait(pause_s)
 
     def use_calls(self, calls: common_pb2.CallPort) -> None:
         """Sends unary rpcs to a port that the server has announced, as long as it can be reached.
@@ -201,25 +225,30 @@ class ServiceClient:
             self._calls.start(calls)
 
     def _call(self, rpc_name: str, request: Any, timeout_s: float) -> Any:
-        token, deadline = self.credentials.token, time.monotonic() + timeout_s
-        if (answer := self._calls.call(self._path(rpc_name), token, request.SerializeToString, timeout_s)) is not None:
-            return GetMessageClass(self._service.methods_by_name[rpc_name].output_type).FromString(answer)
-        stub = self._unary.get(rpc_name) or self._unary_stub(rpc_name)
+        """Calls a unary rpc once."""
+        rpc = self._unary.get(rpc_name) or self._open_unary(rpc_name)
+        credentials, deadline = self.credentials, time.monotonic() + timeout_s
+        answer = self._calls.call(rpc.path, credentials.token, request.SerializeToString, timeout_s)
+        if answer is not None:
+            return rpc.decode(answer)
         # A broken connection may have used up a part of the caller's time.
-        return stub(request, timeout=max(0.0, deadline - time.monotonic()))
+        left_s = max(0.0, deadline - time.monotonic())
+        # A lambda: the repr of a partial would show the token.
+        return self._once(lambda: rpc.stub(request, metadata=credentials.metadata, timeout=left_s))
+
+    def _open_unary(self, rpc_name: str) -> _Unary:
+        """Returns what a unary rpc needs, which is made once."""
+        method, path = self._service.methods_by_name[rpc_name], self._path(rpc_name)
+        decode = GetMessageClass(method.output_type).FromString
+        encode = GetMessageClass(method.input_type).SerializeToString
+        stub = self._channel.unary_unary(path, request_serializer=encode, response_deserializer=decode)
+        rpc = self._unary[rpc_name] = _Unary(path, decode, stub)
+        return rpc
 
     def stream(self, rpc_name: str, request: Any, *, timeout_s: float | None) -> Iterator[Any]:
         """Calls an rpc that returns a stream of messages; raises as ``call`` does."""
-        method = self._service.methods_by_name[rpc_name]
-        stub = self._with_credentials(
-            self._channel.unary_stream(
-                self._path(rpc_name),
-                request_serializer=GetMessageClass(method.input_type).SerializeToString,
-                response_deserializer=GetMessageClass(method.output_type).FromString,
-            )
-        )
         try:
-            yield from stub(request, timeout=timeout_s)
+            yield from self._stream_stub(rpc_name)(request, timeout=timeout_s)
         except grpc.RpcError as error:
             raise self._mapped(error) from error
 
@@ -229,15 +258,16 @@ class ServiceClient:
         Raises:
             UnavailableError: The client is closed.
         """
-        method = self._service.methods_by_name[rpc_name]
-        stub = self._with_credentials(
-            self._channel.unary_stream(
-                self._path(rpc_name),
-                request_serializer=GetMessageClass(method.input_type).SerializeToString,
-                response_deserializer=GetMessageClass(method.output_type).FromString,
-            )
-        )
+        stub = self._stream_stub(rpc_name)
         return self.attempt(lambda: MessageStream(stub(request, wait_for_ready=True), self.peer), retry_for_s=0.0)
+
+    def _stream_stub(self, rpc_name: str) -> Callable[..., Any]:
+        """Returns a stub of an rpc that returns a stream of messages."""
+        method = self._service.methods_by_name[rpc_name]
+        encode = GetMessageClass(method.input_type).SerializeToString
+        decode = GetMessageClass(method.output_type).FromString
+        stub = self._channel.unary_stream(self._path(rpc_name), request_serializer=encode, response_deserializer=decode)
+        return self._with_credentials(stub)
 
     def open(self, rpc_name: str, request: Any, *, timeout_s: float) -> StandingRpc:
         """Calls an rpc that sends one response and then stays open; raises as ``call`` does.
@@ -279,32 +309,34 @@ class ServiceClient:
         )
 
     def attempt(self, action: Callable[[], Result], *, retry_for_s: float) -> Result:
-        """Calls ``action`` with retries, and maps the errors of gRPC.
+        """Calls ``action`` with retries while the server is unavailable or refuses requests. Maps gRPC errors."""
+        return retry(
+            partial(self._once, action),
+            limit_s=retry_for_s,
+            errors=_REPEATED,
+            check=self._check_retry,
+            sleep=self._closed.wait,
+        )
 
-        Retries while the server is unavailable, and while this caller or its run has too many requests: the server
-        refuses such a request before it decodes it, and the requests of other trainers of the run may be the cause.
-        """
+    def _once(self, action: Callable[[], Result]) -> Result:
+        """Calls ``action``, and maps the errors of gRPC."""
+        try:
+            result = action()
+        except grpc.RpcError as error:
+            raise self._mapped(error) from error
+        except ValueError as error:  # gRPC raises this error for a closed channel
+            if not self._closed.is_set():
+                raise
+            raise UnavailableError(f"{self.peer}: this process closed the connection", peer=self.peer) from error
+        if (tls := self.credentials.tls) is not None:
+            tls.note_reached(self.address)
+        return result
 
-        def mapped() -> Result:
-            try:
-                result = action()
-            except grpc.RpcError as error:
-                raise self._mapped(error) from error
-            except ValueError as error:  # gRPC raises this error for a closed channel
-                if not self._closed.is_set():
-                    raise
-                raise UnavailableError(f"{self.peer}: this process closed the connection", peer=self.peer) from error
-            if (tls := self.credentials.tls) is not None:
-                tls.note_reached(self.address)
-            return result
-
-        def check(error: Exception) -> None:
-            if self._closed.is_set():
-                raise error
-            self._check()
-
-        errors = (UnavailableError, TooManyRequestsError)
-        return retry(mapped, limit_s=retry_for_s, errors=errors, check=check, sleep=self._closed.wait)
+    def _check_retry(self, error: Exception) -> None:
+        """Raises if another attempt is pointless."""
+        if self._closed.is_set():
+            raise error
+        self._check()
 
     def _mapped(self, error: grpc.RpcError) -> ShardwellError:
         return connection_error(error, self.peer, self.address, self.credentials.tls)
@@ -317,18 +349,6 @@ class ServiceClient:
 
     def _path(self, rpc_name: str) -> str:
         return f"/{self._service.full_name}/{rpc_name}"
-
-    def _unary_stub(self, rpc_name: str) -> Any:
-        method = self._service.methods_by_name[rpc_name]
-        stub = self._with_credentials(
-            self._channel.unary_unary(
-                self._path(rpc_name),
-                request_serializer=GetMessageClass(method.input_type).SerializeToString,
-                response_deserializer=GetMessageClass(method.output_type).FromString,
-            )
-        )
-        self._unary[rpc_name] = stub
-        return stub
 
     def _with_credentials(self, stub: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a stub that sends the client's present credentials with every call."""
@@ -353,9 +373,6 @@ class CoordinatorClient(ServiceClient):
     def __init__(self, address: str, credentials: Credentials | None = None) -> None:
         service = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"]
         super().__init__(address, service, credentials=credentials)
-
-
-logger = logging.getLogger(__name__)
 
 
 @functools.cache

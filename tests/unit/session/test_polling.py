@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from shardwell.membership import admission
-from shardwell.options import WaitOptions
+from shardwell.membership import membership as module
+from shardwell.membership.membership import Membership
+from shardwell.options import JoinConfig, WaitOptions
 from shardwell.transport.rpc import ServiceClient
 from shardwell_wire.errors import DeadlineError, UnavailableError
+from tests.unit.session.test_replica_epoch import FakeCoordinator
 
 WAITS = WaitOptions(wait_limit_s=25.0, warn_after_s=5.0, rpc_timeout_s=30.0)
 
@@ -30,8 +33,29 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
-    monkeypatch.setattr(admission, "time", found)
+    monkeypatch.setattr(module, "time", found)
     return found
+
+
+class Coordinator(FakeCoordinator):
+    """Has the test answer ``FinishWork``, with the limits of the call."""
+
+    answer: Callable[..., Any]
+
+    def call(self, rpc_name: str, request: Any, **limits: Any) -> Any:
+        return self.answer(request, **limits) if rpc_name == "FinishWork" else super().call(rpc_name, request)
+
+
+@contextmanager
+def joined(answer: Callable[..., Any]) -> Iterator[Membership]:
+    coordinator = Coordinator()
+    coordinator.answer = answer
+    config = JoinConfig(run="r", address=coordinator.address, waits=WAITS)
+    membership = Membership(config, coordinator)  # type: ignore[arg-type]
+    try:
+        yield membership
+    finally:
+        membership.leave()
 
 
 def unavailable(clock: Clock, took_s: float, *, retry_for_s: float, until_s: float) -> Any:
@@ -45,22 +69,27 @@ def unavailable(clock: Clock, took_s: float, *, retry_for_s: float, until_s: flo
 
 @pytest.mark.parametrize("took_s", [0.0, 3.0, 20.0, 60.0])
 def test_retries_end_at_the_limit(took_s: float, clock: Clock) -> None:
-    with pytest.raises(UnavailableError):
-        admission.retry_and_warn(partial(unavailable, clock, took_s or 0.01), WAITS)
-    assert 1025.0 <= clock.now <= 1026.0
+    def answer(_: Any, timeout_s: float, **limits: float) -> Any:
+        return unavailable(clock, took_s or 0.01, **limits)
+
+    with joined(answer) as membership:
+        with pytest.raises(UnavailableError):
+            membership.call("FinishWork", None)
+        assert 1025.0 <= clock.now <= 1026.0
 
 
 @pytest.mark.parametrize("outage_at_s", [0.0, 12.0, 24.9])
 def test_polls_end_at_the_limit_also_if_the_coordinator_goes_away(outage_at_s: float, clock: Clock) -> None:
-    def call(request: Any, timeout_s: float, until_s: float) -> Any:
+    def answer(request: Any, timeout_s: float, **limits: float) -> Any:
         if clock.now >= 1000 + outage_at_s:
-            return admission.retry_and_warn(partial(unavailable, clock, 10.0), WAITS, until_s)
+            return unavailable(clock, 10.0, **limits)
         clock.now += request.wait_s
         return SimpleNamespace(waiting_for=["trainer 'b'"])
 
-    with pytest.raises((DeadlineError, UnavailableError)):
-        admission.poll(call, SimpleNamespace(wait_s=0.0), lambda _: False, what="a test", waits=WAITS)
-    assert 1025.0 <= clock.now <= 1026.0
+    with joined(answer) as membership:
+        with pytest.raises((DeadlineError, UnavailableError)):
+            membership.poll("FinishWork", SimpleNamespace(wait_s=0.0), lambda _: False, what="a test")
+        assert 1025.0 <= clock.now <= 1026.0
 
 
 def test_last_attempt_of_a_call_ends_at_the_limit() -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from shardwell.grid.replica import end_connections, open_connections
-from shardwell.membership.admission import ReplicaEpoch
 from shardwell.membership.membership import Membership
+from shardwell.membership.validity import ReplicaEpoch
 from shardwell.options import JoinConfig
 from shardwell.step.step_commit import StepCommitter
 from shardwell_wire.connection.protocol_versions import own_versions

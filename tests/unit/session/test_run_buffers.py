@@ -92,7 +92,7 @@ class Trainer:
 
     def compute(self, at: WorkItemState, forward: Callable[[], object]) -> WorkItemState:
         self.buffers.start_item(self.store.version, at)
-        at.record_written(self.buffers.written())
+        at.written = self.buffers.written()
         forward()
         self.buffers.end_item(self.store.version, at)
         return at

@@ -3,13 +3,20 @@ the test's own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 
 from shardwell.monitor import step_times
-from shardwell.monitor.step_times import CommitFacts, LastFinished, ServerUpdate, StepMonitor, StepPart, StepTimes
+from shardwell.monitor.step_times import (
+    CommitFacts,
+    CounterSample,
+    LastFinished,
+    ServerUpdate,
+    StepMonitor,
+    StepPart,
+    StepTimes,
+)
 from shardwell_wire.errors import UsageError
 
 STATS = [
@@ -52,21 +59,22 @@ class Counters:
         if name == "gather_wait_s":
             self.waits.append((started, self.clock.now))
 
-    def stats(self) -> Mapping[str, float]:
-        return dict(self.values)
 
-    def moved_bytes(self) -> Mapping[str, tuple[int, int]]:
-        return dict(self.moved)
+class Monitor(StepMonitor):
+    """Takes the samples of the test's counters."""
 
-    def gather_wait_s(self) -> float:
-        return self.values["gather_wait_s"]
+    def __init__(self, counters: Counters) -> None:
+        super().__init__("me")
+        self.counters = counters
 
-    def take_gather_waits(self) -> Sequence[tuple[float, float]]:
-        waits, self.waits = self.waits, []
-        return waits
+    def begin(self) -> None:
+        self.begin_work(self.counters.values["gather_wait_s"])
 
-    def take_peak_bytes(self) -> int:
-        return self.peak_bytes
+    def end(self, step: int, facts: CommitFacts) -> None:
+        at = self.counters
+        sample = CounterSample(dict(at.values), dict(at.moved), at.peak_bytes)
+        waits, at.waits = at.waits, []
+        self.end_step(step, facts, sample, waits)
 
 
 @pytest.fixture
@@ -76,17 +84,17 @@ def counters(monkeypatch: pytest.MonkeyPatch) -> Counters:
     return Counters(clock)
 
 
-def started(counters: Counters) -> StepMonitor:
+def started(counters: Counters) -> Monitor:
     """Returns a monitor after the first step, which is not measured."""
-    monitor = StepMonitor(counters, "me")
+    monitor = Monitor(counters)
     counters.clock.now += 1000.0
-    monitor.end_step(0, CommitFacts())
+    monitor.end(0, CommitFacts())
     assert monitor.steps(9) == ()
     return monitor
 
 
-def end(monitor: StepMonitor, **facts: Any) -> StepTimes:
-    monitor.end_step(1, CommitFacts(**facts))
+def end(monitor: Monitor, **facts: Any) -> StepTimes:
+    monitor.end(1, CommitFacts(**facts))
     return monitor.steps(1)[0]
 
 
@@ -98,7 +106,7 @@ def spent(step: StepTimes) -> dict[str, float]:
 def test_every_part_is_measured_and_compute_is_the_rest(counters: Counters) -> None:
     monitor = started(counters)
     counters.clock.now += 0.5
-    monitor.begin_work()
+    monitor.begin()
     monitor.add(StepPart.DATA, 1.0)
     monitor.add(StepPart.PIPELINE_BUBBLE, 1.0)
     monitor.add(StepPart.PIPELINE_BUBBLE, 0.5)
@@ -130,14 +138,14 @@ def test_every_part_is_measured_and_compute_is_the_rest(counters: Counters) -> N
 
 def test_next_step_starts_with_nothing(counters: Counters) -> None:
     monitor = started(counters)
-    monitor.begin_work()
+    monitor.begin()
     monitor.add(StepPart.DATA, 1.0)
     monitor.count(tokens=3, samples=2)
     counters.clock.now += 4.0
     first = end(monitor)
     assert (first.tokens, first.samples) == (3, 2)
     counters.clock.now += 2.0
-    monitor.begin_work()
+    monitor.begin()
     counters.clock.now += 1.0
     second = end(monitor)
     assert (second.tokens, second.samples) == (0, 0)
@@ -148,7 +156,7 @@ def test_only_the_first_loop_over_batches_ends_the_time_between_steps(counters: 
     monitor = started(counters)
     for _ in range(2):
         counters.clock.now += 2.0
-        monitor.begin_work()
+        monitor.begin()
     assert spent(end(monitor)) == {"between_steps": 2.0, "compute": 2.0}
 
 
@@ -157,7 +165,7 @@ def test_gathers_between_steps_are_gather_waits(counters: Counters) -> None:
     monitor = started(counters)
     counters.clock.now += 1.0
     counters.spend("gather_wait_s", 3.0)
-    monitor.begin_work()
+    monitor.begin()
     assert spent(end(monitor)) == {"between_steps": 1.0, "gather_wait": 3.0}
 
 
@@ -212,7 +220,7 @@ def test_the_last_steps_are_kept(counters: Counters) -> None:
     monitor = started(counters)
     for number in range(1, step_times.MAX_STEPS + 3):
         counters.clock.now += 1.0
-        monitor.end_step(number, CommitFacts())
+        monitor.end(number, CommitFacts())
     assert [step.step for step in monitor.steps(2)] == [step_times.MAX_STEPS + 1, step_times.MAX_STEPS + 2]
     assert len(monitor.steps(10**6)) == step_times.MAX_STEPS
 

@@ -34,7 +34,7 @@ def test_phases_lead_to_the_next_step() -> None:
     finished = state.advance(4, items(0, 1))
     assert finished == FinishedStep(frozenset({1}), frozenset({5}), frozenset({1}))
     assert (state.number, state.phase, state.pending_update) == (4, StepPhase.COMPUTING, None)
-    assert sorted(state.items) == [0, 1] and not state.items[1].finished
+    assert sorted(state.items) == [0, 1] and not state.items[1].is_finished
 
 
 def test_restarted_item_and_abandoned_commit_return_to_the_earlier_phase() -> None:

@@ -1,0 +1,314 @@
+"""A trainer's work items: each is started, computed and finished, and finished items are reported.
+
+Note: [SIGTERM]
+    Schedulers announce by SIGTERM that they take the machine away. The trainer leaves the run and exits with code 143
+    within seconds. A work item that is nearly finished is finished and reported first, so that no other trainer has to
+    compute it. Any other item is handed back. The handler is installed only if the script has none, because the process
+    then would end without leaving.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterable
+from types import FrameType
+
+from shardwell.step.step_state import ItemState, WorkItemState
+from shardwell.training.rejoining import Iteration, Rejoining
+from shardwell.training.training import Training
+from shardwell_wire.errors import StaleEpochError, StepRestartedError, UsageError, VersionGoneError
+from shardwell_wire.v1 import coordinator_pb2
+
+logger = logging.getLogger(__name__)
+
+EXIT_CODE = 128 + signal.SIGTERM
+
+_NEARLY_DONE_S = 2.0
+"""An item is finished first if at most this many seconds of its computation are left, by the time of the last item."""
+
+
+class WorkItems:
+    """Computes the work items of the step in flight that are leased to this trainer.
+
+    Args:
+        training: The model in training.
+        rejoining: Joins the run again if the membership has lapsed.
+        iteration: The iteration of the training loop.
+    """
+
+    def __init__(self, training: Training, rejoining: Rejoining, iteration: Iteration) -> None:
+        self._training, self._rejoining, self._iteration = training, rejoining, iteration
+        self._state, self._membership, self._store = training.state, training.membership, training.store
+        self._units, self._buffers, self._committer = training.units, training.buffers, training.committer
+        self.keeps_graphs = False
+        """Whether graphs stay usable after an item of a plain loop, because several optimizers use them in turn."""
+        self.is_last = False
+        """True if the process ends when the current item is finished and reported. See Note: [SIGTERM]."""
+        self._item_started_s: float | None = None
+        self._item_s: float | None = None
+        """Seconds that the last item of ``step.batches`` took."""
+
+    def start_batches(self) -> None:
+        """Called when ``step.batches`` starts to yield the step's items.
+
+        Raises:
+            UsageError: A gradient was computed before, which belongs to no item.
+            ReplicaLostError: Another trainer of the replica was lost.
+        """
+        self._training.replica.require_valid()
+        if not self._state.in_batches and self._units.have_gradients:
+            raise UsageError(
+                f"a backward ran in step {self._state.number} before `for batch in step.batches(...)`: its gradient "
+                "belongs to no batch, and no other trainer could recompute it. Run the backward inside that loop, or "
+                "call optimizer.zero_grad() to drop the gradient"
+            )
+        self._state.in_batches = True
+        self._training.monitor.begin_work(self._store.traffic.gather_wait_s)
+
+    def start_item(self, item: WorkItemState) -> bool:
+        """Starts a work item without gradients of an earlier attempt; returns False if the attempt is over already."""
+        self._state.start_item(item)
+        self._item_started_s = time.monotonic()
+        self._units.zero_grad()
+        try:
+            self._buffers.start_item(self._state.number, item)
+        except VersionGoneError:  # the step was committed with the work of another trainer
+            item.abandon(item.key)
+            self._state.leave_item()
+            return False
+        item.written = self._buffers.written()
+        if self._store.pushes.may_have_twins:
+            self._membership.start_item(self._state.number, item.item.global_rank)
+        self._training.replica.require_same_item(item.item)
+        return True
+
+    def stop_item(self) -> None:
+        """Called when the loop over ``step.batches`` ends early or raises: this trainer computes no item."""
+        self._membership.end_item()
+
+    def end_item(self) -> None:
+        """Ends the current item: sends its remaining gradients and, for rank 0, its buffers.
+
+        Drops them if the item's attempt is over.
+        """
+        current = self._state.current
+        if current is not None and self._state.in_batches and (current.is_over or self._membership.lapsed):
+            self._units.zero_grad()
+            self._store.pushes.abandon_sums()
+            self._buffers.abandon_item()
+            self._state.leave_item()
+            self._restart_spoiled()
+            self._end_time()
+            return
+        self._units.finish_item(keeps_graphs=self.keeps_graphs and not self._state.in_batches)
+        if current is not None:
+            self._store.pushes.push_drops(current)
+            self._buffers.end_item(self._state.number, current)
+        self._state.finish_item()
+        self._end_time()
+
+    def _restart_spoiled(self) -> bool:
+        """Starts another attempt of the items that cannot be finished; returns whether there are any."""
+        if self._membership.lapsed:
+            return False
+        spoiled = [item for item in self._state.items.values() if item.is_spoiled]
+        for item in spoiled:
+            try:
+                self._store.pushes.restart(item)
+            except (StaleEpochError, VersionGoneError):
+                item.give_up()
+            else:
+                item.reopen()
+        return bool(spoiled)
+
+    def _end_time(self) -> None:
+        """Measures the item that has ended. Stops the process if it should end with the item."""
+        started, self._item_started_s = self._item_started_s, None
+        if started is not None:
+            self._item_s = time.monotonic() - started
+        if self.is_last:
+            self.is_last = False
+            self._store.pushes.drain()
+            counted = [item for item in self._state.items.values() if item.state is ItemState.FINISHED]
+            self._committer.report_finished(self._state.number, [item.to_proto() for item in counted])
+            raise SystemExit(EXIT_CODE)
+
+    def remaining_s(self) -> float | None:
+        """Returns the estimated time until the current item ends. None: unknown, or no item is being computed."""
+        started, item_s = self._item_started_s, self._item_s
+        return None if started is None or item_s is None else max(0.0, started + item_s - time.monotonic())
+
+    def finish_work(self, *, accept_work: bool) -> list[WorkItemState]:
+        """Reports finished items and waits for those of the other trainers.
+
+        Returns:
+            Work items that this trainer must compute: those of a lost trainer, and its own that were restarted. Empty
+            when all items of the step are finished, or when the loop goes on at another step.
+
+        Raises:
+            StepRestartedError: In a plain loop, the trainer's item was restarted.
+        """
+        while not self._state.work_finished:
+            if not self._rejoining.join_again():
+                return []
+            if todo := [item for item in self._state.unfinished if not item.is_over]:
+                return todo  # this trainer has joined again, or it has restarted items itself
+            try:
+                self._store.pushes.drain()
+                self._membership.end_item()  # not before: an item is late too if its pushes take long
+                if self._restart_spoiled():
+                    continue
+                response = self._report(accept_work=accept_work, accept_twins=self._accepts_twins)
+            except StaleEpochError:
+                if not self._membership.lapsed:
+                    raise
+                continue
+            if response.all_finished:
+                self._state.finish_work()
+            elif self._state.asynchronous and not response.work.items:
+                self._state.restart(response.work.step, [], response.work.position)
+                self._iteration.voided = True  # there is no work item for the rest of it
+                return []
+            elif self._state.asynchronous and response.work.step != self._state.number:
+                return self._start(response.work)
+            elif work := self._take(response.work.items):
+                return work
+        return []
+
+    def _report(self, *, accept_work: bool, accept_twins: bool) -> coordinator_pb2.FinishWorkResponse:
+        # The pushes of an item that is over were dropped. A plain loop reports it to learn the next attempt.
+        finished = [
+            item.to_proto()
+            for item in self._state.items.values()
+            if item.is_finished and not (item.is_over and self._state.in_batches)
+        ]
+        return self._committer.finish_work(
+            self._state.number,
+            finished,
+            accept_work=accept_work,
+            accept_twins=accept_twins,
+            item_limit=self._state.item_limit,
+        )
+
+    def report_again(self, error: StepRestartedError) -> None:
+        """Reports finished work to a coordinator that has restarted since. The refused rpc can then be repeated.
+
+        Args:
+            error: Why the coordinator refused an rpc about the finished work.
+
+        Raises:
+            StepRestartedError: ``error``, if work of the step was restarted.
+        """
+        if "ranks" not in error.data or self._membership.lapsed:
+            raise error  # the coordinator knows the reports
+        # Work that the answer grants instead stays leased to this trainer, and ``finish_work`` gets it again.
+        if not self._report(accept_work=self._state.in_batches, accept_twins=False).all_finished:
+            raise error
+
+    def _start(self, work: coordinator_pb2.StepWork) -> list[WorkItemState]:
+        """Starts the item of an asynchronous run that this trainer has waited for, or has to compute again.
+
+        It reads a later version.
+        """
+        for item in self._state.items.values():
+            self._store.pushes.forget_pushes(item)
+        self._state.restart(work.step, work.items, work.position)
+        self._state.in_batches = True
+        self._units.invalidate()
+        self._units.begin_step()
+        return self._state.unfinished
+
+    @property
+    def _accepts_twins(self) -> bool:
+        """True if this trainer may compute the twin of an item that is late, and none has failed in this step."""
+        failed = any(item.is_twin and item.is_over for item in self._state.items.values())
+        return self._state.in_batches and self._store.pushes.can_compute_twins and not failed
+
+    def _take(self, items: Iterable[coordinator_pb2.WorkItem]) -> list[WorkItemState]:
+        """Adds work items that the coordinator has leased to this trainer; returns those to compute.
+
+        They have the coordinator's order, in which all trainers of a replica compute them.
+        """
+        known = self._state.items
+        work = self._state.add_items([item for item in items if item.global_rank not in known])
+        added = {state.item.global_rank for state in work}
+        repeated = [item for item in items if item.global_rank not in added]
+        for item in repeated:
+            self._repeat(known[item.global_rank], item)
+        if repeated and not self._state.in_batches:
+            raise self._rejoining.plain_loop_error()
+        return [known[item.global_rank] for item in items]
+
+    def _repeat(self, state: WorkItemState, item: coordinator_pb2.WorkItem) -> None:
+        """Makes an item unfinished, because its attempt is over and it is leased to this trainer again."""
+        logger.warning(
+            "step %d: the work of rank %d is computed again (attempt %d), because its gradients are lost",
+            self._state.number,
+            item.global_rank,
+            item.attempt,
+        )
+        self._store.pushes.forget_pushes(state)
+        self._state.repeat_item(state, item)
+
+
+class Preemption:
+    """Handles SIGTERM for the open sessions of this process. See Note: [SIGTERM]."""
+
+    def __init__(self) -> None:
+        self._sessions: list[WorkItems] = []
+        self._stopping = False
+        self._timer: threading.Timer | None = None
+
+    def add(self, items: WorkItems) -> None:
+        """Handles SIGTERM from now on, unless the script does or this is not the main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if not self._sessions:
+            if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+                return
+            signal.signal(signal.SIGTERM, self._terminate)
+        self._sessions.append(items)
+
+    def remove(self, items: WorkItems) -> None:
+        """Stops to handle SIGTERM after the last session."""
+        if items not in self._sessions:
+            return
+        self._sessions.remove(items)
+        if not self._sessions and threading.current_thread() is threading.main_thread():
+            self._restore()
+
+    def forget(self) -> None:
+        """Called in a forked process, which has no session: SIGTERM ends it as usual."""
+        if self._sessions:
+            self._sessions.clear()
+            self._restore()
+
+    def _restore(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._stopping = False
+        if signal.getsignal(signal.SIGTERM) == self._terminate:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _terminate(self, number: int, _: FrameType | None) -> None:
+        remaining = [left for items in self._sessions if (left := items.remaining_s()) is not None]
+        if self._stopping or not remaining or max(remaining) > _NEARLY_DONE_S:
+            logger.warning("SIGTERM: this trainer leaves the run; other trainers continue its work")
+            raise SystemExit(EXIT_CODE)
+        logger.warning("SIGTERM: this trainer leaves the run when its work item is finished")
+        self._stopping = True
+        for items in self._sessions:
+            items.is_last = True
+        # The estimate may be wrong.
+        self._timer = threading.Timer(2 * _NEARLY_DONE_S, os.kill, (os.getpid(), number))
+        self._timer.daemon = True
+        self._timer.start()
+
+
+preemption = Preemption()
+"""Signal handlers belong to the process, and so does this object."""
