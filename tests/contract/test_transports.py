@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 import torch
 
-from shardwell.data_plane.shard import PendingFetch, RemoteShard, ShardFetch, Wire, fetch_together
+from shardwell.data_plane.shard import RemoteShard, ShardFetch, Wire, fetch_together
 from shardwell.transport.base import (
     NEARLY_DONE_BYTES,
     ByteCounter,
     PreparedPush,
     ShardAddress,
+    ShardRead,
     SharedTransport,
     StreamTransport,
     Transport,
@@ -29,7 +30,7 @@ from shardwell.transport.base import (
 )
 from shardwell.transport.grpc_transport import GrpcTransport
 from shardwell.transport.selector import SHARED_TRANSPORTS, STREAM_TRANSPORTS, TRANSPORT_NAMES, TransportSelector
-from shardwell.transport.server_connection import ServerConnection
+from shardwell.transport.server_connection import ConnectOptions, ServerConnection
 from shardwell.transport.shared_vector import SegmentLocation, SharedVector
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_wire.encoding.chunk_streams import memory_at
@@ -99,7 +100,7 @@ class Opened:
         """The shard, mapped if the transport shares memory."""
         address = address_of(one or self.one)
         if isinstance(self.transport, SharedTransport):
-            file = self.transport.locate(address, None, timeout_s=20.0, retry_for_s=0.0).segment.file
+            file = self.transport.locate(address, None, timeout_s=20.0).segment.file
             place = SegmentLocation(file, address.start_bytes, address.stop_bytes, self.transport.open_file)
             address.window = SharedVector("u", [place])
         return address
@@ -109,7 +110,7 @@ class Opened:
     ) -> tuple[int, list[torch.Tensor]]:
         target = Target(torch.empty(self.one.size, dtype=torch.uint8))
         address = self.address(one)
-        fetched = self.transport.fetch(address, version, target, wait_s=wait_s, timeout_s=20.0, retry_for_s=0.0)
+        fetched = self.transport.fetch(ShardRead(address, version, target), wait_s=wait_s, timeout_s=20.0)
         return fetched, self.one.split(target.bytes)
 
     def push(
@@ -127,7 +128,7 @@ class Opened:
         prepared = unsent(address_of(self.one), header, Gradients(self.one, gradients))
         if isinstance(self.transport, SharedTransport):
             prepared = self.transport.prepare_push(prepared)
-        self.transport.push(prepared, timeout_s=20.0, retry_for_s=0.0)
+        self.transport.push(prepared, timeout_s=20.0)
 
     def contributions(self) -> dict[int, Any]:
         return self.server.evaluate(lambda: dict(self.one.shard.gradient.contributions.by_rank))
@@ -154,9 +155,7 @@ def opened(server: ShardServer, request: pytest.FixtureRequest) -> Iterator[Open
 
 def connected(one: OneUnit, *transports: str) -> ServerConnection:
     client = one.server.client
-    return ServerConnection(
-        client.address, one.identity, transports=transports, chunk_bytes=64 << 10, credentials=client.credentials
-    )
+    return ServerConnection(client.address, one.identity, ConnectOptions(transports, 64 << 10, client.credentials))
 
 
 @pytest.fixture(params=TRANSPORT_NAMES)
@@ -239,7 +238,7 @@ def test_streams_report_that_they_are_nearly_done(server: ShardServer, name: str
         )
         assert isinstance(transport, StreamTransport)
         pushed = unsent(address_of(opened.one), header, Gradients(opened.one, opened.one.filled(1.0)))
-        transport.push(pushed, timeout_s=20.0, retry_for_s=0.0, nearly_done=lambda: reported.append(True))
+        transport.push(pushed, timeout_s=20.0, nearly_done=lambda: reported.append(True))
         assert reported == [True]
         opened.one.prepare(0)
         opened.one.update(0)
@@ -250,7 +249,6 @@ def test_streams_report_that_they_are_nearly_done(server: ShardServer, name: str
             Target(flat.view(torch.uint8)),
             wait_s=20.0,
             timeout_s=20.0,
-            retry_for_s=0.0,
             nearly_done=lambda: reported.append(bool((flat[: -NEARLY_DONE_BYTES // 4] == -1.0).all())),
         )
         assert reported and all(reported)
@@ -451,7 +449,7 @@ def prepared_push(
     header = part_header(context=one.context(0, epoch), part=part)
     values = zip(one.segments, one.filled(value), strict=True)
     flats = {segment.parameter_index: values.flatten() for segment, values in values}
-    return shard.prepare_push(header, flats).prepared
+    return shard.prepare_push(header, flats).require_prepared()
 
 
 def test_a_batch_accepts_good_parts_and_rejects_the_others(server: ShardServer, connection: ServerConnection) -> None:
@@ -505,15 +503,11 @@ def test_a_batch_of_pushes_updates_as_single_pushes_do(server: ShardServer, conn
     assert torch.equal(batched, expected)
 
 
-def versions_of(fetches: Sequence[ShardFetch]) -> dict[int, int]:
+def versions_of(connection: ServerConnection, fetches: Sequence[ShardFetch]) -> dict[int, int]:
     """Fetches a batch; returns the versions that arrived, by position."""
     versions: dict[int, int] = {}
-    fetch_together(pending(fetches), versions.__setitem__)
+    fetch_together(connection, fetches, versions.__setitem__)
     return versions
-
-
-def pending(fetches: Sequence[ShardFetch]) -> list[PendingFetch]:
-    return [PendingFetch(each, each.small, 0, ignore) for each in fetches if each.small is not None]
 
 
 @pytest.mark.parametrize("gather_dtype", [0, common_pb2.WIRE_DTYPE_BFLOAT16, common_pb2.WIRE_DTYPE_INT8])
@@ -530,7 +524,7 @@ def test_a_batch_of_fetches_delivers_the_bits_of_single_fetches(
         shard.prepare_fetch(0, memory_at(flat.data_ptr(), flat.numel()))
         for shard, flat in zip(shards, batched, strict=True)
     ]
-    assert versions_of(fetches) == {0: 0, 1: 0}
+    assert versions_of(connection, fetches) == {0: 0, 1: 0}
     for shard, flat in zip(shards, single, strict=True):
         assert shard.fetch(0, memory_at(flat.data_ptr(), flat.numel())) == 0
     assert all(torch.equal(*pair) for pair in zip(batched, single, strict=True))
@@ -546,7 +540,7 @@ def test_a_batch_of_fetches_leaves_out_what_cannot_be_read(server: ShardServer, 
         )
         for one, flat in zip((known, unknown), flats, strict=True)
     ]
-    assert versions_of(fetches) == {0: 0}
+    assert versions_of(connection, fetches) == {0: 0}
     assert torch.equal(flats[0], known.flat(known.gather(0)[1])) and not flats[1].any()
 
 
@@ -569,7 +563,7 @@ def test_a_late_version_does_not_delay_the_others_of_a_batch(server: ShardServer
             arrived[number] = version
             condition.notify()
 
-    fetching = in_background(partial(fetch_together, pending(fetches), note))
+    fetching = in_background(partial(fetch_together, connection, fetches, note))
     with condition:
         assert condition.wait_for(lambda: len(arrived) == 4, 5.0)
     assert arrived == {1: 1, 2: 1, 3: 1, 4: 1}

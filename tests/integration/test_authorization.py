@@ -291,10 +291,10 @@ def test_push_in_the_name_of_another_trainer_is_refused(live: Live) -> None:
             for name, proof in forged.items():
                 header.context.lease_proof = proof
                 with pytest.raises(AccessError, match="does not prove that rank 0 was leased to the sender"):
-                    transport.push_stream(header, [], timeout_s=20.0, retry_for_s=0.0)
+                    transport.push_stream(header, [], timeout_s=20.0)
                 assert live.digest() == before, name
             header.context.lease_proof = key.lease_proof(live.run_id, 0, epoch)
-            response = transport.push_stream(header, [], timeout_s=20.0, retry_for_s=0.0)
+            response = transport.push_stream(header, [], timeout_s=20.0)
             assert response.duplicate == (transport is not socket), "the forged pushes lacked the proof only"
 
 
@@ -308,7 +308,7 @@ def test_sum_needs_the_leases_of_all_its_ranks(live: Live) -> None:
         closing(ShardClient(address, credentials=Credentials(text=live.tokens[MEMBER]))) as client,
         pytest.raises(AccessError, match="does not prove that rank 1 was leased to the sender"),
     ):
-        GrpcTransport(client).push_stream(header, [], timeout_s=20.0, retry_for_s=0.0)
+        GrpcTransport(client).push_stream(header, [], timeout_s=20.0)
 
 
 LEASED = {"InitializeUnit", "ReadPartition", "StagePartition", "OpenStagingBuffer", "StageStagingBuffer"}
@@ -335,7 +335,7 @@ def test_session_of_a_reader_reads_only(live: Live) -> None:
             with pytest.raises(
                 AccessError, match="ReduceScatter is for the roles trainer, but the token is of a reader"
             ):
-                transport.push_stream(header, [], timeout_s=20.0, retry_for_s=0.0)
+                transport.push_stream(header, [], timeout_s=20.0)
     assert live.digest() == before
 
 

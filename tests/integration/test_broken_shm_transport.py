@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from shardwell.data_plane.shard import RemoteShard, Wire
+from shardwell.transport import resending
 from shardwell.transport.base import ignore
 from shardwell.transport.grpc_transport import ShardClient
-from shardwell.transport.server_connection import ServerConnection
+from shardwell.transport.server_connection import ConnectOptions, ServerConnection
 from shardwell.transport.shm_transport import ShmTransport
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.requests.pushes import Push
@@ -50,9 +51,7 @@ class Trainer:
     ) -> None:
         self.server, self.one = server, unit(server, layout, run=run)
         address = server.client.address
-        self.connection = ServerConnection(
-            address, self.one.identity, transports=transports.split(","), chunk_bytes=64 << 10
-        )
+        self.connection = ServerConnection(address, self.one.identity, ConnectOptions(transports.split(","), 64 << 10))
         run = self.one.identity
         self.shard = RemoteShard(run, layout, self.connection, self.one.start, self.one.stop, Wire(wait_limit_s=20.0))
         self._generator = torch.Generator().manual_seed(7)
@@ -249,8 +248,8 @@ def test_session_that_breaks_before_a_buffer_is_mapped_is_replaced(
             return answer
 
         monkeypatch.setattr(ShardClient, "call", breaking)
-        monkeypatch.setattr(trainer.connection.transports.guard, "_ask", lambda: None)
-        monkeypatch.setattr(trainer.connection.transports.guard, "_wait_limit_s", 20.0)
+        monkeypatch.setattr(trainer.connection.policy, "asks", True)
+        monkeypatch.setattr(trainer.connection.policy, "wait_limit_s", 20.0)
         (push or trainer.prepare(0, 0))()
         trainer.prepare(0, 1)()
         trainer.end(0)
@@ -261,6 +260,13 @@ def test_session_that_breaks_before_a_buffer_is_mapped_is_replaced(
         assert_nothing_is_left(trainer)
 
 
+def over_shared(connection: ServerConnection, action: Callable[[Any], Any]) -> Any:
+    """Runs an action on the transport through shared memory. Repeats it when its session broke."""
+    return connection.resending.run(
+        lambda server, _: action(server.transports.require_shared()), resending.SHARED_TRANSFER
+    )
+
+
 def test_session_that_breaks_during_locate_is_replaced(server: ShardServer) -> None:
     with Trainer(server) as trainer:
         first, seen = trainer.transport, []
@@ -269,9 +275,9 @@ def test_session_that_breaks_during_locate_is_replaced(server: ShardServer) -> N
             seen.append(transport)
             if transport is first:
                 trainer.break_session()
-            return transport.locate(trainer.shard.address, 0, timeout_s=20.0, retry_for_s=0.0).version
+            return transport.locate(trainer.shard.address, 0, timeout_s=20.0).version
 
-        assert trainer.connection.transports.over_shared(locate) == 0
+        assert over_shared(trainer.connection, locate) == 0
         assert seen == [first, trainer.transport]
 
 
@@ -297,6 +303,6 @@ def test_error_on_an_intact_session_is_not_retried(
             raise ConflictError("no")
 
         with pytest.raises(ConflictError, match=r"^no$"):
-            trainer.connection.transports.over_shared(refused)
+            over_shared(trainer.connection, refused)
         assert seen == [trainer.transport]
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

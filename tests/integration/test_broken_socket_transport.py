@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from shardwell.transport.grpc_transport import ShardClient
+from shardwell.transport.resending import ReachedServer, Resending
 from shardwell.transport.rpc import Endpoint
-from shardwell.transport.server_connection import ServerConnection
+from shardwell.transport.server_connection import ConnectOptions, ServerConnection
 from shardwell.transport.socket_transport import SocketConnection, SocketTransport
 from shardwell_server.shard.requests import streams
 from shardwell_server.shard.transports import socket_transport
@@ -127,7 +128,7 @@ def level_of_fallback(one: OneUnit, caplog: pytest.LogCaptureFixture, reason: st
     caplog.set_level(logging.INFO)
     names = ("socket", "grpc")
     address = one.server.client.address
-    with closing(ServerConnection(address, one.identity, transports=names, chunk_bytes=64 << 10)) as connection:
+    with closing(ServerConnection(address, one.identity, ConnectOptions(names, 64 << 10))) as connection:
         assert connection.transport.name == "grpc"
     (record,) = (each for each in caplog.records if "no transport socket" in each.getMessage())
     assert reason in record.getMessage()
@@ -345,9 +346,10 @@ def test_connection_that_broke_while_idle_is_replaced(connected: ConnectedUnit) 
     assert connected.gather()[0] == 0
 
 
-def test_broken_connection_is_retried_for_retry_for_s(connected: ConnectedUnit) -> None:
-    for retry_for_s, outcome in ((0.0, "fails"), (20.0, "succeeds")):
-        waiting = in_background(partial(connected.gather, 1, retry_for_s=retry_for_s))
+def test_request_on_a_broken_connection_is_repeated_by_resending_only(connected: ConnectedUnit) -> None:
+    gather, repeating = partial(connected.gather, 1), Resending(ReachedServer("s:1")).run
+    for outcome in ("fails", "succeeds"):
+        waiting = in_background(gather if outcome == "fails" else partial(repeating, lambda *_: gather()))
         connected.server.until(lambda: len(connected.one.shard.values._waiting) == 1, "a request waits")
         cut(connected)
         if outcome == "fails":

@@ -68,7 +68,6 @@ def gather(one: OneUnit, wire_dtype: int = BFLOAT16, version: int | None = None)
         one.gather_request(version, wire_dtype=wire_dtype),
         into(memory_at(encoded.data_ptr(), encoded.numel())),
         timeout_s=20.0,
-        retry_for_s=0.0,
     )
     return got, encoded
 

@@ -13,7 +13,7 @@ import torch
 
 from shardwell.data_plane.shard import RemoteShard, Wire
 from shardwell.transport.base import ignore
-from shardwell.transport.server_connection import ServerConnection
+from shardwell.transport.server_connection import ConnectOptions, ServerConnection
 from shardwell_server.shard.memory.shared_memory import SharedBuffer, SharedMemory
 from shardwell_wire.errors import UnavailableError
 from shardwell_wire.host.shared_memory import UntrustedFileError
@@ -64,9 +64,7 @@ def test_gradient_buffer_of_another_kind_is_not_mapped(
     server: ShardServer, wrong: Callable[[SharedBuffer], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = unit(server)
-    connection = ServerConnection(
-        server.client.address, one.identity, transports=("shm", "socket"), chunk_bytes=64 << 10
-    )
+    connection = ServerConnection(server.client.address, one.identity, ConnectOptions(("shm", "socket"), 64 << 10))
     with closing(connection), monkeypatch.context() as patched:
         patched.setattr(SharedBuffer, "open_for_trainer", wrong)
         push(connection, one)

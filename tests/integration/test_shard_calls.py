@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import grpc.aio
 import pytest
 
-from shardwell.transport.server_connection import ServerConnection
+from shardwell.transport.server_connection import ConnectOptions, ServerConnection
 from shardwell_server.coordinator.servers.cluster import Server
 from shardwell_server.coordinator.servers.shard_client import GrpcShardCalls
 from shardwell_wire.errors import NotFoundError, UnavailableError
@@ -87,7 +87,6 @@ def test_trainer_that_reaches_another_server_says_which(server: ShardServer) -> 
         ServerConnection(
             server.client.address,
             RunIdentity("r", "r-1"),
-            transports=("grpc",),
-            chunk_bytes=64 << 10,
+            ConnectOptions(("grpc",), 64 << 10),
             server_id="other",
         )

@@ -128,7 +128,7 @@ def test_session_of_a_deleted_run_ends_and_cannot_serve_its_successor(server: Sh
             header=header, transport_id=shm.transport._session, gradient_buffer_id=gradient_buffer
         )
         assert isinstance(error_of(lambda: server.call("ReduceGradientBuffer", request)), ShardwellError)
-        push = partial(sockets.push_stream, header, [memoryview(bytes(new.size))], timeout_s=20.0, retry_for_s=0.0)
+        push = partial(sockets.push_stream, header, [memoryview(bytes(new.size))], timeout_s=20.0)
         assert isinstance(error_of(push), ShardwellError)
         server.until(lambda: not server.shm._open, "the session has ended")
         open_shm = partial(ShmTransport, control=server.client.control, timeout_s=20.0)
@@ -144,9 +144,7 @@ def test_socket_session_serves_its_own_run_only(server: ShardServer) -> None:
     with closing(connected.transport):
         request = new.gather_request()
         error = error_of(
-            lambda: connected.transport.fetch_stream(
-                request, into(memoryview(bytearray(new.size))), timeout_s=20.0, retry_for_s=0.0
-            )
+            lambda: connected.transport.fetch_stream(request, into(memoryview(bytearray(new.size))), timeout_s=20.0)
         )
         assert "socket session belongs to run 'r' with id old, but the request names run 'r' with id new" in str(error)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from shardwell import LocalCluster
-from shardwell.transport.server_connection import ServerConnection
+from shardwell.transport.server_connection import ConnectOptions, ServerConnection
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.transports import shm_buffers
 from shardwell_wire.host.shared_memory import ANSWER, HEAD_BYTES, TOKEN_BYTES, opened, receive_descriptor, request
@@ -155,9 +155,7 @@ def test_server_without_a_socket_is_reached_over_the_network(
     monkeypatch.setattr(shm_buffers, "_listen", fail)
     with closing(SharedMemory()) as shared, ShardServer(shared=shared) as server:
         one = unit(server)
-        connection = ServerConnection(
-            server.client.address, one.identity, transports=("shm", "socket"), chunk_bytes=64 << 10
-        )
+        connection = ServerConnection(server.client.address, one.identity, ConnectOptions(("shm", "socket"), 64 << 10))
         with closing(connection):
             assert connection.transport.name == "socket"
     assert "trainers on this host use the network: cannot make a socket in /dev/shm/shardwell-" in caplog.text

@@ -409,7 +409,7 @@ def test_server_without_shared_memory_rejects_control_messages() -> None:
             request = shard_pb2.ReduceGradientBufferRequest(
                 header=header(one), transport_id="none", gradient_buffer_id=1
             )
-            error = error_of(lambda: transport.control(request, timeout_s=20.0, retry_for_s=0.0))
+            error = error_of(lambda: transport.control(request, timeout_s=20.0))
     assert type(error) is ConflictError
     assert "server 'here' does not offer the shm transport" in str(error)
 

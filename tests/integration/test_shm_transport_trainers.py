@@ -14,7 +14,7 @@ import torch
 
 from shardwell.data_plane.shard import RemoteShard, Wire
 from shardwell.transport.base import ignore
-from shardwell.transport.server_connection import ServerConnection
+from shardwell.transport.server_connection import ConnectOptions, ServerConnection
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_wire.errors import (
     CapacityError,
@@ -58,9 +58,7 @@ def connected(server: ShardServer) -> Iterator[ConnectedUnit]:
 
 
 def connect(one: OneUnit, transports: str = "shm,grpc") -> ServerConnection:
-    return ServerConnection(
-        one.server.client.address, one.identity, transports=transports.split(","), chunk_bytes=64 << 10
-    )
+    return ServerConnection(one.server.client.address, one.identity, ConnectOptions(transports.split(","), 64 << 10))
 
 
 def remote(one: OneUnit, connection: ServerConnection) -> RemoteShard:

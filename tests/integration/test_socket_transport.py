@@ -271,10 +271,7 @@ def test_malformed_gather_is_rejected(
     request = connected.one.gather_request()
     request.MergeFrom(shard_pb2.GatherRequest(**fields))
     nowhere = into(memoryview(bytearray(64)))
-    assert (
-        type(error_of(lambda: connected.transport.fetch_stream(request, nowhere, timeout_s=20.0, retry_for_s=0.0)))
-        is error
-    )
+    assert type(error_of(lambda: connected.transport.fetch_stream(request, nowhere, timeout_s=20.0))) is error
     assert connected.connections() == 1
 
 
@@ -287,7 +284,6 @@ def test_target_of_another_size_raises_chunk_error(connected: ConnectedUnit) -> 
                 connected.one.gather_request(),
                 into(target),
                 timeout_s=20.0,
-                retry_for_s=0.0,
             )
         )
         assert isinstance(error, ChunkError)
@@ -303,12 +299,12 @@ def test_close_ends_connections_and_requests_in_flight(server: ShardServer) -> N
         closing_transport(ConnectedUnit(server)) as other,
         Peer(connected) as peer,
     ):
-        waiting = in_background(partial(connected.gather, 1, retry_for_s=20.0))
+        waiting = in_background(partial(connected.gather, 1))
         server.until(lambda: len(connected.one.shard.values._waiting) == 1, "a request waits")
         connected.transport.close()
         assert isinstance(error_of(partial(next, waiting)), UnavailableError)
         assert peer.is_closed()
-        error = error_of(lambda: connected.gather(retry_for_s=20.0))
+        error = error_of(connected.gather)
         assert isinstance(error, UnavailableError)
         assert f"socket transport to {server.client.address} is closed" in str(error)
         with Peer(connected, hello=socket_frames.hello(connected.transport._offer.token)) as late:
@@ -319,10 +315,10 @@ def test_close_ends_connections_and_requests_in_flight(server: ShardServer) -> N
 def test_transport_closed_by_the_server_fails_at_once() -> None:
     with ShardServer() as server:
         connected = ConnectedUnit(server)
-        waiting = in_background(partial(connected.gather, 1, retry_for_s=1000.0))
+        waiting = in_background(partial(connected.gather, 1))
         server.until(lambda: len(connected.one.shard.values._waiting) == 1, "a request waits")
     assert isinstance(error_of(partial(next, waiting)), UnavailableError)
-    assert isinstance(error_of(lambda: connected.gather(retry_for_s=1000.0)), UnavailableError)
+    assert isinstance(error_of(connected.gather), UnavailableError)
 
 
 def test_server_process_offers_the_transport_and_stops_cleanly(tmp_path: Path) -> None:
@@ -347,7 +343,7 @@ def test_server_process_offers_the_transport_and_stops_cleanly(tmp_path: Path) -
                 shard_pb2.GatherRequest(run="r", run_id="id-of-r", unit="u"),
                 into(memoryview(bytearray(64))),
             )
-            assert isinstance(error_of(lambda: gather(timeout_s=20.0, retry_for_s=1000.0)), UnavailableError)
+            assert isinstance(error_of(lambda: gather(timeout_s=20.0)), UnavailableError)
         assert "Traceback" not in shard.log_path.read_text()
     finally:
         for each in processes:

@@ -14,7 +14,7 @@ import torch
 from shardwell.data_plane.partition_updates import RemotePartition
 from shardwell.data_plane.shard import RemoteShard, Wire
 from shardwell.transport.partitions import PartitionLocation, PartitionSegment, SharedPartitionSegment
-from shardwell.transport.server_connection import ServerConnection
+from shardwell.transport.server_connection import ConnectOptions, ServerConnection
 from shardwell.transport.shm_transport import ShmTransport
 from shardwell_server.shard.memory.budget import Memory
 from shardwell_server.shard.memory.shared_memory import SharedMemory
@@ -46,9 +46,7 @@ class Trainer:
 
     def __init__(self, one: OneUnit, transports: tuple[str, ...] = ("shm", "grpc")) -> None:
         self._one, self._partitions = one, {}
-        self.server = ServerConnection(
-            one.server.client.address, one.identity, transports=transports, chunk_bytes=64 << 10
-        )
+        self.server = ServerConnection(one.server.client.address, one.identity, ConnectOptions(transports, 64 << 10))
         self._shard = RemoteShard(one.identity, one.layout, self.server, one.start, one.stop, Wire())
         if (location := self._shard.locate()) is not None:
             self._shard.map(location)

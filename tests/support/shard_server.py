@@ -391,7 +391,6 @@ class OneUnit:
             self.gather_request(version),
             into(chunk_streams.memory_at(flat.data_ptr(), self.size)),
             timeout_s=timeout_s,
-            retry_for_s=0.0,
         )
         return got, self.split(flat)
 

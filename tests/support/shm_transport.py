@@ -57,7 +57,7 @@ class ConnectedUnit:
         self._ends.close()
 
     def locate(self, version: int | None = None, *, timeout_s: float = 20.0) -> shard_pb2.LocateShardResponse:
-        return self.transport.locate(address_of(self.one), version, timeout_s=timeout_s, retry_for_s=0.0)
+        return self.transport.locate(address_of(self.one), version, timeout_s=timeout_s)
 
     def vector(self) -> SharedVector:
         file = self.locate().segment.file
@@ -68,16 +68,16 @@ class ConnectedUnit:
         return header(self.one, **options)
 
     def push(self, gradients: list[torch.Tensor], **changes: Any) -> None:
-        self.transport.push(self.prepare(gradients, **changes), timeout_s=20.0, retry_for_s=0.0)
+        self.transport.push(self.prepare(gradients, **changes), timeout_s=20.0)
 
     def prepare(self, gradients: list[torch.Tensor], **changes: Any) -> PreparedPush:
         part = Gradients(self.one, gradients)
         return self.transport.prepare_push(unsent(address_of(self.one), self.header(**changes), part))
 
     def _control(
-        self, request: shard_pb2.ReduceGradientBufferRequest, *, timeout_s: float = 20.0, retry_for_s: float = 0.0
+        self, request: shard_pb2.ReduceGradientBufferRequest, timeout_s: float = 20.0
     ) -> shard_pb2.ReduceGradientBufferResponse:
-        return self.control.control(request, timeout_s=timeout_s, retry_for_s=retry_for_s)
+        return self.control.control(request, timeout_s=timeout_s)
 
     def open_gradient_buffer(self, **changes: Any) -> shard_pb2.OpenGradientBufferResponse:
         identity = self.one.identity

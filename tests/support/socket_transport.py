@@ -34,16 +34,12 @@ class ConnectedUnit:
         self.server, self.one = server, unit(server, layout, **options)
         self.transport = SocketTransport(server.client, self.one.identity)
 
-    def gather(
-        self, version: int | None = None, *, timeout_s: float = 20.0, retry_for_s: float = 0.0, **fields: Any
-    ) -> tuple[int, torch.Tensor]:
+    def gather(self, version: int | None = None, *, timeout_s: float = 20.0, **fields: Any) -> tuple[int, torch.Tensor]:
         flat = torch.empty(self.one.size, dtype=torch.uint8)
         request = self.one.gather_request(version, **fields)
         size = request.stop_bytes - request.start_bytes or self.one.size
         target = chunk_streams.memory_at(flat.data_ptr(), size)
-        return self.transport.fetch_stream(request, into(target), timeout_s=timeout_s, retry_for_s=retry_for_s), flat[
-            :size
-        ]
+        return self.transport.fetch_stream(request, into(target), timeout_s=timeout_s), flat[:size]
 
     def header(self, *, step: int = 0, rank: int = 0, epoch: int = 1, **changes: Any) -> shard_pb2.ReduceScatterHeader:
         fields = {
@@ -58,7 +54,7 @@ class ConnectedUnit:
 
     def push(self, gradients: list[torch.Tensor], **changes: Any) -> shard_pb2.ReduceScatterResponse:
         pieces = [chunk_streams.memory_at(each.data_ptr(), each.nbytes) for each in gradients]
-        return self.transport.push_stream(self.header(**changes), pieces, timeout_s=20.0, retry_for_s=0.0)
+        return self.transport.push_stream(self.header(**changes), pieces, timeout_s=20.0)
 
     def connections(self) -> int:
         return self.server.evaluate(lambda: len(self.server.sockets._connections))

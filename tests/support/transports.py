@@ -11,7 +11,6 @@ import torch
 
 from shardwell.transport.base import (
     BatchAnswers,
-    FetchTarget,
     GradientPart,
     Incoming,
     NearlyDone,
@@ -20,10 +19,12 @@ from shardwell.transport.base import (
     PreparedPush,
     PushedRange,
     ShardAddress,
+    ShardRead,
     StreamTransport,
     ignore,
 )
-from shardwell.transport.server_connection import Arrived, SmallFetch
+from shardwell.transport.resending import ReachedServer
+from shardwell.transport.server_connection import Arrived
 from shardwell.transport.shared_vector import SharedVector
 from shardwell_wire.encoding.chunk_streams import memory_at
 from shardwell_wire.encoding.wire_dtypes import AS_STORED, WireDtype
@@ -112,42 +113,32 @@ class FakeStream(StreamTransport):
         pass
 
 
-class StreamedServer:
+class StreamedServer(ReachedServer):
     """A ``ServerConnection`` with a single stream transport."""
 
     copies_gradients = False
 
     def __init__(self, stream: StreamTransport) -> None:
+        super().__init__("s:1")
         self.stream = stream
 
-    def fetch(
-        self,
-        shard: ShardAddress,
-        version: int | None,
-        target: FetchTarget,
-        *,
-        wait_s: float,
-        wait_limit_s: float,
-        nearly_done: NearlyDone = ignore,
-    ) -> int:
-        return self.stream.fetch(
-            shard, version, target, wait_s=wait_s, timeout_s=wait_limit_s, retry_for_s=0.0, nearly_done=nearly_done
-        )
+    def fetch(self, read: ShardRead, *, wait_s: float, timeout_s: float, nearly_done: NearlyDone = ignore) -> int:
+        return self.stream.fetch(read, wait_s=wait_s, timeout_s=timeout_s, nearly_done=nearly_done)
+
+    def copy_at_once(self, push: PreparedPush) -> PreparedPush | None:
+        return None
 
     def prepare_push(self, push: PreparedPush) -> PreparedPush:
         return push
 
-    def push(self, prepared: PreparedPush, *, wait_limit_s: float, nearly_done: NearlyDone = ignore) -> None:
-        self.stream.push(prepared, timeout_s=wait_limit_s, retry_for_s=0.0, nearly_done=nearly_done)
+    def push(self, prepared: PreparedPush, *, timeout_s: float, nearly_done: NearlyDone = ignore) -> None:
+        self.stream.push(prepared, timeout_s=timeout_s, nearly_done=nearly_done)
 
     def push_batch(self, prepared: Sequence[PreparedPush], *, wait_limit_s: float) -> list[bool]:
         for each in prepared:
-            self.push(each, wait_limit_s=wait_limit_s)
+            self.push(each, timeout_s=wait_limit_s)
         return [True] * len(prepared)
 
-    def fetch_batch(self, fetches: Sequence[SmallFetch], arrived: Arrived, *, wait_limit_s: float) -> None:
-        for number, each in enumerate(fetches):
-            arrived(
-                number,
-                self.fetch(each.shard, each.version, each.target, wait_s=wait_limit_s, wait_limit_s=wait_limit_s),
-            )
+    def fetch_batch(self, reads: Sequence[ShardRead], arrived: Arrived, *, wait_limit_s: float) -> None:
+        for number, each in enumerate(reads):
+            arrived(number, self.fetch(each, wait_s=wait_limit_s, timeout_s=wait_limit_s))

@@ -1,20 +1,14 @@
-"""What batches of small fetches and of small pushes have in common: which transfers share a message, and the rest.
-
-Small fetches from one server, requested together.
+"""Small fetches from one server that are requested together, and small pushes to one server that share a message.
 
 A message costs each side about as much time as the bytes of several small units. Fetches that are added before a
-``flush`` share messages, as do those that are flushed while enough messages are in flight.
+``flush`` share messages, as do those that are flushed while enough messages are in flight. Pushes are held back until a
+batch is full, until somebody waits for them, or until the next push finds them older than ``_MAX_AGE_S``. A thread
+starts with a full batch: a push by itself wakes none.
 
 Note: [Rejected fetches]
     A batch is requested once. Each fetch that it does not complete is fetched by itself, with the retries, the
     explanations and the moves that a single fetch has. These may take as long as the session waits for a server, so
     they delay neither the other fetches of the batch nor each other.
-
-Small pushes to one server, collected and sent in one message.
-
-A message costs each side about as much time as the bytes of several small units. Pushes are held back until a batch is
-full, until somebody waits for them, or until the next push finds them older than ``_MAX_AGE_S``. A thread starts with a
-full batch: a push by itself wakes none.
 
 Note: [Rejected pushes]
     A batch is sent once. If it fails, or the server rejects some of its parts, each of these parts is pushed by itself,
@@ -33,20 +27,36 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import suppress
 from itertools import islice
-from typing import Generic, Protocol, TypeVar
+from typing import TypeVar
 
+from shardwell.data_plane.shard import ShardFetch, ShardPush
 from shardwell.data_plane.transfers import closed_error
 from shardwell_wire.errors import ShardwellError
 
+logger = logging.getLogger(__name__)
 
-class Sized(Protocol):
-    """A transfer of known size."""
-
-    size_bytes: int
-
-
-Transfer = TypeVar("Transfer", bound=Sized)
+Transfer = TypeVar("Transfer", ShardFetch, ShardPush)
 Task = TypeVar("Task")
+
+MAX_STREAM_BYTES = 64 << 10
+"""Largest shard that is fetched or streamed in a batch. Messages are built from copies, which cost little then."""
+
+_MAX_FETCHES, _USUAL_FETCH_BYTES = 32, 256 << 10
+"""Most fetches of a message, and usual size of their values; see ``take_batch``. The first unit of a larger message
+would be late."""
+
+_MAX_PARTS, _USUAL_PUSH_BYTES = 32, 512 << 10
+"""Most parts of a push message, and usual size of their values; see ``take_batch``."""
+
+_MAX_ALONE = 8
+"""Rejected fetches of all messages in flight, or rejected parts, that run at the same time. A server must not occupy
+all threads."""
+
+_FULL_BYTES = 256 << 10
+"""A batch of pushes is sent when its values have this size. Limits how long a server's reduction is delayed."""
+
+_MAX_AGE_S = 0.01
+"""A batch of pushes whose first is older is sent with the next push."""
 
 
 def take_batch(waiting: deque[Transfer], ready_count: int, *, max_count: int, usual_bytes: int) -> list[Transfer]:
@@ -62,6 +72,8 @@ def take_batch(waiting: deque[Transfer], ready_count: int, *, max_count: int, us
     Returns:
         The transfers in order. Empty if ``ready_count`` is 0.
     """
+    if ready_count == 1:
+        return [waiting.popleft()]
     batch: list[Transfer] = []
     ready_bytes = sum(transfer.size_bytes for transfer in islice(waiting, ready_count))
     left_bytes = ready_bytes // max(1, (ready_bytes + usual_bytes // 2) // usual_bytes)
@@ -101,37 +113,7 @@ def run_all(tasks: deque[Task], run: Callable[[Task], None], threads: Executor, 
             helper.result()
 
 
-logger = logging.getLogger(__name__)
-
-MAX_STREAM_BYTES = 64 << 10
-"""Largest shard that is fetched in a batch."""
-
-_MAX_FETCHES, _USUAL_FETCH_BYTES = 32, 256 << 10
-"""Most fetches of a message, and usual size of their values; see ``take_batch``. The first unit of a larger message
-would be late."""
-
-_MAX_ALONE = 8
-"""Rejected fetches of all messages in flight that run at the same time. A server must not occupy all threads."""
-
-
-class BatchedFetch(Protocol):
-    """A fetch as a part of a batch."""
-
-    size_bytes: int
-
-    def fetch_alone(self) -> int:
-        """Fetches the shard by itself; returns its version."""
-        ...
-
-    def end(self, version: int, error: BaseException | None = None) -> None:
-        """Called once, in any thread: the shard has arrived, or the fetch has failed."""
-        ...
-
-
-Fetch = TypeVar("Fetch", bound=BatchedFetch)
-
-
-class FetchBatches(Generic[Fetch]):
+class FetchBatches:
     """The small fetches from one server, in order. Thread-safe.
 
     Args:
@@ -144,19 +126,19 @@ class FetchBatches(Generic[Fetch]):
     def __init__(
         self,
         threads: Executor,
-        send: Callable[[Sequence[Fetch], Callable[[int, int], None]], None],
+        send: Callable[[Sequence[ShardFetch], Callable[[int, int], None]], None],
         *,
         max_in_flight: int,
     ) -> None:
         self._threads, self._send_message, self._max_in_flight = threads, send, max_in_flight
         self._lock = threading.Lock()
         """Protects the next fields."""
-        self._waiting: deque[Fetch] = deque()
+        self._waiting: deque[ShardFetch] = deque()
         self._ready_count = self._in_flight = 0
         """Fetches at the front of the queue that were flushed, and messages in flight."""
         self._closed = False
 
-    def add(self, fetch: Fetch) -> None:
+    def add(self, fetch: ShardFetch) -> None:
         """Adds a fetch, which waits for ``flush``. Raises UnavailableError if the session was closed."""
         with self._lock:
             if self._closed:
@@ -185,12 +167,13 @@ class FetchBatches(Generic[Fetch]):
 
     def _run(self) -> None:
         while batch := self._next_batch():
-            left = self._send(batch) if len(batch) > 1 else batch
-            if left:
+            if len(batch) == 1:
+                self._fetch_alone(batch[0])
+            elif left := self._send(batch):
                 alone = max(1, _MAX_ALONE // self._max_in_flight)
                 run_all(deque(left), self._fetch_alone, self._threads, alone)
 
-    def _next_batch(self) -> list[Fetch]:
+    def _next_batch(self) -> list[ShardFetch]:
         with self._lock:
             batch = take_batch(self._waiting, self._ready_count, max_count=_MAX_FETCHES, usual_bytes=_USUAL_FETCH_BYTES)
             self._ready_count -= len(batch)
@@ -202,7 +185,7 @@ class FetchBatches(Generic[Fetch]):
                     self._in_flight += 1
             return batch
 
-    def _send(self, batch: Sequence[Fetch]) -> list[Fetch]:
+    def _send(self, batch: Sequence[ShardFetch]) -> list[ShardFetch]:
         """Requests a batch; returns the fetches that have not ended."""
         left = dict(enumerate(batch))
 
@@ -216,50 +199,19 @@ class FetchBatches(Generic[Fetch]):
             logger.info("%d of %d fetches are made one by one: %s", len(left), len(batch), error, exc_info=defect)
         return list(left.values())
 
-    def _fetch_alone(self, fetch: Fetch) -> None:
+    def _fetch_alone(self, fetch: ShardFetch) -> None:
         """See Note: [Rejected fetches]."""
         try:
             if self._closed:
                 raise closed_error()
-            version = fetch.fetch_alone()
+            version = fetch()
         except BaseException as error:
             fetch.end(0, error)
         else:
             fetch.end(version)
 
 
-"""Largest part that a batch streams. The message is built from copies, which cost little at this size."""
-
-_MAX_PARTS, _USUAL_PUSH_BYTES = 32, 512 << 10
-"""Most parts of a message, and usual size of their values; see ``take_batch``."""
-
-_FULL_BYTES = 256 << 10
-"""A batch is sent when its values have this size. Limits how long a server's reduction is delayed."""
-
-_MAX_AGE_S = 0.01
-"""A batch whose first push is older is sent with the next push."""
-
-"""Rejected parts of a batch that are pushed at the same time. A server must not occupy all threads."""
-
-
-class BatchedPush(Protocol):
-    """A push as a part of a batch."""
-
-    key: tuple[int, int]
-    """The shard. Pushes with the same key are sent in order."""
-    size_bytes: int
-    error: BaseException | None
-    """Why the push failed. Set before it is reported as ended."""
-
-    def push_alone(self) -> None:
-        """Pushes the part by itself."""
-        ...
-
-
-Push = TypeVar("Push", bound=BatchedPush)
-
-
-class PushBatches(Generic[Push]):
+class PushBatches:
     """The small pushes to one server, in order. Thread-safe.
 
     Args:
@@ -271,20 +223,20 @@ class PushBatches(Generic[Push]):
     def __init__(
         self,
         threads: Executor,
-        send: Callable[[Sequence[Push]], Sequence[bool]],
-        ended: Callable[[Sequence[Push]], None],
+        send: Callable[[Sequence[ShardPush]], Sequence[bool]],
+        ended: Callable[[Sequence[ShardPush]], None],
     ) -> None:
         self._threads, self._send_message, self._ended = threads, send, ended
         self._lock = threading.Lock()
         """Protects the next fields."""
-        self._waiting: deque[Push] = deque()
+        self._waiting: deque[ShardPush] = deque()
         self._ready_count = self._held_bytes = 0
         """Pushes at the front of the queue that are not held back, and bytes of the others."""
         self._oldest_s = 0.0
         """When the first push that is held back was added."""
         self._is_sending = self._closed = False
 
-    def add(self, push: Push) -> None:
+    def add(self, push: ShardPush) -> None:
         """Adds a push to the present batch. Raises UnavailableError if the session was closed."""
         with self._lock:
             if self._closed:
@@ -322,16 +274,19 @@ class PushBatches(Generic[Push]):
 
     def _run(self) -> None:
         while batch := self._next_batch():
-            self._finish(batch, self._send(batch) if len(batch) > 1 else [False])
+            if len(batch) > 1:
+                self._finish(batch, self._send(batch))
+            else:
+                self._push_alone(batch[0])
 
-    def _next_batch(self) -> list[Push]:
+    def _next_batch(self) -> list[ShardPush]:
         with self._lock:
             batch = take_batch(self._waiting, self._ready_count, max_count=_MAX_PARTS, usual_bytes=_USUAL_PUSH_BYTES)
             self._ready_count -= len(batch)
             self._is_sending = bool(batch)
             return batch
 
-    def _send(self, batch: Sequence[Push]) -> Sequence[bool]:
+    def _send(self, batch: Sequence[ShardPush]) -> Sequence[bool]:
         try:
             return self._send_message(batch)
         except Exception as error:  # the pushes must be reported in any case
@@ -339,10 +294,10 @@ class PushBatches(Generic[Push]):
             logger.info("%d parts of a batch are pushed one by one: %s", len(batch), error, exc_info=defect)
             return [False] * len(batch)
 
-    def _finish(self, batch: Sequence[Push], accepted: Sequence[bool]) -> None:
+    def _finish(self, batch: Sequence[ShardPush], accepted: Sequence[bool]) -> None:
         """Reports the pushes of a batch. See Note: [Rejected pushes]."""
-        rejected = dict[tuple[int, int], list[Push]]()
-        ended = list[Push]()
+        rejected = dict[tuple[int, int], list[ShardPush]]()
+        ended = list[ShardPush]()
         for push, is_accepted in zip(batch, accepted, strict=True):
             if is_accepted:
                 ended.append(push)
@@ -352,15 +307,15 @@ class PushBatches(Generic[Push]):
         if rejected:
             run_all(deque(rejected.values()), self._push_in_order, self._threads, _MAX_ALONE)
 
-    def _push_in_order(self, pushes: Sequence[Push]) -> None:
+    def _push_in_order(self, pushes: Sequence[ShardPush]) -> None:
         for push in pushes:
             self._push_alone(push)
 
-    def _push_alone(self, push: Push) -> None:
+    def _push_alone(self, push: ShardPush) -> None:
         try:
             if self._closed:
                 raise closed_error()
-            push.push_alone()
+            push()
         except BaseException as error:
             push.error = error
         self._ended([push])

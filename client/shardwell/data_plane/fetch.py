@@ -1,10 +1,8 @@
-"""Background gathers: all shards of a unit are fetched at once, from all servers.
+"""Gathers: all shards of a unit are fetched at once, from all servers, in background threads.
 
-Waits for versions of units that are read in place, in the calling thread.
-
-Gathers of a work item that does not count any more: they deliver the newest version instead of the item's.
-
-The batch is then computed to its end without effect, and no exception reaches the training script.
+A unit that is read in place is waited for in the calling thread. A work item that does not count any more reads the
+newest version in place of the item's: its batch is computed to the end without effect, and no exception reaches the
+training script.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from shardwell.data_plane.batches import MAX_STREAM_BYTES, FetchBatches
-from shardwell.data_plane.shard import PendingFetch, RemoteShard, RemoteUnit, ShardFetch, fetch_together
+from shardwell.data_plane.shard import RemoteShard, RemoteUnit, ShardFetch, fetch_together
 from shardwell.data_plane.transfers import DaemonThreads, TrafficStats, TransferQueue, uninterrupted
 from shardwell.transport.base import NearlyDone
 from shardwell.transport.server_connection import ServerConnection
@@ -124,7 +122,7 @@ class Fetches:
         self.stats, self._max_batched_bytes = stats, max_batched_bytes
         self._threads = DaemonThreads(_THREADS, "shardwell-fetch")
         self._queues = defaultdict[ServerConnection, TransferQueue[int]](lambda: TransferQueue(self._threads))
-        self._batches: dict[ServerConnection, FetchBatches[PendingFetch]] = {}
+        self._batches: dict[ServerConnection, FetchBatches] = {}
         self._collects = False
         """Whether small fetches are held back until ``together`` ends."""
 
@@ -248,17 +246,22 @@ class Fetches:
             return whole
 
     def _start(self, shard: RemoteShard, fetch: Callable[[NearlyDone], int], whole: _UnitGather) -> None:
-        size_bytes, limit_bytes = shard.stop_bytes - shard.start_bytes, self._max_batched_bytes
+        server, size_bytes, limit_bytes = (
+            shard.owner.server,
+            shard.stop_bytes - shard.start_bytes,
+            self._max_batched_bytes,
+        )
         is_small = limit_bytes is not None and 0 < size_bytes <= limit_bytes
-        if not is_small or not isinstance(fetch, ShardFetch) or fetch.small is None:
-            self._queues[shard.server].submit(size_bytes, fetch).add_done_callback(whole.end_shard_as)
+        if not is_small or not isinstance(fetch, ShardFetch) or not fetch.may_be_batched:
+            self._queues[server].submit(size_bytes, fetch).add_done_callback(whole.end_shard_as)
             return
-        batches = self._batches.get(fetch.server)
+        batches = self._batches.get(server)
         if batches is None:
-            batches = self._batches[fetch.server] = FetchBatches(
-                self._threads, fetch_together, max_in_flight=_MAX_BATCHES
+            batches = self._batches[server] = FetchBatches(
+                self._threads, partial(fetch_together, server), max_in_flight=_MAX_BATCHES
             )
-        batches.add(PendingFetch(fetch, fetch.small, size_bytes, whole.end_shard))
+        fetch.end = whole.end_shard
+        batches.add(fetch)
 
 
 def _await_version(shard: RemoteShard, version: int, _: NearlyDone) -> int:
@@ -299,7 +302,7 @@ def _poll(unit: RemoteUnit, version: int) -> int:
             # A segment of a server that is gone shows its last version for ever, until the shard's move is known.
             for shard in shards:
                 shard.await_version(version)
-                shard.owner.settle()
+                shard.owner.policy.settle()
             if time.perf_counter() - started > shards[0].wait_limit_s:
                 raise DeadlineError(
                     f"version {version} of unit {unit.layout.unit!r} did not appear in shared memory, although its "

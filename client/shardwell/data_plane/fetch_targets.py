@@ -86,7 +86,7 @@ class CastTarget:
             if is_stored
             else self.plans.plan(None, self.wire_dtype).size_bytes
         )
-        return receiving(size_bytes, self._deliver_stored if is_stored else self.deliver, self.buffers, self.kept)
+        return receiving(size_bytes, self.deliver_stored if is_stored else self.deliver, self.buffers, self.kept)
 
     def is_kept(self, version: int) -> bool:
         """Whether the kept stream has a version now."""
@@ -105,7 +105,8 @@ class CastTarget:
         outs = [out.view(torch.uint8) for out in self._outs()]
         copy_all(torch.split(bytes_tensor(stream), [out.numel() for out in outs]), outs)
 
-    def _deliver_stored(self, memory: memoryview) -> None:
+    def deliver_stored(self, memory: memoryview) -> None:
+        """Converts values in the stored dtypes, laid out like the shard."""
         copy_all(self._views_of(memory), self._outs())
 
     def copy_from(self, window: SharedVector) -> None:
@@ -121,7 +122,7 @@ class CastTarget:
         start_bytes, stop_bytes = self.address.start_bytes, self.address.stop_bytes
         with self.buffers.acquired(stop_bytes - start_bytes) as memory:
             yield RangeTarget(self.plans, self.wire_dtype, start_bytes, memory, self.buffers)
-            self._deliver_stored(memory)
+            self.deliver_stored(memory)
 
     def _travels_as_delivered(self) -> bool:
         """Whether the values have the delivered dtypes on the wire."""

@@ -9,6 +9,7 @@ from concurrent.futures import Future, wait
 from shardwell.data_plane.shard import RemoteShard, RemoteUnit
 from shardwell.data_plane.transfers import DaemonThreads
 from shardwell.transport.partitions import CachedPartition, PartitionLocation, PartitionSegment
+from shardwell.transport.resending import REQUEST, SHARED_TRANSFER, Operation
 from shardwell_wire.model.topology import part_in
 from shardwell_wire.v1 import common_pb2
 
@@ -45,13 +46,18 @@ class RemotePartition:
     def _is_shared(self) -> bool:
         return self._shard.server.shares_partitions(self._shard.address)
 
+    @property
+    def _operation(self) -> Operation:
+        return SHARED_TRANSFER if self._is_shared else REQUEST
+
     def read(self, context: common_pb2.RequestContext) -> PartitionSegment:
         """Returns the segment of a prepared step, to be updated in place; raises as ``ShardClient.read_partition``."""
         cached, self._cached = self._cached, None  # the update is about to change it
         return self._shard.owner.run(
-            lambda server: server.read_partition(
+            lambda server, _: server.read_partition(
                 self._shard.address, self._location, context, timeout_s=self._timeout_s, cached=cached
-            )
+            ),
+            self._operation,
         )
 
     def cacheable_bytes(self, part: PartitionSegment) -> int:
@@ -67,9 +73,10 @@ class RemotePartition:
             cache: Whether to cache values and state until the next step.
         """
         request_id = self._shard.owner.run(
-            lambda server: server.stage_partition(
+            lambda server, _: server.stage_partition(
                 self._shard.address, self._location, make_context, part, timeout_s=self._timeout_s
-            )
+            ),
+            self._operation,
         )
         if cache and not self._is_shared:
             self._cached = CachedPartition(request_id, part)

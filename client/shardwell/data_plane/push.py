@@ -1,7 +1,4 @@
-"""The pushes that are in flight: how many bytes they hold, how they end, and who waits for them.
-
-Background pushes of gradients to the shard servers: order, limits in flight and errors.
-"""
+"""Background pushes of gradients to the shard servers: order, limits of bytes in flight, errors, and who waits."""
 
 from __future__ import annotations
 
@@ -19,14 +16,11 @@ from shardwell.data_plane.error_feedback import EncodedGradients
 from shardwell.data_plane.shard import RemoteShard, RemoteUnit, ShardPush, push_together
 from shardwell.data_plane.transfers import DaemonThreads, TrafficStats, TransferQueue, closed_error, uninterrupted
 from shardwell.memory.device_copies import to_host
-from shardwell.transport.base import NearlyDone, PartHeader, ignore
+from shardwell.transport.base import NearlyDone, PartHeader, PreparedPush
 from shardwell.transport.server_connection import ServerConnection
 from shardwell_wire.errors import ShardwellError
 
 logger = logging.getLogger(__name__)
-
-Send = Callable[[NearlyDone], None]
-"""Pushes one shard's part."""
 
 Excuse = Callable[[BaseException], bool]
 """Returns whether the error of a push does not matter, because the push does not count any more."""
@@ -76,32 +70,6 @@ class UnitPush:
         self.missing = 0
         """Shards that do not have their part yet."""
         self.started_s = time.perf_counter() if route is not None else 0.0
-
-
-class QueuedPush:
-    """One shard's part of a push. A ``BatchedPush``.
-
-    Args:
-        of: The push.
-        key: Unit index and number of the shard.
-        send: Pushes the part by itself.
-        size_bytes: Size of the shard.
-    """
-
-    __slots__ = ("batches", "done", "error", "key", "of", "send", "size_bytes")
-
-    def __init__(self, of: UnitPush, key: tuple[int, int], send: Send | None, size_bytes: int) -> None:
-        self.of, self.key, self.send, self.size_bytes = of, key, send, size_bytes
-        self.batches: PushBatches[QueuedPush] | None = None
-        """The batches that contain the part. None: it is sent by itself."""
-        self.done = False
-        """Whether the part has ended. It then refers to no gradients."""
-        self.error: BaseException | None = None
-
-    def push_alone(self) -> None:
-        """See ``BatchedPush``."""
-        assert self.send is not None
-        self.send(ignore)
 
 
 class PushesInFlight:
@@ -204,52 +172,47 @@ class PushesInFlight:
 
     # ---- the end of pushes ----
 
-    def end(self, parts: Sequence[QueuedPush]) -> None:
+    def end(self, parts: Sequence[ShardPush]) -> None:
         """Called in any thread with parts that have ended. Raises nothing: a push that is not counted never ends."""
-        errors = [part.error for part in parts if part.error is not None and not _is_excused(part.of, part.error)]
+        error, ended = None, list[UnitPush]()
+        for part in parts:
+            if part.error is not None and not _is_excused(part.of, part.error):
+                error = error or part.error
         with self._lock:
-            if errors and self._error is None:
-                self._error = errors[0]
+            self._error = self._error or error
             for part in parts:
-                part.done, part.send = True, None
+                part.end()
+                part.of.missing -= 1
+                if not part.of.missing:
+                    ended.append(part.of)
             if self._ordered_count:
                 self._changed.notify_all()
-        self.count_ended([part.of for part in parts])
+        if ended:
+            self._complete(ended)
 
-    def count_ended(self, pushes: Iterable[UnitPush], part_count: int = 1) -> None:
-        """Counts parts of pushes that have ended, or were not started. Completes the pushes without other parts."""
-        ended = list[UnitPush]()
+    def count_ended(self, push: UnitPush, part_count: int) -> None:
+        """Counts parts of a push that were not started. Completes the push if it has no other parts."""
         with self._lock:
-            for push in pushes:
-                push.missing -= part_count
-                if not push.missing:
-                    ended.append(push)
-        if not ended:
-            return
-        self._count_routes(ended)
+            push.missing -= part_count
+            is_over = not push.missing
+        if is_over:
+            self._complete([push])
+
+    def _complete(self, ended: Sequence[UnitPush]) -> None:
+        """Counts pushes for their routes, and releases what they hold."""
+        now_s = time.perf_counter()
         for push in ended:
+            if push.route is not None:
+                self._stats.routes.add(push.route, pushed_bytes=push.size_bytes, seconds=now_s - push.started_s)
             if (when_pushed := push.when_pushed) is not None:
                 push.when_pushed = None
                 try:
                     when_pushed()
                 except Exception as error:
                     self.fail(error)
-        if held := [push.held for push in ended if push.held is not None]:
-            self.release(held)
+        self.release([push.held for push in ended if push.held is not None])
 
-    def _count_routes(self, ended: Sequence[UnitPush]) -> None:
-        """Counts pushes for their routes."""
-        ended_s = time.perf_counter()
-        for route in {push.route for push in ended if push.route is not None}:
-            own = [push for push in ended if push.route == route]
-            self._stats.routes.add(
-                route,
-                count=len(own),
-                pushed_bytes=sum(push.size_bytes for push in own),
-                seconds=sum(ended_s - push.started_s for push in own),
-            )
-
-    def await_part(self, part: QueuedPush) -> None:
+    def await_part(self, part: ShardPush) -> None:
         """Waits until a part has ended. Raises its error."""
         with self._changed:
             self._ordered_count += 1
@@ -271,7 +234,7 @@ def _is_excused(push: UnitPush, error: BaseException) -> bool:
 _THREADS = 16
 """The threads mostly wait for the network."""
 
-Prepare = Callable[[RemoteShard], Send]
+Prepare = Callable[[RemoteShard], ShardPush]
 """Reads one shard's part, or refers to it, so that it can be pushed in any thread."""
 
 
@@ -291,14 +254,14 @@ class Pushes:
         self._max_batched_bytes = max_batched_bytes
         self._threads = DaemonThreads(_THREADS, "shardwell-push")
         self._queues: dict[ServerConnection, TransferQueue[None]] = {}
-        self._batches: dict[ServerConnection, PushBatches[QueuedPush]] = {}
+        self._batches: dict[ServerConnection, PushBatches] = {}
         self._starting = threading.Lock()
         """Held while a push is queued, by the training thread or by the thread that adds gradients."""
         self._in_flight = PushesInFlight(stats, push_bytes, self._flush)
         self._opening = threading.Lock()
         """Protects ``_closed``, and additions to ``_queues`` and ``_batches``."""
         self._closed = False
-        self._last_part: dict[tuple[int, int], QueuedPush] = {}
+        self._last_part: dict[tuple[int, int], ShardPush] = {}
         """The last push to each shard, by unit index and shard number."""
 
     def push(
@@ -322,24 +285,21 @@ class Pushes:
             route: The route for which the push is counted. None: none.
         """
         self._in_flight.raise_error()
-        # Gradients on the CPU that go through shared memory are copied before this method returns.
-        if False not in [gradient.is_cpu for _, gradient in gradients]:
-            flats = {
-                index: gradient if gradient.is_contiguous() and not gradient.requires_grad else _plain(gradient)
-                for index, gradient in gradients
-            }
-            prepare: Prepare = partial(_read, header, flats)
-            copies = _copies_all(unit)
+        flats, size, copied = dict[int, torch.Tensor](), 0, None
+        for index, gradient in gradients:
+            if not gradient.is_cpu:
+                flats, copied = self.start_copies(gradients)
+                size = _size_of(flats)
+                break
+            flats[index] = flat = gradient
+            if gradient.requires_grad or not gradient.is_contiguous():
+                flats[index] = flat = gradient.detach().contiguous()
+            size += flat.nbytes
+        if copied is None:  # the parts that go through shared memory are copied before this method returns
+            prepare: Prepare = lambda shard: shard.prepare_push(header, flats)  # noqa: E731
         else:
-            flats, copied = self.start_copies(gradients)
             prepare = partial(_read_later, copied, header, flats)
-            copies = False
-        size = _size_of(flats)
-        with uninterrupted:
-            held = self._in_flight.hold(0 if copies else size)
-            self._start(unit, prepare, UnitPush(excuse, size, held=held, route=route))
-            if copies and not _copies_all(unit):  # a server had no memory for a copy
-                held.grow(size)
+        self._push(unit, prepare, UnitPush(excuse, size, route=route), copies=copied is None)
 
     def push_encoded(
         self,
@@ -352,13 +312,28 @@ class Pushes:
     ) -> None:
         """Starts to push encoded gradients; see ``push``. Releases them when all shards have their part."""
         self._in_flight.raise_error()
+        push = UnitPush(excuse, gradients.stored_bytes, when_pushed=gradients.release, route=route)
+        self._push(unit, lambda shard: shard.prepare_push_encoded(header, gradients), push, len(gradients.stream))
+
+    def _push(
+        self, unit: RemoteUnit, prepare: Prepare, push: UnitPush, held_bytes: int | None = None, *, copies: bool = True
+    ) -> None:
+        """Starts a push when there is room for it.
+
+        Args:
+            unit: The unit.
+            prepare: Prepares one shard's part.
+            push: The push.
+            held_bytes: Memory of the gradients. None: their size.
+            copies: Whether gradients that go through shared memory are copied at once.
+        """
+        size = push.size_bytes if held_bytes is None else held_bytes
+        copies = copies and _copies_all(unit)
         with uninterrupted:
-            copies = _copies_all(unit)
-            held = self._in_flight.hold(0 if copies else len(gradients.stream))
-            push = UnitPush(excuse, gradients.stored_bytes, held=held, when_pushed=gradients.release, route=route)
-            self._start(unit, lambda shard: shard.prepare_push_encoded(header, gradients), push)
-            if copies and not _copies_all(unit):
-                held.grow(len(gradients.stream))
+            push.held = self._in_flight.hold(0 if copies else size)
+            self._start(unit, prepare, push)
+            if copies and not _copies_all(unit):  # a server had no memory for a copy
+                push.held.grow(size)
 
     def start_copies(
         self, gradients: Sequence[tuple[int, torch.Tensor]]
@@ -400,7 +375,7 @@ class Pushes:
         """
         push = UnitPush(excuse, _size_of(flats), when_pushed=release)
         with uninterrupted:
-            self._start(unit, partial(_read, header, flats), push)
+            self._start(unit, lambda shard: shard.prepare_push(header, flats), push)
 
     def push_sums(
         self,
@@ -449,46 +424,44 @@ class Pushes:
         with self._starting:
             self.stats.push_count += 1
             self.stats.pushed_bytes += push.size_bytes
-            shards = list(enumerate(unit.shards))
-            if numbers is not None:
-                shards = [(number, shard) for number, shard in shards if number in numbers]
-            push.missing, started_count = len(shards), 0
+            push.missing, started_count = len(unit.shards) if numbers is None else len(numbers), 0
+            count = push.missing
             try:
-                for number, shard in shards:
-                    self._submit(push, (unit.index, number), shard, _prepared(prepare, shard))
-                    started_count += 1
+                for number, shard in enumerate(unit.shards):
+                    if numbers is None or number in numbers:
+                        part = _prepared(prepare, shard)
+                        part.of, part.key = push, (unit.index, number)
+                        self._submit(part)
+                        started_count += 1
             finally:
-                if started_count < len(shards) or not shards:  # wait only for the parts that were started
-                    self._in_flight.count_ended([push], len(shards) - started_count)
+                if started_count < count or not count:  # wait only for the parts that were started
+                    self._in_flight.count_ended(push, count - started_count)
             if self._in_flight.are_awaited:
                 self._flush()
 
-    def _submit(self, push: UnitPush, key: tuple[int, int], shard: RemoteShard, send: Send) -> None:
+    def _submit(self, part: ShardPush) -> None:
         """Queues the push of a shard's part: with those of other units if it is small, or else by itself."""
-        part = QueuedPush(push, key, send, shard.stop_bytes - shard.start_bytes)
+        server, key, limit_bytes = part.server, part.key, self._max_batched_bytes
         previous = self._last_part.get(key)
-        batches = self._batches_for(send) if isinstance(send, ShardPush) else None
-        # The pushes of one queue are sent in order.
-        if batches is not None and (previous is None or previous.done or previous.batches is batches):
-            part.batches = batches
-            batches.add(part)
-            self._last_part[key] = part
-            return
+        if part.prepared is not None and limit_bytes is not None and part.stream_bytes <= limit_bytes:
+            batches = self._batches.get(server) or self._open_batches(server)
+            # The pushes of one queue are sent in order.
+            if previous is None or previous.done or previous.batches is batches:
+                part.batches = batches
+                batches.add(part)
+                self._last_part[key] = part
+                return
         self._flush()  # the push may wait for one of them
-        streamed_bytes = 0 if shard.server.copies_gradients else part.size_bytes
-        future = self._queue_of(shard.server).submit(streamed_bytes, partial(self._send, part, previous))
+        streamed_bytes = 0 if server.copies_gradients else part.size_bytes
+        future = self._queue_of(server).submit(streamed_bytes, partial(self._send, part, previous))
         self._last_part[key] = part
         future.add_done_callback(partial(self._end_alone, part))
 
-    def _batches_for(self, push: ShardPush) -> PushBatches[QueuedPush] | None:
-        """Returns the batches that a push belongs to. None: it is sent by itself."""
-        limit_bytes = self._max_batched_bytes
-        if limit_bytes is None or push.stream_bytes > limit_bytes:
-            return None
-        if (batches := self._batches.get(push.server)) is None:
-            with self._opening:
-                self._check_open()
-                batches = self._batches[push.server] = PushBatches(self._threads, _send_together, self._in_flight.end)
+    def _open_batches(self, server: ServerConnection) -> PushBatches:
+        """Returns the batches of small pushes to a server."""
+        with self._opening:
+            self._check_open()
+            batches = self._batches[server] = PushBatches(self._threads, push_together, self._in_flight.end)
         return batches
 
     def _queue_of(self, server: ServerConnection) -> TransferQueue[None]:
@@ -503,15 +476,14 @@ class Pushes:
         if self._closed:
             raise closed_error()
 
-    def _send(self, part: QueuedPush, previous: QueuedPush | None, nearly_done: NearlyDone) -> None:
+    def _send(self, part: ShardPush, previous: ShardPush | None, nearly_done: NearlyDone) -> None:
         """Pushes a part after the previous part to the same shard. See Note: [Order of pushes] in
         ``transfer_queue.py``."""
         if previous is not None:
             self._in_flight.await_part(previous)
-        assert part.send is not None
-        part.send(nearly_done)
+        part(nearly_done)
 
-    def _end_alone(self, part: QueuedPush, future: Future[None]) -> None:
+    def _end_alone(self, part: ShardPush, future: Future[None]) -> None:
         part.error = future.exception()
         self._in_flight.end([part])
 
@@ -548,54 +520,44 @@ class Pushes:
         self._threads.join(limit_s)
 
 
-def _plain(gradient: torch.Tensor) -> torch.Tensor:
-    """Returns a gradient on the CPU without a graph, contiguous."""
-    return gradient.detach().contiguous()
-
-
 def _size_of(flats: Mapping[int, torch.Tensor]) -> int:
     return sum([flat.nbytes for flat in flats.values()])
 
 
 def _copies_all(unit: RemoteUnit) -> bool:
     """Whether no gradient of a unit stays in memory until it is sent."""
-    return False not in [shard.owner.server.copies_gradients for shard in unit.shards]
+    for shard in unit.shards:  # noqa: SIM110 - a generator takes twice as long, and every push comes here
+        if not shard.owner.server.copies_gradients:
+            return False
+    return True
 
 
-def _prepared(prepare: Prepare, shard: RemoteShard) -> Send:
-    """Returns a function that pushes a shard's part, or one that raises the error of preparing the push."""
+def _prepared(prepare: Prepare, shard: RemoteShard) -> ShardPush:
+    """Returns the push of a shard's part, or one that raises the error of preparing it."""
     try:
         return prepare(shard)
     except ShardwellError as error:
         # In this frame nothing refers to the error: a cycle would keep the gradients until a garbage collection.
-        return partial(_fail, error)
+        return _failed(error, shard)
 
 
-def _read(header: PartHeader, flats: Mapping[int, torch.Tensor], shard: RemoteShard) -> Send:
-    return shard.prepare_push(header, flats)
+def _failed(error: ShardwellError, shard: RemoteShard) -> ShardPush:
+
+    def fail() -> PreparedPush:
+        raise error
+
+    push = ShardPush(shard, shard.owner.server, None, 0)
+    push.prepare = fail
+    return push
 
 
 def _read_later(
     copied: Callable[[], None], header: PartHeader, flats: Mapping[int, torch.Tensor], shard: RemoteShard
-) -> Send:
-    return partial(_push_after_copy, copied, shard, header, flats)
+) -> ShardPush:
+    """Prepares a push of a shard's part that is read when the copy from the GPU is done."""
 
+    def read() -> Mapping[int, torch.Tensor]:
+        copied()
+        return flats
 
-def _push_after_copy(
-    copied: Callable[[], None],
-    shard: RemoteShard,
-    header: PartHeader,
-    flats: Mapping[int, torch.Tensor],
-    nearly_done: NearlyDone,
-) -> None:
-    """Pushes a shard's part when the copy from the GPU is done."""
-    copied()
-    shard.prepare_push(header, flats)(nearly_done)
-
-
-def _fail(error: ShardwellError, _: NearlyDone) -> None:
-    raise error
-
-
-def _send_together(parts: Sequence[QueuedPush]) -> list[bool]:
-    return push_together([part.send for part in parts if isinstance(part.send, ShardPush)])
+    return shard.prepare_push_later(header, read)

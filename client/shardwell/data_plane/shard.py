@@ -1,12 +1,7 @@
-"""A declared unit and its shards on the servers.
+"""One shard of a unit, as this trainer reads it and pushes to it: in any dtype, from or to any memory layout.
 
-The server that owns a shard now, and the repetition of operations that a move of the shard has broken.
-
-A fetch of one shard, before it is sent.
-
-A push of one shard's part of a gradient, after the gradient was read and before it is sent.
-
-Reads and pushes one shard of a unit: from the host cache or its server, in any dtype, to any memory layout.
+A ``ShardFetch`` and a ``ShardPush`` are one transfer each, from the training thread to the transport. ``ShardOwner``
+names the server that owns the shard now, and repeats a transfer that failed.
 """
 
 from __future__ import annotations
@@ -15,12 +10,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 
 from shardwell.data_plane.error_feedback import EncodedGradients
-from shardwell.data_plane.fetch_targets import CastTarget, RangeTarget, copy_all, views
+from shardwell.data_plane.fetch_targets import CastTarget, RangeTarget
 from shardwell.data_plane.gradient_parts import EncodedPart, FlatGradients, VectorPart
 from shardwell.data_plane.host_cache import CachedShard
 from shardwell.data_plane.kept_streams import DecodedStream, DeltaCache, KeptStream
@@ -32,15 +27,17 @@ from shardwell.transport.base import (
     PreparedPush,
     PushedRange,
     ShardAddress,
+    ShardRead,
     ignore,
 )
-from shardwell.transport.server_connection import Arrived, ServerConnection, SmallFetch
+from shardwell.transport.resending import SHARED_TRANSFER, TRANSFER, Resending
+from shardwell.transport.server_connection import Arrived, ServerConnection
 from shardwell.transport.shared_vector import SegmentLocation, SharedVector
 from shardwell_wire import fault_points
 from shardwell_wire.encoding import value_deltas
 from shardwell_wire.encoding.streams import RangePlans
 from shardwell_wire.encoding.wire_dtypes import AS_STORED, WireDtype
-from shardwell_wire.errors import DeadlineError, ShardwellError, StaleEpochError, UnavailableError
+from shardwell_wire.errors import ShardwellError, StaleEpochError, UnavailableError
 from shardwell_wire.model.layout import Segment, UnitLayout
 from shardwell_wire.model.names import RunIdentity
 
@@ -58,36 +55,7 @@ class RemoteUnit:
     """The flat vector in shared memory of servers or of the host cache, if all of it can be read in place."""
 
 
-Result = TypeVar("Result")
-
-
-class Moves(Protocol):
-    """Learns from the coordinator which shards have moved, and applies the moves."""
-
-    def settle(self) -> None:
-        """Waits until all moves that the coordinator has reported are applied.
-
-        Raises:
-            UnavailableError: They could not be applied in time.
-        """
-        ...
-
-    def require_valid(self) -> None:
-        """Raises StaleEpochError if this trainer is no member of the run now."""
-        ...
-
-
-class _NoMoves:
-    """The shards never move."""
-
-    def settle(self) -> None:
-        """See ``Moves``."""
-
-    def require_valid(self) -> None:
-        """See ``Moves``."""
-
-
-class ShardOwner:
+class ShardOwner(Resending[ServerConnection]):
     """The server that owns a shard. All views of the shard share one such object. Thread-safe.
 
     Attributes:
@@ -95,11 +63,10 @@ class ShardOwner:
 
     Args:
         server: The present owner.
-        moves: Moves the shard.
     """
 
-    def __init__(self, server: ServerConnection, moves: Moves | None = None) -> None:
-        self.server, self._moves = server, moves or _NoMoves()
+    def __init__(self, server: ServerConnection) -> None:
+        super().__init__(server)
         self._is_cut_anew = False
 
     def retire(self) -> None:
@@ -110,170 +77,176 @@ class ShardOwner:
         """Replaces the owner. Operations that fail at the former owner are repeated at the new one."""
         self.server = server
 
-    def settle(self) -> None:
-        """See ``Moves.settle``."""
-        self._moves.settle()
+    def _has_moved(self, server: ServerConnection, error: ShardwellError, member: bool) -> bool:
+        if self.server is server:
+            self.policy.settle()
+        if self._is_cut_anew:
+            self.policy.require_valid()
+            raise StaleEpochError(f"the run was rolled back, and the shard was cut anew: {error}") from error
+        if self.server is server:
+            return False
+        if member:
+            self.policy.require_valid()
+        return True
 
-    def require_valid(self) -> None:
-        """See ``Moves.require_valid``."""
-        self._moves.require_valid()
 
-    def run(self, action: Callable[[ServerConnection], Result], *, member: bool = True) -> Result:
-        """Runs an operation at the owner. Repeats it if it fails and the shard has another owner by then.
+class ShardFetch(ShardRead):
+    """A fetch of one version of a shard, which runs when it is called, or in a batch.
 
-        Args:
-            action: The operation. It may be repeated.
-            member: Whether to repeat it only while this trainer is a member of the run.
+    Args:
+        remote: The shard.
+        version: The version to wait for. None: the newest.
+        target: Receives the values.
+        average: See ``ShardRead``.
+        member: Whether only a member of the run may wait for the version.
+    """
 
-        Raises:
-            ShardwellError: The operation's error at the present owner.
-            StaleEpochError: This trainer is no member of the run now. Every rollback ends its membership.
-        """
-        while True:
-            server = self.server
-            try:
-                return action(server)
-            except ShardwellError as error:
-                if self.server is server:
-                    self._moves.settle()
-                if self._is_cut_anew:
-                    self._moves.require_valid()
-                    raise StaleEpochError(f"the run was rolled back, and the shard was cut anew: {error}") from error
-                if self.server is server:
-                    raise
-            if member:
-                self._moves.require_valid()
+    __slots__ = ("_member", "end", "remote", "size_bytes")
+
+    target: RangeTarget | CastTarget
+
+    def __init__(
+        self,
+        remote: RemoteShard,
+        version: int | None,
+        target: RangeTarget | CastTarget,
+        *,
+        average: bool = False,
+        member: bool = True,
+    ) -> None:
+        super().__init__(remote.address, version, target, average)
+        self.remote, self._member = remote, member and version is not None
+        self.size_bytes = remote.stop_bytes - remote.start_bytes
+        self.end: End = ignore_end
+        """Called once, in any thread, when the fetch has ended as a part of a batch."""
+
+    @property
+    def may_be_batched(self) -> bool:
+        """Whether the values travel in a stream."""
+        remote, version = self.remote, self.version
+        if remote.address.window is not None or remote.cached is not None or version is None:
+            return False
+        return self.target.kept is None or not self.target.is_kept(version)
+
+    def __call__(self, nearly_done: NearlyDone = ignore) -> int:
+        """Fetches the shard by itself; returns the version. ``nearly_done``: called when few bytes are missing."""
+        remote, version, target = self.remote, self.version, self.target
+        in_cache = remote.cached is not None and version is not None and not self.average
+        if in_cache and remote.is_cached_in(target.wire_dtype):
+            assert version is not None
+            return remote.read_cached(version, target)
+        return self.from_server(nearly_done)
+
+    def from_server(self, nearly_done: NearlyDone = ignore) -> int:
+        """Fetches the shard from its server, past the host cache."""
+        remote, version, target, operation = self.remote, self.version, self.target, TRANSFER
+        if self.shard.window is not None and not self.average:
+            operation = SHARED_TRANSFER
+        elif version is not None and target.kept is not None and target.read_kept(version):
+            return version
+        limit_s = remote.wait_limit_s
+        until_s = None if version is None else time.monotonic() + limit_s
+        # No attribute refers to `nearly_done`: it refers to this fetch, and a cycle would keep the target in memory.
+        return remote.owner.run(
+            lambda server, wait_s: server.fetch(
+                self, wait_s=min(wait_s, limit_s), timeout_s=limit_s, nearly_done=nearly_done
+            ),
+            operation,
+            until_s=until_s,
+            member=self._member,
+        )
 
 
 End = Callable[..., None]
-"""Called once when a fetch has ended, with the version or with 0 and the error."""
+"""Called with the version of a fetch, or with 0 and its error."""
 
 
-class ShardFetch:
-    """Fetches one version of a shard when it is called.
-
-    Args:
-        alone: Fetches the shard by itself.
-        server: The server that owns the shard.
-        small: The same fetch as part of a batch. None: the values are not streamed.
-        wait_limit_s: The longest wait for the version.
-    """
-
-    def __init__(
-        self,
-        alone: Callable[[NearlyDone], int],
-        server: ServerConnection,
-        small: SmallFetch | None,
-        *,
-        wait_limit_s: float,
-    ) -> None:
-        self._alone, self.server, self.small, self.wait_limit_s = alone, server, small, wait_limit_s
-
-    def __call__(self, nearly_done: NearlyDone) -> int:
-        """Fetches the shard by itself; returns the version."""
-        return self._alone(nearly_done)
+def ignore_end(version: int, error: BaseException | None = None) -> None:
+    """An ``End`` that does nothing."""
 
 
-class PendingFetch:
-    """A small fetch of one shard as a part of a batch. A ``BatchedFetch``.
-
-    Args:
-        fetch: The fetch.
-        small: The same fetch as part of a message.
-        size_bytes: Size of the shard.
-        end: See ``BatchedFetch.end``.
-    """
-
-    __slots__ = ("_fetch", "end", "size_bytes", "small")
-
-    def __init__(self, fetch: ShardFetch, small: SmallFetch, size_bytes: int, end: End) -> None:
-        self._fetch, self.small, self.size_bytes, self.end = fetch, small, size_bytes, end
-
-    @property
-    def server(self) -> ServerConnection:
-        """The server that owns the shard."""
-        return self._fetch.server
-
-    @property
-    def wait_limit_s(self) -> float:
-        """The longest wait for the version."""
-        return self._fetch.wait_limit_s
-
-    def fetch_alone(self) -> int:
-        """See ``BatchedFetch``."""
-        return self._fetch(ignore)
-
-
-def fetch_together(fetches: Sequence[PendingFetch], arrived: Arrived) -> None:
+def fetch_together(server: ServerConnection, fetches: Sequence[ShardFetch], arrived: Arrived) -> None:
     """Fetches shards of one server with one request, for ``FetchBatches``."""
-    first = fetches[0]
-    first.server.fetch_batch([each.small for each in fetches], arrived, wait_limit_s=first.wait_limit_s)
+    server.fetch_batch(fetches, arrived, wait_limit_s=fetches[0].remote.wait_limit_s)
 
 
 class ShardPush:
-    """Pushes one part of a contribution when it is called. May be called again: the server drops duplicates.
+    """A push of one shard's part of a contribution, which runs when it is called, or in a batch. May be repeated.
 
     Args:
-        owner: The server that owns the shard.
+        shard: The shard.
         server: The server that the push was prepared for, which may have lost the shard meanwhile.
-        prepared: The part.
+        prepared: The part. None: ``prepare`` prepares it when it is sent.
         stream_bytes: Size of the part in a stream. 0: the part is in memory of the server.
-        wait_limit_s: Deadline of the push.
     """
 
-    __slots__ = ("_owner", "prepared", "server", "stream_bytes", "wait_limit_s")
+    __slots__ = ("batches", "done", "error", "key", "of", "prepare", "prepared", "server", "shard", "stream_bytes")
 
     def __init__(
-        self,
-        owner: ShardOwner,
-        server: ServerConnection,
-        prepared: PreparedPush,
-        *,
-        stream_bytes: int,
-        wait_limit_s: float,
+        self, shard: RemoteShard, server: ServerConnection, prepared: PreparedPush | None, stream_bytes: int
     ) -> None:
-        self.server, self.prepared, self.stream_bytes, self.wait_limit_s = server, prepared, stream_bytes, wait_limit_s
-        self._owner = owner
+        self.shard, self.server, self.prepared, self.stream_bytes = shard, server, prepared, stream_bytes
+        self.prepare: Callable[[], PreparedPush] | None = None
+        # ---- set by ``Pushes``, which queues the push ----
+        self.of: Any = None
+        """The push of the whole unit."""
+        self.key = (0, 0)
+        """Unit index and number of the shard. Pushes with the same key are sent in order."""
+        self.batches: Any = None
+        """The batches that contain the part. None: it is sent by itself."""
+        self.done = False
+        """Whether the part has ended. It then refers to no gradients."""
+        self.error: BaseException | None = None
+        """Why the push failed. Set before it is reported as ended."""
 
-    def __call__(self, nearly_done: NearlyDone) -> None:
+    @property
+    def size_bytes(self) -> int:
+        """Size of the shard."""
+        return self.shard.stop_bytes - self.shard.start_bytes
+
+    def __call__(self, nearly_done: NearlyDone = ignore) -> None:
         """Pushes the part by itself, to the present owner of the shard."""
-        self.reach_before()
-        self._owner.run(
-            lambda server: server.push(self.prepared, wait_limit_s=self.wait_limit_s, nearly_done=nearly_done)
+        prepared = self.prepared or self.require_prepared()
+        if fault_points.are_armed():
+            reach("client.push.before", prepared)
+        limit_s = self.shard.wait_limit_s
+        self.shard.owner.run(
+            lambda server, _: server.push(prepared, timeout_s=limit_s, nearly_done=nearly_done),
+            SHARED_TRANSFER if prepared.is_shared else TRANSFER,
         )
-        self.reach_after()
-
-    def reach_before(self) -> None:
-        """Marks the fault point before the push."""
         if fault_points.are_armed():
-            fault_points.reach("client.push.before", **self._fields())
+            reach("client.push.after", prepared)
 
-    def reach_after(self) -> None:
-        """Marks the fault point after the push."""
-        if fault_points.are_armed():
-            fault_points.reach("client.push.after", **self._fields())
+    def require_prepared(self) -> PreparedPush:
+        """Returns the part, which is prepared now if it is not yet."""
+        if self.prepared is not None:
+            return self.prepared
+        assert self.prepare is not None
+        return self.prepare()
 
-    def _fields(self) -> dict[str, Any]:
-        push = self.prepared
-        return {"unit": push.cut.unit, "dp_rank": push.header.common.dp_rank, "part": push.header.part}
+    def end(self) -> None:
+        """Drops the gradients, because the push has ended."""
+        self.done, self.prepared, self.prepare = True, None, None
+
+
+def reach(point: str, push: PreparedPush) -> None:
+    """Marks a fault point before or after a push."""
+    fault_points.reach(point, unit=push.cut.unit, dp_rank=push.header.common.dp_rank, part=push.header.part)
 
 
 def push_together(pushes: Sequence[ShardPush]) -> list[bool]:
     """Sends pushes to one server in one message, once; returns for each whether the server has accepted it."""
+    parts, first = [push.prepared for push in pushes if push.prepared is not None], pushes[0]
     if fault_points.are_armed():
-        for push in pushes:
-            push.reach_before()
-    first = pushes[0]
-    accepted = first.server.push_batch([push.prepared for push in pushes], wait_limit_s=first.wait_limit_s)
+        for part in parts:
+            reach("client.push.before", part)
+    accepted = first.server.push_batch(parts, wait_limit_s=first.shard.wait_limit_s)
     if fault_points.are_armed():
-        for push, is_accepted in zip(pushes, accepted, strict=True):
+        for part, is_accepted in zip(parts, accepted, strict=True):
             if is_accepted:
-                push.reach_after()
+                reach("client.push.after", part)
     return accepted
 
-
-_ASK_S = 1.0
-"""How long a server waits for a version before the trainer checks that it is still a member of the run."""
 
 _IDLE_BYTES = 64 << 20
 
@@ -325,7 +298,10 @@ class RemoteShard:
         stop_bytes: int,
         wire: Wire,
     ) -> None:
-        self._address, self._wire = ShardAddress(run, layout, start_bytes, stop_bytes), wire
+        self.address, self._wire = ShardAddress(run, layout, start_bytes, stop_bytes), wire
+        """The shard as transports address it."""
+        self.wait_limit_s = wire.wait_limit_s
+        """The longest wait for a version to exist."""
         self.owner = server if isinstance(server, ShardOwner) else ShardOwner(server)
         self.start_bytes, self.stop_bytes = start_bytes, stop_bytes
         self._plans = RangePlans(layout, start_bytes, stop_bytes)
@@ -343,7 +319,7 @@ class RemoteShard:
 
     def narrowed(self, start_bytes: int, stop_bytes: int) -> RemoteShard:
         """Returns a range inside this one that is streamed. A lossy dtype needs the whole range."""
-        address, wire = self._address, replace(self._wire, deltas=None)
+        address, wire = self.address, replace(self._wire, deltas=None)
         return RemoteShard(address.run, address.layout, self.owner, start_bytes, stop_bytes, wire)
 
     @property
@@ -351,31 +327,21 @@ class RemoteShard:
         """The server that owns the range now."""
         return self.owner.server
 
-    @property
-    def wait_limit_s(self) -> float:
-        """The longest wait for a version to exist."""
-        return self._wire.wait_limit_s
-
     def move(self, server: ServerConnection) -> None:
         """Replaces the owner of the range. Until ``map`` is called again, fetches stream from the new owner."""
         if self.owner.server is not server:
-            self._address.window = None
+            self.address.window = None
             self.owner.move(server)
-
-    @property
-    def address(self) -> ShardAddress:
-        """The shard as transports address it."""
-        return self._address
 
     @property
     def is_mapped(self) -> bool:
         """Whether fetches copy from the server's memory."""
-        return self._address.window is not None
+        return self.address.window is not None
 
     @property
     def is_streamed(self) -> bool:
         """Whether fetches stream the values as stored, from the server to this trainer."""
-        return self._address.window is None and self.cached is None and self._wire.gather_dtype == AS_STORED
+        return self.address.window is None and self.cached is None and self._wire.gather_dtype == AS_STORED
 
     # ---- reading in place ----
 
@@ -385,7 +351,7 @@ class RemoteShard:
         Args:
             version: Waits until the segment shows this version or a newer one. None: does not wait.
         """
-        return self.server.locate(self._address, version, wait_limit_s=self._wire.wait_limit_s)
+        return self.server.locate(self.address, version, wait_limit_s=self._wire.wait_limit_s)
 
     def map(self, location: SegmentLocation, *, ask: Callable[[], None] = lambda: None) -> None:
         """Maps the shard's segment, so that fetches copy from it.
@@ -394,99 +360,31 @@ class RemoteShard:
             location: The segment.
             ask: See ``SharedVector``.
         """
-        self._address.window = SharedVector(self._address.layout.unit, [location], ask=ask)
+        self.address.window = SharedVector(self.address.layout.unit, [location], ask=ask)
 
     def await_version(self, version: int | None) -> int:
         """Waits until a shard that is read in place has a version; returns the version."""
         if self.cached is None or version is None:
+            until_s = None if version is None else time.monotonic() + self.wait_limit_s
             try:
-                return self._run_when_ready(version, partial(self._await_at, version))
+                return self.owner.run(
+                    lambda server, wait_s: server.await_version(
+                        self.address, version, wait_s=min(wait_s, self.wait_limit_s)
+                    ),
+                    SHARED_TRANSFER,
+                    until_s=until_s,
+                    member=version is not None,
+                )
             except UnavailableError:
                 if self.cached is None or version is None:  # otherwise it has moved to another host
                     raise
         return self.cached.ensure(version, partial(self._fetch_to_cache, version))
 
-    def _await_at(self, version: int | None, server: ServerConnection, wait_s: float) -> int:
-        return server.await_version(self._address, version, wait_s=wait_s, wait_limit_s=self._wire.wait_limit_s)
-
-    def _run_when_ready(
-        self, version: int | None, action: Callable[[ServerConnection, float], int], *, member: bool = True
-    ) -> int:
-        """Runs an operation at the owner that waits for a version.
-
-        Args:
-            version: The version. None: any, and this trainer may be no member of the run.
-            action: The operation. Its last argument is how long the server may wait.
-            member: Whether only a member of the run may wait for the version.
-        """
-        member = member and version is not None
-        deadline = time.monotonic() + self._wire.wait_limit_s
-        while True:
-            wait_s = min(_ASK_S, max(0.0, deadline - time.monotonic()))
-            try:
-                return self.owner.run(lambda server: action(server, wait_s), member=member)  # noqa: B023
-            except DeadlineError:
-                if version is None or wait_s < _ASK_S or time.monotonic() >= deadline:
-                    raise
-            if member:
-                self.owner.require_valid()  # the version never comes if the run went back to an older one
-
     # ---- fetching ----
 
-    def fetch(
-        self, version: int | None, target: memoryview, nearly_done: NearlyDone = ignore, *, exact: bool = False
-    ) -> int:
-        """Reads one version into ``target``, waiting until it exists; returns the version.
-
-        Args:
-            version: None: the newest.
-            target: Receives the range, padding included. [stop_bytes - start_bytes]
-            nearly_done: Called when the transfer is nearly done.
-            exact: Whether to read the values as stored, without rounding.
-        """
-        wire_dtype = AS_STORED if exact else self._wire.gather_dtype
-        if self.cached is not None and version is not None and wire_dtype == self._wire.gather_dtype:
-            return self.cached.read(version, target, partial(self._fetch_to_cache, version))
-        return self._fetch_into(version, self._range_target(wire_dtype, target), nearly_done)
-
-    def fetch_cast(
-        self, version: int | None, layout: UnitLayout, target: memoryview, nearly_done: NearlyDone = ignore
-    ) -> int:
-        """Reads one version in other dtypes than the stored ones, with as few copies as the transport allows.
-
-        Args:
-            version: Waited for until it exists. None: the newest.
-            layout: The unit's parameters in the dtypes to deliver.
-            target: The unit's whole flat vector in that layout. Receives this shard's values. [layout.size_bytes]
-            nearly_done: Called when the transfer is nearly done.
-        """
-        if self.cached is None:
-            return self._fetch_into(version, self._cast_target(layout, target), nearly_done)
-        with self._wire.encoded.acquired(self.stop_bytes - self.start_bytes) as stored:
-            fetched = self.fetch(version, stored, nearly_done)
-            copy_all(
-                views(self._plans, self._address.layout, stored, self.start_bytes),
-                views(self._plans, layout, target, 0),
-            )
-        return fetched
-
-    def prepare_fetch(self, version: int, target: memoryview, *, exact: bool = False) -> ShardFetch:
-        """Returns a fetch that can be called later; see ``fetch``."""
-        wire_dtype = AS_STORED if exact else self._wire.gather_dtype
-        in_range = self._range_target(wire_dtype, target)
-        return self._prepared_fetch(partial(self.fetch, version, target, exact=exact), version, in_range)
-
-    def prepare_fetch_cast(self, version: int, layout: UnitLayout, target: memoryview) -> ShardFetch:
-        """Returns a fetch that can be called later; see ``fetch_cast``."""
-        cast = self._cast_target(layout, target)
-        return self._prepared_fetch(partial(self.fetch_cast, version, layout, target), version, cast)
-
-    def _prepared_fetch(
-        self, alone: Callable[[NearlyDone], int], version: int, target: RangeTarget | CastTarget
-    ) -> ShardFetch:
-        is_streamed = self._address.window is None and self.cached is None and not target.is_kept(version)
-        small = SmallFetch(self._address, version, target) if is_streamed else None
-        return ShardFetch(alone, self.server, small, wait_limit_s=self.wait_limit_s)
+    def fetch(self, version: int | None, target: memoryview, *, exact: bool = False) -> int:
+        """Reads one version into ``target``, waiting until it exists; returns the version; see ``prepare_fetch``."""
+        return self.prepare_fetch(version, target, exact=exact)()
 
     def fetch_average(self, version: int, target: memoryview, *, member: bool = True) -> int:
         """Reads the values' moving average; see ``fetch``.
@@ -496,44 +394,64 @@ class RemoteShard:
             target: Receives the range.
             member: Whether only a member of the run may wait for the version.
         """
-        average, limit_s = self._range_target(AS_STORED, target), self._wire.wait_limit_s
-        return self._run_when_ready(
-            version,
-            lambda server, wait_s: server.fetch_average(
-                self._address, version, average, wait_s=wait_s, wait_limit_s=limit_s
-            ),
-            member=member,
-        )
+        return ShardFetch(self, version, self._range_target(AS_STORED, target), average=True, member=member)()
+
+    def prepare_fetch(self, version: int | None, target: memoryview, *, exact: bool = False) -> ShardFetch:
+        """Returns a fetch of one version into ``target``, which waits until the version exists.
+
+        Args:
+            version: None: the newest.
+            target: Receives the range, padding included. [stop_bytes - start_bytes]
+            exact: Whether to read the values as stored, without rounding.
+        """
+        wire_dtype = AS_STORED if exact else self._wire.gather_dtype
+        return ShardFetch(self, version, self._range_target(wire_dtype, target))
+
+    def prepare_fetch_cast(self, version: int | None, layout: UnitLayout, target: memoryview) -> ShardFetch:
+        """Returns a fetch in other dtypes than the stored ones, with as few copies as the transport allows.
+
+        Args:
+            version: Waited for until it exists. None: the newest.
+            layout: The unit's parameters in the dtypes to deliver.
+            target: The unit's whole flat vector in that layout. Receives this shard's values. [layout.size_bytes]
+        """
+        wire = self._wire
+        cast = CastTarget(self.address, self._plans, wire.gather_dtype, wire.encoded, layout, target, self._kept)
+        return ShardFetch(self, version, cast)
+
+    def is_cached_in(self, wire_dtype: WireDtype) -> bool:
+        """Whether the host cache has values that are rounded to a dtype."""
+        return wire_dtype == self._wire.gather_dtype
+
+    def read_cached(self, version: int, target: RangeTarget | CastTarget) -> int:
+        """Reads a version from the host cache, or fetches it into the cache; returns the version."""
+        assert self.cached is not None
+        fetch = partial(self._fetch_to_cache, version)
+        if isinstance(target, RangeTarget):
+            return self.cached.read(version, target.memory, fetch)
+        with self._wire.encoded.acquired(self.stop_bytes - self.start_bytes) as stored:
+            fetched = self.cached.read(version, stored, fetch)
+            target.deliver_stored(stored)
+        return fetched
 
     def _range_target(self, wire_dtype: WireDtype, target: memoryview) -> RangeTarget:
         kept = self._kept if wire_dtype == self._wire.gather_dtype else None
         return RangeTarget(self._plans, wire_dtype, self.start_bytes, target, self._wire.encoded, kept)
-
-    def _cast_target(self, layout: UnitLayout, target: memoryview) -> CastTarget:
-        return CastTarget(
-            self._address, self._plans, self._wire.gather_dtype, self._wire.encoded, layout, target, self._kept
-        )
 
     def _fetch_to_cache(self, version: int, target: memoryview, former: int | None) -> int:
         """Fetches a version into the host cache, which has the former version now, or an unknown one."""
         in_cache = self._range_target(self._wire.gather_dtype, target)
         if self._wire.deltas is not None and self._kept is not None:
             in_cache.kept = DecodedStream(self._wire.deltas, self._what, former, in_cache.encode)
-        return self._fetch_into(version, in_cache, ignore)
-
-    def _fetch_into(self, version: int | None, target: RangeTarget | CastTarget, nearly_done: NearlyDone) -> int:
-        limit_s = self._wire.wait_limit_s
-        if self._address.window is None and target.read_kept(version):
-            assert version is not None
-            return version
-        return self._run_when_ready(
-            version,
-            lambda server, wait_s: server.fetch(
-                self._address, version, target, wait_s=wait_s, wait_limit_s=limit_s, nearly_done=nearly_done
-            ),
-        )
+        return ShardFetch(self, version, in_cache).from_server()
 
     # ---- pushing ----
+
+    def prepare_push_later(self, header: PartHeader, read: Callable[[], Mapping[int, torch.Tensor]]) -> ShardPush:
+        """Prepares a push whose gradients are read when it is sent; see ``prepare_push``."""
+        later = ShardPush(self, self.owner.server, None, 0)
+        later.prepare = lambda: self.prepare_push(header, read()).require_prepared()
+        return later
 
     def prepare_push(self, header: PartHeader, flats: Mapping[int, torch.Tensor]) -> ShardPush:
         """Prepares a push of this shard's part of gradients.
@@ -574,16 +492,17 @@ class RemoteShard:
 
     def _prepare(self, header: PartHeader, indices: tuple[int, ...], part: GradientPart) -> ShardPush:
         cut, size_bytes = self._cut(indices, part.wire_dtype)
-        push = PreparedPush(self._address, cut, header, part)
-        server, prepared = self.owner.run(lambda server: (server, server.prepare_push(push)))
-        stream_bytes = size_bytes
+        push, server = PreparedPush(self.address, cut, header, part), self.owner.server
+        prepared = server.copy_at_once(push)
+        if prepared is None:
+            server, prepared = self.owner.run(lambda server, _: (server, server.prepare_push(push)), SHARED_TRANSFER)
         if prepared.is_shared:
             if part.wire_dtype != AS_STORED:
                 _, size_bytes = self._cut(indices, AS_STORED)
             server.shared_counter.add(sent_bytes=size_bytes)
-            stream_bytes = 0
-        return ShardPush(self.owner, server, prepared, stream_bytes=stream_bytes, wait_limit_s=self._wire.wait_limit_s)
+            size_bytes = 0
+        return ShardPush(self, server, prepared, size_bytes)
 
     def _make_cut(self, indices: tuple[int, ...], wire_dtype: WireDtype) -> tuple[PushedRange, int]:
-        cut = PushedRange(self._address.layout.unit, self.start_bytes, self.stop_bytes, indices)
+        cut = PushedRange(self.address.layout.unit, self.start_bytes, self.stop_bytes, indices)
         return cut, self._plans.plan(indices, wire_dtype).size_bytes

@@ -151,7 +151,7 @@ class ItemGathers:
         def read(shard: RemoteShard, version: int | None) -> int:
             if layout is None or layout == self._units[unit_index].layout:
                 return shard.fetch(version, target[shard.start_bytes : shard.stop_bytes], exact=exact)
-            return shard.fetch_cast(version, layout, target)
+            return shard.prepare_fetch_cast(version, layout, target)()
 
         def gather() -> int:
             return read_newest(lambda: self._units[unit_index], read, self._membership.check, self._wait_limit_s)

@@ -19,6 +19,7 @@ from shardwell.membership.membership import Lease, Membership
 from shardwell.module.store import InitialValues
 from shardwell.options import JoinConfig
 from shardwell.store.servers import ShardServers
+from shardwell.transport.resending import UPLOAD
 from shardwell.transport.server_connection import ServerConnection
 from shardwell.transport.shared_vector import CAN_MAP, SegmentLocation, SharedVector
 from shardwell_wire.connection.channel import backoff, retry
@@ -116,9 +117,6 @@ logger = logging.getLogger(__name__)
 
 _UPLOAD_THREADS = 8
 """Threads that upload a unit. Limited, because each holds one piece of the values in memory."""
-
-_UPLOAD_RETRY_S = 2.0
-"""Seconds for which an upload is retried before the coordinator is asked for the unit's current placement."""
 
 _FIRST_PUBLISH_POLL_S, _LONGEST_PUBLISH_POLL_S = 0.005, 0.25
 
@@ -253,17 +251,15 @@ class UnitDeclarations:
             stop_bytes=shard.stop_bytes,
             draws=values.draws.values(),
         )
-        # The server's guard does not wait for this server: the unit may get another owner.
-        shard.server.transports.guard.run(
-            "an upload of initial values",
-            lambda: shard.server.client.initialize(
+        size_bytes = sum(segment.size_bytes for segment in segments)
+        shard.server.resending.run(
+            lambda server, _: server.client.initialize(
                 header,
-                lambda: itertools.chain.from_iterable(map(values.read, segments)),
-                sum(segment.size_bytes for segment in segments),
+                itertools.chain.from_iterable(map(values.read, segments)),
+                size_bytes,
                 timeout_s=self._wait_limit_s,
-                retry_for_s=min(_UPLOAD_RETRY_S, self._wait_limit_s),
             ),
-            repeat=False,
+            UPLOAD,
         )
 
 

@@ -5,7 +5,7 @@ Note: [Moved shards]
     server was restarted or drained, or the run was rolled back. Trainers learn the placement from every answer of the
     coordinator and from the membership stream. A thread of this trainer then asks for the present owners and connects
     to them. Operations that a move has broken wait for this thread and are repeated at the new owner
-    (``ShardOwner.run``). Nothing else in the trainer depends on where a shard is.
+    (``Resending.run``). Nothing else in the trainer depends on where a shard is.
 
 Connections of this trainer to the shard servers of its run, and probes of the servers that do not answer.
 """
@@ -16,14 +16,15 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from shardwell.data_plane.shard import RemoteShard, ShardOwner, Wire
+from shardwell.data_plane.shard import RemoteShard, Wire
 from shardwell.membership.membership import Membership
 from shardwell.options import JoinConfig
 from shardwell.transport.grpc_transport import ShardClient
-from shardwell.transport.selector import CorruptTransfers, ServerGuard
-from shardwell.transport.server_connection import OPEN_TIMEOUT_S, ServerConnection
+from shardwell.transport.resending import ResendPolicy
+from shardwell.transport.server_connection import OPEN_TIMEOUT_S, ConnectOptions, ServerConnection
 from shardwell_wire.connection.channel import backoff
 from shardwell_wire.errors import DeadlineError, ShardwellError, UnavailableError
 from shardwell_wire.model.layout import UnitLayout
@@ -41,16 +42,21 @@ MoveShards = Callable[[coordinator_pb2.ListUnitsResponse, bool], None]
 """``(units, anew)``: moves all shards to their owners; ``anew``: through new connections and mappings."""
 
 
-class ShardRelocations:
+class ShardRelocations(ResendPolicy):
     """Applies the moves of a run's shards in a background thread. See Note: [Moved shards]. Thread-safe.
+
+    A trainer's ``ResendPolicy``: operations that failed wait for the moves.
 
     Args:
         membership: The membership of this trainer.
-        limit_s: How long ``settle`` waits.
+        limit_s: How long ``settle`` waits, and how long a server may be unavailable.
     """
 
+    asks = True
+
     def __init__(self, membership: Membership, limit_s: float) -> None:
-        self._membership, self._limit_s = membership, limit_s
+        super().__init__(limit_s)
+        self._membership = membership
         self._move: MoveShards | None = None
         self._changed = threading.Condition()
         """Protects the next fields."""
@@ -92,24 +98,29 @@ class ShardRelocations:
     def try_settle(self, limit_s: float) -> None:
         """Waits for a limited time until all shards are connected to their owners."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or not self._is_pending(), min(limit_s, self._limit_s))
+            self._changed.wait_for(lambda: self._closed or not self._is_pending(), min(limit_s, self.wait_limit_s))
 
     def settle(self) -> None:
-        """See ``Moves.settle``."""
+        """See ``ResendPolicy``."""
         if threading.current_thread() is self._thread:
             return
         with self._changed:
-            settled = self._changed.wait_for(lambda: self._closed or not self._is_pending(), self._limit_s)
+            settled = self._changed.wait_for(lambda: self._closed or not self._is_pending(), self.wait_limit_s)
             error = self._error
         self._membership.check()
         if not settled:
             raise UnavailableError(
                 f"shards of run {self._membership.run!r} have other servers now, and this trainer could not reach them "
-                f"for {self._limit_s:.0f} s: {error}. Check the network between this host and the shard servers"
+                f"for {self.wait_limit_s:.0f} s: {error}. Check the network between this host and the shard servers"
             ) from error
 
+    def ask(self) -> None:
+        """See ``ResendPolicy``. The thread that moves shards then lists their owners again."""
+        self._membership.ask()
+        self.check()
+
     def check(self) -> None:
-        """Called before a retry of a request to a shard server; raises if a retry is pointless.
+        """See ``ResendPolicy``.
 
         Raises:
             UnavailableError: This is the thread that moves shards, and the list of owners may be out of date.
@@ -121,7 +132,7 @@ class ShardRelocations:
             raise UnavailableError("a server does not answer, and its shards may have moved to another server")
 
     def require_valid(self) -> None:
-        """See ``Moves.require_valid``."""
+        """See ``ResendPolicy``."""
         self._membership.require_valid()
 
     def close(self) -> None:
@@ -179,17 +190,20 @@ class ShardServers:
     """
 
     def __init__(self, membership: Membership, config: JoinConfig) -> None:
-        self._membership, self._config = membership, config
+        self._membership = membership
         self.relocations = ShardRelocations(membership, config.waits.wait_limit_s)
         """Moves shards to their present owners."""
         self._connections: dict[ServerKey, ServerConnection] = {}
-        self._guards: dict[ServerKey, ServerGuard] = {}
-        self._corrupt = CorruptTransfers()
+        self._opening: tuple[str, float] | None = None
+        """Address of the server that is being connected to, and since when."""
+        self._options = ConnectOptions(
+            config.transfers.transport_names, config.transfers.chunk_bytes, membership.credentials
+        )
         self._connecting = threading.Lock()
         self._former_received_bytes = self._former_sent_bytes = 0
         self._former_moved: dict[str, tuple[int, int]] = {}
         """Bytes that closed connections have moved; see ``moved_bytes``."""
-        self._probe = ReachabilityProbe(lambda: list(self._guards.values()), membership.credentials)
+        self._probe = ReachabilityProbe(self._in_use, membership.credentials)
 
     @property
     def received_bytes(self) -> int:
@@ -204,7 +218,7 @@ class ShardServers:
     @property
     def corrupt_transfers(self) -> dict[str, int]:
         """Transfers whose bytes arrived with a wrong checksum, by the servers' addresses."""
-        return self._corrupt.by_server()
+        return self.relocations.corrupt.by_server()
 
     def moved_bytes(self) -> dict[str, tuple[int, int]]:
         """Returns the bytes received and sent over each transport so far, in wire dtypes, by its name.
@@ -235,6 +249,12 @@ class ShardServers:
         """All connections. Thread-safe."""
         return list(self._connections.values())
 
+    def _in_use(self) -> list[tuple[str, float | None]]:
+        """Returns each server's address, and since when an operation at it waits. Thread-safe."""
+        opening = self._opening
+        used = [(server.address, server.waiting_since) for server in self._present]
+        return used if opening is None else [*used, opening]
+
     def unreachable(self) -> list[coordinator_pb2.UnreachableServer]:
         """Returns the servers that did not answer the last probe, for a heartbeat. Thread-safe."""
         return self._probe.report()
@@ -247,8 +267,8 @@ class ShardServers:
 
     def shard(self, wire: Wire, layout: UnitLayout, shard: common_pb2.ShardRange) -> RemoteShard:
         """Returns one shard of a unit, connected to the server that owns it. Thread-safe."""
-        owner = ShardOwner(self.connect(shard), self.relocations)
-        return RemoteShard(self._membership.identity, layout, owner, shard.start_bytes, shard.stop_bytes, wire)
+        server = self.connect(shard)
+        return RemoteShard(self._membership.identity, layout, server, shard.start_bytes, shard.stop_bytes, wire)
 
     def connect(self, shard: common_pb2.ShardRange, *, open_timeout_s: float = OPEN_TIMEOUT_S) -> ServerConnection:
         """Returns the connection to the server process that owns a shard. Thread-safe.
@@ -260,38 +280,24 @@ class ShardServers:
         key: ServerKey = shard.address, shard.incarnation
         with self._connecting:
             if key not in self._connections:
-                membership, config = self._membership, self._config
-                guard = self._guards[key] = ServerGuard(
-                    shard.address, self._ask, config.waits.wait_limit_s, self._corrupt
-                )
-                self._connections[key] = guard.run(
-                    "connecting",
-                    lambda: ServerConnection(
+                self._opening = shard.address, time.monotonic()
+                try:
+                    self._connections[key] = ServerConnection(
                         shard.address,
-                        membership.identity,
-                        transports=config.transfers.transport_names,
-                        chunk_bytes=config.transfers.chunk_bytes,
-                        check=self.relocations.check,
-                        open_timeout_s=open_timeout_s,
-                        credentials=membership.credentials,
-                        guard=guard,
-                        server_id=shard.server_id,
-                    ),
-                    repeat=False,
-                )
+                        self._membership.identity,
+                        replace(self._options, open_timeout_s=open_timeout_s),
+                        self.relocations,
+                        shard.server_id,
+                    )
+                finally:
+                    self._opening = None
             return self._connections[key]
-
-    def _ask(self) -> None:
-        """Asks the coordinator why an operation fails. The thread that moves shards then lists their owners again."""
-        self._membership.ask()
-        self.relocations.check()
 
     def forget(self) -> list[ServerConnection]:
         """Forgets all connections, so that ``connect`` opens new ones; returns the forgotten ones."""
         with self._connecting:
             former = self._present
             self._connections.clear()
-            self._guards.clear()
         return former
 
     def are_open(self, shards: Iterable[RemoteShard]) -> bool:
@@ -302,7 +308,7 @@ class ShardServers:
         """Closes connections through which no shard is reached any more. Transfers in flight fail."""
         with self._connecting:
             for key in [key for key, server in self._connections.items() if server in former]:
-                del self._connections[key], self._guards[key]
+                del self._connections[key]
         for server in former:
             self._former_received_bytes += server.counter.received_bytes
             self._former_sent_bytes += server.counter.sent_bytes
@@ -351,12 +357,12 @@ class ReachabilityProbe:
     The coordinator can then name an unreachable server and lease this trainer's work to another trainer.
 
     Args:
-        guards: Returns the guards of the servers in use.
+        in_use: Returns the address of each server in use, and since when an operation at it waits.
         credentials: Sent with every rpc.
     """
 
-    def __init__(self, guards: Callable[[], Iterable[ServerGuard]], credentials: Credentials) -> None:
-        self._guards, self._credentials = guards, credentials
+    def __init__(self, in_use: Callable[[], Iterable[tuple[str, float | None]]], credentials: Credentials) -> None:
+        self._in_use, self._credentials = in_use, credentials
         self._clients: dict[str, ShardClient] = {}
         self._unreachable: dict[str, tuple[float, str]] = {}
         """Start of the outage, by ``time.monotonic``, and its reason, by address."""
@@ -380,30 +386,27 @@ class ReachabilityProbe:
     def _run(self) -> None:
         try:
             while not self._stop.wait(_PROBE_INTERVAL_S):
-                guards = list(self._guards())
-                for address in self._unreachable.keys() - {guard.address for guard in guards}:
+                servers = list(self._in_use())
+                for address in self._unreachable.keys() - {address for address, _ in servers}:
                     self._unreachable.pop(address)  # a former server
-                for guard in guards:
-                    self._probe(guard)
+                for address, since in servers:
+                    self._probe(address, since)
         finally:
             for client in self._clients.values():
                 client.close()
 
-    def _probe(self, guard: ServerGuard) -> None:
-        since = guard.waiting_since
+    def _probe(self, address: str, since: float | None) -> None:
         if since is None or time.monotonic() - since < _PROBE_AFTER_S or self._stop.is_set():
-            self._unreachable.pop(guard.address, None)
+            self._unreachable.pop(address, None)
             return
         try:
-            if guard.address not in self._clients:
-                self._clients[guard.address] = ShardClient(guard.address, credentials=self._credentials)
-            self._clients[guard.address].call(
-                "DescribeServer", shard_pb2.DescribeServerRequest(), timeout_s=_PROBE_TIMEOUT_S
-            )
+            if address not in self._clients:
+                self._clients[address] = ShardClient(address, credentials=self._credentials)
+            self._clients[address].call("DescribeServer", shard_pb2.DescribeServerRequest(), timeout_s=_PROBE_TIMEOUT_S)
         except (UnavailableError, DeadlineError) as error:
-            first, _ = self._unreachable.get(guard.address, (since, ""))
-            self._unreachable[guard.address] = (first, str(error))
+            first, _ = self._unreachable.get(address, (since, ""))
+            self._unreachable[address] = (first, str(error))
         except ShardwellError:
-            self._unreachable.pop(guard.address, None)  # the server has answered
+            self._unreachable.pop(address, None)  # the server has answered
         else:
-            self._unreachable.pop(guard.address, None)
+            self._unreachable.pop(address, None)

@@ -32,13 +32,18 @@ from shardwell_wire.model.layout import UnitLayout
 from shardwell_wire.model.names import RunIdentity
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
-Place = Callable[[shard_pb2.GatherHeader], memoryview]
-"""Returns the memory for the stream that a header announces. Called again if a fetch is repeated."""
+Place = Callable[[int, shard_pb2.StreamDeltas | None], memoryview]
+"""Returns the memory for a stream of a version, or for the deltas that a header announces in its place."""
 
 
 def into(memory: memoryview) -> Place:
     """Returns a ``Place`` for a stream whose size is known."""
-    return lambda _: memory
+    return lambda *_: memory
+
+
+def place_of(header: shard_pb2.GatherHeader, place: Place) -> memoryview:
+    """Returns the memory for the stream that a header announces."""
+    return place(header.version, header.deltas if header.HasField("deltas") else None)
 
 
 class Incoming:
@@ -174,7 +179,7 @@ class ShardAddress:
     window: SharedVector | None = None
     """The shard in the server's shared memory, if this process mapped it."""
 
-    def read(self, version: int, target: FetchTarget) -> int:
+    def copy_to(self, version: int, target: FetchTarget) -> int:
         """Copies the mapped shard, which must show ``version``; returns the version.
 
         Raises:
@@ -232,6 +237,18 @@ class FetchTarget(Protocol):
     def copy_from(self, window: SharedVector) -> None:
         """Copies the values from mapped memory, rounded as if they had travelled in ``wire_dtype``."""
         ...
+
+
+@dataclass(slots=True, eq=False)
+class ShardRead:
+    """A fetch of one version of a shard, alone or in a batch."""
+
+    shard: ShardAddress
+    version: int | None
+    """The version to wait for. None: the newest."""
+    target: FetchTarget
+    average: bool = False
+    """Whether to fetch the moving average of the values. Not from shared memory, and not in a batch."""
 
 
 class BatchAnswers(Protocol):
@@ -302,9 +319,8 @@ class PreparedPush:
 class Transport(ABC):
     """Moves the bytes of one run between this trainer and one shard server. Thread-safe.
 
-    Every method that waits takes ``timeout_s``, the deadline of one attempt, and ``retry_for_s``, how long to retry
-    while the server is unavailable. After that the method raises ``UnavailableError`` or ``DeadlineError``. Errors that
-    the server returns are raised at once.
+    Every method tries once: ``resending.py`` repeats what fails. ``timeout_s`` is the deadline of the attempt, which
+    raises ``UnavailableError``, ``DeadlineError``, or the error that the server returns.
     """
 
     name: ClassVar[str]
@@ -313,26 +329,13 @@ class Transport(ABC):
     """The number on the wire."""
 
     @abstractmethod
-    def fetch(
-        self,
-        shard: ShardAddress,
-        version: int | None,
-        target: FetchTarget,
-        *,
-        wait_s: float,
-        timeout_s: float,
-        retry_for_s: float,
-        nearly_done: NearlyDone = ignore,
-    ) -> int:
+    def fetch(self, read: ShardRead, *, wait_s: float, timeout_s: float, nearly_done: NearlyDone = ignore) -> int:
         """Fetches one version of a shard, waiting until it exists.
 
         Args:
-            shard: The range to fetch.
-            version: The version to wait for. None: the newest.
-            target: Receives the values.
+            read: What to fetch.
             wait_s: How long the server waits for the version.
-            timeout_s: Deadline of one attempt.
-            retry_for_s: How long to retry while the server is unavailable.
+            timeout_s: Deadline.
             nearly_done: Called when at most ``NEARLY_DONE_BYTES`` are missing.
 
         Returns:
@@ -344,15 +347,12 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def push(
-        self, prepared: PreparedPush, *, timeout_s: float, retry_for_s: float, nearly_done: NearlyDone = ignore
-    ) -> None:
+    def push(self, prepared: PreparedPush, *, timeout_s: float, nearly_done: NearlyDone = ignore) -> None:
         """Pushes one part of a contribution. Repeating a push is harmless: the server drops duplicates.
 
         Args:
             prepared: The push; another transport may have prepared it.
-            timeout_s: Deadline of one attempt.
-            retry_for_s: How long to retry while the server is unavailable.
+            timeout_s: Deadline.
             nearly_done: Called when the operating system has accepted all bytes.
 
         Raises:
@@ -385,44 +385,23 @@ class StreamTransport(Transport):
     def __init__(self, counter: ByteCounter | None = None) -> None:
         self._counter = counter or ByteCounter()
 
-    def fetch(
-        self,
-        shard: ShardAddress,
-        version: int | None,
-        target: FetchTarget,
-        *,
-        wait_s: float,
-        timeout_s: float,
-        retry_for_s: float,
-        nearly_done: NearlyDone = ignore,
-        average: bool = False,
-    ) -> int:
-        """See ``Transport``. Fetches the moving average of the values if ``average`` is set."""
+    def fetch(self, read: ShardRead, *, wait_s: float, timeout_s: float, nearly_done: NearlyDone = ignore) -> int:
+        """See ``Transport``."""
+        target = read.target
         with target.incoming() as incoming:
-            request = shard.gather_request(
-                version, target.wire_dtype, average=average, base=incoming.base, wait_s=wait_s
+            request = read.shard.gather_request(
+                read.version, target.wire_dtype, average=read.average, base=incoming.base, wait_s=wait_s
             )
-
-            def place(header: shard_pb2.GatherHeader) -> memoryview:
-                memory = incoming.place(header.version, header.deltas if header.HasField("deltas") else None)
-                if incoming.base is not None:
-                    request.base.CopyFrom(incoming.base)  # a repeated request must not name what is overwritten
-                return memory
-
-            fetched = self.fetch_stream(
-                request, place, timeout_s=timeout_s, retry_for_s=retry_for_s, nearly_done=nearly_done
-            )
+            fetched = self.fetch_stream(request, incoming.place, timeout_s=timeout_s, nearly_done=nearly_done)
             self._counter.add(received_bytes=incoming.received_bytes)
             incoming.finish()
         return fetched
 
-    def push(
-        self, prepared: PreparedPush, *, timeout_s: float, retry_for_s: float, nearly_done: NearlyDone = ignore
-    ) -> None:
+    def push(self, prepared: PreparedPush, *, timeout_s: float, nearly_done: NearlyDone = ignore) -> None:
         """See ``Transport``."""
         header = prepared.cut.header(prepared.header, prepared.gradients.wire_dtype)
         with prepared.gradients.stream() as pieces:
-            self.push_stream(header, pieces, timeout_s=timeout_s, retry_for_s=retry_for_s, nearly_done=nearly_done)
+            self.push_stream(header, pieces, timeout_s=timeout_s, nearly_done=nearly_done)
             self._counter.add(sent_bytes=sum(map(len, pieces)))
 
     def measure(self, *, timeout_s: float) -> float:
@@ -432,18 +411,9 @@ class StreamTransport(Transport):
 
     @abstractmethod
     def fetch_stream(
-        self,
-        request: shard_pb2.GatherRequest,
-        place: Place,
-        *,
-        timeout_s: float,
-        retry_for_s: float,
-        nearly_done: NearlyDone = ignore,
+        self, request: shard_pb2.GatherRequest, place: Place, *, timeout_s: float, nearly_done: NearlyDone = ignore
     ) -> int:
-        """Fetches one version of a shard, encoded in ``request.wire_dtype``; see ``fetch``.
-
-        The caller may change the request in ``place``. If the fetch is repeated, the changed request is sent.
-        """
+        """Fetches one version of a shard, encoded in ``request.wire_dtype``; see ``fetch``."""
 
     @abstractmethod
     def push_stream(
@@ -452,14 +422,13 @@ class StreamTransport(Transport):
         pieces: Sequence[memoryview],
         *,
         timeout_s: float,
-        retry_for_s: float,
         nearly_done: NearlyDone = ignore,
     ) -> shard_pb2.ReduceScatterResponse:
         """Pushes the encoded segments of one part of a contribution, without padding; see ``push``."""
 
     @abstractmethod
     def control(
-        self, request: shard_pb2.ReduceGradientBufferRequest, *, timeout_s: float, retry_for_s: float
+        self, request: shard_pb2.ReduceGradientBufferRequest, timeout_s: float
     ) -> shard_pb2.ReduceGradientBufferResponse:
         """Sends a control message of a ``SharedTransport``.
 
@@ -469,11 +438,11 @@ class StreamTransport(Transport):
 
     @abstractmethod
     def fetch_batch(self, request: shard_pb2.GatherBatchRequest, answers: BatchAnswers, *, timeout_s: float) -> None:
-        """Sends a batch of small fetches once, without retries."""
+        """Sends a batch of small fetches."""
 
     @abstractmethod
     def push_batch(self, request: shard_pb2.ReduceBatchRequest, *, timeout_s: float) -> shard_pb2.ReduceBatchResponse:
-        """Sends a batch of small pushes once, without retries."""
+        """Sends a batch of small pushes."""
 
     @abstractmethod
     def measure_stream(self, size_bytes: int, *, timeout_s: float) -> float:
@@ -487,9 +456,7 @@ class SharedTransport(Transport):
     """
 
     @abstractmethod
-    def locate(
-        self, shard: ShardAddress, version: int | None, *, timeout_s: float, retry_for_s: float
-    ) -> shard_pb2.LocateShardResponse:
+    def locate(self, shard: ShardAddress, version: int | None, *, timeout_s: float) -> shard_pb2.LocateShardResponse:
         """Returns where the server stores a shard, once ``version`` exists.
 
         Raises:

@@ -16,6 +16,7 @@ from shardwell.transport.base import (
     Place,
     StreamTransport,
     ignore,
+    place_of,
 )
 from shardwell.transport.partitions import (
     CachedPartition,
@@ -66,7 +67,6 @@ class ShardClient(ServiceClient):
         place: Place,
         *,
         timeout_s: float,
-        retry_for_s: float,
         nearly_done: NearlyDone = ignore,
     ) -> int:
         """Fetches one version of a shard; see ``StreamTransport``. Sets ``request.chunk_bytes``."""
@@ -79,14 +79,14 @@ class ShardClient(ServiceClient):
                 message, chunk = chunk_streams.decode_message(data, shard_pb2.GatherResponse)
                 if number == 0:
                     version = message.header.version
-                    receiver = chunk_streams.StreamReceiver([place(message.header)], what)
+                    receiver = chunk_streams.StreamReceiver([place_of(message.header, place)], what)
                 receiver.feed(chunk)
                 if receiver.total_bytes - receiver.received_bytes <= NEARLY_DONE_BYTES:
                     nearly_done()
             receiver.require_complete()
             return version
 
-        return self.attempt(fetch, retry_for_s=retry_for_s)
+        return self.once(fetch)
 
     def push_stream(
         self,
@@ -94,7 +94,6 @@ class ShardClient(ServiceClient):
         pieces: Sequence[memoryview],
         *,
         timeout_s: float,
-        retry_for_s: float,
         nearly_done: NearlyDone = ignore,
     ) -> shard_pb2.ReduceScatterResponse:
         """Pushes one part of a contribution; see ``StreamTransport``."""
@@ -105,25 +104,23 @@ class ShardClient(ServiceClient):
             response: shard_pb2.ReduceScatterResponse = self._reduce_scatter(stream, timeout=timeout_s)
             return response
 
-        return self.attempt(send, retry_for_s=retry_for_s)
+        return self.once(send)
 
     def initialize(
         self,
         header: shard_pb2.InitializeUnitHeader,
-        pieces: Callable[[], Iterable[chunk_streams.Buffer]],
+        pieces: Iterable[chunk_streams.Buffer],
         size_bytes: int,
         *,
         timeout_s: float,
-        retry_for_s: float,
     ) -> shard_pb2.InitializeUnitResponse:
         """Uploads the initial values of a shard.
 
         Args:
             header: The shard, and the parameters whose values the server draws.
-            pieces: Returns the other values, computed while they are sent. Called once per attempt.
+            pieces: The other values, computed while they are sent.
             size_bytes: Size of all pieces.
-            timeout_s: Deadline of one attempt.
-            retry_for_s: How long to retry while the server is unavailable.
+            timeout_s: Deadline.
 
         Raises:
             Exception: The exception that computing a piece raised.
@@ -133,25 +130,23 @@ class ShardClient(ServiceClient):
 
         def send() -> shard_pb2.InitializeUnitResponse:
             stream = chunk_streams.encode_stream(
-                first, _recording(pieces(), failures), chunk_bytes=self._chunk_bytes, total_bytes=size_bytes
+                first, _recording(pieces, failures), chunk_bytes=self._chunk_bytes, total_bytes=size_bytes
             )
             response: shard_pb2.InitializeUnitResponse = self._initialize(stream, timeout=timeout_s)
             return response
 
         try:
-            return self.attempt(send, retry_for_s=retry_for_s)
+            return self.once(send)
         except ShardwellError as error:
             if failures:  # gRPC hides the exception of a request iterator
                 raise failures[0] from error
             raise
 
     def control(
-        self, request: shard_pb2.ReduceGradientBufferRequest, *, timeout_s: float, retry_for_s: float
+        self, request: shard_pb2.ReduceGradientBufferRequest, timeout_s: float
     ) -> shard_pb2.ReduceGradientBufferResponse:
         """Sends a control message; see ``StreamTransport``."""
-        answer: shard_pb2.ReduceGradientBufferResponse = self.call(
-            "ReduceGradientBuffer", request, timeout_s=timeout_s, retry_for_s=retry_for_s
-        )
+        answer: shard_pb2.ReduceGradientBufferResponse = self.call("ReduceGradientBuffer", request, timeout_s=timeout_s)
         return answer
 
     def fetch_batch(self, request: shard_pb2.GatherBatchRequest, answers: BatchAnswers, *, timeout_s: float) -> None:
@@ -168,7 +163,7 @@ class ShardClient(ServiceClient):
             if answers.are_missing:
                 raise ChunkError(f"{what}: the stream ended before every range was answered")
 
-        self.attempt(receive, retry_for_s=0.0)
+        self.once(receive)
 
     def push_batch(self, request: shard_pb2.ReduceBatchRequest, *, timeout_s: float) -> shard_pb2.ReduceBatchResponse:
         """Sends a batch of small pushes; see ``StreamTransport``."""
@@ -183,7 +178,7 @@ class ShardClient(ServiceClient):
         def receive() -> int:
             return sum(len(data) for data in self._measure(request, timeout=timeout_s))
 
-        return self.attempt(receive, retry_for_s=0.0) / (time.perf_counter() - started)
+        return self.once(receive) / (time.perf_counter() - started)
 
     def read_partition(
         self,
@@ -198,7 +193,7 @@ class ShardClient(ServiceClient):
         Args:
             location: The partition.
             context: Names the step and the lease.
-            timeout_s: Deadline of one attempt, and how long to retry while the server is unavailable.
+            timeout_s: Deadline.
             cached: Values and state of this trainer. They are not fetched if the server confirms that they are current.
 
         Raises:
@@ -216,7 +211,7 @@ class ShardClient(ServiceClient):
             assert incoming is not None
             return incoming.finish()
 
-        return self.attempt(fetch, retry_for_s=timeout_s)
+        return self.once(fetch)
 
     def stage_partition(
         self,
@@ -233,7 +228,7 @@ class ShardClient(ServiceClient):
             location: The partition.
             context: Names the step, the lease and the request.
             segment: The values and the state.
-            timeout_s: Deadline of one attempt, and how long to retry while the server is unavailable.
+            timeout_s: Deadline.
             share_state: Whether the server puts the state in shared memory, for the next step.
 
         Raises:
@@ -252,7 +247,7 @@ class ShardClient(ServiceClient):
             stream = chunk_streams.encode_stream(first, [memory_of(tensor) for tensor in tensors])
             self.byte_request_stub("StagePartition")(stream, timeout=timeout_s)
 
-        self.attempt(send, retry_for_s=timeout_s)
+        self.once(send)
 
 
 def _then(stream: Iterable[bytes], callback: Callable[[], None]) -> Iterator[bytes]:
@@ -292,13 +287,10 @@ class GrpcTransport(StreamTransport):
         place: Place,
         *,
         timeout_s: float,
-        retry_for_s: float,
         nearly_done: NearlyDone = ignore,
     ) -> int:
         """See ``StreamTransport``."""
-        return self._client.fetch_stream(
-            request, place, timeout_s=timeout_s, retry_for_s=retry_for_s, nearly_done=nearly_done
-        )
+        return self._client.fetch_stream(request, place, timeout_s=timeout_s, nearly_done=nearly_done)
 
     def push_stream(
         self,
@@ -306,19 +298,16 @@ class GrpcTransport(StreamTransport):
         pieces: Sequence[memoryview],
         *,
         timeout_s: float,
-        retry_for_s: float,
         nearly_done: NearlyDone = ignore,
     ) -> shard_pb2.ReduceScatterResponse:
         """See ``StreamTransport``."""
-        return self._client.push_stream(
-            header, pieces, timeout_s=timeout_s, retry_for_s=retry_for_s, nearly_done=nearly_done
-        )
+        return self._client.push_stream(header, pieces, timeout_s=timeout_s, nearly_done=nearly_done)
 
     def control(
-        self, request: shard_pb2.ReduceGradientBufferRequest, *, timeout_s: float, retry_for_s: float
+        self, request: shard_pb2.ReduceGradientBufferRequest, timeout_s: float
     ) -> shard_pb2.ReduceGradientBufferResponse:
         """See ``StreamTransport``."""
-        return self._client.control(request, timeout_s=timeout_s, retry_for_s=retry_for_s)
+        return self._client.control(request, timeout_s=timeout_s)
 
     def fetch_batch(self, request: shard_pb2.GatherBatchRequest, answers: BatchAnswers, *, timeout_s: float) -> None:
         """See ``StreamTransport``."""

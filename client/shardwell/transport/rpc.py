@@ -234,7 +234,7 @@ class ServiceClient:
         # A broken connection may have used up a part of the caller's time.
         left_s = max(0.0, deadline - time.monotonic())
         # A lambda: the repr of a partial would show the token.
-        return self._once(lambda: rpc.stub(request, metadata=credentials.metadata, timeout=left_s))
+        return self.once(lambda: rpc.stub(request, metadata=credentials.metadata, timeout=left_s))
 
     def _open_unary(self, rpc_name: str) -> _Unary:
         """Returns what a unary rpc needs, which is made once."""
@@ -311,14 +311,14 @@ class ServiceClient:
     def attempt(self, action: Callable[[], Result], *, retry_for_s: float) -> Result:
         """Calls ``action`` with retries while the server is unavailable or refuses requests. Maps gRPC errors."""
         return retry(
-            partial(self._once, action),
+            partial(self.once, action),
             limit_s=retry_for_s,
             errors=_REPEATED,
             check=self._check_retry,
             sleep=self._closed.wait,
         )
 
-    def _once(self, action: Callable[[], Result]) -> Result:
+    def once(self, action: Callable[[], Result]) -> Result:
         """Calls ``action``, and maps the errors of gRPC."""
         try:
             result = action()

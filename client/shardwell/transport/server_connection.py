@@ -1,8 +1,6 @@
-"""Fetches small shards of several units from one server together.
+"""What a trainer does with one shard server: reads weights, pushes gradients, reads and stages optimizer partitions.
 
-Sends the small parts of several contributions to one server in one message.
-
-What a trainer does with one shard server: reads weights, pushes gradients, reads and stages optimizer partitions.
+Also the messages that fetch small shards of several units together, or push small parts of several contributions.
 """
 
 from __future__ import annotations
@@ -17,11 +15,11 @@ import xxhash
 
 from shardwell.transport.base import (
     ByteCounter,
-    FetchTarget,
     Incoming,
     NearlyDone,
     PreparedPush,
     ShardAddress,
+    ShardRead,
     Transport,
     ignore,
 )
@@ -32,17 +30,31 @@ from shardwell.transport.partitions import (
     PartitionSegment,
     SharedPartitionSegment,
 )
-from shardwell.transport.selector import ServerGuard, TransportSelector
+from shardwell.transport.resending import (
+    FETCH_BATCH,
+    MEASUREMENT,
+    PUSH_BATCH,
+    SHARED_TRANSFER,
+    CorruptTransfers,
+    Operation,
+    ReachedServer,
+    Resending,
+    ResendPolicy,
+)
+from shardwell.transport.selector import TransportSelector
 from shardwell.transport.shared_vector import SegmentLocation
+from shardwell_wire.encoding.chunk_streams import DEFAULT_CHUNK_BYTES
 from shardwell_wire.encoding.wire_dtypes import AS_STORED
 from shardwell_wire.errors import (
     CapacityError,
     ConflictError,
+    CorruptDataError,
     InvalidRequestError,
     NotFoundError,
     ShardwellError,
     UnavailableError,
     VersionGoneError,
+    from_status_details,
 )
 from shardwell_wire.model.names import RunIdentity
 from shardwell_wire.security.credentials import Credentials
@@ -50,15 +62,6 @@ from shardwell_wire.v1 import common_pb2, shard_pb2
 
 Arrived = Callable[[int, int], None]
 """Called when a shard has arrived, with its position in the batch and its version."""
-
-
-@dataclass(frozen=True, slots=True)
-class SmallFetch:
-    """A fetch of one version of a shard, small enough for a message."""
-
-    shard: ShardAddress
-    version: int
-    target: FetchTarget
 
 
 class _Answers:
@@ -113,22 +116,16 @@ class _Answers:
                 self._arrived(each.number, each.version)
 
 
-def fetch_together(
-    transports: TransportSelector,
-    fetches: Sequence[SmallFetch],
-    counter: ByteCounter,
-    arrived: Arrived,
-    *,
-    timeout_s: float,
+def _fetch_together(
+    transports: TransportSelector, reads: Sequence[ShardRead], arrived: Arrived, *, timeout_s: float
 ) -> None:
-    """Fetches shards with one request, once, waiting until their versions exist.
+    """Fetches shards with one request, waiting until their versions exist.
 
     Shards that have not arrived when the function returns or raises must be fetched by themselves.
 
     Args:
         transports: The transports to the server.
-        fetches: At least one shard of the server.
-        counter: Counts the received bytes.
+        reads: At least one shard of the server.
         arrived: See ``Arrived``. Shards that can be read at once arrive before those that wait for their versions.
         timeout_s: Deadline.
 
@@ -139,26 +136,26 @@ def fetch_together(
     request = shard_pb2.GatherBatchRequest(run=run.name, run_id=run.run_id)
     with ExitStack() as stack:
         streams = list[tuple[Incoming, ExitStack]]()
-        for each in fetches:
+        for each in reads:
             context = stack.enter_context(ExitStack())
             stream = context.enter_context(each.target.incoming())
             streams.append((stream, context))
             request.ranges.append(
                 each.shard.gather_request(each.version, each.target.wire_dtype, base=stream.base, names_run=False)
             )
-        answers = _Answers(transports.client.address, streams, counter, arrived)
-        transports.fetch_batch(request, answers, timeout_s=timeout_s)
+        answers = _Answers(transports.client.address, streams, transports.counter, arrived)
+        transports.require_stream().fetch_batch(request, answers, timeout_s=timeout_s)
 
 
-def push_together(
-    transports: TransportSelector, prepared: Sequence[PreparedPush], counter: ByteCounter, *, timeout_s: float
+def _push_together(
+    transports: TransportSelector, prepared: Sequence[PreparedPush], corrupt: CorruptTransfers, *, timeout_s: float
 ) -> list[bool]:
-    """Sends parts in one message, once.
+    """Sends parts in one message.
 
     Args:
         transports: The transports to the server.
         prepared: The parts, in memory of the server or small enough for a message.
-        counter: Counts the streamed bytes.
+        corrupt: Counts the parts that arrived with a wrong checksum.
         timeout_s: Deadline.
 
     Returns:
@@ -192,12 +189,18 @@ def push_together(
         )
     for position, part, result in zip(positions, request.parts, response.results, strict=True):
         accepted[position] = not result.status
-        transports.guard.note_rejected("a part of a batch of pushes", result.status)
+        if result.status:
+            _count_corrupt(result.status, transports.client.address, corrupt)
         if part.HasField("stream"):
-            counter.add(sent_bytes=len(part.stream) if accepted[position] else 0)
+            transports.counter.add(sent_bytes=len(part.stream) if accepted[position] else 0)
         elif shared is not None:
             shared.finish_batched(prepared[position], result)
     return accepted
+
+
+def _count_corrupt(status: bytes, address: str, corrupt: CorruptTransfers) -> None:
+    if isinstance(error := from_status_details(status, address), CorruptDataError):
+        corrupt.add(address, "a part of a batch of pushes", error)
 
 
 def _add_stream(prepared: PreparedPush, request: shard_pb2.ReduceBatchRequest) -> shard_pb2.BatchedPart:
@@ -208,9 +211,6 @@ def _add_stream(prepared: PreparedPush, request: shard_pb2.ReduceBatchRequest) -
 
 logger = logging.getLogger(__name__)
 
-_RETRY_S = 2.0
-"""How long a transport retries by itself before the guard asks the coordinator why the server is unavailable."""
-
 _BATCH_LIMIT_S = 10.0
 """Deadline of a batch. A part that has to wait longer on the server is transferred by itself."""
 
@@ -218,22 +218,31 @@ OPEN_TIMEOUT_S = 60.0
 """Deadline for opening a transport. Long, because a server that receives a large upload may respond late."""
 
 
-class ServerConnection:
+@dataclass(frozen=True, slots=True)
+class ConnectOptions:
+    """How this process connects to shard servers."""
+
+    transports: Sequence[str]
+    """Names of the transports to try, in this order."""
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES
+    """Payload per gRPC message."""
+    credentials: Credentials | None = None
+    """Credentials of the cluster. None: the result of ``find_credentials`` for the address."""
+    open_timeout_s: float = OPEN_TIMEOUT_S
+    """Deadline for opening a transport."""
+
+
+class ServerConnection(ReachedServer):
     """One shard server, as this trainer uses it for one run. Thread-safe.
 
-    Transfers for which the server has no shared memory use a stream transport.
-
-    Every operation runs under the guard, may be repeated, and raises as ``ServerGuard.run`` does.
+    Transfers for which the server has no shared memory use a stream transport. Every operation is one attempt, except
+    ``locate`` and those of batches: ``Resending`` repeats it.
 
     Args:
         address: host:port.
         run: The run. The server must own a shard of it already.
-        transports: Names of the transports to try, in this order.
-        chunk_bytes: Payload per gRPC message.
-        check: Called before a retry while the server is unavailable; raises if a retry is pointless.
-        credentials: Credentials of the cluster. None: the result of ``find_credentials`` for the address.
-        guard: Decides how to handle a failed operation. By default every failure is final.
-        open_timeout_s: Deadline for opening a transport.
+        options: How to connect.
+        policy: How failed operations are repeated. None: as a reader does.
         server_id: Id of the server that must answer at the address. Empty: not checked.
 
     Raises:
@@ -245,32 +254,37 @@ class ServerConnection:
         self,
         address: str,
         run: RunIdentity,
-        *,
-        transports: Sequence[str],
-        chunk_bytes: int,
-        check: Callable[[], None] = lambda: None,
-        credentials: Credentials | None = None,
-        guard: ServerGuard | None = None,
-        open_timeout_s: float = OPEN_TIMEOUT_S,
+        options: ConnectOptions,
+        policy: ResendPolicy | None = None,
         server_id: str = "",
     ) -> None:
-        self.address = address
-        self.client = ShardClient(address, chunk_bytes=chunk_bytes, check=check, credentials=credentials)
+        super().__init__(address, policy)
+        timeout_s, check = options.open_timeout_s, self.policy.check
+        self.resending = Resending(self)
+        """Runs operations that concern no shard, or several."""
+        self.client = ShardClient(
+            address, chunk_bytes=options.chunk_bytes, check=check, credentials=options.credentials
+        )
         """Calls the server's rpcs."""
         try:
             if server_id:
-                self._check_id(server_id, open_timeout_s)
+                self._check_id(server_id, timeout_s)
             self.transports = TransportSelector(
-                self.client,
-                run,
-                names=transports,
-                guard=guard or ServerGuard(address),
-                check=check,
-                open_timeout_s=open_timeout_s,
+                self.client, run, names=options.transports, check=check, open_timeout_s=timeout_s
             )
+            try:
+                self.bytes_per_s = self.resending.run(
+                    lambda *_: self.transports.transport.measure(timeout_s=timeout_s), MEASUREMENT
+                )
+                """Bandwidth, measured when the transport was opened."""
+            except BaseException:
+                self.transports.close()
+                raise
         except BaseException:
             self.client.close()
             raise
+        self.counter = self.transports.counter
+        """Streamed bytes, in their encoded size."""
         self.shared_counter = ByteCounter()
         """Bytes that were copied from and to shared memory."""
         self.copies_gradients = self.transports.shared is not None
@@ -294,15 +308,9 @@ class ServerConnection:
         """The transport in use."""
         return self.transports.transport
 
-    @property
-    def counter(self) -> ByteCounter:
-        """Streamed bytes, in their encoded size."""
-        return self.transports.counter
-
-    @property
-    def bytes_per_s(self) -> float:
-        """Bandwidth, measured when the transport was opened."""
-        return self.transports.bytes_per_s
+    def lost_transport(self, error: ShardwellError, operation: Operation) -> bool:
+        """See ``ReachedServer``."""
+        return self.transports.lost(error, is_shared=operation.is_shared)
 
     def moved_bytes(self) -> dict[str, tuple[int, int]]:
         """Returns the bytes received and sent so far over each transport that has moved any, by its name."""
@@ -329,87 +337,38 @@ class ServerConnection:
 
     # ---- weights ----
 
-    def fetch(
-        self,
-        shard: ShardAddress,
-        version: int | None,
-        target: FetchTarget,
-        *,
-        wait_s: float,
-        wait_limit_s: float,
-        nearly_done: NearlyDone = ignore,
-    ) -> int:
-        """Fetches one version of a shard, waiting until it exists; see ``Transport.fetch``.
-
-        Args:
-            shard: The shard.
-            version: The version. None: the newest.
-            target: Receives the values.
-            wait_s: How long the server waits for the version.
-            wait_limit_s: Deadline of the transfer, and how long to retry while the server is unavailable.
-            nearly_done: Called when the transfer is nearly done.
-        """
-        retry_for_s, window = min(_RETRY_S, wait_limit_s), shard.window
+    def fetch(self, read: ShardRead, *, wait_s: float, timeout_s: float, nearly_done: NearlyDone = ignore) -> int:
+        """Fetches one version of a shard, waiting until it exists; see ``Transport.fetch``."""
+        shard = read.shard
+        window = shard.window if not read.average else None
         if window is None:
-            return self.transports.over_stream(
-                lambda stream: stream.fetch(
-                    shard,
-                    version,
-                    target,
-                    wait_s=wait_s,
-                    timeout_s=wait_limit_s,
-                    retry_for_s=retry_for_s,
-                    nearly_done=nearly_done,
-                )
-            )
+            stream = self.transports.require_stream()
+            return stream.fetch(read, wait_s=wait_s, timeout_s=timeout_s, nearly_done=nearly_done)
         self.shared_counter.add(received_bytes=shard.stop_bytes - shard.start_bytes)
-        if version is not None and window.shows(version):
-            return shard.read(version, target)  # no message to the server
-        return self.transports.over_shared(
-            lambda shared: shared.fetch(
-                shard, version, target, wait_s=wait_s, timeout_s=wait_limit_s, retry_for_s=retry_for_s
-            )
-        )
+        if read.version is not None and window.shows(read.version):
+            return shard.copy_to(read.version, read.target)  # no message to the server
+        return self.transports.require_shared().fetch(read, wait_s=wait_s, timeout_s=timeout_s)
 
-    def fetch_batch(self, fetches: Sequence[SmallFetch], arrived: Arrived, *, wait_limit_s: float) -> None:
-        """Fetches small shards with one request, once; see ``fetch_together``."""
+    def fetch_batch(self, reads: Sequence[ShardRead], arrived: Arrived, *, wait_limit_s: float) -> None:
+        """Fetches small shards with one request, once; see ``_fetch_together``."""
         timeout_s = min(_BATCH_LIMIT_S, wait_limit_s)
-        fetch_together(self.transports, fetches, self.counter, arrived, timeout_s=timeout_s)
-
-    def fetch_average(
-        self, shard: ShardAddress, version: int, target: FetchTarget, *, wait_s: float, wait_limit_s: float
-    ) -> int:
-        """Fetches the moving average of the values; see ``fetch``."""
-        retry_for_s = min(_RETRY_S, wait_limit_s)
-        return self.transports.over_stream(
-            lambda stream: stream.fetch(
-                shard,
-                version,
-                target,
-                wait_s=wait_s,
-                timeout_s=wait_limit_s,
-                retry_for_s=retry_for_s,
-                average=True,
-            )
+        self.resending.run(
+            lambda *_: _fetch_together(self.transports, reads, arrived, timeout_s=timeout_s), FETCH_BATCH
         )
 
-    def await_version(self, shard: ShardAddress, version: int | None, *, wait_s: float, wait_limit_s: float) -> int:
+    def await_version(self, shard: ShardAddress, version: int | None, *, wait_s: float) -> int:
         """Waits until a shard in shared memory has a version; returns the version.
 
         Args:
             shard: The shard.
             version: The version. None: any.
             wait_s: How long the server may wait for the version.
-            wait_limit_s: How long to repeat the request while the server is unavailable.
         """
         if (window := shard.window) is not None and version is not None and window.shows(version):
             return version
         if self.transports.shared is None:
             raise UnavailableError(f"shard server at {self.address}: this process cannot map its memory")
-        retry_for_s = min(_RETRY_S, wait_limit_s)
-        return self.transports.over_shared(
-            lambda shared: shared.locate(shard, version, timeout_s=wait_s, retry_for_s=retry_for_s)
-        ).version
+        return self.transports.require_shared().locate(shard, version, timeout_s=wait_s).version
 
     def locate(self, shard: ShardAddress, version: int | None = None, *, wait_limit_s: float) -> SegmentLocation | None:
         """Returns where the server stores a shard in shared memory, or None if this process cannot map it.
@@ -421,64 +380,59 @@ class ServerConnection:
         """
         if self.transports.shared is None:
             return None
-        retry_for_s = min(_RETRY_S, wait_limit_s)  # the shard may have moved to another server meanwhile
-        try:
-            found, open_file = self.transports.over_shared(
-                lambda shared: (
-                    shared.locate(shard, version, timeout_s=wait_limit_s, retry_for_s=retry_for_s),
-                    shared.open_file,
-                )
-            )
+
+        def locate(*_: object) -> SegmentLocation:
+            shared = self.transports.require_shared()
+            file = shared.locate(shard, version, timeout_s=wait_limit_s).segment.file
+            return SegmentLocation(file, shard.start_bytes, shard.stop_bytes, shared.open_file)
+
+        try:  # not at another owner of the shard: the thread that moves shards calls this, too
+            return self.resending.run(locate, SHARED_TRANSFER)
         except VersionGoneError:
             return self.locate(shard, wait_limit_s=wait_limit_s)
         except ConflictError as error:
             logger.warning("unit %r is fetched instead of read in place: %s", shard.layout.unit, error)
             return None
-        return SegmentLocation(found.segment.file, shard.start_bytes, shard.stop_bytes, open_file)
 
     # ---- gradients ----
+
+    def copy_at_once(self, push: PreparedPush) -> PreparedPush | None:
+        """Copies gradients to shared memory without a message to the server. None: see ``prepare_push``."""
+        shared = self.transports.shared
+        return shared.prepare_push_at_once(push) if shared is not None and self.copies_gradients else None
 
     def prepare_push(self, push: PreparedPush) -> PreparedPush:
         """Prepares a push of one part of a contribution. Copies the gradients to shared memory if
         ``copies_gradients``."""
         if self.copies_gradients:
-            if (shared := self.transports.shared) is not None:
-                prepared = shared.prepare_push_at_once(push)
-                if prepared is not None:
-                    return prepared
             try:
-                return self.transports.over_shared(lambda shared: shared.prepare_push(push))
+                return self.transports.require_shared().prepare_push(push)
             except (CapacityError, OSError) as error:
                 self._stop_sharing_gradients(error)
         return push
 
-    def push(self, prepared: PreparedPush, *, wait_limit_s: float, nearly_done: NearlyDone = ignore) -> None:
+    def push(self, prepared: PreparedPush, *, timeout_s: float, nearly_done: NearlyDone = ignore) -> None:
         """Pushes one part of a contribution, in any thread; see ``Transport.push``.
 
         Args:
             prepared: The push. The connection to a former owner of the shard may have prepared it.
-            wait_limit_s: Deadline.
+            timeout_s: Deadline.
             nearly_done: See ``Transport.push``.
         """
-        retry_for_s = min(_RETRY_S, wait_limit_s)
         if prepared.is_shared and self.transports.shared is not None:
             try:
-                self.transports.over_shared(
-                    lambda shared: shared.push(prepared, timeout_s=wait_limit_s, retry_for_s=retry_for_s)
-                )
+                self.transports.require_shared().push(prepared, timeout_s=timeout_s)
                 return
             except CapacityError as error:  # the session broke, and the new session has no memory for the part
                 self._stop_sharing_gradients(error)
-        self.transports.over_stream(
-            lambda stream: stream.push(
-                prepared, timeout_s=wait_limit_s, retry_for_s=retry_for_s, nearly_done=nearly_done
-            )
-        )
+        self.transports.require_stream().push(prepared, timeout_s=timeout_s, nearly_done=nearly_done)
 
     def push_batch(self, prepared: Sequence[PreparedPush], *, wait_limit_s: float) -> list[bool]:
-        """Pushes small parts of several contributions in one message, once; see ``push_together``."""
-        timeout_s = min(_BATCH_LIMIT_S, wait_limit_s)
-        return push_together(self.transports, prepared, self.counter, timeout_s=timeout_s)
+        """Pushes small parts of several contributions in one message, once; see ``_push_together``."""
+        timeout_s, corrupt = min(_BATCH_LIMIT_S, wait_limit_s), self.policy.corrupt
+        return self.resending.run(
+            lambda *_: _push_together(self.transports, prepared, corrupt, timeout_s=timeout_s), PUSH_BATCH
+        )
 
     def release(self, dp_rank: int | None = None) -> None:
         """Releases the memory of a rank's contributions, which the server no longer reads. None: of all ranks."""
@@ -521,15 +475,12 @@ class ServerConnection:
         """Returns a partition of a prepared step, to be updated in place; see ``ShardClient.read_partition``."""
         if self.shares_partitions(shard):
             try:
-                return self.transports.over_shared(
-                    lambda shared: shared.read_partition(shard, location, context, timeout_s=timeout_s)
-                )
+                shared = self.transports.require_shared()
+                return shared.read_partition(shard, location, context, timeout_s=timeout_s)
             except (CapacityError, ConflictError, OSError) as error:
-                _require_memory_problem(error)
+                self._require_memory_problem(error)
                 logger.info("partition of unit %r is streamed: %s", location.layout.unit, error)
-        return self.transports.over_rpcs(
-            lambda client: client.read_partition(location, context, timeout_s=timeout_s, cached=cached)
-        )
+        return self.client.read_partition(location, context, timeout_s=timeout_s, cached=cached)
 
     def stage_partition(
         self,
@@ -544,29 +495,26 @@ class ServerConnection:
         if isinstance(segment, SharedPartitionSegment):
             context = make_context()
             try:
-                if self.transports.over_shared(
-                    lambda shared: shared.stage_partition(location, context, segment, timeout_s=timeout_s)
-                ):
+                shared = self.transports.require_shared()
+                if shared.stage_partition(location, context, segment, timeout_s=timeout_s):
                     return context.request_id
             except ConflictError as error:
-                _require_memory_problem(error)
+                self._require_memory_problem(error)
                 logger.info("partition of unit %r is streamed: %s", location.layout.unit, error)
         context, share_state = make_context(), self.shares_partitions(shard)
-        self.transports.over_rpcs(
-            lambda client: client.stage_partition(
-                location, context, segment, timeout_s=timeout_s, share_state=share_state
-            )
-        )
+        self.client.stage_partition(location, context, segment, timeout_s=timeout_s, share_state=share_state)
         return context.request_id
+
+    def _require_memory_problem(self, error: Exception) -> None:
+        """Raises errors that a stream would raise too, such as a step that is not prepared, and those of a session that
+        broke: the next attempt has another session."""
+        if isinstance(error, ConflictError) and (
+            type(error) is not ConflictError or self.transports.lost(error, is_shared=True)
+        ):
+            raise error
 
     def close(self) -> None:
         """Closes the transports. Transfers in flight fail."""
-        self.transports.guard.close()
+        self.closed.set()
         self.transports.close()
         self.client.close()
-
-
-def _require_memory_problem(error: Exception) -> None:
-    """Raises errors that a stream would raise too, such as a step that is not prepared."""
-    if isinstance(error, ConflictError) and type(error) is not ConflictError:
-        raise error

@@ -13,15 +13,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 from shardwell.transport.base import (
-    FetchTarget,
     GradientPart,
     NearlyDone,
     PreparedPush,
     PushedRange,
     ShardAddress,
+    ShardRead,
     SharedTransport,
     ignore,
 )
@@ -44,18 +43,9 @@ from shardwell_wire.v1 import common_pb2, shard_pb2
 
 _MAX_PROOF_FILE_BYTES = 16 << 20
 
-_CLOSE_RETRY_S = 2.0
-"""How long to retry to close buffers. They are closed the next time if that fails."""
 
-
-class ControlPath(Protocol):
-    """Sends control messages to the server, over the fastest stream transport."""
-
-    def __call__(
-        self, request: shard_pb2.ReduceGradientBufferRequest, *, timeout_s: float, retry_for_s: float
-    ) -> shard_pb2.ReduceGradientBufferResponse:
-        """See ``StreamTransport.control``."""
-        ...
+Control = Callable[[shard_pb2.ReduceGradientBufferRequest, float], shard_pb2.ReduceGradientBufferResponse]
+"""``(request, timeout_s)``: sends a control message over the fastest stream transport."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -195,7 +185,7 @@ class ShmTransport(SharedTransport):
     name = "shm"
     kind = common_pb2.TRANSPORT_KIND_SHM
 
-    def __init__(self, client: ShardClient, run: RunIdentity, control: ControlPath, *, timeout_s: float) -> None:
+    def __init__(self, client: ShardClient, run: RunIdentity, control: Control, *, timeout_s: float) -> None:
         self._client, self._run, self._control = client, run, control
         request = shard_pb2.OpenTransportRequest(run=run.name, run_id=run.run_id, kind=self.kind)
         self._rpc = client.open("OpenTransport", request, timeout_s=timeout_s)
@@ -242,24 +232,12 @@ class ShmTransport(SharedTransport):
 
     # ---- weights ----
 
-    def fetch(
-        self,
-        shard: ShardAddress,
-        version: int | None,
-        target: FetchTarget,
-        *,
-        wait_s: float,
-        timeout_s: float,
-        retry_for_s: float,
-        nearly_done: NearlyDone = ignore,
-    ) -> int:
+    def fetch(self, read: ShardRead, *, wait_s: float, timeout_s: float, nearly_done: NearlyDone = ignore) -> int:
         """See ``Transport``. The shard must be mapped. ``nearly_done`` is not called, because nothing is streamed."""
-        found = self.locate(shard, version, timeout_s=min(wait_s, timeout_s), retry_for_s=retry_for_s).version
-        return shard.read(found, target)
+        found = self.locate(read.shard, read.version, timeout_s=min(wait_s, timeout_s)).version
+        return read.shard.copy_to(found, read.target)
 
-    def locate(
-        self, shard: ShardAddress, version: int | None, *, timeout_s: float, retry_for_s: float
-    ) -> shard_pb2.LocateShardResponse:
+    def locate(self, shard: ShardAddress, version: int | None, *, timeout_s: float) -> shard_pb2.LocateShardResponse:
         """See ``SharedTransport``."""
         request = shard_pb2.LocateShardRequest(
             run=self._run.name,
@@ -269,9 +247,7 @@ class ShmTransport(SharedTransport):
             transport_id=self._session,
             start_bytes=shard.start_bytes,
         )
-        answer: shard_pb2.LocateShardResponse = self._client.call(
-            "LocateShard", request, timeout_s=timeout_s, retry_for_s=retry_for_s
-        )
+        answer: shard_pb2.LocateShardResponse = self._client.call("LocateShard", request, timeout_s=timeout_s)
         return answer
 
     # ---- gradients ----
@@ -291,9 +267,7 @@ class ShmTransport(SharedTransport):
         push.gradients.write_to(buffer.memory)
         return _BufferedPush(push, self, buffer)
 
-    def push(
-        self, prepared: PreparedPush, *, timeout_s: float, retry_for_s: float, nearly_done: NearlyDone = ignore
-    ) -> None:
+    def push(self, prepared: PreparedPush, *, timeout_s: float, nearly_done: NearlyDone = ignore) -> None:
         """See ``Transport``. Copies the gradients if another session prepared the push.
 
         Also copies them if the buffer still holds a contribution of a work item that this trainer has lost. The server
@@ -313,7 +287,7 @@ class ShmTransport(SharedTransport):
                 gradient_buffer_id=prepared.buffer.buffer_id,
             )
             try:
-                if not self._control(request, timeout_s=timeout_s, retry_for_s=retry_for_s).adopted:
+                if not self._control(request, timeout_s).adopted:
                     self._gradient_buffers.release(prepared.buffer)
                 return
             except StepStateError as error:
@@ -372,7 +346,7 @@ class ShmTransport(SharedTransport):
             request = shard_pb2.CloseSharedBuffersRequest(
                 run=self._run.name, run_id=self._run.run_id, transport_id=self._session, buffer_ids=self._ids_to_close
             )
-            self._client.call("CloseSharedBuffers", request, retry_for_s=_CLOSE_RETRY_S)
+            self._client.call("CloseSharedBuffers", request)
             self._ids_to_close.clear()
 
     # ---- optimizer partitions ----
@@ -385,7 +359,7 @@ class ShmTransport(SharedTransport):
             partition=read_request(location, context), transport_id=self._session
         )
         answer: shard_pb2.OpenStagingBufferResponse = self._client.call(
-            "OpenStagingBuffer", request, timeout_s=timeout_s, retry_for_s=timeout_s
+            "OpenStagingBuffer", request, timeout_s=timeout_s
         )
         window = shard.require_window()
         values = window.bytes[location.start_bytes - shard.start_bytes : location.stop_bytes - shard.start_bytes]
@@ -414,7 +388,7 @@ class ShmTransport(SharedTransport):
             transport_id=self._session,
             staging_buffer_id=segment.staging_buffer_id,
         )
-        self._client.call("StageStagingBuffer", request, timeout_s=timeout_s, retry_for_s=timeout_s)
+        self._client.call("StageStagingBuffer", request, timeout_s=timeout_s)
         return True
 
     # ---- session ----

@@ -12,9 +12,8 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
 
 from shardwell.transport.base import (
     NEARLY_DONE_BYTES,
@@ -24,11 +23,11 @@ from shardwell.transport.base import (
     Place,
     StreamTransport,
     ignore,
+    place_of,
 )
 from shardwell.transport.grpc_transport import ShardClient
 from shardwell.transport.rpc import Endpoint
 from shardwell_wire.connection import socket_frames
-from shardwell_wire.connection.channel import retry
 from shardwell_wire.connection.socket_frames import EncryptedStream, Kind, LowWaterMark, set_options
 from shardwell_wire.encoding import chunk_streams
 from shardwell_wire.encoding.chunk_streams import Buffer
@@ -124,7 +123,7 @@ class SocketConnection:
         with self._request(what, timeout_s):
             self._send([socket_frames.encode_request(Kind.GATHER, request, timeout_s)])
             header = socket_frames.parse_message(self._receive_message(Kind.GATHERING), shard_pb2.GatherHeader)
-            self._receive_streams([place(header)], what, nearly_done)
+            self._receive_streams([place_of(header, place)], what, nearly_done)
             return header.version
 
     def measure(self, target: memoryview, *, timeout_s: float) -> None:
@@ -320,8 +319,6 @@ class SocketConnection:
         return remaining_s
 
 
-Result = TypeVar("Result")
-
 _MAX_IDLE = 8
 """Idle connections kept for later requests."""
 
@@ -373,18 +370,15 @@ class SocketTransport(StreamTransport):
         place: Place,
         *,
         timeout_s: float,
-        retry_for_s: float,
         nearly_done: NearlyDone = ignore,
     ) -> int:
         """See ``StreamTransport``."""
         what = f"Gather of unit {request.unit!r}"
-        return self._attempt(
-            lambda connection: connection.fetch_stream(
-                request, place, what=what, timeout_s=timeout_s, nearly_done=nearly_done
-            ),
-            timeout_s=timeout_s,
-            retry_for_s=retry_for_s,
-        )
+        connection = self._acquire(timeout_s)
+        try:
+            return connection.fetch_stream(request, place, what=what, timeout_s=timeout_s, nearly_done=nearly_done)
+        finally:
+            self._release(connection)
 
     def push_stream(
         self,
@@ -392,51 +386,52 @@ class SocketTransport(StreamTransport):
         pieces: Sequence[memoryview],
         *,
         timeout_s: float,
-        retry_for_s: float,
         nearly_done: NearlyDone = ignore,
     ) -> shard_pb2.ReduceScatterResponse:
         """See ``StreamTransport``."""
         what = f"ReduceScatter of unit {header.unit!r}"
-        return self._attempt(
-            lambda connection: connection.push_stream(
-                header, pieces, what=what, timeout_s=timeout_s, nearly_done=nearly_done
-            ),
-            timeout_s=timeout_s,
-            retry_for_s=retry_for_s,
-        )
+        connection = self._acquire(timeout_s)
+        try:
+            return connection.push_stream(header, pieces, what=what, timeout_s=timeout_s, nearly_done=nearly_done)
+        finally:
+            self._release(connection)
 
     def control(
-        self, request: shard_pb2.ReduceGradientBufferRequest, *, timeout_s: float, retry_for_s: float
+        self, request: shard_pb2.ReduceGradientBufferRequest, timeout_s: float
     ) -> shard_pb2.ReduceGradientBufferResponse:
         """See ``StreamTransport``."""
         what = f"ReduceGradientBuffer of unit {request.header.unit!r}"
-        return self._attempt(
-            lambda connection: connection.control(request, what=what, timeout_s=timeout_s),
-            timeout_s=timeout_s,
-            retry_for_s=retry_for_s,
-        )
+        connection = self._acquire(timeout_s)
+        try:
+            return connection.control(request, what=what, timeout_s=timeout_s)
+        finally:
+            self._release(connection)
 
     def fetch_batch(self, request: shard_pb2.GatherBatchRequest, answers: BatchAnswers, *, timeout_s: float) -> None:
         """See ``StreamTransport``."""
-        self._attempt(
-            lambda connection: connection.fetch_batch(request, answers, timeout_s=timeout_s),
-            timeout_s=timeout_s,
-            retry_for_s=0.0,
-        )
+        connection = self._acquire(timeout_s)
+        try:
+            connection.fetch_batch(request, answers, timeout_s=timeout_s)
+        finally:
+            self._release(connection)
 
     def push_batch(self, request: shard_pb2.ReduceBatchRequest, *, timeout_s: float) -> shard_pb2.ReduceBatchResponse:
         """See ``StreamTransport``."""
-        return self._attempt(
-            lambda connection: connection.push_batch(request, timeout_s=timeout_s), timeout_s=timeout_s, retry_for_s=0.0
-        )
+        connection = self._acquire(timeout_s)
+        try:
+            return connection.push_batch(request, timeout_s=timeout_s)
+        finally:
+            self._release(connection)
 
     def measure_stream(self, size_bytes: int, *, timeout_s: float) -> float:
         """See ``StreamTransport``."""
         target = memoryview(bytearray(size_bytes))
         started = time.perf_counter()
-        self._attempt(
-            lambda connection: connection.measure(target, timeout_s=timeout_s), timeout_s=timeout_s, retry_for_s=0.0
-        )
+        connection = self._acquire(timeout_s)
+        try:
+            connection.measure(target, timeout_s=timeout_s)
+        finally:
+            self._release(connection)
         return size_bytes / (time.perf_counter() - started)
 
     @property
@@ -459,20 +454,6 @@ class SocketTransport(StreamTransport):
             self._connections.difference_update(idle)
         for connection in idle:
             connection.close()
-
-    def _attempt(self, action: Callable[[SocketConnection], Result], *, timeout_s: float, retry_for_s: float) -> Result:
-        def once() -> Result:
-            connection = self._acquire(timeout_s)
-            try:
-                return action(connection)
-            finally:
-                self._release(connection)
-
-        def check(error: Exception) -> None:
-            if not self._open:
-                raise error
-
-        return retry(once, limit_s=retry_for_s, check=check)
 
     def _acquire(self, timeout_s: float) -> SocketConnection:
         """Returns a connection without a request: an idle one, or a new one."""

@@ -18,12 +18,13 @@ import torch
 
 from shardwell.data_plane.kept_streams import DeltaCache
 from shardwell.data_plane.shard import RemoteShard, Wire
+from shardwell.transport.resending import ResendPolicy
 from shardwell.transport.rpc import CoordinatorClient, StandingRpc
-from shardwell.transport.selector import TRANSPORT_NAMES, CorruptTransfers, ServerGuard
-from shardwell.transport.server_connection import ServerConnection
+from shardwell.transport.selector import TRANSPORT_NAMES
+from shardwell.transport.server_connection import ConnectOptions, ServerConnection
 from shardwell.transport.shared_vector import CAN_MAP
 from shardwell_wire.connection.channel import backoff
-from shardwell_wire.encoding.chunk_streams import DEFAULT_CHUNK_BYTES, memory_at
+from shardwell_wire.encoding.chunk_streams import memory_at
 from shardwell_wire.encoding.wire_dtypes import AS_STORED, WireDtype
 from shardwell_wire.errors import (
     DeadlineError,
@@ -66,7 +67,7 @@ class RunConnections:
         self.run, self._credentials, self._gather_dtype = run, credentials, gather_dtype
         # A reader learns of a rollback at any time, and then reads other values of the same version.
         self._deltas = DeltaCache(delta_cache_bytes, reads_again=False)
-        self._corrupt = CorruptTransfers()
+        self._policy = ResendPolicy()
         self._closed_bytes = 0
         """Bytes that closed connections have received."""
         self._lock = threading.Lock()
@@ -90,11 +91,9 @@ class RunConnections:
         opened = ServerConnection(
             shard.address,
             self.run,
-            transports=TRANSPORT_NAMES,
-            chunk_bytes=DEFAULT_CHUNK_BYTES,
-            credentials=self._credentials,
-            guard=ServerGuard(shard.address, corrupt=self._corrupt),
-            server_id=shard.server_id,
+            ConnectOptions(TRANSPORT_NAMES, credentials=self._credentials),
+            self._policy,
+            shard.server_id,
         )
         with self._lock:
             used = self._servers.setdefault(key, opened)
@@ -157,7 +156,7 @@ class RunConnections:
         """Returns the bytes received in streams, the repeated transfers, and the counters of ``DeltaCache``."""
         with self._lock:
             received = sum(server.counter.received_bytes for server in self._servers.values()) + self._closed_bytes
-        corrupt_count = sum(self._corrupt.by_server().values())
+        corrupt_count = sum(self._policy.corrupt.by_server().values())
         return {"received_bytes": received, "corrupt_transfer_count": corrupt_count, **self._deltas.stats()}
 
     def close(self) -> None:

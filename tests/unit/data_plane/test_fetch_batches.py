@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ class Fetch:
         self._server, self.part, self.size_bytes = server, part, size_bytes
         self.future: Future[int] = Future()
 
-    def fetch_alone(self) -> int:
+    def __call__(self) -> int:
         return self._server.run_alone(self.part)
 
     def end(self, version: int, error: BaseException | None = None) -> None:
@@ -85,11 +86,12 @@ def threads() -> Iterator[DaemonThreads]:
     made.shutdown()
 
 
-class Batches(FetchBatches[Fetch]):
+class Batches(FetchBatches):
     """The batches of a server."""
 
     def __init__(self, threads: DaemonThreads, server: Server, max_in_flight: int = 1) -> None:
-        super().__init__(threads, server.send, max_in_flight=max_in_flight)
+        send: Any = server.send
+        super().__init__(threads, send, max_in_flight=max_in_flight)
         self.server = server
 
 
@@ -99,7 +101,7 @@ def batches(server: Server, threads: DaemonThreads) -> Batches:
 
 
 def submit(batches: Batches, *parts: int, size: int = 1) -> list[Future[int]]:
-    fetches = [Fetch(batches.server, part, size) for part in parts]
+    fetches: list[Any] = [Fetch(batches.server, part, size) for part in parts]
     for fetch in fetches:
         batches.add(fetch)
     return [fetch.future for fetch in fetches]

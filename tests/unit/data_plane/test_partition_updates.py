@@ -15,6 +15,7 @@ from shardwell.data_plane.partition_updates import PartitionUpdates
 from shardwell.data_plane.shard import RemoteShard, RemoteUnit, Wire
 from shardwell.transport.base import ShardAddress
 from shardwell.transport.partitions import PartitionSegment
+from shardwell.transport.resending import ReachedServer
 from shardwell_wire.model.layout import BLOCK_BYTES, Parameter, UnitLayout
 from shardwell_wire.model.names import RunIdentity
 from shardwell_wire.v1 import common_pb2
@@ -24,10 +25,11 @@ LAYOUT = UnitLayout("u", (Parameter("a", (NUM_SHARDS * BLOCK_BYTES // 4,), "floa
 PART_BYTES, LONG_S = BLOCK_BYTES, 60.0
 
 
-class Server:
+class Server(ReachedServer):
     """A connection to a server of another host. Staging returns when ``answers`` is set."""
 
     def __init__(self, answers: threading.Event) -> None:
+        super().__init__("s:1")
         self._answers = answers
 
     def shares_partitions(self, shard: ShardAddress) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ AGE = "shardwell.data_plane.batches._MAX_AGE_S"
 
 
 class Push:
-    """A ``BatchedPush`` with a number."""
+    """A push with a number."""
 
     def __init__(self, server: Server, number: int, size_bytes: int, key: int | None) -> None:
         self.server, self.number, self.size_bytes = server, number, size_bytes
@@ -23,7 +24,7 @@ class Push:
         self.error: BaseException | None = None
         self.ended = threading.Event()
 
-    def push_alone(self) -> None:
+    def __call__(self) -> None:
         self.server.push_alone(self.number)
 
     def failure(self) -> BaseException | None:
@@ -50,8 +51,10 @@ class Server:
         self.gate.set()
         self.begun = threading.Semaphore(0)
 
-    def batches(self, threads: DaemonThreads) -> PushBatches[Push]:
-        return PushBatches(threads, self.send, self.end)
+    def batches(self, threads: DaemonThreads) -> PushBatches:
+        send: Any = self.send
+        end: Any = self.end
+        return PushBatches(threads, send, end)
 
     def send(self, pushes: Sequence[Push]) -> list[bool]:
         self.begun.release()
@@ -74,9 +77,10 @@ class Server:
             assert not push.ended.is_set(), "a push ends once"
             push.ended.set()
 
-    def add(self, batches: PushBatches[Push], *numbers: int, size: int = 1, key: int | None = None) -> list[Push]:
+    def add(self, batches: PushBatches, *numbers: int, size: int = 1, key: int | None = None) -> list[Push]:
         pushes = [Push(self, number, size, key) for number in numbers]
-        for push in pushes:
+        added: list[Any] = pushes
+        for push in added:
             batches.add(push)
         return pushes
 
@@ -94,7 +98,7 @@ def threads() -> Iterator[DaemonThreads]:
 
 
 @pytest.fixture
-def batches(server: Server, threads: DaemonThreads, monkeypatch: pytest.MonkeyPatch) -> PushBatches[Push]:
+def batches(server: Server, threads: DaemonThreads, monkeypatch: pytest.MonkeyPatch) -> PushBatches:
     monkeypatch.setattr(AGE, 1e9)
     return server.batches(threads)
 
@@ -103,7 +107,7 @@ def assert_pushed(pushes: Sequence[Push]) -> None:
     assert [push.failure() for push in pushes] == [None] * len(pushes)
 
 
-def test_pushes_are_held_back_until_a_flush(server: Server, batches: PushBatches[Push]) -> None:
+def test_pushes_are_held_back_until_a_flush(server: Server, batches: PushBatches) -> None:
     pushes = server.add(batches, *range(5))
     assert not any(push.ended.is_set() for push in pushes) and not server.messages
     batches.flush()
@@ -111,7 +115,7 @@ def test_pushes_are_held_back_until_a_flush(server: Server, batches: PushBatches
     assert server.messages == [[0, 1, 2, 3, 4]] and not server.alone
 
 
-def test_messages_keep_the_order(server: Server, batches: PushBatches[Push]) -> None:
+def test_messages_keep_the_order(server: Server, batches: PushBatches) -> None:
     server.gate.clear()
     first = server.add(batches, 1, 2)
     batches.flush()
@@ -123,14 +127,14 @@ def test_messages_keep_the_order(server: Server, batches: PushBatches[Push]) -> 
     assert server.messages == [[1, 2], [3, 4]]
 
 
-def test_a_full_batch_is_sent_at_once(server: Server, batches: PushBatches[Push]) -> None:
+def test_a_full_batch_is_sent_at_once(server: Server, batches: PushBatches) -> None:
     first = server.add(batches, 1, size=100 << 10)
     assert_pushed([*first, *server.add(batches, 2, size=200 << 10)])
     assert server.messages == [[1, 2]]
 
 
 def test_an_old_batch_is_sent_with_the_next_push(
-    server: Server, batches: PushBatches[Push], monkeypatch: pytest.MonkeyPatch
+    server: Server, batches: PushBatches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = server.add(batches, 1)
     monkeypatch.setattr(AGE, -1.0)
@@ -138,7 +142,7 @@ def test_an_old_batch_is_sent_with_the_next_push(
     assert server.messages == [[1, 2]]
 
 
-def test_a_message_has_a_limited_number_of_parts(server: Server, batches: PushBatches[Push]) -> None:
+def test_a_message_has_a_limited_number_of_parts(server: Server, batches: PushBatches) -> None:
     server.gate.clear()
     pushes = server.add(batches, *range(100))
     batches.flush()
@@ -149,7 +153,7 @@ def test_a_message_has_a_limited_number_of_parts(server: Server, batches: PushBa
     assert sorted(sent + server.alone) == list(range(100))
 
 
-def test_the_values_of_a_message_have_limited_bytes(server: Server, batches: PushBatches[Push]) -> None:
+def test_the_values_of_a_message_have_limited_bytes(server: Server, batches: PushBatches) -> None:
     server.gate.clear()
     pushes = server.add(batches, *range(2), size=200 << 10)
     assert server.begun.acquire(timeout=10)
@@ -159,14 +163,14 @@ def test_the_values_of_a_message_have_limited_bytes(server: Server, batches: Pus
     assert server.messages == [[0, 1], [2, 3, 4], [5, 6, 7]]  # evenly
 
 
-def test_a_single_push_needs_no_batch(server: Server, batches: PushBatches[Push]) -> None:
+def test_a_single_push_needs_no_batch(server: Server, batches: PushBatches) -> None:
     pushes = server.add(batches, 7)
     batches.flush()
     assert_pushed(pushes)
     assert server.alone == [7] and not server.messages
 
 
-def test_a_rejected_part_is_pushed_by_itself(server: Server, batches: PushBatches[Push]) -> None:
+def test_a_rejected_part_is_pushed_by_itself(server: Server, batches: PushBatches) -> None:
     server.rejected, server.error_alone = {1}, StaleEpochError("over")
     good, bad, last = server.add(batches, 0, 1, 2)
     batches.flush()
@@ -176,9 +180,7 @@ def test_a_rejected_part_is_pushed_by_itself(server: Server, batches: PushBatche
 
 
 @pytest.mark.parametrize("error", [UnavailableError("gone"), OSError("broken"), RuntimeError("a defect")])
-def test_parts_of_a_failed_batch_are_pushed_one_by_one(
-    server: Server, batches: PushBatches[Push], error: Exception
-) -> None:
+def test_parts_of_a_failed_batch_are_pushed_one_by_one(server: Server, batches: PushBatches, error: Exception) -> None:
     server.error = error
     pushes = server.add(batches, 0, 1, 2)
     batches.flush()
@@ -186,7 +188,7 @@ def test_parts_of_a_failed_batch_are_pushed_one_by_one(
     assert server.alone == [0, 1, 2]
 
 
-def test_a_part_that_waits_by_itself_does_not_delay_the_others(server: Server, batches: PushBatches[Push]) -> None:
+def test_a_part_that_waits_by_itself_does_not_delay_the_others(server: Server, batches: PushBatches) -> None:
     server.rejected, server.blocked = {0, 2}, {0}
     waiting, *others = server.add(batches, 0, 1, 2)
     batches.flush()
@@ -196,7 +198,7 @@ def test_a_part_that_waits_by_itself_does_not_delay_the_others(server: Server, b
     assert_pushed([waiting])
 
 
-def test_rejected_parts_with_one_key_are_pushed_in_order(server: Server, batches: PushBatches[Push]) -> None:
+def test_rejected_parts_with_one_key_are_pushed_in_order(server: Server, batches: PushBatches) -> None:
     server.rejected, server.blocked = {0, 1, 2}, {0}
     first, second, other = (*server.add(batches, 0, 1, key=7), *server.add(batches, 2, key=8))
     batches.flush()
@@ -207,9 +209,7 @@ def test_rejected_parts_with_one_key_are_pushed_in_order(server: Server, batches
     assert server.alone.index(0) < server.alone.index(1)
 
 
-def test_the_next_message_follows_the_rejected_parts_of_the_one_before(
-    server: Server, batches: PushBatches[Push]
-) -> None:
+def test_the_next_message_follows_the_rejected_parts_of_the_one_before(server: Server, batches: PushBatches) -> None:
     server.rejected, server.blocked = {0, 1}, {0, 1}
     first = server.add(batches, 0, 1)
     batches.flush()
@@ -232,7 +232,7 @@ def test_rejected_parts_need_no_free_thread(server: Server) -> None:
     threads.shutdown()
 
 
-def test_close_fails_the_rest_of_a_failed_batch(server: Server, batches: PushBatches[Push]) -> None:
+def test_close_fails_the_rest_of_a_failed_batch(server: Server, batches: PushBatches) -> None:
     server.gate.clear()
     server.error = UnavailableError("closed")
     pushes = server.add(batches, 0, 1, 2)
@@ -244,7 +244,7 @@ def test_close_fails_the_rest_of_a_failed_batch(server: Server, batches: PushBat
     assert not server.alone
 
 
-def test_close_fails_the_pushes_that_wait(server: Server, batches: PushBatches[Push]) -> None:
+def test_close_fails_the_pushes_that_wait(server: Server, batches: PushBatches) -> None:
     pushes = server.add(batches, 0, 1)
     batches.close()
     assert all(isinstance(push.failure(), UnavailableError) for push in pushes)
@@ -252,7 +252,7 @@ def test_close_fails_the_pushes_that_wait(server: Server, batches: PushBatches[P
         server.add(batches, 2)
 
 
-def test_a_push_wakes_no_thread_until_its_batch_is_full(server: Server, batches: PushBatches[Push]) -> None:
+def test_a_push_wakes_no_thread_until_its_batch_is_full(server: Server, batches: PushBatches) -> None:
     started = threading.active_count()
     pushes = server.add(batches, *range(31))
     assert threading.active_count() == started

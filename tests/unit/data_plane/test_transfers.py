@@ -53,7 +53,7 @@ class FakeServer(FakeStream):
         assert self.gate.wait(10)
         if self.error:
             raise self.error
-        target = place(shard_pb2.GatherHeader(version=request.version))
+        target = place(request.version, None)
         target[:] = bytes([request.start_bytes % 251]) * len(target)
         return int(request.version)
 

@@ -27,7 +27,6 @@ from shardwell_wire.encoding.chunk_streams import memory_at
 from shardwell_wire.errors import CapacityError, UnavailableError
 from shardwell_wire.model.layout import BLOCK_BYTES, Parameter, UnitLayout
 from shardwell_wire.model.names import RunIdentity
-from shardwell_wire.v1 import shard_pb2
 from tests.support.cluster import wait_until
 from tests.support.transports import FakeStream, StreamedServer
 
@@ -53,7 +52,7 @@ class Server(FakeStream):
     def fetch_stream(self, request: Any, place: Place, **_: float) -> int:
         if self.error:
             raise self.error
-        target = place(shard_pb2.GatherHeader(version=request.version))
+        target = place(request.version, None)
         target[:] = bytes_of(request.version)[request.start_bytes : request.stop_bytes].numpy().tobytes()
         return int(request.version)
 

@@ -7,6 +7,7 @@ from typing import Any
 from shardwell.data_plane.kept_streams import DeltaCache
 from shardwell.data_plane.shard import RemoteShard, RemoteUnit, Wire
 from shardwell.store.run_units import MovableUnits, UnitMoves
+from shardwell.transport.resending import ReachedServer
 from shardwell_wire.model.layout import Parameter, UnitLayout
 from shardwell_wire.model.names import RunIdentity
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
@@ -18,7 +19,7 @@ class Servers:
     """Connects shards to one server."""
 
     def __init__(self) -> None:
-        self.server: Any = object()
+        self.server: Any = ReachedServer("s:1")
 
     def shard(self, wire: Wire, layout: UnitLayout, owner: common_pb2.ShardRange) -> RemoteShard:
         return RemoteShard(RunIdentity("run", "id"), layout, self.server, owner.start_bytes, owner.stop_bytes, wire)

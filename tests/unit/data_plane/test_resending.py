@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
-from shardwell.transport.selector import CorruptTransfers, ServerGuard
+from shardwell.transport.resending import MEASUREMENT, TRANSFER, Operation, ReachedServer, Resending, ResendPolicy
 from shardwell_wire.errors import (
     ConflictError,
     CorruptDataError,
@@ -20,16 +21,27 @@ from shardwell_wire.errors import (
 )
 
 
-class Coordinator:
+class Coordinator(ResendPolicy):
     """A fake coordinator: ``ask`` raises ``knows`` after ``silent_for`` calls without an error."""
 
-    def __init__(self, knows: ShardwellError | None = None, silent_for: int = 0) -> None:
+    asks = True
+
+    def __init__(self, knows: ShardwellError | None = None, silent_for: int = 0, *, wait_limit_s: float = 60.0) -> None:
+        super().__init__(wait_limit_s)
         self.knows, self.silent_for, self.asked = knows, silent_for, 0
 
     def ask(self) -> None:
         self.asked += 1
         if self.knows is not None and self.asked > self.silent_for:
             raise self.knows
+
+
+AT_ONCE = replace(TRANSFER, quiet_s=0.0)
+"""A transfer for which the coordinator is asked after each failure."""
+
+
+def run(policy: ResendPolicy, action: Callable[[], object], operation: Operation = AT_ONCE) -> object:
+    return Resending(ReachedServer("s:1", policy)).run(lambda *_: action(), operation)
 
 
 def failing(error: ShardwellError, times: int) -> Callable[[], str]:
@@ -69,33 +81,31 @@ FOREVER = 1 << 30
     ids=lambda error: type(error).__name__,
 )
 def test_errors_are_replaced_by_the_coordinators_error(met: ShardwellError, knows: ShardwellError) -> None:
-    guard = ServerGuard("s:1", Coordinator(knows).ask, wait_limit_s=60)
     with pytest.raises(type(knows)) as caught:
-        guard.run("a transfer", failing(met, FOREVER))
+        run(Coordinator(knows), failing(met, FOREVER))
     assert caught.value is knows
 
 
 def test_unavailable_server_is_retried() -> None:
     coordinator = Coordinator()
-    guard = ServerGuard("s:1", coordinator.ask, wait_limit_s=60)
-    assert guard.run("a transfer", failing(UnavailableError("refused"), 3)) == "done"
+    server = ReachedServer("s:1", coordinator)
+    action = failing(UnavailableError("refused"), 3)
+    assert Resending(server).run(lambda *_: action(), AT_ONCE) == "done"
     assert coordinator.asked == 3
-    assert guard.waiting_since is None
+    assert server.waiting_since is None
 
 
 def test_error_after_the_limit_names_the_server() -> None:
-    guard = ServerGuard("s:1", Coordinator().ask, wait_limit_s=0.2)
     message = r"a transfer: the shard server at s:1 could not be reached for 0\.\d s: refused\. The coordinator"
     with pytest.raises(UnavailableError, match=message) as caught:
-        guard.run("a transfer", failing(UnavailableError("refused", peer="p"), FOREVER))
+        run(Coordinator(wait_limit_s=0.2), failing(UnavailableError("refused", peer="p"), FOREVER))
     assert caught.value.data == {"peer": "p", "address": "s:1"}
 
 
 def test_coordinator_is_asked_until_a_restarted_server_has_registered() -> None:
     lost = ConflictError("server 's1' was restarted and has lost its shards")
-    guard = ServerGuard("s:1", Coordinator(lost, silent_for=3).ask, wait_limit_s=60)
     with pytest.raises(ConflictError) as caught:
-        guard.run("a transfer", failing(NotFoundError("no run 'r' on this server"), FOREVER))
+        run(Coordinator(lost, silent_for=3), failing(NotFoundError("no run 'r' on this server"), FOREVER))
     assert caught.value is lost
 
 
@@ -103,7 +113,7 @@ def test_unexplained_error_is_unchanged() -> None:
     gone = VersionGoneError("version 3 is gone")
     coordinator = Coordinator()
     with pytest.raises(VersionGoneError) as caught:
-        ServerGuard("s:1", coordinator.ask, wait_limit_s=60).run("a transfer", failing(gone, FOREVER))
+        run(coordinator, failing(gone, FOREVER))
     assert caught.value is gone
     assert coordinator.asked == 1
 
@@ -111,16 +121,15 @@ def test_unexplained_error_is_unchanged() -> None:
 DAMAGED = CorruptDataError("gradient of unit 'u': the bytes have checksum 0x1, expected 0x2")
 
 
-@pytest.mark.parametrize("ask", [None, Coordinator().ask], ids=["reader", "trainer"])
-@pytest.mark.parametrize("repeat", [False, True])
-def test_damaged_transfer_is_repeated_twice(ask: Callable[[], None] | None, repeat: bool) -> None:
-    corrupt = CorruptTransfers()
-    guard = ServerGuard("s:1", ask, 60.0, corrupt)
-    assert guard.run("a transfer", failing(DAMAGED, 2), repeat=repeat) == "done"
-    assert corrupt.by_server() == {"s:1": 2}
+@pytest.mark.parametrize("kind", [ResendPolicy, Coordinator], ids=["reader", "trainer"])
+@pytest.mark.parametrize("operation", [MEASUREMENT, TRANSFER], ids=lambda operation: operation.what)
+def test_damaged_transfer_is_repeated_twice(kind: type[ResendPolicy], operation: Operation) -> None:
+    policy = kind()
+    assert run(policy, failing(DAMAGED, 2), operation) == "done"
+    assert policy.corrupt.by_server() == {"s:1": 2}
     with pytest.raises(CorruptDataError, match=r"and the shard server at s:1 was damaged 3 times in a row: gradient"):
-        guard.run("a transfer", failing(DAMAGED, FOREVER), repeat=repeat)
-    assert corrupt.by_server() == {"s:1": 5}
+        run(policy, failing(DAMAGED, FOREVER), operation)
+    assert policy.corrupt.by_server() == {"s:1": 5}
 
 
 def test_damaged_attempts_are_counted_in_a_row() -> None:
@@ -131,24 +140,35 @@ def test_damaged_attempts_are_counted_in_a_row() -> None:
             raise errors.pop(0)
         return "done"
 
-    assert ServerGuard("s:1", Coordinator().ask, wait_limit_s=60).run("a transfer", action) == "done"
+    assert run(Coordinator(), action) == "done"
+
+
+def test_short_outage_is_outlasted_without_asking_the_coordinator() -> None:
+    coordinator = Coordinator()
+    assert run(coordinator, failing(UnavailableError("refused"), 3), TRANSFER) == "done"
+    assert coordinator.asked == 0
+
+
+def test_reader_does_not_wait_for_a_server() -> None:
+    with pytest.raises(UnavailableError, match=r"^refused$"):
+        run(ResendPolicy(), failing(UnavailableError("refused"), FOREVER))
 
 
 def test_close_stops_retries() -> None:
-    guard, refused = ServerGuard("s:1", Coordinator().ask, wait_limit_s=600), threading.Event()
+    server, refused = ReachedServer("s:1", Coordinator(wait_limit_s=600)), threading.Event()
 
     def action() -> None:
         refused.set()
         raise UnavailableError("refused")
 
     def close() -> None:
-        # Closes the guard while an attempt fails or waits for its retry.
+        # Closes the connection while an attempt fails or waits for its retry.
         refused.wait(20)
-        assert guard.waiting_since is not None
-        guard.close()
+        assert server.waiting_since is not None
+        server.closed.set()
 
     closing = threading.Thread(target=close)
     closing.start()
     with pytest.raises(UnavailableError):
-        guard.run("a transfer", action)
+        Resending(server).run(lambda *_: action())
     closing.join()
