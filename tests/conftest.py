@@ -9,7 +9,9 @@ from tempfile import TemporaryDirectory
 import pytest
 
 import shardwell
+from shardwell_wire.host.server_folders import FolderOwner
 from tests.support.forked_servers import forked_servers
+from tests.support.left_folders import discard, noted_servers
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -34,6 +36,22 @@ def _forked_servers() -> Iterator[None]:
     """Starts the servers of clusters in a fraction of the time."""
     with forked_servers():
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _started_servers() -> Iterator[list[FolderOwner]]:
+    """Notes the shard servers that tests start."""
+    with noted_servers() as started:
+        yield started
+
+
+@pytest.fixture(autouse=True)
+def _no_shards_left(_started_servers: list[FolderOwner]) -> Iterator[None]:
+    """Fails a test whose shard servers leave shards in shared memory, where they would stay for a day."""
+    before = len(_started_servers)
+    yield
+    left = discard(_started_servers[before:])
+    assert not left, f"this test left shards in shared memory, see `discard` in left_folders.py: {left}"
 
 
 @pytest.fixture(scope="session")

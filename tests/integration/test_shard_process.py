@@ -35,6 +35,7 @@ from shardwell_wire.errors import (
 )
 from shardwell_wire.model.names import RunIdentity
 from shardwell_wire.v1 import coordinator_pb2
+from tests.support.left_folders import discard, owners_of
 from tests.support.ports import reserved_ports
 from tests.support.shard_server import layout_of, shared_loop
 
@@ -59,6 +60,7 @@ def server_process(*arguments: str, **environment: str) -> Iterator[subprocess.P
         if process.poll() is None:
             process.kill()
         process.communicate()
+        discard(owners_of(arguments))
 
 
 def test_server_waits_for_its_coordinator_and_stops_cleanly() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
 
+from shardwell_server.shard.requests import streams
 from shardwell_wire.encoding import chunk_streams
 from shardwell_wire.encoding.wire_dtypes import AS_STORED, WireDtype
 from shardwell_wire.errors import (
@@ -386,6 +388,42 @@ def test_initial_values_of_a_higher_epoch_replace_others_until_publication(serve
     assert (answer.HasField("version"), answer.version) == (True, 0)
     assert_all(one.gather(0)[1], 2.0)
     assert (server.taken_bytes(), server.unreserved_bytes()) == (one.size, 0)
+
+
+def test_initial_values_of_a_lower_epoch_that_arrive_later_replace_nothing(server: ShardServer) -> None:
+    """The stream of the former trainer begins before the values of the next one are complete, and ends after them."""
+    one = OneUnit(server, PLAIN)
+    one.reserve()
+
+    def receive(epoch: int, into: Callable[[], Awaitable[object]]) -> Coroutine[Any, Any, None]:
+        class Stream:
+            async def into(self, targets: Sequence[memoryview], what: str) -> int:
+                for target in targets:
+                    target[:] = bytes([epoch]) * target.nbytes
+                await into()
+                return 0
+
+        header = shard_pb2.InitializeUnitHeader(
+            context=one.context(epoch=epoch), unit=PLAIN.unit, start_bytes=one.start, stop_bytes=one.stop
+        )
+        return streams.receive(server.store, one.shard, header, cast("Any", Stream()), 10.0)
+
+    async def race() -> None:
+        late, is_complete = [], asyncio.Event()
+
+        async def begin_late() -> None:
+            late.append(asyncio.ensure_future(receive(3, is_complete.wait)))
+            for _ in range(10):
+                await asyncio.sleep(0)
+
+        await receive(4, begin_late)
+        is_complete.set()
+        with pytest.raises(StaleEpochError, match="epoch 3 is over"):
+            await late[0]
+
+    server.evaluate_async(race)
+    one.publish(epoch=4)
+    assert set(one.flat(one.gather(0)[1]).tolist()) <= {0, 4}
 
 
 def test_only_the_newest_unfinished_upload_uses_memory(server: ShardServer) -> None:

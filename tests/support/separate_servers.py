@@ -10,7 +10,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from shardwell.processes.local_cluster import ServerProcess
-from shardwell_wire.host.server_folders import DEFAULT_DIRECTORY, FolderOwner, folders_of, remove_folders
+from shardwell_wire.host.server_folders import DEFAULT_DIRECTORY, FolderOwner, folders_of
+from tests.support.cluster import wait_until
+from tests.support.left_folders import discard, owners_of
 
 _START_S, _STOP_S = 90.0, 60.0
 
@@ -32,6 +34,7 @@ class SeparateServers:
         self.state_dir = folder / "shards"
         self._options = ["--memory-budget", budget, *options, *(["--state-dir", str(self.state_dir)] if saves else [])]
         self.shards: dict[str, ServerProcess] = {}
+        self._owners: dict[str, FolderOwner] = {}
 
     def __enter__(self) -> SeparateServers:
         with self._stack:
@@ -40,7 +43,7 @@ class SeparateServers:
             self._stack.callback(self.coordinator.stop, _STOP_S)
             self.coordinator.wait_ready(time.monotonic() + _START_S)
             self.address = self.coordinator.address
-            self._stack.callback(remove_folders, DEFAULT_DIRECTORY, self.address)
+            self._stack.callback(wait_until, self._removes_folders, "the end of the folders", timeout_s=_STOP_S)
             self._stack.callback(lambda: [shard.kill() for shard in self.shards.values()])
             self.start()
             self._stack = self._stack.pop_all()
@@ -54,7 +57,9 @@ class SeparateServers:
         for name in self._names:
             arguments = ["shard", "--coordinator", self.address, "--listen", "127.0.0.1:0"]
             named = ["--id", name] if name else []
-            self.shards[name] = ServerProcess(name, [*arguments, *named, *self._options], self.log_path(name))
+            command = [*arguments, *named, *self._options]
+            self._owners |= {owner.prefix: owner for owner in owners_of(command)}
+            self.shards[name] = ServerProcess(name, command, self.log_path(name))
         for shard in self.shards.values():
             shard.wait_ready(time.monotonic() + _START_S)
 
@@ -68,9 +73,14 @@ class SeparateServers:
             shard._reap()
 
     def kill(self) -> None:
-        """Kills all shard servers."""
+        """Kills all shard servers. Those of a group end by themselves when it has ended."""
         for shard in self.shards.values():
             shard.kill()
+
+    def _removes_folders(self) -> bool:
+        """Removes what servers left; returns True if nothing is left, because all have ended."""
+        discard(self._owners.values())
+        return not any(folders_of(DEFAULT_DIRECTORY, owner) for owner in self._owners.values())
 
     def log_path(self, name: str) -> Path:
         """Returns the file with the log of a shard server, of all its processes."""

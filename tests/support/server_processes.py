@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from shardwell.credentials import PublishedCredentials
 from shardwell.processes.local_cluster import LocalCluster, ServerProcess
+from tests.support.left_folders import discard, owners_of
 
 
 @contextmanager
@@ -36,3 +37,4 @@ def added_server(cluster: LocalCluster, name: str, **options: str) -> Iterator[S
             published.withdraw()
     finally:
         server.stop(20.0)
+        discard(owners_of(arguments))

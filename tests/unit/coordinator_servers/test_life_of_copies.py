@@ -151,6 +151,28 @@ def test_server_that_is_started_again_drops_copies_whose_primary_is_confirmed(tm
     run_async(scenario())
 
 
+def test_server_that_is_started_again_keeps_copies_whose_primary_does_not_answer(tmp_path: Path) -> None:
+    """s1 and its memory are lost, which the coordinator has not noticed. The backups on s0 are all that is left."""
+
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=2) as cluster:
+            await register_all(cluster)
+            trainers = await started(cluster)
+            await take_step(trainers, 0)
+            await cluster.settle()
+            cluster.shards["s1"].incarnation = None
+            cluster.shards["s1"].refuses = True
+            kept = await restart(cluster, "s0", "2", version=1)
+            roles = sorted(shard.role for shard in kept)
+            assert roles == [shard_pb2.SHARD_ROLE_PRIMARY] * 2 + [shard_pb2.SHARD_ROLE_BACKUP] * 2
+            await cluster.until(lambda: owners(cluster) == {"s0"} and confirmed(cluster), "the promotion of the copies")
+            await take_step(trainers, 1)
+            await cluster.settle()
+            assert histories(cluster) == [[0, 1]] * 4
+
+    run_async(scenario())
+
+
 def test_commit_ends_former_copies(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path, num_shards=2) as cluster:

@@ -18,8 +18,9 @@ from shardwell_wire.errors import (
     StepStateError,
     UnavailableError,
 )
+from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
-from tests.support.coordinator import finished_item, harness, optimizer, run_async
+from tests.support.coordinator import config, finished_item, harness, optimizer, run_async
 from tests.support.coordinator_steps import proposers, take_step, team_with_unit
 from tests.support.fake_shards import fail_times
 
@@ -322,5 +323,30 @@ def test_failure_of_a_reset_attempt_is_ignored(tmp_path: Path) -> None:
             restarted = True
             await b.finish(0)
             assert (await committing).committed
+
+    run_async(scenario())
+
+
+def test_trainer_that_proposes_gets_work_that_was_restarted_and_whose_trainer_is_gone(tmp_path: Path) -> None:
+    """The former process of the only trainer has finished the item. The next one has none, and waits for the commit."""
+
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            (a,) = await team_with_unit(cluster, "a")
+            await a.finish(0, wait_s=5)
+            await a.leave()
+            again = await cluster.join("a", config=config(World(dp=1)), wait_s=5)
+            assert not again.items
+            assert (await again.finish(0, [], wait_s=5)).all_finished
+            run = cluster.state.runs["r"]
+            run.work.restart()
+            run.changed.notify()
+            for request in (again.prepare(0), again.commit(0, wait_s=5)):
+                with pytest.raises(StepRestartedError, match="the work of rank 0 in step 0 was restarted"):
+                    await request
+            cluster.coordinator.trainers.items.start_fencing(run)
+            assert [item.dp_rank for item in (await again.finish(0, [], wait_s=5)).work.items] == [0]
+            await again.finish(0, wait_s=5)
+            assert (await again.commit(0, wait_s=5)).committed
 
     run_async(scenario())

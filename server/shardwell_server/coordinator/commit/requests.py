@@ -362,6 +362,7 @@ class CommitRequests:
                 return _committed_norms(run, number, item, kind)
             self._servers.require_available(run)
             step.require_finished(member.name)
+            _require_workers(run, member, step)
             if not step.all_finished or (kept and step.uncounted(run.units.layouts)):
                 return None
             prepared = await self._preparer.prepare(run, step, kind=kind)
@@ -437,6 +438,7 @@ class CommitRequests:
         """Commits the step if all work is finished and the leader has proposed. Otherwise returns None."""
         self._servers.require_available(run)
         step.check_ready(proposal)  # a work item may have been reset while the request waited
+        _require_workers(run, member, step)
         if step.all_finished:
             self._trainers.revoke_for_commit(run, step, updates_on_trainers=proposal.updates_on_trainers)
         # Repeat this after every change: the leader may have proposed since, and a reset drops all proposals.
@@ -502,6 +504,22 @@ class CommitRequests:
 
     def _explain(self, run: Run) -> list[str]:
         return explain_stall(run, self._state.cluster, self._state.clock(), self._state.settings.min_servers).lines
+
+
+def _require_workers(run: Run, member: Member, step: Step) -> None:
+    """Raises StepRestartedError if a trainer waits for work that nobody computes, and that it could compute itself.
+
+    Work may be restarted when all trainers wait for the commit. Those that have computed an item compute it again, and
+    ask for more. If their trainers are gone, the others have to ask.
+    """
+    if run.asynchronous or step.all_finished or not member.accepts_reassigned_work or run.has_waiting_replica:
+        return
+    if not any(step.leased_to(name) for name in run.members.live):
+        ranks = ", ".join(str(item.first_rank) for item in step.unfinished)
+        raise StepRestartedError(
+            f"the work of rank {ranks} in step {step.number} was restarted, and its trainer is gone: trainer "
+            f"{member.name!r} may have to compute it"
+        )
 
 
 def _record_of(run: Run, number: int, item: coordinator_pb2.ItemName | None) -> CommitRecord | None:

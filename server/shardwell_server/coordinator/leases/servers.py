@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Collection, Iterator
 from contextlib import contextmanager
 from weakref import WeakValueDictionary
 
@@ -104,6 +104,21 @@ class ServerLeases:
             self._start_probing(server)
         self._notify_runs()
         return server.epoch
+
+    async def prove_alive(self, server_ids: Collection[str]) -> None:
+        """Probes live servers. Those that do not answer are suspected, so that no copy is dropped for their sake."""
+
+        async def prove(server: Server) -> None:
+            try:
+                running = await self._calls.is_running(server)
+            except UnavailableError:
+                running = False
+            if not running and server.live and self._state.cluster.servers.get(server.server_id) is server:
+                server.mark_suspected()
+                self._start_probing(server)
+
+        servers = [self._state.cluster.servers.get(server_id) for server_id in server_ids]
+        await asyncio.gather(*(prove(server) for server in servers if server is not None and server.live))
 
     async def _reach(self, server: Server) -> None:
         """Probes a process that registers, and records whether it answers at its address."""

@@ -29,7 +29,7 @@ from shardwell_server.coordinator.commit.committer import UpdateSender
 from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.leases.trainers import TrainerLeases
 from shardwell_server.coordinator.run import Run
-from shardwell_server.coordinator.servers.copies import Copies, Losses
+from shardwell_server.coordinator.servers.copies import Copies, HeldShards, Losses
 from shardwell_server.coordinator.servers.shard_servers import Promoter, ShardServers, reference
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.storage.records import BackupRecord, BackupState, ShardRecord
@@ -65,6 +65,16 @@ class Adoption:
         self._state, self._servers, self._promoter = state, servers, promoter
         self._trainers, self._updates, self._copies = trainers, updates, copies
 
+    def replacing(self, server_id: str, held: Iterable[coordinator_pb2.HeldShard]) -> set[str]:
+        """Returns the servers that must prove that they live before a new process drops its copies. See ``Copies``."""
+        by_run = _by_run(held)
+        return {
+            name
+            for run in self._state.runs.values()
+            if run.identity.run_id in by_run
+            for name in self._copies.replacing(run, server_id, by_run[run.identity.run_id])
+        }
+
     async def adopt(
         self, server_id: str, incarnation: str, held: Iterable[coordinator_pb2.HeldShard]
     ) -> list[coordinator_pb2.HeldShard]:
@@ -76,9 +86,7 @@ class Adoption:
         Raises:
             UnavailableError: The change could not be stored. The process must register again.
         """
-        by_run: dict[str, dict[tuple[int, int, int], coordinator_pb2.HeldShard]] = {}
-        for shard in held:
-            by_run.setdefault(shard.run_id, {})[shard.unit_index, shard.start_bytes, shard.stop_bytes] = shard
+        by_run = _by_run(held)
         process, kept, adopting = (server_id, incarnation), [], []
         for run in self._state.runs.values():
             if run.identity.run_id in by_run:
@@ -111,6 +119,13 @@ class Adoption:
         self._promoter.start(run)
         self._updates.repeat(run, process)
         self._trainers.items.start_fencing(run)
+
+
+def _by_run(held: Iterable[coordinator_pb2.HeldShard]) -> dict[str, HeldShards]:
+    by_run: dict[str, dict[tuple[int, int, int], coordinator_pb2.HeldShard]] = {}
+    for shard in held:
+        by_run.setdefault(shard.run_id, {})[shard.unit_index, shard.start_bytes, shard.stop_bytes] = shard
+    return dict(by_run)
 
 
 class BackupBuilder:

@@ -18,7 +18,9 @@ class ServerRpcs(CoordinatorRpcs):
         self, request: coordinator_pb2.RegisterServerRequest, call: Call
     ) -> coordinator_pb2.RegisterServerResponse:
         version = negotiate(request.protocol, f"shard server {request.server_id!r}")
-        epoch = await self._coordinator.server_leases.register(
+        leases, adoption = self._coordinator.server_leases, self._coordinator.adoption
+        await leases.prove_alive(adoption.replacing(request.server_id, request.held))
+        epoch = await leases.register(
             request.server_id,
             request.address,
             request.incarnation,
@@ -28,7 +30,7 @@ class ServerRpcs(CoordinatorRpcs):
             holds_shards=bool(request.held),
         )
         self._state.cluster.require(request.server_id).insecure = request.insecure
-        adopted = await self._coordinator.adoption.adopt(request.server_id, request.incarnation, request.held)
+        adopted = await adoption.adopt(request.server_id, request.incarnation, request.held)
         response = coordinator_pb2.RegisterServerResponse(
             epoch=epoch,
             lease_s=self._state.settings.lease_s,

@@ -54,8 +54,13 @@ class Copies:
     # Dropping
 
     def is_confirmed(self, run: Run, shard: ShardRecord) -> bool:
-        """True if a primary's process is live and has acknowledged that it has the shard."""
-        return self._is_live(shard) and shard.server_id not in run.relocations.unconfirmed
+        """True if a primary's process is live, is not suspected to have ended, and has acknowledged that it has the
+        shard."""
+        return (
+            self._is_live(shard)
+            and not self._cluster.servers[shard.server_id].suspected
+            and shard.server_id not in run.relocations.unconfirmed
+        )
 
     def to_release(self, run: Run, process: tuple[str, str]) -> list[tuple[Unit, BackupRecord]]:
         """Returns the copies that a server process must drop. The caller stores the run before it tells the server.
@@ -137,6 +142,17 @@ class Copies:
         return [copy for copy in (shard, *copies) if self._cluster.may_have_copies(copy.process)]
 
     # Taking up
+
+    def replacing(self, run: Run, server_id: str, held: HeldShards) -> set[str]:
+        """Returns the servers for whose primaries a new process would drop what its predecessor has left."""
+        return {
+            unit.shard_at(copy.start_bytes).server_id
+            for unit in run.units
+            for copy in unit.backups
+            if copy.server_id == server_id
+            and (unit.index, copy.start_bytes, copy.stop_bytes) in held
+            and (copy.in_sync or copy.state is BackupState.FORMER)
+        }
 
     def adopt(
         self, run: Run, process: tuple[str, str], held: HeldShards

@@ -275,6 +275,7 @@ async def receive(
                 name = shard.layout.parameters[shard.segments[number].parameter_index].name
                 raise NonFiniteError(f"the initial value of parameter {name!r} has NaN or infinity", parameter=name)
             if shard.version is None:
+                _check_epoch(shard, epoch)  # a stream of a newer epoch may have ended meanwhile
                 shard.values.accept_initial(epoch, received)
 
     await shard.streams.replace("initial values", (epoch,), what, receive_values)
