@@ -18,13 +18,13 @@ from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.leases.servers import ServerLeases
 from shardwell_server.coordinator.leases.trainers import TrainerLeases
 from shardwell_server.coordinator.placement import UnitPlacer
-from shardwell_server.coordinator.relocation.drains import Drains, RunVerifier
+from shardwell_server.coordinator.promotion import Promoter
+from shardwell_server.coordinator.relocation.backups import RunVerifier
 from shardwell_server.coordinator.relocation.keeper import BackupKeeper
-from shardwell_server.coordinator.relocation.relocator import Adoption, Relocator
+from shardwell_server.coordinator.relocation.relocator import Relocator
 from shardwell_server.coordinator.run import Run
-from shardwell_server.coordinator.servers.copies import Copies
 from shardwell_server.coordinator.servers.shard_client import ShardCalls
-from shardwell_server.coordinator.servers.shard_servers import Promoter, Releases, ShardServers
+from shardwell_server.coordinator.servers.shard_servers import ShardServers
 from shardwell_server.coordinator.settings import Settings
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.storage.storage import Storage
@@ -49,31 +49,22 @@ class Coordinator:
         self.servers = ShardServers(state.cluster, calls, term=state.term, lease_s=state.settings.lease_s)
         self.server_leases = ServerLeases(state, calls)
         self.trainers = TrainerLeases(state, self.servers)
-        self.copies = Copies(state.cluster)
-        self.releases = Releases(self.servers, state.cluster, self.copies, state.save)
         self.placer = UnitPlacer(state, self.servers)
         self.checkpoint_files = CheckpointFiles(state.settings.checkpoint_roots)
         self.filler = UnitFiller(state, self.servers, self.checkpoint_files)
         self.checkpoints = CheckpointSaver(state, self.servers, self.checkpoint_files, self.filler)
         self.restorer = RunRestorer(state, self.servers, self.placer, self.trainers, self.checkpoint_files)
-        self.promoter = Promoter(self.servers, state.cluster, state.tasks, self.releases)
+        self.promoter = Promoter(state, self.servers, self.restorer)
         self.preparer = StepPreparer(state, self.servers)
-        self.updates = UpdateSender(state, self.servers, self.checkpoints, self.releases)
-        self.committer = Committer(
-            state, self.servers, self.trainers, self.promoter, self.preparer, self.updates, self.copies
-        )
+        self.updates = UpdateSender(state, self.servers, self.checkpoints, self.promoter)
+        items = self.trainers.items
+        self.committer = Committer(state, self.servers, items, self.promoter, self.preparer, self.updates)
         self.work_requests = WorkRequests(state, self.servers, self.trainers, self.preparer)
         self.commit_requests = CommitRequests(
             state, self.servers, self.trainers, self.preparer, self.committer, self.filler
         )
-        self.relocator = Relocator(
-            state, self.servers, self.promoter, self.trainers, self.copies, self.updates, self.restorer
-        )
-        self.backups = BackupKeeper(
-            state, self.servers, self.promoter, self.trainers, self.updates, self.copies, self.releases
-        )
-        self.adoption = Adoption(state, self.servers, self.promoter, self.trainers, self.updates, self.copies)
-        self.drains = Drains(state, self.backups)
+        self.relocator = Relocator(state, self.servers, self.promoter, items, self.updates, self.restorer)
+        self.backups = BackupKeeper(state, self.servers, self.promoter, items, self.updates)
         self.verifier = RunVerifier(state, self.servers)
 
     @classmethod

@@ -81,7 +81,7 @@ class Run:
 
     @property
     def asynchronous(self) -> bool:
-        """True if each work item is committed by itself. See ``asynchronous_work.py``."""
+        """True if each work item is committed by itself. See Note: [Asynchronous runs]."""
         return self.settings.consistency.asynchronous
 
     @property

@@ -315,7 +315,7 @@ def _rank_records(run: Run, committed: Step | None) -> tuple[RankRecord, ...]:
             version,
             item.attempt,
             item.last_attempt,
-            item.state is WorkState.VACANT or item.trainer_lost,
+            item.state in (WorkState.VACANT, WorkState.ORPHANED),
             run.owners.replica_epochs.get(item.dp_rank, 0),
             item.number,
         )

@@ -10,7 +10,7 @@ import pytest
 from shardwell_server.coordinator.checkpoints import restoring
 from shardwell_server.coordinator.checkpoints.manifests import manifest_of
 from shardwell_server.coordinator.leases.servers import ServerState
-from shardwell_server.coordinator.relocation.relocator import Adoption
+from shardwell_server.coordinator.relocation.relocator import Relocator
 from shardwell_server.coordinator.storage.records import BackupState, CheckpointRecord
 from shardwell_wire.errors import ConflictError, StaleEpochError, UnavailableError
 from shardwell_wire.model.topology import World
@@ -283,7 +283,7 @@ def test_backups_replace_a_stopped_server_that_keeps_its_copies(tmp_path: Path) 
 def test_coordinator_that_ends_between_a_registration_and_its_adoption(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def fail(self: Adoption, *arguments: Any) -> Any:
+    async def fail(self: Relocator, *arguments: Any) -> Any:
         raise UnavailableError("the coordinator ends here")
 
     async def scenario() -> None:
@@ -294,7 +294,7 @@ def test_coordinator_that_ends_between_a_registration_and_its_adoption(
             await cluster.settle()
             kill(cluster, "s0")
             with monkeypatch.context() as patched, pytest.raises(UnavailableError, match="ends here"):
-                patched.setattr(Adoption, "adopt", fail)
+                patched.setattr(Relocator, "adopt", fail)
                 await restart(cluster, "s0", "2", version=1)
             await cluster.restart()
             a, b = trainers = [await cluster.join(name, wait_s=5) for name in ("a", "b")]

@@ -416,7 +416,7 @@ def test_copies_are_neither_built_nor_released_while_the_run_is_loaded(tmp_path:
             before = [shard.calls.copy() for shard in cluster.shards.values()]
             with pytest.raises(StepStateError, match="is being loaded"):
                 await cluster.coordinator.backups._builder.build(run, unit, backup)
-            await cluster.coordinator.releases.release(run, backup.process)
+            await cluster.coordinator.promoter.release(run, backup.process)
             answer = await cluster.call("HeartbeatServer", server_id=server.server_id, epoch=server.epoch)
             assert not answer.retired_shards
             assert [shard.calls for shard in cluster.shards.values()] == before

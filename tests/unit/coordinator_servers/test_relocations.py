@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardwell_server.coordinator.run_checkpoints import RunCheckpoints
-from shardwell_server.coordinator.signals import Signal
+from shardwell_server.coordinator.signals import RunChanges
 from shardwell_server.coordinator.storage.records import BackupRecord, BackupState, ShardRecord
 from shardwell_server.coordinator.units import DeclaredUnits, Relocations, Unit
 from shardwell_wire.model.layout import UnitLayout
@@ -24,13 +24,10 @@ class OneShard:
     """A unit with its primary on server a, and backups on others."""
 
     def __init__(self, **backups: BackupState) -> None:
-        self.units, self.changes = DeclaredUnits("r"), 0
+        self.units, self.changes = DeclaredUnits("r"), RunChanges()
         records = tuple(BackupRecord(0, 256, name, "1", state=state) for name, state in backups.items())
         self.units.add(Unit(0, layout(), (ShardRecord(0, 256, "a", "1"),), published=True, backups=records))
-        self.relocations = Relocations(self.units, RunCheckpoints(), Signal(), self.touch)
-
-    def touch(self) -> None:
-        self.changes += 1
+        self.relocations = Relocations(self.units, RunCheckpoints(), self.changes)
 
     @property
     def states(self) -> dict[str, BackupState]:
@@ -46,7 +43,7 @@ def test_move_makes_the_copy_the_primary_and_keeps_the_former_one() -> None:
     assert unit.owners == {"b"}
     assert one.states == {"a": BackupState.FORMER, "c": BackupState.IN_SYNC}
     assert (one.relocations.count, one.relocations.unconfirmed, one.relocations.moves) == (1, {"b"}, {})
-    assert one.changes
+    assert one.changes.made
 
 
 def test_copy_that_is_not_in_sync_is_not_promoted() -> None:

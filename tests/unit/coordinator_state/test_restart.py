@@ -209,7 +209,7 @@ def test_how_long_work_took_is_not_measured_from_the_restart(tmp_path: Path) -> 
                 assert answer.HasField("last_finished") == (step == 2)
                 await asyncio.gather(*(trainer.commit(step, wait_s=5) for trainer in (a, b)))
                 await cluster.settle()
-            assert list(cluster.state.runs["r"].work_times._seconds) == [0.0, 1.0]
+            assert list(cluster.state.runs["r"].work.times._seconds) == [0.0, 1.0]
 
     run_async(scenario())
 

@@ -261,8 +261,8 @@ def test_join_writes_only_changed_rows(tmp_path: Path) -> None:
             await first.rpcs.call("ExchangeAddress", context=first.context(0), trainer="first", name="n", address="h:1")
             assert connection.total_changes - changes == 3, "rows of the run, the address and the write counter"
             await cluster.restart()
-            assert run.owners.by_rank == cluster.state.runs["r"].rank_assignments
-            assert len(cluster.state.runs["r"].rank_assignments) == 1000
+            assert run.owners.by_rank == cluster.state.runs["r"].owners.by_rank
+            assert len(cluster.state.runs["r"].owners.by_rank) == 1000
             assert len(cluster.state.runs["r"].members.live) == 4
 
     run_async(scenario())

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from shardwell_server.coordinator.steps.step import WorkState
 from shardwell_wire.errors import HyperparameterMismatchError, IncompleteStepError
 from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
@@ -268,7 +269,7 @@ def test_trainer_in_the_place_of_a_lost_one_updates_its_partitions(tmp_path: Pat
             await commit(a, own[0].partitions)
             await b.leave()
             await cluster.settle()
-            assert step_of(cluster).items[0].trainer_lost
+            assert step_of(cluster).items[0].state is WorkState.ORPHANED
             assert not ranks(await commit(a, own[0].partitions)), "nobody else has tp rank 1"
             settings = config(World(dp=1, tp=2), min_trainers=2)
             other = await cluster.join(name, config=settings, wait_s=5)

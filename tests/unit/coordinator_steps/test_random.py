@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from shardwell_server.coordinator.steps.step import WorkState
 from shardwell_wire.errors import (
     DuplicateError,
     StaleEpochError,
@@ -141,7 +140,7 @@ class History:
         for item in run.work.steps[0].items.values():
             assert item.epoch <= run.changes.last_epoch
             assert len(set(item.trainers)) == self.world.replica_size
-            assert (item.state is WorkState.FINISHED) == (not item.unfinished)
+            assert item.state.is_finished == (not item.unfinished)
         places = {(name, place) for replica in run.owners.replicas for place, name in enumerate(replica)}
         assert len(places) == len({name for name, _ in places}), "a trainer has one place in all its dp ranks"
 

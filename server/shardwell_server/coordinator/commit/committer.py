@@ -15,7 +15,7 @@ Note: [Commit order]
        receives a request about the next step.
 
 Everything runs on the event loop. After each ``await`` the step may have advanced, or an item may have been reset: the
-code then compares ``Step.generation`` and ``Run.step`` with the values from before.
+code then compares ``Step.generation`` and ``Run.work`` with the values from before.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from typing import Any
 from shardwell_server.coordinator.checkpoints.saving import CheckpointSaver
 from shardwell_server.coordinator.commit.preparation import StepPreparer
 from shardwell_server.coordinator.inspection.events import EventKind
-from shardwell_server.coordinator.leases.trainers import TrainerLeases
+from shardwell_server.coordinator.leases.items import ItemLeases
+from shardwell_server.coordinator.promotion import Promoter
 from shardwell_server.coordinator.run import Run
-from shardwell_server.coordinator.servers.copies import Copies
-from shardwell_server.coordinator.servers.shard_servers import Promoter, Releases, ShardServers
+from shardwell_server.coordinator.servers.shard_servers import ShardServers
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.steps.committed_steps import PendingUpdate, next_run_state
 from shardwell_server.coordinator.steps.proposals import PreparedGradients, StepProposal, committed_optimizer
@@ -54,13 +54,13 @@ class UpdateSender:
         state: State of the coordinator.
         servers: The shard servers.
         checkpoints: Saves checkpoints between two steps.
-        releases: Releases the copies of shards that have moved to other servers.
+        promoter: Releases the copies of shards that have moved to other servers.
     """
 
     def __init__(
-        self, state: CoordinatorState, servers: ShardServers, checkpoints: CheckpointSaver, releases: Releases
+        self, state: CoordinatorState, servers: ShardServers, checkpoints: CheckpointSaver, promoter: Promoter
     ) -> None:
-        self._state, self._servers, self._checkpoints, self._releases = state, servers, checkpoints, releases
+        self._state, self._servers, self._checkpoints, self._promoter = state, servers, checkpoints, promoter
 
     def start_all(self, run: Run) -> None:
         """Sends the update of the last commit to every server, in the background."""
@@ -106,7 +106,7 @@ class UpdateSender:
             while (
                 is_pending()
                 and not cluster.is_gone(process)
-                and (server_id in run.relocations.unconfirmed or self._releases.are_open(run, process))
+                and (server_id in run.relocations.unconfirmed or self._promoter.are_open(run, process))
             ):
                 await run.changed.wait(_RECHECK_S)
             if not is_pending():
@@ -115,7 +115,7 @@ class UpdateSender:
                 if cluster.may_return(process) and run.units.needs_updates(process):
                     raise UnavailableError("the server is lost, and no other server has its shards")
                 return
-            await self._releases.release(run, process)
+            await self._promoter.release(run, process)
             try:
                 response = await self._servers.call(server_id, "Update", request, retry_for_s=0.0)
             except NotFoundError:
@@ -166,25 +166,23 @@ class Committer:
     Args:
         state: State of the coordinator.
         servers: The shard servers.
-        trainers: Fences trainers that lost their work when the next step starts.
+        items: Fences trainers that lost their work when the next step starts.
         promoter: Tells servers about shards that move to them with a commit.
         preparer: Prepares steps.
         updates: Sends the updates of committed steps.
-        copies: Ends the time of former copies with each commit.
     """
 
     def __init__(
         self,
         state: CoordinatorState,
         servers: ShardServers,
-        trainers: TrainerLeases,
+        items: ItemLeases,
         promoter: Promoter,
         preparer: StepPreparer,
         updates: UpdateSender,
-        copies: Copies,
     ) -> None:
-        self._state, self._servers, self._trainers = state, servers, trainers
-        self._promoter, self._preparer, self._updates, self._copies = promoter, preparer, updates, copies
+        self._state, self._servers, self._items = state, servers, items
+        self._promoter, self._preparer, self._updates = promoter, preparer, updates
 
     async def commit(self, run: Run, step: Step) -> None:
         """Commits a step if every item is finished and the leader has proposed.
@@ -247,7 +245,7 @@ class Committer:
             step.recording = True
             with run.commits.writing_record():  # resets wait until the record is written
                 # Stored together with the record.
-                self._copies.end_former(run)
+                self._servers.copies.end_former(run)
                 if moves := run.relocations.planned_promotions():
                     # The targets have the prepared step and apply it.
                     run.relocations.promote(moves)
@@ -279,13 +277,13 @@ class Committer:
         if moves:
             targets = ", ".join(sorted({repr(move.backup.server_id) for move in moves}))
             self._state.events.add(EventKind.SHARDS_MOVED, f"{len(moves)} shards moved to {targets}", run=run.name)
-        self._trainers.items.start_fencing(run)
+        self._items.start_fencing(run)
 
     async def _store_moves(self, run: Run) -> None:
         """Stores planned moves whose commit record could not be written, and tells their servers."""
         await self._state.save_or_retry(run)
         self._promoter.start(run)
-        self._trainers.items.start_fencing(run)
+        self._items.start_fencing(run)
 
     async def _confirm_update(self, run: Run, step: Step, proposal: StepProposal) -> bool:
         """Asks every server to confirm that it can apply the update. See Note: [Commit order].

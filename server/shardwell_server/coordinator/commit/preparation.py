@@ -1,7 +1,7 @@
 """Prepares a finished step on the shard servers. See Note: [Commit order] in ``committer.py``.
 
 After each ``await`` the step may have advanced, or an item may have been reset: the code then compares
-``Step.generation`` and ``Run.step`` with the values from before.
+``Step.generation`` and ``Run.work`` with the values from before.
 """
 
 from __future__ import annotations
@@ -119,9 +119,9 @@ class StepPreparer:
             and not run.deleted
         ):
             await run.changed.wait()  # a fence that arrives after PrepareStep discards what was prepared
-        if any(item.is_copy for item in step.items.values()):
-            # The servers drop the contributions of trainers that lost to a copy. A restarted coordinator must not wait
-            # for these trainers.
+        if any(item.is_twin for item in step.items.values()):
+            # The servers drop the contributions of trainers that lost to a twin item. A restarted coordinator must not
+            # wait for these trainers.
             await self._state.save(run)
         if generation != step.generation or not run.work.is_in_flight(step) or not step.all_finished:
             # An item was reset and is unfinished. The servers would accept an incomplete manifest.

@@ -120,7 +120,7 @@ class WorkRequests:
         reports: Sequence[coordinator_pb2.FinishedItem],
         *,
         accept_work: bool,
-        accept_copies: bool,
+        accept_twins: bool,
         wait_s: float,
     ) -> coordinator_pb2.FinishWorkResponse:
         """Marks items as finished. Waits until all items are finished, or the caller has to compute an item.
@@ -150,13 +150,13 @@ class WorkRequests:
         self._trainers.items.start_fencing(run)
         if member.note_accepts_reassigned_work(accept_work):
             run.changes.touch()
-        accept_copies = accept_copies and not run.asynchronous
-        if not accept_copies:
-            step.drop_copies(member.name)
+        accept_twins = accept_twins and not run.asynchronous
+        if not accept_twins:
+            step.drop_twin(member.name)
 
         async def check() -> coordinator_pb2.FinishWorkResponse | None:
             return await self._find_work(
-                run, member, step, reported, accept_work=accept_work, accept_copies=accept_copies
+                run, member, step, reported, accept_work=accept_work, accept_twins=accept_twins
             )
 
         try:
@@ -184,7 +184,7 @@ class WorkRequests:
         reported: Set[int],
         *,
         accept_work: bool,
-        accept_copies: bool,
+        accept_twins: bool,
     ) -> coordinator_pb2.FinishWorkResponse | None:
         run.require_member(member.name, member.epoch)
         if not run.work.is_in_flight(step):
@@ -198,14 +198,14 @@ class WorkRequests:
             run.members.waiting_for_work[member.name] = None
             self._trainers.revoke_unfinished(run)
             self._trainers.items.lease_vacant_items(run)
-            if accept_copies and not step.leased_to(member.name):
-                self._trainers.items.copy_late_item(run, member)
+            if accept_twins and not step.leased_to(member.name):
+                self._trainers.items.start_twin(run, member)
         # A server that has not fenced the former attempt of a restarted item would mix its parts with those of the new
         # attempt.
         leased = step.leased_to(member.name)
         restarted = any(not reported.isdisjoint(item.members) for item in leased)
-        copied = step.copied_by(member.name) is not None
-        if (copied or (leased and (accept_work or restarted))) and all(item.fenced for item in leased):
+        has_twin = step.twinned_by(member.name) is not None
+        if (has_twin or (leased and (accept_work or restarted))) and all(item.fenced for item in leased):
             return coordinator_pb2.FinishWorkResponse(work=run.work.assigned_to(member.name))
         return None
 

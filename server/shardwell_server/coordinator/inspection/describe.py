@@ -215,7 +215,7 @@ def _summarize_work(steps: Iterable[Step]) -> list[coordinator_pb2.WorkSummary]:
     return [
         coordinator_pb2.WorkSummary(
             item=item.to_proto(member.global_rank),
-            state=(WorkState.FINISHED if member.finished else item.state).value,
+            state=(WorkState.FINISHED if member.finished else item.state).to_proto(),
             trainer="" if item.state is WorkState.VACANT else member.trainer,
             version=step.number,
         )

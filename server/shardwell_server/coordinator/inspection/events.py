@@ -56,7 +56,7 @@ class EventKind(StrEnum):
     WORK_LEASED = "work_leased"
     """A lost trainer's work item was leased to another trainer."""
     WORK_COPIED = "work_copied"
-    """A trainer's work item is late, and an idle trainer computes a copy. The first one that is finished counts."""
+    """A trainer's work item is late, and an idle trainer computes its twin item. The first that is finished counts."""
     WORK_RESET = "work_reset"
     """A trainer started a new attempt of a work item."""
     UNIT_PLACED = "unit_placed"

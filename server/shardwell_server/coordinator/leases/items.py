@@ -11,7 +11,7 @@ from shardwell_server.coordinator.ranks.members import Member
 from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.servers.shard_servers import ShardServers
 from shardwell_server.coordinator.state import CoordinatorState
-from shardwell_server.coordinator.steps.step import WorkItem, WorkState
+from shardwell_server.coordinator.steps.step import WorkItem
 from shardwell_server.coordinator.steps.work import SynchronousWork
 from shardwell_wire import fault_points
 from shardwell_wire.errors import NotFoundError, ShardwellError
@@ -91,10 +91,10 @@ class ItemLeases:
         except NotFoundError:
             return  # the server has no data of the run, so no push can succeed
 
-    def copy_late_item(self, run: Run, member: Member) -> None:
-        """Lets a waiting trainer compute a copy of a late item. Wakes the run's waiters when an item will be late.
+    def start_twin(self, run: Run, member: Member) -> None:
+        """Lets a waiting trainer compute the twin of a late item. Wakes the run's waiters when an item will be late.
 
-        See Note: [Copies of late items] in ``copies.py``.
+        See Note: [Twin items] in ``work.py``.
         """
         work = run.work
         if not isinstance(work, SynchronousWork) or (found := work.next_late_item(excluding=member.name)) is None:
@@ -104,10 +104,10 @@ class ItemLeases:
         if remaining_s > 0:
             self._wake_later(run, remaining_s)
             return
-        work.start_copy(item, member.name)
+        work.start_twin(item, member.name)
         message = (
             f"{item} of step {run.committed_step} is late at trainer {item.first_trainer!r}: trainer "
-            f"{member.name!r} computes a copy"
+            f"{member.name!r} computes its twin item"
         )
         self._state.events.add(EventKind.WORK_COPIED, message, run=run.name)
 
@@ -132,5 +132,5 @@ def _rank_fence(item: WorkItem, version: int | None) -> shard_pb2.RankFence:
         item: The item.
         version: The version that it reads. None: the version of the step.
     """
-    attempt = 0 if item.state is WorkState.FINISHED else item.attempt
+    attempt = 0 if item.state.is_finished else item.attempt
     return shard_pb2.RankFence(dp_rank=item.dp_rank, epoch=item.epoch, attempt=attempt, version=version)

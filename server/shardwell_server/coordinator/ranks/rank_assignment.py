@@ -292,7 +292,7 @@ def distribute_items(
 ) -> list[Replica | None]:
     """Chooses the replica that computes each dp rank's work item when a step starts.
 
-    Items that become vacant within the step go to waiting replicas, see ``Run.lease_vacant_items``.
+    Items that become vacant within the step go to waiting replicas, see ``SynchronousWork.lease_vacant_items``.
 
     Args:
         replicas: The replica that owns each dp rank.

@@ -1,6 +1,6 @@
-"""Chooses the servers of backups and of shards that move. Pure functions of the registry.
+"""Keeps the copies of shards as wanted: backups, drained servers, evenly spread shards.
 
-Keeps the copies of shards as wanted: backups, drained servers, evenly spread shards.
+``choose_server`` and ``plan_moves`` choose servers from the registry alone.
 
 Note: [Wanted copies]
     Every decision follows from the current state: the primaries and backups of a run, its number of backups, whether
@@ -25,21 +25,24 @@ from dataclasses import dataclass, field
 
 from shardwell_server.coordinator.commit.committer import UpdateSender
 from shardwell_server.coordinator.inspection.events import EventKind
-from shardwell_server.coordinator.leases.trainers import TrainerLeases
-from shardwell_server.coordinator.relocation.relocator import BackupBuilder
+from shardwell_server.coordinator.leases.items import ItemLeases
+from shardwell_server.coordinator.promotion import Promoter
+from shardwell_server.coordinator.relocation.backups import BackupBuilder
 from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.servers.cluster import Cluster, Server
-from shardwell_server.coordinator.servers.copies import Copies
-from shardwell_server.coordinator.servers.shard_servers import Promoter, Releases, ShardServers
+from shardwell_server.coordinator.servers.shard_servers import ShardServers
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.storage.records import BackupRecord, BackupState, ShardRecord
 from shardwell_server.coordinator.units import Unit
 from shardwell_wire.errors import (
     CapacityError,
     DeadlineError,
+    InvalidRequestError,
     ShardwellError,
+    StaleEpochError,
     UnavailableError,
 )
+from shardwell_wire.v1 import coordinator_pb2
 
 ShardKey = tuple[int, int]
 """A shard of a run: unit index and first byte."""
@@ -166,11 +169,9 @@ class BackupKeeper:
     Args:
         state: State of the coordinator.
         servers: The shard servers.
-        promoter: Tells servers about moved shards.
-        trainers: Fences former attempts.
+        promoter: Tells servers about moved shards, and releases copies.
+        items: Fences former attempts.
         updates: Sends updates to new backups.
-        copies: Decides which copies may be released.
-        releases: Releases them.
     """
 
     def __init__(
@@ -178,14 +179,12 @@ class BackupKeeper:
         state: CoordinatorState,
         servers: ShardServers,
         promoter: Promoter,
-        trainers: TrainerLeases,
+        items: ItemLeases,
         updates: UpdateSender,
-        copies: Copies,
-        releases: Releases,
     ) -> None:
-        self._state, self._servers, self._promoter, self._trainers = state, servers, promoter, trainers
-        self._copies, self._releases = copies, releases
-        self._builder = BackupBuilder(state, servers, updates, copies)
+        self._state, self._servers, self._promoter, self._items = state, servers, promoter, items
+        self._copies = servers.copies
+        self._builder = BackupBuilder(state, servers, updates)
         self._notes: dict[str, _Notes] = {}
         """By run id."""
         self._drained: set[tuple[str, str]] = set()
@@ -214,6 +213,74 @@ class BackupKeeper:
             run.changes.touch()
             run.changed.notify()
             self._note(run).complete = False
+
+    async def drain(
+        self, server_id: str, *, epoch: int = 0, cancel: bool = False
+    ) -> coordinator_pb2.DrainServerResponse:
+        """Starts draining a server, or stops it, and reports the progress.
+
+        Args:
+            server_id: Id of the server.
+            epoch: Epoch of the process that asks for its own draining. 0: someone else asks.
+            cancel: True to stop draining.
+
+        Raises:
+            NotFoundError: The server is not registered.
+            StaleEpochError: Another process has the id.
+        """
+        server = self._state.cluster.require(server_id)
+        if epoch and epoch != server.epoch:
+            raise StaleEpochError(
+                f"server {server_id!r}: the process with epoch {epoch} was replaced by one with epoch {server.epoch}",
+                server=server_id,
+                epoch=server.epoch,
+            )
+        if epoch:
+            server.leaving = True
+        if server.draining == cancel:
+            server.draining = not cancel
+            await self._state.storage.save_server(server.to_record())
+            if not cancel:
+                message = f"server {server_id!r} at {server.address} hands its shards to other servers"
+                self._state.events.add(EventKind.SERVER_DRAINING, message)
+            self._state.cluster.changed.notify()
+        return self._describe_drain(server)
+
+    def _describe_drain(self, server: Server) -> coordinator_pb2.DrainServerResponse:
+        process = (server.server_id, server.incarnation)
+        held: list[ShardRecord] = []
+        waiting_for = []
+        for run in self._state.runs.values():
+            # A unit without values loses nothing: the next declaration places it on other servers.
+            published = [unit for unit in run.units if unit.published or unit.publishing.in_flight]
+            own = [at for unit in published for at in (*unit.shards, *unit.backups) if at.process == process]
+            held += own
+            if own and server.draining:
+                waiting_for += self.explain_drain(run, server)
+        return coordinator_pb2.DrainServerResponse(
+            shard_count=len(held), size_bytes=sum(shard.size_bytes for shard in held), waiting_for=waiting_for
+        )
+
+    async def rebalance(self, run: Run, *, report_only: bool) -> coordinator_pb2.RebalanceRunResponse:
+        """Starts moving shards of a run until they are spread evenly, and reports the progress.
+
+        Raises:
+            InvalidRequestError: The run is asynchronous.
+        """
+        if run.asynchronous:
+            raise InvalidRequestError(
+                f"run {run.name!r} has consistency={run.settings.consistency}, in which shards cannot move"
+            )
+        if not report_only and not run.relocations.rebalancing:
+            run.relocations.set_rebalancing(True)
+            await self._state.save(run)
+            self._state.cluster.changed.notify()
+        moving = self.planned_moves(run) if run.relocations.rebalancing else []
+        return coordinator_pb2.RebalanceRunResponse(
+            rebalancing=run.relocations.rebalancing,
+            shard_count=len(moving),
+            size_bytes=sum(shard.size_bytes for shard in moving),
+        )
 
     def planned_moves(self, run: Run) -> list[ShardRecord]:
         """Returns the primaries that are to move to other servers."""
@@ -316,7 +383,7 @@ class BackupKeeper:
                 continue
             problems = self._note(run).release_problems
             try:
-                await self._releases.release(run, process)
+                await self._promoter.release(run, process)
             except ShardwellError as error:
                 if problems.get(process[0]) != str(error):
                     problems[process[0]] = str(error)
@@ -509,7 +576,7 @@ class BackupKeeper:
         self._promoter.start(run)
         while not run.relocations.settled and not run.deleted:
             await run.changed.wait(_PAUSE_S)
-        self._trainers.items.start_fencing(run)
+        self._items.start_fencing(run)
 
     # Reports
 

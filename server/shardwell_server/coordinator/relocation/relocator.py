@@ -1,8 +1,4 @@
-"""Gives a restarted server process the copies of shards that its predecessor has left.
-
-Builds single backups on the shard servers.
-
-Gives the shards of lost server processes to other servers.
+"""Gives the shards of lost server processes to other servers, and those of restarted servers back to them.
 
 Note: [Relocation]
     A relocation is decided from the current state alone, so it is repeated until nothing is left to do, also by a
@@ -20,233 +16,22 @@ Note: [Relocation]
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Iterable
-from typing import Protocol
 
+from shardwell_server.coordinator.checkpoints.restoring import RunRestorer
 from shardwell_server.coordinator.commit.committer import UpdateSender
 from shardwell_server.coordinator.inspection.events import EventKind
-from shardwell_server.coordinator.leases.trainers import TrainerLeases
+from shardwell_server.coordinator.leases.items import ItemLeases
+from shardwell_server.coordinator.promotion import Promoter
 from shardwell_server.coordinator.run import Run
-from shardwell_server.coordinator.servers.copies import Copies, HeldShards, Losses
-from shardwell_server.coordinator.servers.shard_servers import Promoter, ShardServers, reference
+from shardwell_server.coordinator.servers.copies import HeldShards, Losses
+from shardwell_server.coordinator.servers.shard_servers import ShardServers
 from shardwell_server.coordinator.state import CoordinatorState
-from shardwell_server.coordinator.storage.records import BackupRecord, BackupState, ShardRecord
+from shardwell_server.coordinator.storage.records import BackupState, ShardRecord
 from shardwell_server.coordinator.units import Unit
 from shardwell_wire import fault_points
-from shardwell_wire.errors import ShardwellError, StepStateError
-from shardwell_wire.v1 import coordinator_pb2, shard_pb2
-
-
-class Adoption:
-    """Gives a restarted server process the copies that ``Copies`` lets it keep.
-
-    The contributions of the step in flight are lost with the former process, so the step is computed again.
-
-    Args:
-        state: State of the coordinator.
-        servers: The shard servers.
-        promoter: Tells servers about new primaries.
-        trainers: Fences former attempts.
-        updates: Repeats interrupted updates.
-        copies: Decides which copies the process keeps.
-    """
-
-    def __init__(
-        self,
-        state: CoordinatorState,
-        servers: ShardServers,
-        promoter: Promoter,
-        trainers: TrainerLeases,
-        updates: UpdateSender,
-        copies: Copies,
-    ) -> None:
-        self._state, self._servers, self._promoter = state, servers, promoter
-        self._trainers, self._updates, self._copies = trainers, updates, copies
-
-    def replacing(self, server_id: str, held: Iterable[coordinator_pb2.HeldShard]) -> set[str]:
-        """Returns the servers that must prove that they live before a new process drops its copies. See ``Copies``."""
-        by_run = _by_run(held)
-        return {
-            name
-            for run in self._state.runs.values()
-            if run.identity.run_id in by_run
-            for name in self._copies.replacing(run, server_id, by_run[run.identity.run_id])
-        }
-
-    async def adopt(
-        self, server_id: str, incarnation: str, held: Iterable[coordinator_pb2.HeldShard]
-    ) -> list[coordinator_pb2.HeldShard]:
-        """Returns the copies that a process keeps, with their roles. Returns when this is durable. A retry returns the
-        same.
-
-        Changes the runs before the first ``await``, so that no shard that is kept counts as lost meanwhile.
-
-        Raises:
-            UnavailableError: The change could not be stored. The process must register again.
-        """
-        by_run = _by_run(held)
-        process, kept, adopting = (server_id, incarnation), [], []
-        for run in self._state.runs.values():
-            if run.identity.run_id in by_run:
-                found, former = self._copies.adopt(run, process, by_run[run.identity.run_id])
-                kept += found
-                if former:
-                    self._begin(run, process, former)
-                adopting.append((run, bool(former)))
-        for run, is_primary in adopting:
-            await self._state.save(run)
-            if is_primary:
-                fault_points.reach("coordinator.adoption.after_record", run=run.name, server=server_id)
-                self._resume(run, process)
-        return kept
-
-    def _begin(self, run: Run, process: tuple[str, str], former: set[tuple[str, str]]) -> None:
-        run.relocations.unconfirmed.add(process[0])  # PromoteShards names the backups, which the process does not know
-        run.relocations.raise_count()
-        run.work.restart()
-        run.commits.expect_update(process, self._state.clock())
-        for each in former:
-            self._servers.abandon(each)
-
-    def _resume(self, run: Run, process: tuple[str, str]) -> None:
-        count = sum(shard.process == process for unit in run.units for shard in unit.shards)
-        message = (
-            f"the restarted server {process[0]!r} took up its {count} shards; step {run.committed_step} is repeated"
-        )
-        self._state.events.add(EventKind.SHARDS_ADOPTED, message, run=run.name)
-        self._promoter.start(run)
-        self._updates.repeat(run, process)
-        self._trainers.items.start_fencing(run)
-
-
-def _by_run(held: Iterable[coordinator_pb2.HeldShard]) -> dict[str, HeldShards]:
-    by_run: dict[str, dict[tuple[int, int, int], coordinator_pb2.HeldShard]] = {}
-    for shard in held:
-        by_run.setdefault(shard.run_id, {})[shard.unit_index, shard.start_bytes, shard.stop_bytes] = shard
-    return dict(by_run)
-
-
-class BackupBuilder:
-    """Builds backups.
-
-    Args:
-        state: State of the coordinator.
-        servers: The shard servers.
-        updates: Sends the last update to a backup that was copied before it.
-        copies: Says whether the primary can be copied.
-    """
-
-    def __init__(self, state: CoordinatorState, servers: ShardServers, updates: UpdateSender, copies: Copies) -> None:
-        self._state, self._servers, self._updates, self._copies = state, servers, updates, copies
-
-    async def build(self, run: Run, unit: Unit, backup: BackupRecord) -> bool:
-        """Copies a shard from its primary to a backup, which is in sync afterwards. Replaces an outdated copy.
-
-        Returns:
-            False if the primary is not confirmed, or the backup missed a step meanwhile, or the shard has another
-            primary. It must be built again.
-
-        Raises:
-            CapacityError: The server has no memory for the backup.
-            ShardwellError: A server is unavailable, or refused.
-        """
-        primary, relocations = unit.shard_at(backup.start_bytes), run.relocations.count
-        if not self._copies.is_confirmed(run, primary):
-            return False
-        # First drop what an earlier attempt has left. A reservation with a higher number is then a new one.
-        await self._release_copy(run, unit, backup)
-        placement = _next_number(run)
-        await self._state.save(run)  # no other reservation may get this number, even after a restart
-        reserved = await self._servers.call(
-            backup.server_id,
-            "ReserveUnit",
-            shard_pb2.ReserveUnitRequest(
-                context=self._servers.context(run, 0),
-                unit=unit.layout.to_proto(),
-                unit_index=unit.index,
-                start_bytes=backup.start_bytes,
-                stop_bytes=backup.stop_bytes,
-                dp=run.settings.world.dp,
-                reduction_groups=run.settings.reduction_groups,
-                placement=placement,
-                role=shard_pb2.SHARD_ROLE_BACKUP,
-                asynchronous=run.asynchronous,
-            ),
-        )
-        target = self._state.cluster.require(backup.server_id)
-        target.note_free(reserved.free_bytes)
-        await run.wait_until_updated()  # copies while trainers compute, not while servers update
-        if not self._is_current(run, unit, primary, backup):
-            return False
-        copied = await self._servers.call(
-            primary.server_id,
-            "CopyShard",
-            shard_pb2.CopyShardRequest(
-                context=self._servers.context(run, run.committed_step),
-                shard=reference(unit, backup),
-                placement=placement,
-                target_server_id=backup.server_id,
-                target_address=target.address,
-            ),
-        )
-        fault_points.reach("coordinator.backup.copied", unit=unit.layout.unit, server=backup.server_id)
-        # A relocation meanwhile may have told the primary which backups it has, without this one.
-        if not self._is_current(run, unit, primary, backup) or run.relocations.count != relocations:
-            return False
-        if copied.version < run.committed_step:
-            # The commit of this step came before the copy, so the backup's server may have acknowledged the update
-            # without it.
-            self._updates.repeat(run, backup.process)
-        run.units.set_backup_state(unit, backup, BackupState.IN_SYNC, placement=placement)
-        run.changes.touch()
-        await self._state.save(run)
-        run.changed.notify()
-        return True
-
-    def _is_current(self, run: Run, unit: Unit, primary: ShardRecord, backup: BackupRecord) -> bool:
-        """True if the primary and the backup are as they were when the build started."""
-        unchanged = any(each is backup for each in unit.backups) and any(each is primary for each in unit.shards)
-        return unchanged and not run.deleted
-
-    async def _release_copy(self, run: Run, unit: Unit, backup: BackupRecord) -> None:
-        request = shard_pb2.ReleaseShardsRequest(
-            context=self._servers.context(run, run.committed_step),
-            placement=_next_number(run),
-            shards=[reference(unit, backup)],
-        )
-        await self._state.save(run)
-        response = await self._servers.call(backup.server_id, "ReleaseShards", request, retry_for_s=0.0)
-        if (server := self._state.cluster.servers.get(backup.server_id)) is not None and response.free_bytes:
-            server.note_free(response.free_bytes)
-
-
-def _next_number(run: Run) -> int:
-    """Returns the number of a reservation or release. All of them are lower than that of a later restore, whose shards
-    they must not affect.
-
-    Raises:
-        StepStateError: The run is being loaded from a checkpoint, which drops all copies.
-    """
-    if run.checkpoints.restore is not None:
-        raise StepStateError(f"run {run.name!r} is being loaded from a checkpoint", run=run.name)
-    return run.changes.next_epoch()
-
-
-logger = logging.getLogger(__name__)
-
-
-class Rollback(Protocol):
-    """Takes a run back to its last checkpoint."""
-
-    def can_roll_back(self, run: Run) -> bool:
-        """True if a checkpoint of the run exists."""
-        ...
-
-    async def roll_back(self, run: Run, lost: str) -> bool:
-        """Starts the rollback. Returns when this is durable. Repeating it is harmless."""
-        ...
+from shardwell_wire.v1 import coordinator_pb2
 
 
 class Relocator:
@@ -256,10 +41,9 @@ class Relocator:
         state: State of the coordinator.
         servers: The shard servers.
         promoter: Tells servers about their new primaries.
-        trainers: Fences former attempts.
-        copies: Decides which copies replace lost primaries.
+        items: Fences former attempts.
         updates: Repeats the last update on servers of former copies that replace a primary.
-        rollback: Takes a run back to a checkpoint if no copy can replace a shard. None: not possible.
+        restorer: Takes a run back to a checkpoint if no copy can replace a shard.
     """
 
     def __init__(
@@ -267,14 +51,12 @@ class Relocator:
         state: CoordinatorState,
         servers: ShardServers,
         promoter: Promoter,
-        trainers: TrainerLeases,
-        copies: Copies,
+        items: ItemLeases,
         updates: UpdateSender,
-        rollback: Rollback | None = None,
+        restorer: RunRestorer,
     ) -> None:
-        self._state, self._servers, self._promoter = state, servers, promoter
-        self._trainers, self._copies, self._updates, self._rollback = trainers, copies, updates, rollback
-        promoter.when_refused = self._note_refused
+        self._state, self._servers, self._promoter, self._items = state, servers, promoter, items
+        self._copies, self._updates, self._restorer = servers.copies, updates, restorer
 
     def start(self) -> None:
         """Continues the relocations of the former term, and watches the servers from now on."""
@@ -297,7 +79,7 @@ class Relocator:
 
     def _must_roll_back(self, run: Run, losses: Losses) -> bool:
         """True if a lost shard is only in a checkpoint, and no server that could bring a copy back is expected."""
-        if self._rollback is None or not losses.shards or not self._rollback.can_roll_back(run):
+        if not losses.shards or not self._restorer.can_roll_back(run):
             return False
         cluster, wait_s = self._state.cluster, self._state.settings.restart_wait_s
 
@@ -312,8 +94,8 @@ class Relocator:
             while run.commits.writing:
                 await run.changed.wait()
             losses = self._copies.losses(run)
-            if self._rollback is not None and self._must_roll_back(run, losses):
-                await self._rollback.roll_back(run, _describe_loss(losses.shards))
+            if self._must_roll_back(run, losses):
+                await self._restorer.roll_back(run, _describe_loss(losses.shards))
                 return
             if not losses.promotions and not losses.backups:
                 return  # nothing can be replaced; the run reports what it lost
@@ -323,7 +105,7 @@ class Relocator:
             fault_points.reach("coordinator.relocation.after_record", run=run.name)
             self._add_events(run, losses)
             self._promoter.start(run)
-            self._trainers.items.start_fencing(run)
+            self._items.start_fencing(run)
 
     def _apply(self, run: Run, losses: Losses) -> None:
         """Changes the run in memory, without ``await``."""
@@ -354,13 +136,75 @@ class Relocator:
             message = f"{len(wanted)} backups on {servers} are lost and are built again"
             self._state.events.add(EventKind.BACKUPS_LOST, message, run=run.name)
 
-    def _note_refused(self, run: Run, server_id: str, error: ShardwellError) -> None:
-        """Rolls back because a server cannot be the primary of a shard: its copy lacks the version."""
-        if self._rollback is not None and self._rollback.can_roll_back(run):
-            lost = f"server {server_id!r} cannot replace a lost shard: {error}"
-            self._state.tasks.start(self._rollback.roll_back(run, lost))
+    # Restarted servers
+
+    def replacing(self, server_id: str, held: Iterable[coordinator_pb2.HeldShard]) -> set[str]:
+        """Returns the servers that must prove that they live before a new process drops its copies. See ``Copies``."""
+        by_run = _by_run(held)
+        return {
+            name
+            for run in self._state.runs.values()
+            if run.identity.run_id in by_run
+            for name in self._copies.replacing(run, server_id, by_run[run.identity.run_id])
+        }
+
+    async def adopt(
+        self, server_id: str, incarnation: str, held: Iterable[coordinator_pb2.HeldShard]
+    ) -> list[coordinator_pb2.HeldShard]:
+        """Gives a restarted process the copies of shards that its predecessor has left and ``Copies`` lets it keep.
+
+        The contributions of the step in flight are lost with the former process, so the step is computed again.
+
+        Changes the runs before the first ``await``, so that no shard that is kept counts as lost meanwhile.
+
+        Returns:
+            The copies that the process keeps, with their roles, when this is durable. A retry returns the same.
+
+        Raises:
+            UnavailableError: The change could not be stored. The process must register again.
+        """
+        by_run = _by_run(held)
+        process, kept, adopting = (server_id, incarnation), [], []
+        for run in self._state.runs.values():
+            if run.identity.run_id in by_run:
+                found, former = self._copies.adopt(run, process, by_run[run.identity.run_id])
+                kept += found
+                if former:
+                    self._begin_adoption(run, process, former)
+                adopting.append((run, bool(former)))
+        for run, is_primary in adopting:
+            await self._state.save(run)
+            if is_primary:
+                fault_points.reach("coordinator.adoption.after_record", run=run.name, server=server_id)
+                self._end_adoption(run, process)
+        return kept
+
+    def _begin_adoption(self, run: Run, process: tuple[str, str], former: set[tuple[str, str]]) -> None:
+        run.relocations.unconfirmed.add(process[0])  # PromoteShards names the backups, which the process does not know
+        run.relocations.raise_count()
+        run.work.restart()
+        run.commits.expect_update(process, self._state.clock())
+        for each in former:
+            self._servers.abandon(each)
+
+    def _end_adoption(self, run: Run, process: tuple[str, str]) -> None:
+        count = sum(shard.process == process for unit in run.units for shard in unit.shards)
+        message = (
+            f"the restarted server {process[0]!r} took up its {count} shards; step {run.committed_step} is repeated"
+        )
+        self._state.events.add(EventKind.SHARDS_ADOPTED, message, run=run.name)
+        self._promoter.start(run)
+        self._updates.repeat(run, process)
+        self._items.start_fencing(run)
 
 
 def _describe_loss(shards: list[tuple[Unit, ShardRecord]]) -> str:
     servers = ", ".join(map(repr, sorted({shard.server_id for _, shard in shards})))
     return f"{len(shards)} shards on {servers} were lost and have no backup"
+
+
+def _by_run(held: Iterable[coordinator_pb2.HeldShard]) -> dict[str, HeldShards]:
+    by_run: dict[str, dict[tuple[int, int, int], coordinator_pb2.HeldShard]] = {}
+    for shard in held:
+        by_run.setdefault(shard.run_id, {})[shard.unit_index, shard.start_bytes, shard.stop_bytes] = shard
+    return dict(by_run)

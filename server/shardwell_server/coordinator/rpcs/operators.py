@@ -77,12 +77,12 @@ class AdministrationRpcs(CoordinatorRpcs):
         self, request: coordinator_pb2.RebalanceRunRequest, call: Call
     ) -> coordinator_pb2.RebalanceRunResponse:
         run = self._state.require_run(request.run)
-        return await self._coordinator.drains.rebalance(run, report_only=request.report_only)
+        return await self._coordinator.backups.rebalance(run, report_only=request.report_only)
 
     async def DrainServer(
         self, request: coordinator_pb2.DrainServerRequest, call: Call
     ) -> coordinator_pb2.DrainServerResponse:
-        return await self._coordinator.drains.drain(request.server_id, epoch=request.epoch, cancel=request.cancel)
+        return await self._coordinator.backups.drain(request.server_id, epoch=request.epoch, cancel=request.cancel)
 
     async def ForgetServer(
         self, request: coordinator_pb2.ForgetServerRequest, call: Call

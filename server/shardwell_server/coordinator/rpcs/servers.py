@@ -18,8 +18,8 @@ class ServerRpcs(CoordinatorRpcs):
         self, request: coordinator_pb2.RegisterServerRequest, call: Call
     ) -> coordinator_pb2.RegisterServerResponse:
         version = negotiate(request.protocol, f"shard server {request.server_id!r}")
-        leases, adoption = self._coordinator.server_leases, self._coordinator.adoption
-        await leases.prove_alive(adoption.replacing(request.server_id, request.held))
+        leases, relocator = self._coordinator.server_leases, self._coordinator.relocator
+        await leases.prove_alive(relocator.replacing(request.server_id, request.held))
         epoch = await leases.register(
             request.server_id,
             request.address,
@@ -30,16 +30,14 @@ class ServerRpcs(CoordinatorRpcs):
             holds_shards=bool(request.held),
         )
         self._state.cluster.require(request.server_id).insecure = request.insecure
-        adopted = await adoption.adopt(request.server_id, request.incarnation, request.held)
+        adopted = await relocator.adopt(request.server_id, request.incarnation, request.held)
         response = coordinator_pb2.RegisterServerResponse(
             epoch=epoch,
             lease_s=self._state.settings.lease_s,
             coordinator_epoch=self._state.term,
             adopted=adopted,
             protocol_version=version,
-            retired_shards=await self._coordinator.releases.named(
-                self._state.runs.values(), request.server_id, request.incarnation
-            ),
+            retired_shards=await self._coordinator.promoter.named(request.server_id, request.incarnation),
         )
         return self._issuer.prove(response, request.nonce)
 
@@ -50,9 +48,7 @@ class ServerRpcs(CoordinatorRpcs):
         server = self._state.cluster.require(request.server_id)
         incarnation, server.insecure = server.incarnation, request.insecure
         response = coordinator_pb2.HeartbeatServerResponse(
-            retired_shards=await self._coordinator.releases.named(
-                self._state.runs.values(), request.server_id, incarnation
-            ),
+            retired_shards=await self._coordinator.promoter.named(request.server_id, incarnation),
             coordinator_epoch=self._state.term,
             deleted_run_ids=self._coordinator.deleted_run_ids(request.run_ids),
             unreachable_because="" if server.reached else server.unreachable_because,

@@ -250,7 +250,7 @@ class StepRpcs(CoordinatorRpcs):
                 request.context.step,
                 request.items,
                 accept_work=request.accept_work,
-                accept_copies=request.accept_copies and request.accept_work,
+                accept_twins=request.accept_copies and request.accept_work,
                 wait_s=wait_limit(call, request.wait_s),
             )
         self._issuer.prove_leases(run, response.work.items)

@@ -25,7 +25,7 @@ def newly_finished(
     """Returns what is newly finished among the reported items, with its parts. Changes nothing.
 
     Reports of former epochs and attempts are skipped: the item was restarted, or leased to other trainers. Reports
-    of copies that have lost are skipped, too.
+    of twin items that have lost are skipped, too.
 
     Raises:
         InvalidRequestError: A report is malformed.
@@ -45,10 +45,10 @@ def _check_report(
     member, where = item.members[rank], f"rank {rank} of step {step.number}"
     key, current = (trainer, report.epoch, report.attempt), (member.trainer, item.epoch, item.attempt)
     summed = _checked_sums(step, report)
-    if item.copy is not None and key == item.copy.key:
+    if item.twin is not None and key == item.twin.key:
         return FinishedWork(item, member, parts)
     if report.copy and key != current:
-        return None  # the copy has lost
+        return None  # the twin item has lost
     if (report.epoch, report.attempt) < (item.epoch, item.attempt):
         return None
     if key != current:

@@ -1,25 +1,22 @@
-"""Work items of a step: one per dp rank, computed by the trainers of one replica together.
+"""The step in flight, and its work items: one per dp rank, computed by the trainers of one replica together.
+
+``WorkState`` has the states of an item and ``_NEXT_STATES`` their transitions. All changes of a step and its items are
+methods of ``Step``, and run on the event loop, without locks. docs/architecture.md has the table of what the trainers,
+the coordinator and the servers have in each state. A vacant item is leased only after every server has fenced its
+former trainers.
 
 Note: [Sums of items]
     The trainers of a node may add their gradients before they push them. The sum is the contribution of all their data
     ranks, and the servers drop it when one of the ranks starts another attempt. The other items then have to be
     computed again, too. A trainer therefore reports the data ranks in its sums when it has finished its item. An item
     can only be finished while all these ranks are at its attempt.
-
-Who updates which optimizer partitions of a step, if the optimizer runs on the trainers.
-
-The step in flight: the state of its work items, its step proposals and what was prepared.
-
-A work item is vacant, leased or finished. It is leased to the trainers of one replica, and finished when all of them
-have reported. A vacant item is leased only after every server has fenced its former trainers. All changes of a step and
-its items are methods of ``Step``. They run on the event loop, without locks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, auto
 
 from shardwell_server.coordinator.steps.proposals import PreparedGradients, Proposals, StepProposal
 from shardwell_wire.errors import (
@@ -34,19 +31,49 @@ from shardwell_wire.v1 import coordinator_pb2
 
 
 class WorkState(Enum):
-    """State of a work item."""
+    """State of a work item. The step is committed when all its items are finished; an item then ends."""
 
-    VACANT = coordinator_pb2.WORK_STATE_VACANT
+    VACANT = auto()
     """No trainer computes it."""
-    LEASED = coordinator_pb2.WORK_STATE_LEASED
-    """A trainer computes it."""
-    FINISHED = coordinator_pb2.WORK_STATE_FINISHED
-    """Every server has acknowledged its contributions."""
+    LEASED = auto()
+    """The trainers of a replica compute it, for the first time or again."""
+    TWINNED = auto()
+    """It is late: its trainer computes it, and another one computes its twin item. See Note: [Twin items]."""
+    FINISHED = auto()
+    """All its trainers have reported that every server has acknowledged their contributions."""
+    ORPHANED = auto()
+    """It is finished, and one of its trainers was lost since. The contributions count."""
+
+    def to_proto(self) -> coordinator_pb2.WorkState.ValueType:
+        """Returns the state for messages, which name neither twin items nor lost trainers."""
+        if self is WorkState.VACANT:
+            return coordinator_pb2.WORK_STATE_VACANT
+        return coordinator_pb2.WORK_STATE_FINISHED if self.is_finished else coordinator_pb2.WORK_STATE_LEASED
+
+    @property
+    def is_leased(self) -> bool:
+        """True if trainers compute the item."""
+        return self in (WorkState.LEASED, WorkState.TWINNED)
+
+    @property
+    def is_finished(self) -> bool:
+        """True if the contributions of the item are complete."""
+        return self in (WorkState.FINISHED, WorkState.ORPHANED)
+
+
+_NEXT_STATES = {
+    WorkState.VACANT: {WorkState.LEASED, WorkState.VACANT},
+    WorkState.LEASED: {WorkState.TWINNED, WorkState.FINISHED, WorkState.VACANT, WorkState.LEASED},
+    WorkState.TWINNED: {WorkState.LEASED},
+    WorkState.FINISHED: {WorkState.ORPHANED, WorkState.LEASED},
+    WorkState.ORPHANED: {WorkState.ORPHANED, WorkState.LEASED, WorkState.VACANT},
+}
+"""The states that may follow each state. A state that follows itself starts another attempt, or has new epochs."""
 
 
 @dataclass(frozen=True, slots=True)
-class WorkCopy:
-    """A copy of a late work item, which another trainer computes. See Note: [Copies of late items] in ``copies.py``."""
+class TwinItem:
+    """The second run of a late work item, which another trainer computes. See Note: [Twin items] in ``work.py``."""
 
     trainer: str
     epoch: int
@@ -55,7 +82,7 @@ class WorkCopy:
 
     @property
     def key(self) -> tuple[str, int, int]:
-        """Trainer, epoch and attempt, which identify the computation of the copy."""
+        """Trainer, epoch and attempt, which identify the computation."""
         return self.trainer, self.epoch, self.attempt
 
 
@@ -106,22 +133,25 @@ class WorkItem:
     state: WorkState = WorkState.LEASED
     since_s: float = 0.0
     """Clock time of the last change of state."""
-    trainer_lost: bool = False
-    """True if a trainer was lost after the item was finished."""
     fenced: bool = True
     """True if every server rejects pushes under older epochs and attempts of this dp rank."""
     reset_id: str = ""
     """Id of the request that started the current attempt."""
     last_attempt: int = 0
-    """Highest attempt of the item and its copies. No number is given twice."""
-    copy: WorkCopy | None = None
-    """The copy that another trainer computes. None: there is none. Only items with one member are copied."""
+    """Highest attempt of the item and its twins. No number is given twice."""
+    twin: TwinItem | None = None
+    """The twin item that another trainer computes. Set in the state TWINNED. Only items with one member have twins."""
     lost_rank: int | None = None
     """Global rank of the member whose trainer was lost last in this step. None: none was lost."""
     lost_trainer: str = ""
     """That trainer."""
-    is_copy: bool = False
-    """True if the trainer computed a copy, which has won or has become the only one."""
+    is_twin: bool = False
+    """True if the trainer computed the twin item, which has won or has become the only one."""
+
+    def enter(self, state: WorkState, now: float) -> None:
+        """Changes the state at clock time ``now``. All changes of state go through here."""
+        assert state in _NEXT_STATES[self.state], (self.state, state)
+        self.state, self.since_s = state, now
 
     @property
     def trainers(self) -> tuple[str, ...]:
@@ -180,19 +210,19 @@ class WorkItem:
             dp_rank=self.dp_rank,
             epoch=self.epoch,
             attempt=self.attempt,
-            copy=self.is_copy,
+            copy=self.is_twin,
             replica_epoch=replica_epoch,
             number=self.number,
         )
 
-    def copy_to_proto(self) -> coordinator_pb2.WorkItem:
-        """Returns the copy, for the trainer that computes it."""
-        assert self.copy is not None
+    def twin_to_proto(self) -> coordinator_pb2.WorkItem:
+        """Returns the twin item, for the trainer that computes it."""
+        assert self.twin is not None
         return coordinator_pb2.WorkItem(
             global_rank=self.first_rank,
             dp_rank=self.dp_rank,
-            epoch=self.copy.epoch,
-            attempt=self.copy.attempt,
+            epoch=self.twin.epoch,
+            attempt=self.twin.attempt,
             copy=True,
             number=self.number,
         )
@@ -328,7 +358,7 @@ class PartitionAssignments:
         if (substitute := self._substitutes.get(rank)) is not None:
             return substitute[0] if substitute[0] in live else None
         trainer = item.members[rank].trainer
-        return None if item.trainer_lost or trainer not in live else trainer
+        return None if item.state is WorkState.ORPHANED or trainer not in live else trainer
 
 
 @dataclass
@@ -406,7 +436,7 @@ class Step:
 
     @property
     def unfinished(self) -> list[WorkItem]:
-        return [item for item in self.items.values() if item.state is not WorkState.FINISHED]
+        return [item for item in self.items.values() if not item.state.is_finished]
 
     @property
     def unfenced(self) -> list[WorkItem]:
@@ -420,7 +450,7 @@ class Step:
 
     def leased_to(self, trainer: str) -> list[WorkItem]:
         """Returns the items of which a trainer still has to compute its part."""
-        items = [item for item in self._items_by_trainer.get(trainer, {}).values() if item.state is WorkState.LEASED]
+        items = [item for item in self._items_by_trainer.get(trainer, {}).values() if item.state.is_leased]
         found = [(item, item.member_of(trainer)) for item in items]
         return [item for item, member in found if member is not None and not member.finished]
 
@@ -429,14 +459,14 @@ class Step:
         return [item for item in self._items_by_trainer.get(trainer, {}).values() if item.member_of(trainer)]
 
     @property
-    def copied(self) -> WorkItem | None:
-        """The item of which a trainer computes a copy."""
-        return next((item for item in self.items.values() if item.copy is not None), None)
+    def twinned(self) -> WorkItem | None:
+        """The item of which a trainer computes the twin."""
+        return next((item for item in self.items.values() if item.twin is not None), None)
 
-    def copied_by(self, trainer: str) -> WorkItem | None:
-        """Returns the item of which a trainer computes a copy."""
-        item = self.copied
-        return item if item is not None and item.copy is not None and item.copy.trainer == trainer else None
+    def twinned_by(self, trainer: str) -> WorkItem | None:
+        """Returns the item of which a trainer computes the twin."""
+        item = self.twinned
+        return item if item is not None and item.twin is not None and item.twin.trainer == trainer else None
 
     def waiting_for(self) -> list[str]:
         """Returns one line per unfinished rank or vacant item, for trainers that wait."""
@@ -448,8 +478,8 @@ class Step:
                     gone = f"trainer {item.lost_trainer!r} (rank {item.lost_rank}) of its replica"
                 lines.append(f"{item}: vacant, because {gone} is gone")
                 continue
-            copy = f", and trainer {item.copy.trainer!r} a copy" if item.copy is not None else ""
-            lines += [f"rank {at.global_rank}: trainer {at.trainer!r} is computing it{copy}" for at in item.unfinished]
+            twin = f", and trainer {item.twin.trainer!r} its twin item" if item.twin is not None else ""
+            lines += [f"rank {at.global_rank}: trainer {at.trainer!r} is computing it{twin}" for at in item.unfinished]
         return lines
 
     def _find_last_finished(self) -> coordinator_pb2.LastFinishedItem | None:
@@ -475,26 +505,25 @@ class Step:
     ) -> bool:
         """Marks ranks, and items all of whose ranks are finished. Returns True if these were the last unfinished ones.
 
-        The copy of an item wins if its trainer finished the item. Otherwise it has lost. An item whose gradients were
+        A twin item wins if its trainer finished the item. Otherwise it has lost. An item whose gradients were
         added to those of an attempt that is over starts another attempt, and must be fenced.
 
         Args:
-            finished: Result of ``newly_finished`` in ``finished_reports.py``.
+            finished: Result of ``newly_finished`` in ``reports.py``.
             now: Clock time.
             written_buffers: Checksums of buffers that the training script changed, by rank.
             trainer: Trainer that finished the items.
         """
         for work in finished:
             item, member = work.item, work.member
-            if item.copy is not None and item.copy.trainer == trainer:
-                self._adopt_copy(item)
-            item.copy = None
+            if item.twin is not None:
+                self._end_twin(item, wins=item.twin.trainer == trainer)
             member.finish(work, (written_buffers or {}).get(member.global_rank, {}))
             self._has_sums = self._has_sums or bool(work.summed)
             if not item.unfinished:
-                item.state, item.since_s = WorkState.FINISHED, now
+                item.enter(WorkState.FINISHED, now)
                 self._restart_outdated_sums(now)
-        if self.finished_s is not None or any(item.state is not WorkState.FINISHED for item in self.items.values()):
+        if self.finished_s is not None or not all(item.state.is_finished for item in self.items.values()):
             return False
         self.finished_s, self.last_finished = now, self._find_last_finished()
         return True
@@ -502,7 +531,8 @@ class Step:
     def lease(self, item: WorkItem, trainers: Sequence[str], epoch: int, now: float) -> None:
         """Leases a vacant item to the trainers of a replica, given in the order of the item's members."""
         item.assign(trainers)
-        item.epoch, item.state, item.since_s = epoch, WorkState.LEASED, now
+        item.epoch = epoch
+        item.enter(WorkState.LEASED, now)
         self._note_trainers(item)
 
     def revoke(self, item: WorkItem, epoch: int, now: float) -> None:
@@ -510,20 +540,18 @@ class Step:
 
         A finished item stays finished. An unfinished item becomes vacant and starts a new attempt: the next trainers
         may compute it from other batches, so the servers must drop the parts that the former ones pushed. All parts of
-        one attempt come from one replica. If another trainer computes a copy, that trainer gets the item.
+        one attempt come from one replica. If another trainer computes the twin item, that trainer gets the item.
         """
         item.fenced = False
-        if item.copy is not None:
-            self._adopt_copy(item)
-            self._restart_outdated_sums(now)
-            return
-        item.epoch = epoch
-        if item.state is WorkState.LEASED:
-            item.state, item.since_s, item.attempt = WorkState.VACANT, now, item.next_attempt()
-            item.is_copy = False
-            for member in item.members.values():
-                member.restart()
-        item.trainer_lost = item.state is WorkState.FINISHED
+        if item.state is WorkState.TWINNED:
+            self._end_twin(item, wins=True)
+        elif item.state.is_finished:
+            item.epoch = epoch
+            item.enter(WorkState.ORPHANED, item.since_s)
+        else:
+            item.epoch = epoch
+            self._begin_attempt(item)
+            item.enter(WorkState.VACANT, now)
         self._restart_outdated_sums(now)
 
     def _restart_outdated_sums(self, now: float) -> None:
@@ -532,31 +560,38 @@ class Step:
             return
         for item in self.items.values():
             others = (self.items[rank] for rank in item.summed)
-            if item.state is WorkState.FINISHED and any(other.attempt != item.attempt for other in others):
+            if item.state.is_finished and any(other.attempt != item.attempt for other in others):
                 self._restart_item(item, now)  # its own sums are reported by the items in them
 
     def _restart_item(self, item: WorkItem, now: float) -> None:
         """Starts a new attempt of an item for its trainers. If one of them is gone, the item becomes vacant."""
-        vacant = item.state is WorkState.VACANT or item.trainer_lost
-        self._reset(item, "", now)
-        item.fenced, item.trainer_lost = False, False
-        if vacant:
-            item.state = WorkState.VACANT
+        is_leased = item.state.is_leased or item.state is WorkState.FINISHED
+        self._begin_attempt(item)
+        item.enter(WorkState.LEASED if is_leased else WorkState.VACANT, now)
+        item.reset_id, item.fenced = "", False
+        self._forget_results()
 
     def reset(self, item: WorkItem, request_id: str, now: float) -> None:
         """Starts a new attempt of an item, for all its members.
 
         Invalidates what was prepared, proposed or staged in the step.
         """
-        self._reset(item, request_id, now)
+        self._begin_attempt(item)
+        item.enter(WorkState.LEASED, now)
+        item.reset_id = request_id
+        self._forget_results()
         self._restart_outdated_sums(now)
 
-    def _reset(self, item: WorkItem, request_id: str, now: float) -> None:
-        item.attempt = item.next_attempt()
-        item.copy, item.is_copy = None, False
-        item.state, item.since_s, item.reset_id = WorkState.LEASED, now, request_id
+    def _begin_attempt(self, item: WorkItem) -> None:
+        """Gives an item its next attempt. Ends a twin item, and drops what trainers have reported."""
+        if item.twin is not None:
+            self._end_twin(item, wins=False)
+        item.attempt, item.is_twin = item.next_attempt(), False
         for member in item.members.values():
             member.restart()
+
+    def _forget_results(self) -> None:
+        """Invalidates what was prepared, proposed or staged, because the gradient changes."""
         self.generation += 1
         self.finished_s = None
         self.prepared = self.failure = None
@@ -564,23 +599,25 @@ class Step:
         self.proposals.clear()
         self.partitions.clear()
 
-    def start_copy(self, item: WorkItem, trainer: str, epoch: int, now: float) -> None:
-        """Lets a trainer compute a copy of an item that another trainer computes."""
-        item.copy = WorkCopy(trainer, epoch, item.next_attempt(), now)
+    def start_twin(self, item: WorkItem, trainer: str, epoch: int, now: float) -> None:
+        """Lets a trainer compute the twin of an item that another trainer computes."""
+        item.twin = TwinItem(trainer, epoch, item.next_attempt(), now)
+        item.enter(WorkState.TWINNED, item.since_s)
 
-    def drop_copies(self, trainer: str) -> None:
-        """Ends the copy that a trainer computes: it gave up, or is gone."""
-        if (item := self.copied_by(trainer)) is not None:
-            item.copy = None
+    def drop_twin(self, trainer: str) -> None:
+        """Ends the twin item that a trainer computes: it gave up, or is gone."""
+        if (item := self.twinned_by(trainer)) is not None:
+            self._end_twin(item, wins=False)
 
-    def _adopt_copy(self, item: WorkItem) -> None:
-        """Gives an item to the trainer of its copy."""
-        copy = item.copy
-        assert copy is not None
-        item.assign([copy.trainer])
-        item.epoch, item.attempt, item.since_s = copy.epoch, copy.attempt, copy.since_s
-        item.copy, item.is_copy = None, True
-        self._note_trainers(item)
+    def _end_twin(self, item: WorkItem, *, wins: bool) -> None:
+        """Ends the twin item. If it wins, its trainer gets the item."""
+        twin, item.twin = item.twin, None
+        assert twin is not None
+        item.enter(WorkState.LEASED, twin.since_s if wins else item.since_s)
+        if wins:
+            item.assign([twin.trainer])
+            item.epoch, item.attempt, item.is_twin = twin.epoch, twin.attempt, True
+            self._note_trainers(item)
 
     def restart(self, now: float) -> None:
         """Starts a new attempt of every item, because a shard server was lost with contributions.

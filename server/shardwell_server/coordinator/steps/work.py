@@ -1,12 +1,15 @@
-"""Copies of late work items: when an item is late, and which one an idle trainer should copy.
+"""The work items of a run: which trainers compute which item, and the steps in flight that the items belong to.
 
-Note: [Copies of late items]
-    A trainer that waits for the others may compute a copy of an item that is late. The copy has its own epoch and
-    attempt, and the servers keep its contribution apart. The first of the two trainers that reports the finished item
-    wins: the item takes the winner's epoch and attempt, which the manifest of ``PrepareStep`` names. Both compute the
-    same bits. Pushes of the other trainer are dropped, and its report has no effect.
+``SynchronousWork`` has one step with the items of all data ranks, which are committed together. ``AsynchronousWork``
+has one step per data rank, with one item each, which are committed one by one.
 
-    An item can only be copied while its trainer says that it computes this item. A trainer that evaluates the model
+Note: [Twin items]
+    A trainer that waits for the others may compute the twin of an item that is late: the same item once more. The twin
+    has its own epoch and attempt, and the servers keep its contribution apart. The first of the two trainers that
+    reports the finished item wins: the item takes the winner's epoch and attempt, which the manifest of ``PrepareStep``
+    names. Both compute the same bits. Pushes of the other trainer are dropped, and its report has no effect.
+
+    An item can only have a twin while its trainer says that it computes this item. A trainer that evaluates the model
     between two steps has not started its item, and relies on the run to wait for it. Both trainers must yield batches
     by ``step.batches``, because the trainer that loses goes on without an error only there.
 
@@ -15,17 +18,9 @@ Note: [Copies of late items]
 
     The time during which servers make the version that the items need does not count: all trainers wait for it.
 
-    Only items with one member are copied: a replica of several trainers computes no copies.
+    Only items with one member have twins: a replica of several trainers computes none.
 
-    At most one item of a run is copied at a time: servers have memory for few contributions beyond those of all ranks.
-
-Which trainers compute which work items of a run, and the steps in flight that these items belong to.
-
-``SynchronousWork`` has one step with the items of all data ranks. ``AsynchronousWork`` has one step per data rank.
-
-The work items of a synchronous run: one step with one item per data rank, which are committed together.
-
-The work items of an asynchronous run, which are committed one by one.
+    At most one item of a run has a twin at a time: servers have memory for few contributions beyond those of all ranks.
 
 Note: [Asynchronous runs]
     There is one ``Step`` per data rank, with one item each. A step's number is the version that its item reads. An item
@@ -42,7 +37,7 @@ from __future__ import annotations
 import statistics
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardwell_server.coordinator.ranks.members import Member, MemberState
@@ -89,7 +84,7 @@ def next_late_item(
     late_after_s: float | None,
     updated_s: float | None,
     *,
-    excluding: Collection[str] = (),
+    excluding: str = "",
 ) -> tuple[WorkItem, float] | None:
     """Returns the item that will be late first or is late already, and the clock time at which it is late.
 
@@ -98,18 +93,18 @@ def next_late_item(
         members: The trainers of the run, by name.
         late_after_s: See ``WorkTimes.late_after_s``.
         updated_s: Clock time since which the servers have the step's version. None: not all of them have it.
-        excluding: Trainers whose items are not considered.
+        excluding: A trainer whose items are not considered.
 
     Returns:
-        None if no item can be copied.
+        None if no item can have a twin.
     """
-    if late_after_s is None or updated_s is None or step.copied is not None or len(step.items[0].members) > 1:
+    if late_after_s is None or updated_s is None or step.twinned is not None or len(step.items[0].members) > 1:
         return None
     found: list[tuple[float, int]] = []
     for item in step.unfinished:
         trainer = item.first_trainer
         member = members.get(trainer)
-        if member is None or item.state is not WorkState.LEASED or not item.fenced or trainer in excluding:
+        if member is None or item.state is not WorkState.LEASED or not item.fenced or trainer == excluding:
             continue
         progress = member.in_progress
         if progress is not None and member.accepts_reassigned_work and progress.is_item(step.number, item.first_rank):
@@ -257,13 +252,13 @@ class Work(ABC):
         """Marks what a trainer has finished in a step. Returns True if these were the last ones."""
         now = self._clock()
         for item in (work.item for work in finished):
-            if item.copy is None:
+            if (twin := item.twin) is None:
                 if not step.restored:
                     self.times.add((now - item.since_s) / len(finished))
                 continue
-            copy_wins = item.copy.trainer == member.name
-            self.times.add(now - (item.copy.since_s if copy_wins else item.since_s))
-            loser = self._members.by_name.get(item.first_trainer if copy_wins else item.copy.trainer)
+            twin_wins = twin.trainer == member.name
+            self.times.add(now - (twin.since_s if twin_wins else item.since_s))
+            loser = self._members.by_name.get(item.first_trainer if twin_wins else twin.trainer)
             if loser is not None:
                 loser.note_behind(True)
             self._changes.touch()
@@ -278,7 +273,7 @@ class Work(ABC):
         now = self._clock()
         step.reset(item, request_id, now)
         for other in step.items.values():
-            if other.trainer_lost:
+            if other.state is WorkState.ORPHANED:
                 step.reset(other, "", now)
                 step.revoke(other, self._changes.next_epoch(), now)
         self._changes.touch()
@@ -374,8 +369,8 @@ class SynchronousWork(Work):
         played = ((item, item.member_of(name)) for item in leased)
         replica_epoch = self._owners.replica_epoch_of(name)
         items = [item.to_proto(member.global_rank, replica_epoch) for item, member in played if member is not None]
-        if (copied := step.copied_by(name)) is not None:
-            items.append(copied.copy_to_proto())
+        if (twinned := step.twinned_by(name)) is not None:
+            items.append(twinned.twin_to_proto())
         return coordinator_pb2.StepWork(step=step.number, items=items, position=step.number)
 
     def lease_own_items(self, name: str) -> bool:
@@ -414,22 +409,22 @@ class SynchronousWork(Work):
     def revoke_items_of(self, name: str) -> None:
         """See ``Work``. A finished item counts without its trainer."""
         for step in self.steps:
-            step.drop_copies(name)
+            step.drop_twin(name)
             for item in step.items_of(name):
                 item.note_lost(name)
                 if item.state is not WorkState.VACANT:
                     step.revoke(item, self._changes.next_epoch(), self._clock())
 
-    # ---- copies of late items ----
+    # ---- twin items ----
 
     def next_late_item(self, *, excluding: str) -> tuple[WorkItem, float] | None:
-        """Returns the item that a trainer may copy next, and the clock time from which it is late."""
+        """Returns the item whose twin a trainer may compute next, and the clock time from which it is late."""
         late_after_s, updated_s = self.times.late_after_s, self._commits.updated_s
-        return next_late_item(self.step, self._members.by_name, late_after_s, updated_s, excluding=(excluding,))
+        return next_late_item(self.step, self._members.by_name, late_after_s, updated_s, excluding=excluding)
 
-    def start_copy(self, item: WorkItem, name: str) -> None:
-        """Lets a trainer compute a copy of a late item."""
-        self.step.start_copy(item, name, self._changes.next_epoch(), self._clock())
+    def start_twin(self, item: WorkItem, name: str) -> None:
+        """Lets a trainer compute the twin of a late item."""
+        self.step.start_twin(item, name, self._changes.next_epoch(), self._clock())
         self._members.waiting_for_work.pop(name, None)
 
 
@@ -510,7 +505,7 @@ class AsynchronousWork(Work):
         )
         others = [item if at is before else at for at in self.items]
         if self._choose_item(before.first_trainer, others) is item:
-            item.state = WorkState.LEASED
+            item.enter(WorkState.LEASED, item.since_s)
         return item
 
     def leaders(self, step: Step) -> list[str]:
@@ -593,7 +588,7 @@ class AsynchronousWork(Work):
                 item.note_lost(name)
                 if item.state is WorkState.VACANT or step.recording:
                     continue
-                if item.state is WorkState.FINISHED:
+                if item.state.is_finished:
                     step.reset(item, "", self._clock())
                 step.revoke(item, self._changes.next_epoch(), self._clock())
                 step.read_version(self._commits.count)

@@ -91,7 +91,7 @@ class RankRecord(Row):
     """Step that ``attempt`` belongs to: the version that the work item reads."""
     attempt: int
     last_attempt: int = 0
-    """Highest attempt of the work item and its copies."""
+    """Highest attempt of the work item and its twins."""
     vacant: bool = False
     """True if the work item is vacant, or was finished by trainers that were lost. These may be present again."""
     replica_epoch: int = 0

@@ -1,4 +1,4 @@
-"""Copies of late work items: who may compute one, and which of two trainers wins."""
+"""Twins of late work items: who may compute one, and which of two trainers wins."""
 
 from __future__ import annotations
 
