@@ -26,7 +26,7 @@ from benchmarks.report import summarize, to_table
 from benchmarks.server_optimizer import to_step
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.requests import steps
-from shardwell_server.shard.requests.peers import NoPeers
+from shardwell_server.shard.requests.peers import GrpcPeers
 from shardwell_server.shard.requests.replication import Replicator
 from shardwell_server.shard.shard_spec import ShardSpec
 from shardwell_server.shard.state.runs import HostedRun
@@ -76,7 +76,7 @@ class Server:
     ) -> None:
         self._store, self._dp = store, dp
         self._offered = ServerTransports("benchmark")
-        self._replicator = Replicator(store, NoPeers())
+        self._replicator = Replicator(store, GrpcPeers())
         self._optimizer = to_step(algorithm)
         self._layouts = [UnitLayout(f"unit{number}", tuple(parameters)) for number in range(unit_count)]
         del self._optimizer.units[:]

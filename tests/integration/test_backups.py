@@ -14,8 +14,7 @@ import torch
 
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.requests import backups
-from shardwell_server.shard.requests import backups as received_steps
-from shardwell_server.shard.state.unit_shard import UnitShard
+from shardwell_server.shard.unit.unit_shard import UnitShard
 from shardwell_wire.errors import DeadlineError
 from shardwell_wire.host.server_folders import FolderOwner
 from shardwell_wire.model.optimizers import KEPT_GROUP
@@ -178,13 +177,13 @@ def test_gradient_travels_through_shared_memory(tmp_path: Path, dp: int, readabl
         pair.copy()
         received: list[str] = []
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        read_file = received_steps._read_file
+        read_file = backups._read_file
 
         def note(path: str, *arguments: Any) -> None:
             received.append(path)
             read_file(path if readable else f"{path}0", *arguments)
 
-        patch.setattr(received_steps, "_read_file", note)
+        patch.setattr(backups, "_read_file", note)
         for step in range(3):
             pair.train(step)
             pair.assert_equal(step + 1)
@@ -338,7 +337,7 @@ def test_silent_backup_is_left_out_of_the_step_and_a_slow_one_is_not(
         return answer
 
     monkeypatch.setattr(backups, "confirm", silenced(backups.confirm))
-    monkeypatch.setattr(received_steps, "receive_step", silenced(received_steps.receive_step))
+    monkeypatch.setattr(backups, "receive_step", silenced(backups.receive_step))
     primary.evaluate(lambda: setattr(primary.store.lease, "length_s", 6.0))
     pair.push(0)
     assert pair.primary.prepare(0).confirmed_backups

@@ -8,9 +8,9 @@ import pytest
 import torch
 import xxhash
 
-from shardwell_server.shard.versions import encoded_versions
-from shardwell_server.shard.versions.encoded_versions import EncodedStream
-from shardwell_server.shard.versions.values import VersionBytes
+from shardwell_server.shard.unit import encoded_versions
+from shardwell_server.shard.unit.encoded_versions import EncodedStream
+from shardwell_server.shard.unit.values import VersionBytes
 from shardwell_wire.encoding import value_deltas, wire_dtypes
 from shardwell_wire.errors import VersionGoneError
 from shardwell_wire.v1 import common_pb2, shard_pb2

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from shardwell_server.shard.memory.shared_memory import SharedMemory
-from shardwell_server.shard.state import portable_state, taking_up
+from shardwell_server.shard.state import taking_up
+from shardwell_server.shard.unit import portable_state
 from shardwell_wire import fault_points
 from shardwell_wire.checkpoints.folder import RunFolder
 from shardwell_wire.checkpoints.manifest import FileRecord, Manifest
@@ -126,7 +127,7 @@ def train(unit: OneUnit, steps: range, algorithm: str = "adamw", **options: Any)
 
 def tensors(unit: OneUnit) -> dict[str, torch.Tensor]:
     """Returns copies of the unit's values and optimizer state on its server."""
-    from shardwell_server.shard.state.portable_state import export
+    from shardwell_server.shard.unit.portable_state import export
 
     return unit.server.evaluate(lambda: {name: each.clone() for name, each in export(unit.shard).tensors()})
 
@@ -340,7 +341,7 @@ def test_loading_for_other_cuts_and_going_on_gives_the_same_bits(
 
 
 def _restricted(unit: OneUnit, start: int, stop: int) -> dict[str, torch.Tensor]:
-    from shardwell_server.shard.state.portable_state import export
+    from shardwell_server.shard.unit.portable_state import export
 
     return {name: each.clone() for name, each in export(unit.shard).restrict(start, stop).tensors()}
 

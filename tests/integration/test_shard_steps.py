@@ -170,7 +170,7 @@ def test_repeated_update_keeps_the_next_prepared_step(server: ShardServer) -> No
 
 
 def test_cancelled_prepare_leaves_no_trace(server: ShardServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardwell_server.shard.gradients import mean_gradient
+    from shardwell_server.shard.unit import mean_gradient
 
     one = unit(server, dp=2)
     before = server.taken_bytes()

@@ -18,9 +18,8 @@ from shardwell.transport.server_connection import ConnectOptions, ServerConnecti
 from shardwell.transport.shm_transport import ShmTransport
 from shardwell_server.shard.memory.budget import Memory
 from shardwell_server.shard.memory.shared_memory import SharedMemory
-from shardwell_server.shard.optimizer.partitions import Partitions
 from shardwell_server.shard.shard_spec import ShardSpec
-from shardwell_server.shard.transports.shm_buffers import SharedStagingBuffer
+from shardwell_server.shard.unit.partitions import Partitions, SharedStagingBuffer
 from shardwell_wire.errors import (
     ConflictError,
     IncompleteStepError,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwell_server.shard.state.unit_shard import UnitShard
+from shardwell_server.shard.unit.unit_shard import UnitShard
 from shardwell_wire.v1 import common_pb2, shard_pb2
 from tests.support.shard_server import ADAM, PLAIN, OneUnit, ShardServer
 

@@ -19,15 +19,15 @@ import torch
 import xxhash
 
 from shardwell_server.shard.arithmetic import update_pieces
-from shardwell_server.shard.gradients.contributions import Contribution
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.requests import steps
-from shardwell_server.shard.requests.peers import NoPeers
+from shardwell_server.shard.requests.peers import GrpcPeers
 from shardwell_server.shard.requests.replication import Replicator
 from shardwell_server.shard.shard_spec import ShardSpec
 from shardwell_server.shard.state.runs import HostedRun
 from shardwell_server.shard.state.store import ShardStore
-from shardwell_server.shard.state.unit_shard import UnitShard
+from shardwell_server.shard.unit.contributions import Contribution
+from shardwell_server.shard.unit.unit_shard import UnitShard
 from shardwell_wire import fault_points
 from shardwell_wire.host.server_folders import FolderOwner
 from shardwell_wire.model.layout import Parameter, UnitLayout
@@ -118,7 +118,7 @@ class Program:
         prepare = shard_pb2.PrepareStepRequest(
             context=context, ranks=ranks, dp=self.dp, optimizer=self.optimizer_of(step)
         )
-        answer = await steps.prepare(run, store.in_thread, prepare, Replicator(store, NoPeers()))
+        answer = await steps.prepare(run, store.in_thread, prepare, Replicator(store, GrpcPeers()))
         assert answer.update_ready
         (self.folder / "committed").write_text(str(step))
         await self.update(run, store, step)

@@ -10,10 +10,9 @@ from google.protobuf.message import Message
 
 from shardwell_server.serving.rpc import Call
 from shardwell_server.shard.concurrency import first_of, uninterrupted
-from shardwell_server.shard.requests import backups, inspection, partitions, pushes, reading, relocation, steps, streams
-from shardwell_server.shard.requests import backups as received_steps
+from shardwell_server.shard.requests import backups, inspection, partitions, pushes, reading, steps, streams
 from shardwell_server.shard.requests.checkpoints import CheckpointRequests
-from shardwell_server.shard.requests.peers import NoPeers, Peers
+from shardwell_server.shard.requests.peers import GrpcPeers
 from shardwell_server.shard.requests.replication import Replicator
 from shardwell_server.shard.requests.streams import IncomingMessages, StandingStreams
 from shardwell_server.shard.shard_spec import Role, ShardSpec
@@ -45,7 +44,7 @@ class ShardServicer:
         store: The server's runs and shards.
         term: The term of the server's coordinator.
         transports: The transports that the server offers besides gRPC.
-        peers: Calls other shard servers. None: the server cannot have backups elsewhere.
+        peers: Calls other shard servers.
         checkpoint_roots: The folders in which checkpoints may be opened. None: any.
     """
 
@@ -56,13 +55,13 @@ class ShardServicer:
         store: ShardStore,
         term: CoordinatorTerm,
         transports: ServerTransports,
-        peers: Peers | None = None,
+        peers: GrpcPeers,
         checkpoint_roots: CheckpointRoots | None = None,
     ) -> None:
         self._server_id, self._incarnation, self._store, self._term = server_id, incarnation, store, term
         self._transports = transports
         self._checkpoints = CheckpointRequests(server_id, store, checkpoint_roots or CheckpointRoots())
-        self._replicator = Replicator(store, peers or NoPeers())
+        self._replicator = Replicator(store, peers)
         self._stopping = asyncio.Event()
         self._standing = StandingStreams()
         self._started_s = asyncio.get_running_loop().time()
@@ -160,7 +159,7 @@ class ShardServicer:
         run = await self._coordinated(request, call)
 
         async def work() -> None:
-            await relocation.promote(run, self._store.in_thread, request)
+            await backups.promote(run, self._store.in_thread, request)
 
         await run.exclusively(work)
         return shard_pb2.PromoteShardsResponse()
@@ -174,14 +173,14 @@ class ShardServicer:
             return shard_pb2.ReleaseShardsResponse(free_bytes=self._store.memory.free_bytes)
 
         async def work() -> None:
-            relocation.release(self._store, run, request)
+            backups.release(self._store, run, request)
 
         await run.exclusively(work)
         return shard_pb2.ReleaseShardsResponse(free_bytes=self._store.memory.free_bytes)
 
     async def HashShards(self, request: shard_pb2.HashShardsRequest, call: Call) -> shard_pb2.HashShardsResponse:
         run = await self._coordinated(request, call)
-        return await run.exclusively(lambda: relocation.hash_shards(run, self._store.in_thread, request))
+        return await run.exclusively(lambda: backups.hash_shards(run, self._store.in_thread, request))
 
     async def DropRun(self, request: shard_pb2.DropRunRequest, call: Call) -> shard_pb2.DropRunResponse:
         await self._term.check(request.context.epoch)
@@ -236,7 +235,7 @@ class ShardServicer:
         incoming = IncomingMessages(stream, shard_pb2.ReplicateStepRequest)
         header = await incoming.header(call.check)
         assert isinstance(header, shard_pb2.ReplicateStepHeader)
-        return await received_steps.receive_step(self._store, header, incoming, call.remaining_s())
+        return await backups.receive_step(self._store, header, incoming, call.remaining_s())
 
     async def ConfirmBackups(
         self, request: shard_pb2.ConfirmBackupsRequest, call: Call

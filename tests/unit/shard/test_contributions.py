@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from shardwell_server.shard.gradients.contributions import Contribution, Contributions
 from shardwell_server.shard.state.runs import Fences
+from shardwell_server.shard.unit.contributions import Contribution, Contributions
 from shardwell_wire.errors import StaleEpochError
 from shardwell_wire.v1 import shard_pb2
 from tests.support.shard_server import OneUnit, ShardServer, layout_of

@@ -14,8 +14,8 @@ from shardwell.transport import shm_transport as client
 from shardwell_server.shard.memory.budget import Memory
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.shard_spec import ShardSpec
-from shardwell_server.shard.state.unit_shard import UnitShard
 from shardwell_server.shard.transports import shm_buffers as server
+from shardwell_server.shard.unit.unit_shard import UnitShard
 from shardwell_wire.errors import ConflictError, InvalidRequestError, StepStateError
 from shardwell_wire.host.shared_memory import opened
 from shardwell_wire.model.names import RunIdentity

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from shardwell_server.shard.requests import relocation
+from shardwell_server.shard.requests import backups
 from shardwell_server.shard.shard_spec import Role
 from shardwell_server.shard.state.runs import HostedRun
 from shardwell_wire.v1 import shard_pb2
@@ -32,7 +32,7 @@ def test_shards_that_are_released_meanwhile_are_left_out(monkeypatch: pytest.Mon
 
     primary, backup = shard("a", 0, Role.PRIMARY), shard("b", 1, Role.BACKUP)
     run = SimpleNamespace(published=[primary], backups=[backup], shards={("a", 0): primary, ("b", 0): backup})
-    monkeypatch.setattr(relocation, "export", export)
+    monkeypatch.setattr(backups, "export", export)
     request = shard_pb2.HashShardsRequest(version=1)
-    response = asyncio.run(relocation.hash_shards(cast(HostedRun, run), release_the_backup, request))
+    response = asyncio.run(backups.hash_shards(cast(HostedRun, run), release_the_backup, request))
     assert [each.unit for each in response.shards] == ["a"]

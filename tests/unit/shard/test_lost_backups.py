@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from google.protobuf.message import Message
 
-from shardwell_server.shard.gradients.contributions import Contribution
 from shardwell_server.shard.requests import steps
 from shardwell_server.shard.requests.replication import Replicator
 from shardwell_server.shard.shard_spec import ShardSpec
 from shardwell_server.shard.state.runs import HostedRun
 from shardwell_server.shard.state.store import ShardStore
-from shardwell_server.shard.state.unit_shard import Backup
+from shardwell_server.shard.unit.contributions import Contribution
+from shardwell_server.shard.unit.unit_shard import Backup
 from shardwell_wire.errors import UnavailableError
 from shardwell_wire.model.layout import Parameter, UnitLayout
 from shardwell_wire.model.names import RunIdentity

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from shardwell_server.shard.process import peers
-from shardwell_server.shard.process.peers import GrpcPeers
+from shardwell_server.shard.requests import peers
+from shardwell_server.shard.requests.peers import GrpcPeers
 from shardwell_wire.v1 import shard_pb2
 
 

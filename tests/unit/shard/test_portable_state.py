@@ -12,11 +12,11 @@ import torch
 
 from shardwell_server import optimizer_checks
 from shardwell_server.shard.arithmetic.reduction import Reduced
-from shardwell_server.shard.gradients.contributions import Contribution
 from shardwell_server.shard.memory.budget import Memory
-from shardwell_server.shard.optimizer.partitions import TrainerState
 from shardwell_server.shard.shard_spec import ShardSpec
-from shardwell_server.shard.state.portable_state import (
+from shardwell_server.shard.unit.contributions import Contribution
+from shardwell_server.shard.unit.partitions import TrainerState
+from shardwell_server.shard.unit.portable_state import (
     PartState,
     ShardState,
     begin_import,
@@ -26,7 +26,7 @@ from shardwell_server.shard.state.portable_state import (
     import_state,
     merge,
 )
-from shardwell_server.shard.state.unit_shard import UnitShard
+from shardwell_server.shard.unit.unit_shard import UnitShard
 from shardwell_wire.errors import InvalidRequestError, StepStateError
 from shardwell_wire.model.layout import BLOCK_BYTES, Parameter, UnitLayout
 from shardwell_wire.model.names import RunIdentity

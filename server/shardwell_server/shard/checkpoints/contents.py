@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from shardwell_server.shard.optimizer.partitions import TrainerState
-from shardwell_server.shard.state.portable_state import PartState, ShardState
+from shardwell_server.shard.unit.partitions import TrainerState
+from shardwell_server.shard.unit.portable_state import PartState, ShardState
 from shardwell_wire.checkpoints.format import AVERAGE, KEPT_GRADIENT, TRAINER_STATE, VALUES, Part, Piece
 from shardwell_wire.checkpoints.reading import Checkpoint, NoteRead, StoredPiece, entries_of, read_elements
 from shardwell_wire.checkpoints.reading import pieces_of as stored_pieces

@@ -20,15 +20,15 @@ import torch
 from shardwell_server.shard.checkpoints.contents import describe_shard, fill_shard
 from shardwell_server.shard.concurrency import in_threads_of
 from shardwell_server.shard.shard_spec import Role
-from shardwell_server.shard.state.portable_state import (
+from shardwell_server.shard.state.runs import HostedRun
+from shardwell_server.shard.unit.portable_state import (
     CapturedShard,
     ShardState,
     VersionCapture,
     begin_import,
     finish_import,
 )
-from shardwell_server.shard.state.runs import HostedRun
-from shardwell_server.shard.state.unit_shard import UnitShard
+from shardwell_server.shard.unit.unit_shard import UnitShard
 from shardwell_wire import fault_points
 from shardwell_wire.checkpoints.format import FilePlan, Part, Piece
 from shardwell_wire.checkpoints.opening import CheckpointRoots

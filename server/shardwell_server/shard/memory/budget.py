@@ -238,6 +238,9 @@ class IncomingBuffer:
         """See ``ContributionMemory``."""
         return None
 
+    def check_adoptable(self, shard: object) -> None:
+        """Does nothing: the buffer was acquired for the shard."""
+
     def claim(self) -> torch.Tensor:
         """Keeps the buffer beyond the block, until ``release``."""
         self.claimed = True

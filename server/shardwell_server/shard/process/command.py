@@ -20,9 +20,9 @@ from shardwell_server.serving.options import add_common_options, add_option, add
 from shardwell_server.shard.memory.budget import default_budget_bytes
 from shardwell_server.shard.memory.saved_files import SavedFiles
 from shardwell_server.shard.memory.shared_memory import SharedMemory
-from shardwell_server.shard.process.peers import GrpcPeers
 from shardwell_server.shard.process.process_group import STOP_S, ProcessGroup, member_settings
 from shardwell_server.shard.process.registration import Registration
+from shardwell_server.shard.requests.peers import GrpcPeers
 from shardwell_server.shard.servicer import ShardServicer
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_server.shard.state.taking_up import recorded_files

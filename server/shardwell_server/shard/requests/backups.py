@@ -1,10 +1,6 @@
-"""A backup's side of a step: it receives from its primary what the update of the step needs.
+"""A backup's side: it receives the committed state and every step from its primary, and becomes a primary itself.
 
-See Note: [When a backup has a step] in ``replication.py``. Nothing here takes the lock of a run.
-
-A backup's side: it receives the committed state from its primary, and confirms that it has a step.
-
-See Note: [When a backup has a step] in ``replication.py``. Nothing here takes the lock of a run.
+See Note: [When a backup has a step] in ``replication.py``. Receiving and confirming take no lock of a run.
 """
 
 from __future__ import annotations
@@ -15,18 +11,22 @@ from contextlib import ExitStack
 from functools import partial
 
 import torch
+import xxhash
 
 from shardwell_server import optimizer_checks
-from shardwell_server.shard.gradients.contributions import Contribution
+from shardwell_server.shard.concurrency import InThread
 from shardwell_server.shard.memory.budget import BufferQuota, IncomingBuffer
-from shardwell_server.shard.optimizer.partitions import StagedPartition
 from shardwell_server.shard.requests.peers import read_content, tensor_memory
+from shardwell_server.shard.requests.steps import fence
 from shardwell_server.shard.requests.streams import IncomingStream
-from shardwell_server.shard.shard_spec import Role
-from shardwell_server.shard.state.portable_state import begin_import, finish_import
+from shardwell_server.shard.shard_spec import ROLES, Role
 from shardwell_server.shard.state.runs import HostedRun
 from shardwell_server.shard.state.store import ShardStore
-from shardwell_server.shard.state.unit_shard import ReceivedStep, UnitShard
+from shardwell_server.shard.unit.contributions import Contribution
+from shardwell_server.shard.unit.partitions import StagedPartition
+from shardwell_server.shard.unit.portable_state import begin_import, export, finish_import
+from shardwell_server.shard.unit.unit_shard import Backup, ReceivedStep, UnitShard
+from shardwell_wire import fault_points
 from shardwell_wire.errors import (
     InvalidRequestError,
     NotFoundError,
@@ -45,6 +45,77 @@ _REPLICATED_EPOCH = 0
 _GRADIENT = shard_pb2.STEP_CONTENT_GRADIENT
 _CONTRIBUTIONS = shard_pb2.STEP_CONTENT_CONTRIBUTIONS
 _PARTITIONS = shard_pb2.STEP_CONTENT_PARTITIONS
+
+
+# ---- the committed state ----
+
+
+async def receive_state(
+    store: ShardStore, header: shard_pb2.ReceiveShardStateHeader, incoming: IncomingStream
+) -> shard_pb2.ReceiveShardStateResponse:
+    """Receives the committed state of a shard into a reserved backup. A broken stream leaves an empty backup.
+
+    A reservation takes one complete state. Later steps reach the backup by ``ReplicateStep`` only.
+
+    Raises:
+        ShardwellError: As ``find_backup``.
+        StepStateError: The backup has a state already.
+        InvalidRequestError: The state does not fit the shard, or the stream is broken.
+        CapacityError: There is no memory for the state.
+    """
+    run = store.exact_run(header.context)
+    former, version = find_backup(run, header.target), header.context.step
+    if former.version is not None:
+        # This may be a late stream of a copy that was repeated since, and the backup has had steps.
+        raise StepStateError(
+            f"the backup of {former.what} has version {former.version} under reservation {former.placement} already: "
+            "reserve it again to copy it again",
+            unit=former.unit,
+        )
+    what = f"state of {former.what}"
+    content = read_content(former, header)
+    tensors = [*(tensor for part in content.parts for tensor in part.state.values())]
+    tensors += [tensor for partition in content.partitions for tensor in partition.data]
+    # Before memory is allocated: a header of a few bytes can describe any size.
+    store.memory.check_import(former.spec.memory_key, sum(tensor.nbytes for tensor in tensors), what)
+    shard = store.empty(run, former)  # drops what an older stream fills, which ends that stream
+    shard.backups.placement = header.target.placement
+
+    async def receive() -> None:
+        destination = begin_import(shard, content)
+        await incoming.into([tensor_memory(tensor) for _, tensor in destination.tensors()], what)
+        finish_import(shard, version)
+
+    await shard.streams.replace("state", (header.target.placement,), what, receive)
+    return shard_pb2.ReceiveShardStateResponse(version=version)
+
+
+def find_backup(run: HostedRun, target: shard_pb2.BackupTarget) -> UnitShard:
+    """Returns the backup that a primary names.
+
+    Raises:
+        NotFoundError: This server does not have the shard.
+        StaleEpochError: The shard is a primary here, or has another reservation, or follows a later primary.
+    """
+    shard = run.exact_shard(target.shard)
+    if shard.role is not Role.BACKUP:
+        raise StaleEpochError(
+            f"this server has no backup of {shard.what}: it is {shard.role.value} here", unit=shard.unit
+        )
+    if shard.placement != target.reservation:
+        raise StaleEpochError(
+            f"the backup of {shard.what} has reservation {shard.placement}, not {target.reservation}", unit=shard.unit
+        )
+    if target.placement < shard.backups.placement:
+        raise StaleEpochError(
+            f"the backup of {shard.what} follows the primary of relocation {shard.backups.placement}, and the sender "
+            f"is that of relocation {target.placement}",
+            unit=shard.unit,
+        )
+    return shard
+
+
+# ---- steps ----
 
 
 async def receive_step(
@@ -81,6 +152,111 @@ async def receive_step(
     # A retry ends the stream that it replaces. Different contents of one generation arrive concurrently.
     await shard.streams.replace(f"step {header.content}", order, what, receive)
     return shard_pb2.ReplicateStepResponse(generation=header.generation)
+
+
+def open_step(
+    run: HostedRun,
+    shard: UnitShard,
+    content: shard_pb2.ReplicateStepHeader | shard_pb2.BackupToConfirm,
+    step: int,
+) -> ReceivedStep:
+    """Returns what has arrived of a generation. A new generation drops what was received earlier.
+
+    Raises:
+        StaleEpochError: As ``find_backup``; or content of a later generation has arrived.
+        StepStateError: The backup is out of sync, or not at the version that the step reads.
+    """
+    if find_backup(run, content.target) is not shard:
+        raise StaleEpochError(f"the backup of {shard.what} is built anew", unit=shard.unit)
+    check_in_sync(shard)
+    if shard.version != step or shard.values.updating:
+        raise StepStateError(
+            f"the backup of {shard.what} is at version {shard.version}, but the step reads version {step}",
+            unit=shard.unit,
+        )
+    arrived, order = shard.received_step, (content.target.placement, content.generation)
+    if arrived is not None and arrived.order > order:
+        raise StaleEpochError(
+            f"generation {content.generation} of the gradient of {shard.what} was replaced by {arrived.generation}",
+            unit=shard.unit,
+        )
+    if arrived is None or arrived.order < order:
+        arrived = ReceivedStep(step, *order)
+        shard.begin_step(arrived)
+        shard.backups.placement = content.target.placement
+    return arrived
+
+
+def check_in_sync(shard: UnitShard) -> None:
+    """Raises StepStateError if a backup has missed a step."""
+    if shard.out_of_sync:
+        raise StepStateError(f"the backup of {shard.what} is out of sync: {shard.out_of_sync}", unit=shard.unit)
+
+
+async def confirm(store: ShardStore, request: shard_pb2.ConfirmBackupsRequest) -> shard_pb2.ConfirmBackupsResponse:
+    """Confirms that backups have a step, and allocates the memory of the update if the optimizer is known.
+
+    Backups that cannot apply the step are named in the response.
+
+    Raises:
+        NotFoundError: This server does not have the run.
+        InvalidRequestError: The optimizer is not valid.
+    """
+    run, response = store.exact_run(request.context), shard_pb2.ConfirmBackupsResponse()
+    optimizer = request.optimizer if request.HasField("optimizer") else None
+    if optimizer is not None:
+        optimizer_checks.validate(optimizer)
+    for item in request.backups:
+        reference = item.target.shard
+        try:
+            await _confirm(store, run, request.context.step, item, optimizer)
+        except ShardwellError as error:
+            response.failed_backups.add(
+                unit_index=_index_of(run, reference),
+                start_bytes=reference.start_bytes,
+                stop_bytes=reference.stop_bytes,
+                placement=item.target.reservation,
+                error=str(error),
+            )
+    return response
+
+
+async def _confirm(
+    store: ShardStore,
+    run: HostedRun,
+    step: int,
+    item: shard_pb2.BackupToConfirm,
+    optimizer: common_pb2.OptimizerStep | None,
+) -> None:
+    shard = find_backup(run, item.target)
+    async with shard.unchanging:
+        arrived = open_step(run, shard, item, step)
+        missing = set(item.contents) - arrived.contents
+        if missing:
+            known = dict(zip(shard_pb2.StepContent.values(), shard_pb2.StepContent.keys(), strict=True))
+            names = ", ".join(sorted(known.get(content, f"content {content}") for content in missing))
+            raise StepStateError(f"the backup of {shard.what} lacks {names} of step {step}", unit=shard.unit)
+        if _GRADIENT not in item.contents:
+            shard.gradient.set_no_mean()
+        if optimizer is not None:
+            groups = next((unit.group_indices for unit in optimizer.units if unit.unit_index == shard.index), None)
+            if not runs_on_trainers(optimizer.algorithm) or _PARTITIONS in item.contents:
+                shard.check_update(step, optimizer, groups)
+            key = optimizer_checks.allocation_key(optimizer)
+            await shard.prepare_update(store.in_thread, optimizer, groups, key)
+        await shard.record_prepared(store.in_thread)
+        # Content of a later generation may have arrived meanwhile.
+        if open_step(run, shard, item, step) is not arrived:
+            raise StaleEpochError(f"the gradient of {shard.what} has since been replaced", unit=shard.unit)
+        arrived.confirmed = True
+
+
+def _index_of(run: HostedRun, reference: shard_pb2.ShardReference) -> int:
+    found = run.shards_of(reference.unit)
+    return found[0].index if found else 0
+
+
+# ---- the contents of a step ----
 
 
 def _accept(run: HostedRun, shard: UnitShard, header: shard_pb2.ReplicateStepHeader) -> ReceivedStep:
@@ -235,181 +411,102 @@ def _allocate_partition(
     return StagedPartition(_REPLICATED_EPOCH, segments, values, state, buffer.release)
 
 
-def find_backup(run: HostedRun, target: shard_pb2.BackupTarget) -> UnitShard:
-    """Returns the backup that a primary names.
+# ---- roles ----
+
+
+async def promote(run: HostedRun, in_thread: InThread, request: shard_pb2.PromoteShardsRequest) -> None:
+    """Makes backups primaries, raises fences, and sets the backups of the new primaries. Idempotent.
+
+    Call within ``HostedRun.exclusively``.
+
+    A backup of the version that the step in flight reads becomes a primary without gradients: what it has of the step
+    is dropped, because work items have new attempts. A backup of the version before must have the prepared step, whose
+    update is due.
 
     Raises:
-        NotFoundError: This server does not have the shard.
-        StaleEpochError: The shard is a primary here, or has another reservation, or follows a later primary.
+        NotFoundError: This server does not have a shard.
+        StepStateError: A backup is out of sync. Nothing was changed.
     """
-    reference = target.shard
-    shard = run.shard(reference.unit, reference.start_bytes, reference.stop_bytes)
-    if shard.spec.reference != (reference.unit, reference.start_bytes, reference.stop_bytes):
-        raise NotFoundError(
-            f"this server has [{shard.start_bytes}, {shard.stop_bytes}) of {shard.what}, not [{reference.start_bytes}, "
-            f"{reference.stop_bytes})",
-            unit=shard.unit,
-        )
-    if shard.role is not Role.BACKUP:
-        raise StaleEpochError(
-            f"this server has no backup of {shard.what}: it is {shard.role.value} here", unit=shard.unit
-        )
-    if shard.placement != target.reservation:
-        raise StaleEpochError(
-            f"the backup of {shard.what} has reservation {shard.placement}, not {target.reservation}", unit=shard.unit
-        )
-    if target.placement < shard.backups.placement:
-        raise StaleEpochError(
-            f"the backup of {shard.what} follows the primary of relocation {shard.backups.placement}, and the sender "
-            f"is that of relocation {target.placement}",
-            unit=shard.unit,
-        )
-    return shard
+    step = request.context.step
+    shards = [run.exact_shard(reference) for reference in request.shards]
+    for shard in shards:
+        if shard.role is Role.BACKUP:
+            _check_promotable(shard, step)
+    backups: dict[tuple[str, int], list[Backup]] = {(shard.unit, shard.start_bytes): [] for shard in shards}
+    for entry in request.backups:
+        key = entry.shard.unit, entry.shard.start_bytes
+        if key in backups:
+            backups[key].append(Backup(entry.server_id, entry.address, entry.placement))
+    fault_points.reach("server.promote.before", step=step)
+    for shard in shards:
+        was_backup = shard.role is Role.BACKUP
+        if was_backup:
+            if shard.version == step:
+                shard.drop_step()
+            else:
+                await shard.record_prepared(in_thread)  # no other server has the step that is about to be applied
+            shard.take_role(Role.PRIMARY)
+        if was_backup or request.placement > shard.backups.placement:
+            shard.backups.take_over(request.placement, backups[shard.unit, shard.start_bytes])
+    fence(run, shard_pb2.FenceRequest(context=request.context, ranks=request.fences))
+    fault_points.reach("server.promote.after", step=step)
 
 
-# ---- the committed state ----
-
-
-async def receive_state(
-    store: ShardStore, header: shard_pb2.ReceiveShardStateHeader, incoming: IncomingStream
-) -> shard_pb2.ReceiveShardStateResponse:
-    """Receives the committed state of a shard into a reserved backup. A broken stream leaves an empty backup.
-
-    A reservation takes one complete state. Later steps reach the backup by ``ReplicateStep`` only.
-
-    Raises:
-        ShardwellError: As ``find_backup``.
-        StepStateError: The backup has a state already.
-        InvalidRequestError: The state does not fit the shard, or the stream is broken.
-        CapacityError: There is no memory for the state.
-    """
-    run = store.exact_run(header.context)
-    former, version = find_backup(run, header.target), header.context.step
-    if former.version is not None:
-        # This may be a late stream of a copy that was repeated since, and the backup has had steps.
-        raise StepStateError(
-            f"the backup of {former.what} has version {former.version} under reservation {former.placement} already: "
-            "reserve it again to copy it again",
-            unit=former.unit,
-        )
-    what = f"state of {former.what}"
-    content = read_content(former, header)
-    tensors = [*(tensor for part in content.parts for tensor in part.state.values())]
-    tensors += [tensor for partition in content.partitions for tensor in partition.data]
-    # Before memory is allocated: a header of a few bytes can describe any size.
-    store.memory.check_import(former.spec.memory_key, sum(tensor.nbytes for tensor in tensors), what)
-    shard = store.empty(run, former)  # drops what an older stream fills, which ends that stream
-    shard.backups.placement = header.target.placement
-
-    async def receive() -> None:
-        destination = begin_import(shard, content)
-        await incoming.into([tensor_memory(tensor) for _, tensor in destination.tensors()], what)
-        finish_import(shard, version)
-
-    await shard.streams.replace("state", (header.target.placement,), what, receive)
-    return shard_pb2.ReceiveShardStateResponse(version=version)
-
-
-# ---- steps ----
-
-
-def open_step(
-    run: HostedRun,
-    shard: UnitShard,
-    content: shard_pb2.ReplicateStepHeader | shard_pb2.BackupToConfirm,
-    step: int,
-) -> ReceivedStep:
-    """Returns what has arrived of a generation. A new generation drops what was received earlier.
-
-    Raises:
-        StaleEpochError: As ``find_backup``; or content of a later generation has arrived.
-        StepStateError: The backup is out of sync, or not at the version that the step reads.
-    """
-    if find_backup(run, content.target) is not shard:
-        raise StaleEpochError(f"the backup of {shard.what} is built anew", unit=shard.unit)
-    check_in_sync(shard)
-    if shard.version != step or shard.values.updating:
-        raise StepStateError(
-            f"the backup of {shard.what} is at version {shard.version}, but the step reads version {step}",
-            unit=shard.unit,
-        )
-    arrived, order = shard.received_step, (content.target.placement, content.generation)
-    if arrived is not None and arrived.order > order:
-        raise StaleEpochError(
-            f"generation {content.generation} of the gradient of {shard.what} was replaced by {arrived.generation}",
-            unit=shard.unit,
-        )
-    if arrived is None or arrived.order < order:
-        arrived = ReceivedStep(step, *order)
-        shard.begin_step(arrived)
-        shard.backups.placement = content.target.placement
-    return arrived
-
-
-def check_in_sync(shard: UnitShard) -> None:
-    """Raises StepStateError if a backup has missed a step."""
+def _check_promotable(shard: UnitShard, step: int) -> None:
     if shard.out_of_sync:
-        raise StepStateError(f"the backup of {shard.what} is out of sync: {shard.out_of_sync}", unit=shard.unit)
+        problem = shard.out_of_sync
+    elif shard.version == step or (shard.version == step - 1 and shard.has_prepared(step - 1)):
+        return
+    elif shard.version is None:
+        problem = "it has no values yet"
+    else:
+        problem = f"it is at version {shard.version} without the prepared step, and step {step} is in flight"
+    raise StepStateError(f"the backup of {shard.what} cannot become the primary: {problem}", unit=shard.unit)
 
 
-async def confirm(store: ShardStore, request: shard_pb2.ConfirmBackupsRequest) -> shard_pb2.ConfirmBackupsResponse:
-    """Confirms that backups have a step, and allocates the memory of the update if the optimizer is known.
+def release(store: ShardStore, run: HostedRun, request: shard_pb2.ReleaseShardsRequest) -> None:
+    """Drops shards of any role whose reservation is not later than the request's. Unknown shards are ignored.
 
-    Backups that cannot apply the step are named in the response.
+    Call within ``HostedRun.exclusively``.
+    """
+    for reference in request.shards:
+        shard = run.shards.get((reference.unit, reference.start_bytes))
+        if shard is not None and shard.stop_bytes == reference.stop_bytes and shard.placement <= request.placement:
+            store.release_shard(run, shard)
+
+
+async def hash_shards(
+    run: HostedRun, in_thread: InThread, request: shard_pb2.HashShardsRequest
+) -> shard_pb2.HashShardsResponse:
+    """Returns the hashes of all published shards: of values, averages and optimizer state.
+
+    Call within ``HostedRun.exclusively``.
+
+    Backups that are being built, and shards that are released meanwhile, are left out.
 
     Raises:
-        NotFoundError: This server does not have the run.
-        InvalidRequestError: The optimizer is not valid.
+        StepStateError: A primary is not at the expected version, or its update is being repeated.
     """
-    run, response = store.exact_run(request.context), shard_pb2.ConfirmBackupsResponse()
-    optimizer = request.optimizer if request.HasField("optimizer") else None
-    if optimizer is not None:
-        optimizer_checks.validate(optimizer)
-    for item in request.backups:
-        reference = item.target.shard
-        try:
-            await _confirm(store, run, request.context.step, item, optimizer)
-        except ShardwellError as error:
-            response.failed_backups.add(
-                unit_index=_index_of(run, reference),
-                start_bytes=reference.start_bytes,
-                stop_bytes=reference.stop_bytes,
-                placement=item.target.reservation,
-                error=str(error),
+    response = shard_pb2.HashShardsResponse()
+    shards = sorted((*run.published, *run.backups), key=lambda shard: (shard.index, shard.start_bytes))
+    for shard in shards:
+        if request.HasField("version") and shard.role is Role.PRIMARY and shard.version != request.version:
+            raise StepStateError(
+                f"{shard.what} is at version {shard.version}, expected {request.version}: try again", unit=shard.unit
             )
+        async with shard.unchanging:
+            if run.shards.get((shard.unit, shard.start_bytes)) is not shard or shard.version is None:
+                continue
+            found = response.shards.add(
+                unit=shard.unit,
+                start_bytes=shard.start_bytes,
+                stop_bytes=shard.stop_bytes,
+                role=ROLES[shard.role],
+                version=shard.version or 0,
+            )
+            for name, tensor in export(shard).tensors():
+                parameter, what, _ = name.split("|")
+                memory = tensor_memory(tensor)
+                xxh3 = await in_thread(partial(xxhash.xxh3_64_intdigest, memory))
+                found.tensors.add(parameter=parameter, name=what, xxh3=xxh3)
     return response
-
-
-async def _confirm(
-    store: ShardStore,
-    run: HostedRun,
-    step: int,
-    item: shard_pb2.BackupToConfirm,
-    optimizer: common_pb2.OptimizerStep | None,
-) -> None:
-    shard = find_backup(run, item.target)
-    async with shard.unchanging:
-        arrived = open_step(run, shard, item, step)
-        missing = set(item.contents) - arrived.contents
-        if missing:
-            known = dict(zip(shard_pb2.StepContent.values(), shard_pb2.StepContent.keys(), strict=True))
-            names = ", ".join(sorted(known.get(content, f"content {content}") for content in missing))
-            raise StepStateError(f"the backup of {shard.what} lacks {names} of step {step}", unit=shard.unit)
-        if _GRADIENT not in item.contents:
-            shard.gradient.set_no_mean()
-        if optimizer is not None:
-            groups = next((unit.group_indices for unit in optimizer.units if unit.unit_index == shard.index), None)
-            if not runs_on_trainers(optimizer.algorithm) or _PARTITIONS in item.contents:
-                shard.check_update(step, optimizer, groups)
-            key = optimizer_checks.allocation_key(optimizer)
-            await shard.prepare_update(store.in_thread, optimizer, groups, key)
-        await shard.record_prepared(store.in_thread)
-        # Content of a later generation may have arrived meanwhile.
-        if open_step(run, shard, item, step) is not arrived:
-            raise StaleEpochError(f"the gradient of {shard.what} has since been replaced", unit=shard.unit)
-        arrived.confirmed = True
-
-
-def _index_of(run: HostedRun, reference: shard_pb2.ShardReference) -> int:
-    found = run.shards_of(reference.unit)
-    return found[0].index if found else 0

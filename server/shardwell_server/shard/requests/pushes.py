@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cached_property, partial
-from typing import Protocol
 
-from shardwell_server.shard.gradients.contributions import ContributionMemory, Contributions
 from shardwell_server.shard.memory.budget import IncomingBuffer
 from shardwell_server.shard.requests.streams import IncomingStream, ReceivedStream
 from shardwell_server.shard.state.joint_updates import reduce_shards
 from shardwell_server.shard.state.runs import HostedRun
 from shardwell_server.shard.state.store import ShardStore
-from shardwell_server.shard.state.unit_shard import UnitShard
+from shardwell_server.shard.unit.contributions import ContributionMemory, Contributions
+from shardwell_server.shard.unit.unit_shard import UnitShard
 from shardwell_wire import fault_points
 from shardwell_wire.encoding import chunk_streams
 from shardwell_wire.encoding.streams import StreamPlan
 from shardwell_wire.encoding.wire_dtypes import check_wire_dtype
 from shardwell_wire.errors import InvalidRequestError, StaleEpochError, StepStateError, VersionGoneError
 from shardwell_wire.v1 import shard_pb2
-
-
-class AdoptableMemory(ContributionMemory, Protocol):
-    """Contribution memory that a trainer wrote, such as a shared gradient buffer."""
-
-    def check_adoptable(self, shard: UnitShard) -> None:
-        """Raises unless the buffer can become a contribution to the shard now."""
-        ...
 
 
 class Push:
@@ -89,11 +79,11 @@ class Push:
                 buffer = memory.incoming(shard.size_bytes, shard.gradient.quota, wait_s=wait_s, what=self._what)
             async with buffer as received:
                 checksum = await self._receive(incoming, received)
-                return await self._accept_exclusively(received, checksum)
+                return await self._run.exclusively(partial(self.accept_now, received, checksum))
 
         return await self._shard.streams.replace(self._contributor, (self._epoch, self._attempt), self._what, receive)
 
-    async def adopt(self, source: AdoptableMemory, wait_s: float) -> bool:
+    async def adopt(self, source: ContributionMemory, wait_s: float) -> bool:
         """Makes memory that a trainer wrote a contribution without a copy; returns as ``receive`` does.
 
         Args:
@@ -119,11 +109,9 @@ class Push:
                 "in the dtype of their parameters: leave wire_dtype unset"
             )
 
-    async def adopt_now(self, source: AdoptableMemory) -> bool:
+    async def adopt_now(self, source: ContributionMemory) -> bool:
         """As ``adopt``, after ``check_adoption`` and ``await_due_update``. Runs in ``HostedRun.exclusively``."""
-        duplicate = await self._accept(source, None, partial(source.check_adoptable, self._shard))
-        self._reduce_soon()
-        return duplicate
+        return await self._accept(source, None)
 
     def copy_at_once(self, stream: ReceivedStream) -> IncomingBuffer | None:
         """Copies a stream that has arrived as a whole, for ``accept_now``. Release the buffer unless it is claimed.
@@ -152,9 +140,7 @@ class Push:
     async def accept_now(self, received: IncomingBuffer, checksum: int) -> bool:
         """Accepts the copy that ``copy_at_once`` has made; returns as ``receive`` does. Runs in
         ``HostedRun.exclusively``."""
-        duplicate = await self._accept(received, checksum)
-        self._reduce_soon()
-        return duplicate
+        return await self._accept(received, checksum)
 
     async def await_due_update(self, wait_s: float) -> None:
         """Waits for the update to the version that the push refers to, if this server has prepared that update.
@@ -183,13 +169,6 @@ class Push:
         except ValueError as error:
             raise InvalidRequestError(f"{self._what}: {error}") from error
         return checksum
-
-    async def _accept_exclusively(self, received: IncomingBuffer, checksum: int) -> bool:
-        return await self._run.exclusively(lambda: self.accept_now(received, checksum))
-
-    def _reduce_soon(self) -> None:
-        if self._shard.gradient.seems_complete:
-            reduce_soon(self._store, self._run, self._shard)
 
     # ---- checks ----
 
@@ -276,19 +255,19 @@ class Push:
         self._count_duplicate(await incoming.checksum(self._plan().size_bytes, self._what))
         return True
 
-    async def _accept(
-        self, source: ContributionMemory, checksum: int | None, check: Callable[[], None] | None = None
-    ) -> bool:
+    async def _accept(self, source: ContributionMemory, checksum: int | None) -> bool:
         """Accepts a complete part unless it is stale; returns True if the part had been accepted before."""
         self._check_current()
-        if self._is_duplicate():
+        duplicate = self._is_duplicate()
+        if duplicate:
             self._count_duplicate(checksum)
-            return True
-        if check is not None:
-            check()  # not earlier: the transport session may have closed while this push waited for its run
-        await self._shard.gradient.add_part(self._header, source, checksum, self._store.in_thread)
-        fault_points.reach("server.push.accepted", dp_rank=self._dp_rank, part=self._part)
-        return False
+        else:
+            source.check_adoptable(self._shard)  # the transport session may have closed while this push waited
+            await self._shard.gradient.add_part(self._header, source, checksum, self._store.in_thread)
+            fault_points.reach("server.push.accepted", dp_rank=self._dp_rank, part=self._part)
+        if self._shard.gradient.seems_complete:
+            reduce_soon(self._store, self._run, self._shard)
+        return duplicate
 
     def _count_duplicate(self, checksum: int | None) -> None:
         contribution = self._contributions.by_rank.get(self._contributor)

@@ -11,8 +11,8 @@ import torch
 
 from shardwell_server.shard.state.runs import HostedRun
 from shardwell_server.shard.state.store import ShardStore
-from shardwell_server.shard.state.unit_shard import UnitShard
-from shardwell_server.shard.versions.values import Values, VersionBytes
+from shardwell_server.shard.unit.unit_shard import UnitShard
+from shardwell_server.shard.unit.values import Values, VersionBytes
 from shardwell_wire import fault_points
 from shardwell_wire.encoding import chunk_streams
 from shardwell_wire.encoding.wire_dtypes import check_gather_dtype

@@ -1,6 +1,4 @@
-"""What the update of a step needs, as a primary sends it to its backups.
-
-A primary's side of backups: copies of its committed state, and every step before its commit record.
+"""A primary's side of backups: it sends copies of its committed state, and every step before its commit record.
 
 Note: [When a backup has a step]
     A commit record implies that every backup that is in sync can apply the step. The mean gradient is sent as soon as
@@ -9,7 +7,7 @@ Note: [When a backup has a step]
     They answer with the backups that failed, which the coordinator stores as out of sync before the commit record. The
     receiver of a step takes no lock of its run, so two servers can prepare each other's backups.
 
-    A backup whose server falls silent does not delay the step until its lease ends: see ``silence.py``. A server that
+    A backup whose server falls silent does not delay the step until its lease ends: see ``peers.py``. A server that
     refuses connections is given up after ``_RETRY_S``, with all its backups at once.
 """
 
@@ -23,12 +21,12 @@ from functools import partial
 from typing import TypeAlias, TypeVar
 
 from shardwell_server.shard.concurrency import deadline_of
-from shardwell_server.shard.requests.peers import Peers, SilenceLimits, tensor_memory, unless_silent, write_content
+from shardwell_server.shard.requests.peers import GrpcPeers, SilenceLimits, tensor_memory, unless_silent, write_content
 from shardwell_server.shard.shard_spec import Role
-from shardwell_server.shard.state.portable_state import export
 from shardwell_server.shard.state.runs import HostedRun
 from shardwell_server.shard.state.store import ShardStore
-from shardwell_server.shard.state.unit_shard import Backup, BufferShard, StepContent, UnitShard
+from shardwell_server.shard.unit.portable_state import export
+from shardwell_server.shard.unit.unit_shard import Backup, BufferShard, StepContent, UnitShard
 from shardwell_wire import fault_points
 from shardwell_wire.connection.channel import MAX_CORRUPT, retry_async
 from shardwell_wire.encoding import chunk_streams
@@ -44,104 +42,6 @@ from shardwell_wire.errors import (
 )
 from shardwell_wire.model.topology import runs_on_trainers
 from shardwell_wire.v1 import common_pb2, shard_pb2
-
-_GRADIENT = shard_pb2.STEP_CONTENT_GRADIENT
-_CONTRIBUTIONS = shard_pb2.STEP_CONTENT_CONTRIBUTIONS
-_PARTITIONS = shard_pb2.STEP_CONTENT_PARTITIONS
-
-_Writer: TypeAlias = Callable[[UnitShard, shard_pb2.ReplicateStepHeader, common_pb2.OptimizerStep | None], list[Buffer]]
-
-
-def contents_of(
-    shard: UnitShard, optimizer: common_pb2.OptimizerStep | None
-) -> list[tuple[StepContent, tuple[object, ...]]]:
-    """Returns what a backup needs for the step in flight, each with a value that changes when the content changes."""
-    found: list[tuple[StepContent, tuple[object, ...]]] = []
-    on_trainers = optimizer is not None and runs_on_trainers(optimizer.algorithm)
-    reduced = shard.gradient.reduced
-    if not isinstance(shard, BufferShard) and reduced is not None and not reduced.skipped and not on_trainers:
-        found.append((_GRADIENT, ()))
-    if numbers := _replicated_numbers(shard, optimizer):
-        found.append((_CONTRIBUTIONS, tuple(sorted(numbers))))
-    if on_trainers and shard.partitions.staged:
-        found.append((_PARTITIONS, (shard.partitions.stage_count,)))
-    return found
-
-
-def _replicated_numbers(shard: UnitShard, optimizer: common_pb2.OptimizerStep | None) -> set[int]:
-    """Returns the segments of which the backup needs the gradient of each rank: see ``UnitShard.kept_numbers``."""
-    if isinstance(shard, BufferShard):
-        wanted = set(range(len(shard.segments)))
-    elif optimizer is None:
-        return set()
-    else:
-        groups = next((unit.group_indices for unit in optimizer.units if unit.unit_index == shard.index), None)
-        wanted = set(shard.gradient.kept_numbers(groups))
-    present = set[int]().union(*(each.present for each in shard.gradient.contributions.by_rank.values()))
-    return wanted & present
-
-
-def _write_gradient(
-    shard: UnitShard, header: shard_pb2.ReplicateStepHeader, optimizer: common_pb2.OptimizerStep | None
-) -> list[Buffer]:
-    assert shard.gradient.reduced is not None
-    pieces: list[Buffer] = []
-    for segment, gradient in zip(shard.segments, shard.gradient.reduced.gradients, strict=True):
-        if gradient is not None:
-            header.gradient_indices.append(segment.parameter_index)
-            pieces.append(tensor_memory(gradient))
-    return pieces
-
-
-def _write_contributions(
-    shard: UnitShard, header: shard_pb2.ReplicateStepHeader, optimizer: common_pb2.OptimizerStep | None
-) -> list[Buffer]:
-    pieces: list[Buffer] = []
-    numbers = _replicated_numbers(shard, optimizer)
-    for contributor, contribution in sorted(shard.gradient.contributions.by_rank.items()):
-        own = sorted(numbers & contribution.present)
-        header.contributions.add(
-            contributor=contributor, parameter_indices=[shard.segments[number].parameter_index for number in own]
-        )
-        pieces += [tensor_memory(contribution.views[number]) for number in own]
-    return pieces
-
-
-def _write_partitions(
-    shard: UnitShard, header: shard_pb2.ReplicateStepHeader, optimizer: common_pb2.OptimizerStep | None
-) -> list[Buffer]:
-    pieces: list[Buffer] = []
-    for rank, staged in sorted(shard.partitions.staged.items()):
-        header.partitions.add(
-            dp_rank=rank,
-            parameter_indices=[segment.parameter_index for segment in staged.segments],
-            state=staged.state.tensors,
-            request_id=staged.state.request_id,
-        )
-        pieces += [tensor_memory(values) for values in staged.values]
-        pieces += staged.state.pieces
-    return pieces
-
-
-_WRITERS: dict[StepContent, _Writer] = {
-    _GRADIENT: _write_gradient,
-    _CONTRIBUTIONS: _write_contributions,
-    _PARTITIONS: _write_partitions,
-}
-
-
-def write_step(
-    shard: UnitShard, header: shard_pb2.ReplicateStepHeader, optimizer: common_pb2.OptimizerStep | None
-) -> list[Buffer]:
-    """Completes the header of a stream for one kind of content, and returns the memory to send.
-
-    Args:
-        shard: The primary.
-        header: Names the kind of content.
-        optimizer: The optimizer that is expected to update the step. None: not known yet.
-    """
-    return _WRITERS[header.content](shard, header, optimizer)
-
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +67,7 @@ class Replicator:
         peers: Calls other servers.
     """
 
-    def __init__(self, store: ShardStore, peers: Peers) -> None:
+    def __init__(self, store: ShardStore, peers: GrpcPeers) -> None:
         self._store, self._peers = store, peers
         self._tasks: set[asyncio.Task[None]] = set()
         store.when_reduced = self._start_early
@@ -196,9 +96,9 @@ class Replicator:
             StepStateError: The backup missed a step since it was copied, or has a later reservation.
             ShardwellError: The target cannot be reached, or refused the state.
         """
-        reference = request.shard
-        shard = run.shard(reference.unit, reference.start_bytes, reference.stop_bytes)
-        _check_source(shard, reference)
+        shard = run.exact_shard(request.shard)
+        if shard.role is not Role.PRIMARY:
+            raise ConflictError(f"this server has a backup of {shard.what}: copy the primary", unit=shard.unit)
         backup = Backup(request.target_server_id, request.target_address, request.placement)
         deadline = asyncio.get_running_loop().time() + wait_s
         await self._require_answer(run, backup.address)  # before updates of the shard have to wait
@@ -539,12 +439,101 @@ def _check_repeated(shard: UnitShard, known: Backup, asked: Backup) -> None:
         )
 
 
-def _check_source(shard: UnitShard, reference: shard_pb2.ShardReference) -> None:
-    if shard.spec.reference != (reference.unit, reference.start_bytes, reference.stop_bytes):
-        raise NotFoundError(
-            f"this server has [{shard.start_bytes}, {shard.stop_bytes}) of {shard.what}, not [{reference.start_bytes}, "
-            f"{reference.stop_bytes})",
-            unit=shard.unit,
+# ---- what the update of a step needs ----
+
+_GRADIENT = shard_pb2.STEP_CONTENT_GRADIENT
+_CONTRIBUTIONS = shard_pb2.STEP_CONTENT_CONTRIBUTIONS
+_PARTITIONS = shard_pb2.STEP_CONTENT_PARTITIONS
+
+_Writer: TypeAlias = Callable[[UnitShard, shard_pb2.ReplicateStepHeader, common_pb2.OptimizerStep | None], list[Buffer]]
+
+
+def contents_of(
+    shard: UnitShard, optimizer: common_pb2.OptimizerStep | None
+) -> list[tuple[StepContent, tuple[object, ...]]]:
+    """Returns what a backup needs for the step in flight, each with a value that changes when the content changes."""
+    found: list[tuple[StepContent, tuple[object, ...]]] = []
+    on_trainers = optimizer is not None and runs_on_trainers(optimizer.algorithm)
+    reduced = shard.gradient.reduced
+    if not isinstance(shard, BufferShard) and reduced is not None and not reduced.skipped and not on_trainers:
+        found.append((_GRADIENT, ()))
+    if numbers := _replicated_numbers(shard, optimizer):
+        found.append((_CONTRIBUTIONS, tuple(sorted(numbers))))
+    if on_trainers and shard.partitions.staged:
+        found.append((_PARTITIONS, (shard.partitions.stage_count,)))
+    return found
+
+
+def _replicated_numbers(shard: UnitShard, optimizer: common_pb2.OptimizerStep | None) -> set[int]:
+    """Returns the segments of which the backup needs the gradient of each rank: see ``UnitShard.kept_numbers``."""
+    if isinstance(shard, BufferShard):
+        wanted = set(range(len(shard.segments)))
+    elif optimizer is None:
+        return set()
+    else:
+        groups = next((unit.group_indices for unit in optimizer.units if unit.unit_index == shard.index), None)
+        wanted = set(shard.gradient.kept_numbers(groups))
+    present = set[int]().union(*(each.present for each in shard.gradient.contributions.by_rank.values()))
+    return wanted & present
+
+
+def _write_gradient(
+    shard: UnitShard, header: shard_pb2.ReplicateStepHeader, optimizer: common_pb2.OptimizerStep | None
+) -> list[Buffer]:
+    assert shard.gradient.reduced is not None
+    pieces: list[Buffer] = []
+    for segment, gradient in zip(shard.segments, shard.gradient.reduced.gradients, strict=True):
+        if gradient is not None:
+            header.gradient_indices.append(segment.parameter_index)
+            pieces.append(tensor_memory(gradient))
+    return pieces
+
+
+def _write_contributions(
+    shard: UnitShard, header: shard_pb2.ReplicateStepHeader, optimizer: common_pb2.OptimizerStep | None
+) -> list[Buffer]:
+    pieces: list[Buffer] = []
+    numbers = _replicated_numbers(shard, optimizer)
+    for contributor, contribution in sorted(shard.gradient.contributions.by_rank.items()):
+        own = sorted(numbers & contribution.present)
+        header.contributions.add(
+            contributor=contributor, parameter_indices=[shard.segments[number].parameter_index for number in own]
         )
-    if shard.role is not Role.PRIMARY:
-        raise ConflictError(f"this server has a backup of {shard.what}: copy the primary", unit=shard.unit)
+        pieces += [tensor_memory(contribution.views[number]) for number in own]
+    return pieces
+
+
+def _write_partitions(
+    shard: UnitShard, header: shard_pb2.ReplicateStepHeader, optimizer: common_pb2.OptimizerStep | None
+) -> list[Buffer]:
+    pieces: list[Buffer] = []
+    for rank, staged in sorted(shard.partitions.staged.items()):
+        header.partitions.add(
+            dp_rank=rank,
+            parameter_indices=[segment.parameter_index for segment in staged.segments],
+            state=staged.state.tensors,
+            request_id=staged.state.request_id,
+        )
+        pieces += [tensor_memory(values) for values in staged.values]
+        pieces += staged.state.pieces
+    return pieces
+
+
+_WRITERS: dict[StepContent, _Writer] = {
+    _GRADIENT: _write_gradient,
+    _CONTRIBUTIONS: _write_contributions,
+    _PARTITIONS: _write_partitions,
+}
+
+
+def write_step(
+    shard: UnitShard, header: shard_pb2.ReplicateStepHeader, optimizer: common_pb2.OptimizerStep | None
+) -> list[Buffer]:
+    """Completes the header of a stream for one kind of content, and returns the memory to send.
+
+    Args:
+        shard: The primary.
+        header: Names the kind of content.
+        optimizer: The optimizer that is expected to update the step. None: not known yet.
+    """
+    return _WRITERS[header.content](shard, header, optimizer)

@@ -10,12 +10,12 @@ from functools import partial
 
 from shardwell_server import optimizer_checks
 from shardwell_server.shard.concurrency import InThread
-from shardwell_server.shard.gradients.step_gradient import PushedBuffers
 from shardwell_server.shard.requests.replication import Replicator
 from shardwell_server.shard.shard_spec import Role
 from shardwell_server.shard.state.joint_updates import StepUpdate, reduce_shards
 from shardwell_server.shard.state.runs import HostedRun, PreparedStep
-from shardwell_server.shard.state.unit_shard import UnitShard
+from shardwell_server.shard.unit.step_gradient import PushedBuffers
+from shardwell_server.shard.unit.unit_shard import UnitShard
 from shardwell_wire import fault_points
 from shardwell_wire.errors import (
     IncompleteStepError,

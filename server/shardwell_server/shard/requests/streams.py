@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 
 from shardwell_server.shard.arithmetic import random_values
 from shardwell_server.shard.state.store import ShardStore
-from shardwell_server.shard.state.unit_shard import UnitShard, first_non_finite
+from shardwell_server.shard.unit.unit_shard import UnitShard, first_non_finite
 from shardwell_wire import fault_points
 from shardwell_wire.encoding import chunk_streams
 from shardwell_wire.encoding.chunk_streams import AnyMessage, ChunkView, StreamReceiver, decode_message

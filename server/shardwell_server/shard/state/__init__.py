@@ -1,1 +1,1 @@
-"""State of a shard server: runs, shards, versions, contributions, optimizer partitions."""
+"""State of a shard server: its runs with their shards, and those that a former process left."""

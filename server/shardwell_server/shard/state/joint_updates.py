@@ -19,7 +19,7 @@ from shardwell_server.shard.arithmetic.shard_optimizer import JointPart, JointUp
 from shardwell_server.shard.arithmetic.update_pieces import Clipping
 from shardwell_server.shard.concurrency import InThread
 from shardwell_server.shard.restart.undo import CopyPlan, UndoLog
-from shardwell_server.shard.state.unit_shard import UnitShard
+from shardwell_server.shard.unit.unit_shard import UnitShard
 from shardwell_wire import fault_points
 from shardwell_wire.model.topology import runs_on_trainers
 from shardwell_wire.v1 import common_pb2

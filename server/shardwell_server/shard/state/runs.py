@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 from shardwell_server.shard.restart.undo import UndoLog
 from shardwell_server.shard.shard_spec import Role
 from shardwell_server.shard.state.joint_updates import JointUpdates
-from shardwell_server.shard.state.portable_state import VersionCapture
-from shardwell_server.shard.state.unit_shard import UnitShard
-from shardwell_server.shard.versions.values import RankVersions
+from shardwell_server.shard.unit.portable_state import VersionCapture
+from shardwell_server.shard.unit.unit_shard import UnitShard
+from shardwell_server.shard.unit.values import RankVersions
 from shardwell_wire.errors import (
     AccessError,
     InvalidRequestError,
@@ -245,6 +245,17 @@ class HostedRun:
             "have been cut anew",
             unit=unit,
         )
+
+    def exact_shard(self, reference: shard_pb2.ShardReference) -> UnitShard:
+        """Returns the shard with exactly a range. Raises NotFoundError if this server does not have it."""
+        shard = self.shard(reference.unit, reference.start_bytes, reference.stop_bytes)
+        if shard.spec.reference != (reference.unit, reference.start_bytes, reference.stop_bytes):
+            raise NotFoundError(
+                f"this server has [{shard.start_bytes}, {shard.stop_bytes}) of {shard.what}, not "
+                f"[{reference.start_bytes}, {reference.stop_bytes})",
+                unit=shard.unit,
+            )
+        return shard
 
     def primary(self, unit: str, start_bytes: int | None = None, stop_bytes: int | None = None) -> UnitShard:
         """Returns the primary of a unit that contains a range, for a trainer. Arguments and errors as ``shard``.

@@ -22,7 +22,7 @@ from shardwell_server.shard.restart.undo import UndoLog
 from shardwell_server.shard.shard_spec import Role, ShardSpec
 from shardwell_server.shard.state.runs import HostedRun
 from shardwell_server.shard.state.taking_up import ShardsOfFormer
-from shardwell_server.shard.state.unit_shard import BufferShard, UnitShard
+from shardwell_server.shard.unit.unit_shard import BufferShard, UnitShard
 from shardwell_wire.errors import (
     InvalidRequestError,
     NotFoundError,

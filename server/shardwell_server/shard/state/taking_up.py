@@ -17,7 +17,7 @@ from shardwell_server.shard.restart.undo import SUFFIX as UNDO_SUFFIX
 from shardwell_server.shard.restart.undo import UndoLog, restore_interrupted
 from shardwell_server.shard.shard_spec import ROLES, Role
 from shardwell_server.shard.state.runs import HostedRun
-from shardwell_server.shard.state.unit_shard import BufferShard, UnitShard
+from shardwell_server.shard.unit.unit_shard import BufferShard, UnitShard
 from shardwell_wire.errors import ShardwellError
 from shardwell_wire.host.shared_memory import HEAD_BYTES, UPDATING
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2

@@ -1,6 +1,6 @@
-"""Buffers in shared memory between one trainer and the server: for gradients, and for updates by trainers.
+"""Shared gradient buffers, and the socket that sends descriptors of shared files to trainers.
 
-Sends descriptors of shared files to trainers; see Note: [Descriptors, not paths] in ``shared_descriptors.py``.
+See Note: [Descriptors, not paths] in ``shardwell_wire/host/shared_memory.py``.
 """
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ from pathlib import Path
 import torch
 
 from shardwell_server.serving.limits import Rate
-from shardwell_server.shard.memory.budget import BufferQuota, Grant, Memory
-from shardwell_server.shard.memory.shared_memory import SharedBuffer, SharedMemory
-from shardwell_server.shard.optimizer.partitions import StagingBuffer
-from shardwell_server.shard.state.unit_shard import UnitShard
+from shardwell_server.shard.memory.budget import Grant
+from shardwell_server.shard.memory.shared_memory import SharedBuffer
+from shardwell_server.shard.unit.unit_shard import UnitShard
 from shardwell_wire.errors import ConflictError, InvalidRequestError, StepStateError
 from shardwell_wire.host.shared_memory import ANSWER, MAX_REQUEST_BYTES, SOCKET_NAME, TOKEN_BYTES, open_folder, opened
-from shardwell_wire.model.topology import values_offset
 
 # Note: [Buffers belong to one trainer]
 # A shared gradient buffer or shared staging buffer belongs to one trainer until it is closed, by a request of the
@@ -100,145 +98,6 @@ class SharedGradientBuffer:
     def _free(self) -> None:
         self._grant.memory.note_shared(-self._grant.size_bytes)
         self._grant.release()
-
-
-class SharedStagingBuffer:
-    """Shared memory in which a trainer updates one optimizer partition: gradients, new values and new state.
-
-    Used on the event loop. What the trainer writes takes effect only after it is staged. See
-    Note: [Buffers belong to one trainer].
-
-    Args:
-        what: Names the buffer in errors.
-        bounds: Half-open range of the partition within the shard.
-        memory: The server's memory budget.
-        shared: Shared memory for the buffer.
-
-    Raises:
-        CapacityError: The buffer does not fit the memory budget or the shared memory.
-    """
-
-    def __init__(self, what: str, bounds: tuple[int, int], memory: Memory, shared: SharedMemory) -> None:
-        self._what, self._memory, self._shared = what, memory, shared
-        self._size_bytes, self._values_offset = bounds[1] - bounds[0], values_offset(*bounds)
-        self._file, self._grant = self._allocate(self._values_offset + self._size_bytes)
-        self._state: SharedBuffer | None = None
-        self._state_grant: Grant | None = None
-        self._staged = self._closed = False
-
-    @property
-    def file(self) -> SharedBuffer:
-        """The gradients, and from ``values_offset`` the values."""
-        return self._file
-
-    @property
-    def staged(self) -> bool:
-        """True while the values in the buffer are staged."""
-        return self._staged
-
-    @property
-    def closed(self) -> bool:
-        """True once the trainer or the end of the session has closed the buffer, or the buffer was evicted."""
-        return self._closed
-
-    @property
-    def gradients(self) -> torch.Tensor:
-        """Laid out like the partition. uint8. [size_bytes]"""
-        return self._file.tensor[: self._size_bytes]
-
-    @property
-    def values(self) -> torch.Tensor:
-        """Laid out like the partition. uint8. [size_bytes]"""
-        return self._file.tensor[self._values_offset :]
-
-    def allocate_state(self, size_bytes: int) -> SharedBuffer:
-        """Returns memory for the new state.
-
-        Raises:
-            CapacityError: The state does not fit the memory budget or the shared memory.
-            ConflictError: Allocating the state has evicted this buffer.
-        """
-        if self._state is None or self._state.tensor.numel() != size_bytes:
-            self._free_state()
-            self._state, self._state_grant = self._allocate(size_bytes)
-            # The allocation may have evicted this buffer, which closes it.
-            if self._closed:
-                self._free_state()
-            self.check_open()
-        return self._state
-
-    def written_state(self, size_bytes: int) -> SharedBuffer | None:
-        """Returns the new state that the trainer wrote. None if the state is empty.
-
-        Raises:
-            ConflictError: ``allocate_state`` has not allocated this size.
-        """
-        if not size_bytes:
-            return None
-        if self._state is None or self._state.tensor.numel() != size_bytes:
-            raise ConflictError(
-                f"{self._what} has no memory for a state of {size_bytes} bytes: stream the partition instead"
-            )
-        return self._state
-
-    def check_open(self) -> None:
-        """Raises ConflictError if the buffer is closed."""
-        if self._closed:
-            raise ConflictError(f"{self._what} is closed: stream the partition, or open another buffer")
-
-    def mark_staged(self) -> None:
-        """Marks the values in the buffer as staged, until ``release``."""
-        self._staged = True
-
-    def release(self) -> None:
-        """Called when the staged values are applied or dropped. The trainer may write again."""
-        self._staged = False
-        if self._closed:
-            self._free()
-
-    def swap_state(self, former: SharedBuffer | None, writer: StagingBuffer | None) -> bool:
-        """Passes the new state to the shard and takes the former state's memory for the next one.
-
-        The memory is not taken if another trainer wrote the former state, because that trainer may still write there.
-        See ``StagingBuffer.swap_state``.
-        """
-        written, self._state = self._state, None
-        if former is None or writer not in (None, self) or self._closed or written is None:
-            self._free_state()
-            return False
-        self._state = former
-        return True
-
-    def close(self) -> None:
-        """Closes the buffer. Its memory is freed when nothing staged needs it."""
-        if not self._closed:
-            self._closed = True
-            self._file.unlink()
-            if not self._staged:
-                self._free()
-
-    def _free(self) -> None:
-        self._free_state()
-        self._memory.note_shared(-self._file.tensor.numel())
-        self._grant.release()
-
-    def _free_state(self) -> None:
-        if self._state is not None:
-            self._state.unlink()
-        if self._state_grant is not None:
-            self._memory.note_shared(-self._state_grant.size_bytes)
-            self._state_grant.release()
-        self._state = self._state_grant = None
-
-    def _allocate(self, size_bytes: int) -> tuple[SharedBuffer, Grant]:
-        grant = self._memory.grant(size_bytes, BufferQuota(0), self._what)
-        try:
-            made = self._shared.create_sealed(size_bytes, self._what)
-        except BaseException:
-            grant.release()
-            raise
-        self._memory.note_shared(size_bytes)
-        return made, grant
 
 
 logger = logging.getLogger(__name__)

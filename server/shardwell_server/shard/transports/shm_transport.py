@@ -18,12 +18,12 @@ from weakref import WeakValueDictionary
 from shardwell_server.shard.concurrency import uninterrupted
 from shardwell_server.shard.memory.budget import Memory
 from shardwell_server.shard.memory.shared_memory import SharedBuffer, SharedMemory
-from shardwell_server.shard.optimizer.partitions import PartitionState, StagedPartition
 from shardwell_server.shard.requests import partitions
 from shardwell_server.shard.requests.pushes import Push, check_leases
 from shardwell_server.shard.state.store import ShardStore
-from shardwell_server.shard.state.unit_shard import UnitShard
-from shardwell_server.shard.transports.shm_buffers import DescriptorSocket, SharedGradientBuffer, SharedStagingBuffer
+from shardwell_server.shard.transports.shm_buffers import DescriptorSocket, SharedGradientBuffer
+from shardwell_server.shard.unit.partitions import PartitionState, SharedStagingBuffer, StagedPartition
+from shardwell_server.shard.unit.unit_shard import UnitShard
 from shardwell_wire.encoding.chunk_streams import memory_at
 from shardwell_wire.errors import ConflictError, StaleEpochError, StepStateError
 from shardwell_wire.host.shared_memory import NONCE_BYTES, PROOF_BYTES, TOKEN_BYTES, session_name

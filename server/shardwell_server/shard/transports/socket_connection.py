@@ -1,7 +1,4 @@
-"""Bytes that a connection of the socket transport is sending or receiving.
-
-One connection of the socket transport, on the event loop: frames, and streams directly from and to memory.
-"""
+"""One connection of the socket transport, on the event loop: frames, and streams directly from and to memory."""
 
 from __future__ import annotations
 
@@ -214,7 +211,7 @@ call."""
 
 
 class Connection:
-    """A ``StreamConnection`` on one connected socket. Used by one task at a time.
+    """One connected socket. Used by one task at a time. After a ReduceScatter request, an ``IncomingStream``.
 
     Every method raises OSError if the connection broke, and DeadlineError if a transfer is too slow.
 
@@ -223,6 +220,7 @@ class Connection:
     """
 
     piece_bytes: ClassVar[int] = socket_frames.DATA_BYTES
+    """Size of the pieces of a stream that is sent."""
 
     def __init__(self, peer: socket.socket) -> None:
         peer.setblocking(False)
@@ -261,7 +259,14 @@ class Connection:
         await self.send(socket_frames.encode_response(response))
 
     async def next_request(self) -> tuple[str, float, Message] | None:
-        """Waits without limit for the next request; see ``StreamConnection``."""
+        """Waits without limit for the next request. None: the peer has closed the connection.
+
+        Returns:
+            Name of the request for errors, its timeout in seconds, and its message.
+
+        Raises:
+            InvalidRequestError: The bytes are not a request.
+        """
         head = bytearray(socket_frames.HEAD_BYTES)
         count = await self._receive_some(memoryview(head))
         if count == 0:
@@ -287,9 +292,14 @@ class Connection:
     async def send_stream(
         self, pieces: Iterable[memoryview], header: Message | None = None, check: Callable[[], None] | None = None
     ) -> None:
-        """Sends the header, DATA frames and END; see ``StreamConnection``.
+        """Sends a header and a stream: DATA frames and END.
 
-        If ``pieces`` raises an error, the connection is between two frames, and an ERROR frame can follow.
+        If ``pieces`` raises an error, the connection is between two frames, and ``send_error`` can be called.
+
+        Args:
+            pieces: Pieces of the stream. Raises if the memory of a piece has changed when the next one is requested.
+            header: Message to send first. None: the stream has no header.
+            check: Raises if the memory of the last piece has changed: its rest is not sent. None: it does not change.
         """
         before = b"" if header is None else socket_frames.encode_response(header)
         sender = socket_frames.StreamSender()
@@ -299,7 +309,15 @@ class Connection:
         await self.send(before, sender.end())
 
     async def send_whole(self, parts: Sequence[memoryview], header: Message, check: Callable[[], None]) -> None:
-        """Sends a header and a stream whose memory may change; see ``StreamConnection``."""
+        """Sends a header and a stream whose memory may change while this method waits for the peer.
+
+        Memory that has changed is not sent: it may belong to another run.
+
+        Args:
+            parts: The stream. At most ``piece_bytes``.
+            header: Message to send first.
+            check: Raises if the memory has changed. ``send_error`` can be called then.
+        """
         sender = socket_frames.StreamSender()
         head = socket_frames.encode_response(header)
         frames: list[Buffer] = [head, *sender.data(parts)] if parts else [head]

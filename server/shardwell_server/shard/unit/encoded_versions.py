@@ -15,7 +15,7 @@ import xxhash
 
 from shardwell_server.shard.concurrency import InThread
 from shardwell_server.shard.memory.budget import Memory
-from shardwell_server.shard.versions.values import Snapshots, VersionBytes
+from shardwell_server.shard.unit.values import Snapshots, VersionBytes
 from shardwell_wire.encoding import value_deltas
 from shardwell_wire.encoding.chunk_streams import Buffer, copy_bytes, memory_at
 from shardwell_wire.encoding.streams import InVector, RangePlans

@@ -15,8 +15,8 @@ from shardwell_server.shard.arithmetic.reduction import (
     block_rows,
     reduce_shard,
 )
-from shardwell_server.shard.gradients.contributions import Contribution
 from shardwell_server.shard.memory.budget import Memory
+from shardwell_server.shard.unit.contributions import Contribution
 from shardwell_wire.model.sum_order import SumOrder
 
 Compute = Callable[[Callable[[], Reduced]], Awaitable[Reduced]]

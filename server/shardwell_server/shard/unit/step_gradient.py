@@ -13,19 +13,19 @@ import torch
 
 from shardwell_server.shard.arithmetic.reduction import MAX_BYTES, Reduced, SmallReduction
 from shardwell_server.shard.concurrency import InThread, uninterrupted
-from shardwell_server.shard.gradients.contributions import (
+from shardwell_server.shard.memory.budget import BufferQuota, Memory
+from shardwell_server.shard.restart.shard_files import ShardFiles
+from shardwell_server.shard.restart.shard_record import PreparedRecord
+from shardwell_server.shard.shard_spec import Segments, ShardSpec
+from shardwell_server.shard.unit.contributions import (
     Contribution,
     ContributionMemory,
     Contributions,
     KeptGradients,
     LazyViews,
 )
-from shardwell_server.shard.gradients.mean_gradient import MeanGradient
-from shardwell_server.shard.memory.budget import BufferQuota, Memory
-from shardwell_server.shard.optimizer.partitions import Partitions
-from shardwell_server.shard.restart.shard_files import ShardFiles
-from shardwell_server.shard.restart.shard_record import PreparedRecord
-from shardwell_server.shard.shard_spec import Segments, ShardSpec
+from shardwell_server.shard.unit.mean_gradient import MeanGradient
+from shardwell_server.shard.unit.partitions import Partitions
 from shardwell_wire.errors import InvalidRequestError, NonFiniteError, StepStateError
 from shardwell_wire.model.optimizers import KEPT_GROUP
 from shardwell_wire.model.sum_order import SumOrder

@@ -17,17 +17,17 @@ from shardwell_server import optimizer_checks
 from shardwell_server.shard.arithmetic.reduction import MAX_BYTES
 from shardwell_server.shard.arithmetic.shard_optimizer import OptimizerContent, ShardOptimizer
 from shardwell_server.shard.concurrency import InThread, OpenStreams
-from shardwell_server.shard.gradients.step_gradient import PushedBuffers, StepGradient
 from shardwell_server.shard.memory.budget import BufferQuota, Grant, IncomingBuffer, Memory
 from shardwell_server.shard.memory.shared_memory import ShardFile, SharedMemory
-from shardwell_server.shard.optimizer.applied_optimizer import AppliedOptimizer
-from shardwell_server.shard.optimizer.partitions import Partitions
 from shardwell_server.shard.restart.shard_files import RecordedState, ShardFiles
 from shardwell_server.shard.restart.shard_record import PreparedRecord
 from shardwell_server.shard.restart.undo import ChangedRange, locate, place_of
 from shardwell_server.shard.shard_spec import Role, Segments, ShardSpec, shaped
-from shardwell_server.shard.versions.encoded_versions import EncodedVersions
-from shardwell_server.shard.versions.values import LiveBuffer, Snapshots, Values
+from shardwell_server.shard.unit.applied_optimizer import AppliedOptimizer
+from shardwell_server.shard.unit.encoded_versions import EncodedVersions
+from shardwell_server.shard.unit.partitions import Partitions
+from shardwell_server.shard.unit.step_gradient import PushedBuffers, StepGradient
+from shardwell_server.shard.unit.values import LiveBuffer, Snapshots, Values
 from shardwell_wire.errors import (
     InvalidRequestError,
     NotFoundError,

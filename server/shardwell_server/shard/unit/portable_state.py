@@ -38,15 +38,15 @@ import torch
 from shardwell_server.shard.arithmetic.shard_optimizer import RestoredPart
 from shardwell_server.shard.concurrency import InThread
 from shardwell_server.shard.memory.budget import Memory
-from shardwell_server.shard.optimizer.partitions import TrainerState, equal_tensor, merge_trainer_states
-from shardwell_server.shard.state.unit_shard import UnitShard
+from shardwell_server.shard.unit.partitions import TrainerState, equal_tensor, merge_trainer_states
+from shardwell_server.shard.unit.unit_shard import UnitShard
 from shardwell_wire.errors import CapacityError, InvalidRequestError, ShardwellError, StepStateError, UnavailableError
 from shardwell_wire.model.layout import UnitLayout
 from shardwell_wire.model.optimizers import OPTIMIZERS, StateShape
 from shardwell_wire.model.topology import part_in, state_places
 
 if TYPE_CHECKING:
-    from shardwell_server.shard.state.unit_shard import UnitShard
+    from shardwell_server.shard.unit.unit_shard import UnitShard
 
 
 _ELEMENTWISE = (StateShape.PARAMETER, StateShape.VECTOR)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol, overload
+from typing import Any, Protocol, overload
 
 import torch
 
@@ -27,6 +27,10 @@ class ContributionMemory(Protocol):
     @property
     def views(self) -> Sequence[torch.Tensor] | None:
         """Segments of ``buffer``, by segment number. None: the owner does not keep them."""
+        ...
+
+    def check_adoptable(self, shard: Any) -> None:
+        """Raises unless the buffer can become a contribution to a ``UnitShard`` now."""
         ...
 
     def claim(self) -> torch.Tensor:

@@ -13,9 +13,9 @@ from shardwell_server.shard.arithmetic.shard_optimizer import (
     allocate_ordinary,
 )
 from shardwell_server.shard.memory.budget import Memory
-from shardwell_server.shard.optimizer.partitions import Partitions
 from shardwell_server.shard.restart.shard_files import ShardFiles
 from shardwell_server.shard.shard_spec import ShardSpec
+from shardwell_server.shard.unit.partitions import Partitions
 from shardwell_wire.errors import CapacityError, StepStateError
 from shardwell_wire.v1 import common_pb2
 

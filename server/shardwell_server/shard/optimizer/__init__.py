@@ -1,1 +1,0 @@
-"""The optimizer's state of a shard, on the server or on trainers."""

@@ -1,1 +1,0 @@
-"""The versions of the values of a shard, plain and encoded."""
