@@ -279,7 +279,7 @@ def dcp_to_checkpoint(
     run_id, runs = uuid.uuid4().hex, RunFolder.of(folder, like.run if run is None else run)
     tensors = dict(_tensors(reader, found, like, algorithm))
     parts = [_part(parameter, found, algorithm, reader, step) for parameter in _all_parameters(like)]
-    plan = FilePlan(tensors, parts, run_id=run_id, step=step)
+    plan = FilePlan([*tensors], parts, run_id=run_id, step=step)
     commits = () if step == 0 or algorithm is None else (_commit(found, like, algorithm, step),)
     kept = {key: value for key, value in like.manifest.extra.items() if key != RESIDUAL_RANKS}
     name = runs.begin(step, uuid.uuid4().hex[:8])

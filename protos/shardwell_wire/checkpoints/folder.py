@@ -1,6 +1,6 @@
 """The checkpoints of one run: ``DIR/RUN/step-000000042-ID/`` with one file per shard server and a manifest.
 
-Compares every checksum of a checkpoint, and names everything that is damaged or missing.
+``verify`` compares every checksum of a checkpoint, and names everything that is damaged or missing.
 """
 
 from __future__ import annotations

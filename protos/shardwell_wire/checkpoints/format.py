@@ -1,12 +1,10 @@
-"""The header of a safetensors file.
+"""The files of a checkpoint: which tensors a file contains, and where.
 
-A file consists of the length of the header (8 bytes, little-endian), the header (JSON: name to dtype, shape and
-half-open byte range after the header), and the bytes of the tensors in C order, without holes.
+A safetensors file consists of the length of the header (8 bytes, little-endian), the header (JSON: name to dtype, shape
+and half-open byte range after the header), and the bytes of the tensors in C order, without holes.
 (https://github.com/huggingface/safetensors, "Format".)
 
-The files of a checkpoint: which tensors a file contains, and where.
-
-Each shard server writes one safetensors file for its shards. The header's metadata has one entry, ``shardwell``, which
+Each shard server writes one such file for its shards. The header's metadata has one entry, ``shardwell``, which
 contains the checksum of every tensor. The header is written last.
 """
 
@@ -299,37 +297,19 @@ class FilePlan:
         CapacityError: The header would be longer than readers accept.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: Sequence[Piece]
     """In the order of the file: descending by the size of an element, so that all tensors are aligned."""
-    parts: tuple[Part, ...]
-    run_id: str
-    step: int
+    parts: Sequence[Part]
+    run_id: str = field(kw_only=True)
+    step: int = field(kw_only=True)
     """Committed steps, which is also the version of all values."""
-    averages_begun: bool = False
+    averages_begun: bool = field(default=False, kw_only=True)
     """True once a step has updated moving averages."""
-    extra: Mapping[str, str] = field(default_factory=dict)
+    extra: Mapping[str, str] = field(default_factory=dict, kw_only=True)
     """More facts for the header."""
 
-    def __init__(
-        self,
-        pieces: Iterable[Piece],
-        parts: Iterable[Part],
-        *,
-        run_id: str,
-        step: int,
-        averages_begun: bool = False,
-        extra: Mapping[str, str] | None = None,
-    ) -> None:
-        in_order = sorted(pieces, key=lambda piece: -piece.item_size)
-        for name, value in {
-            "pieces": tuple(in_order),
-            "parts": tuple(parts),
-            "run_id": run_id,
-            "step": step,
-            "averages_begun": averages_begun,
-            "extra": dict(extra or {}),
-        }.items():
-            object.__setattr__(self, name, value)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pieces", tuple(sorted(self.pieces, key=lambda piece: -piece.item_size)))
         if len(self.offsets) != len(self.pieces):
             names = [piece.name for piece in self.pieces]
             raise ValueError(f"a piece is repeated: {next(name for name in names if names.count(name) > 1)!r}")

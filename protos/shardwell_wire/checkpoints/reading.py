@@ -1,15 +1,13 @@
 """Reads checkpoints by key (``Parameter.key``) and element range, over all files, and checks what it reads.
 
+A run of another grid divides parameters differently: tensor parallelism stores parts of them. ``read_elements`` finds
+all of it by the name of the parameter and the place of the elements in the whole tensor.
+
 Note: [Contents in errors]
     A file in the place of a checkpoint's file may be something else, which the user who named the folder must not read.
     Until the checksum of a manifest or a header has been compared, errors therefore have no bytes and no numbers from
     the file, and the number of bytes to read is checked before they are read. Whoever made a file with the right
     checksum knew what it contains.
-
-Reads elements of a model's parameters from a checkpoint, however the checkpoint divides the parameters into parts.
-
-A run of another grid divides them differently: tensor parallelism stores parts of parameters. All of it is found by the
-name of the parameter and the place of the elements in the whole tensor.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ before the next request::
                                        (repeated until every range is answered)
 
 DATA frames contain the bytes of a stream, as ``Chunk`` payloads do over gRPC. END contains the XXH3-64 of all of them.
-The server may send ERROR, with a ``google.rpc.Status``, instead of any frame. Frames do no I/O: both ends
-send and receive them with a ``ByteStream`` of their own sockets.
+The server may send ERROR, with a ``google.rpc.Status``, instead of any frame. Frames do no I/O: both ends send and
+receive them with a ``ByteStream`` of their own sockets.
 
 Note: [TLS in memory]
     The TLS of Python's ``ssl`` module works in memory here. One system call moves many records, and the waits for the

@@ -40,7 +40,6 @@ _ESCAPE = 0x80
 """A difference that does not fit one byte. The new value follows among the values."""
 
 _GROUP_NUMEL = GROUP_BLOCKS * BLOCK_NUMEL
-_GROUP_BYTES = _GROUP_NUMEL * ITEM_BYTES
 
 _Words = NDArray[np.uint16]
 _Bytes = NDArray[np.uint8]

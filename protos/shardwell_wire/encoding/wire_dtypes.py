@@ -4,7 +4,7 @@ A block is the smallest part of a stream that can be decoded alone: a 16-bit num
 or indices, or one byte of values that are sent as stored. Quantization blocks are fixed windows of the unit's flat
 vector that no cut between shards splits. The encoded bytes of a shard are therefore a part of those of the unit, and
 decoded values depend neither on the cuts nor on the transport. docs/wire-format.md specifies the format,
-``stream_plan`` finds the blocks of a stream, and ``quantization_blocks`` converts them.
+``streams`` finds the blocks of a stream, and ``quantization_blocks`` converts them.
 
 The low-rank dtypes have no blocks. They send a matrix of ``rows`` x ``columns`` as the product of a left factor,
 ``rows`` x ``rank``, and a right factor, ``rank`` x ``columns``. The stream of a shard has the right factor and the rows

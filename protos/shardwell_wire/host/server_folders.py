@@ -1,11 +1,9 @@
-"""Identities of processes, by which other processes on the host detect that one has ended.
-
-Folders of shard servers in shared memory: how a server finds its own again, and when one is removed.
+"""Folders of shard servers in shared memory: how a server finds its own again, and when one is removed.
 
 A running server holds the lock of its folder, and the kernel releases the lock of a process that has ended. The folder
 of a server with an owner file may contain shards. A new process of the same server takes the folder up. Other processes
 remove it only if no such process is expected: its supervisor has ended, it contains no shard, or nothing changed for a
-day.
+day. Identities of processes, such as ``own_identity``, tell other processes of the host that one has ended.
 """
 
 from __future__ import annotations
@@ -28,88 +26,6 @@ from typing import Any
 
 from shardwell_wire.host.shared_memory import SERVER_FOLDER_PREFIX, SOCKET_NAME, open_file, open_folder, opened
 
-_PROC = Path("/proc")
-_ENDED_STATES = ("Z", "X")
-"""A zombie has ended, although its parent has not waited for it."""
-
-
-def own_identity() -> str:
-    """Returns the boot id, process namespace, process id and start time of this process. Empty without ``/proc``."""
-    return _identity(os.getpid())
-
-
-def parent_identity() -> str:
-    """As ``own_identity``, of the process that started this one."""
-    return _identity(os.getppid())
-
-
-def boot_id() -> str:
-    """Returns an id of this boot of the host. Empty without ``/proc``."""
-    try:
-        return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
-def _identity(pid: int) -> str:
-    try:
-        _, started = _state_and_start(pid)
-        return f"{_process_space()}/{pid}/{started}"
-    except OSError:
-        return ""
-
-
-def has_ended(identity: str) -> bool:
-    """Returns True if a process has ended.
-
-    False if this is unknown: the process is on another host, in another container, or has no identity.
-
-    Args:
-        identity: The result of ``own_identity`` in that process.
-    """
-    space, _, rest = identity.rpartition("/")
-    space, _, pid = space.rpartition("/")
-    try:
-        if not pid.isdecimal() or space != _process_space():
-            return False
-        os.kill(int(pid), 0)
-        state, started = _state_and_start(int(pid))
-    except ProcessLookupError:
-        return True
-    except (OSError, OverflowError):
-        return False  # the process exists and belongs to another user
-    return started != rest or state in _ENDED_STATES
-
-
-def runs_here(identity: str) -> bool:
-    """Returns True if a process certainly runs on this host. It may be stopped.
-
-    Args:
-        identity: The result of ``own_identity`` in that process.
-    """
-    space, _, started = identity.rpartition("/")
-    space, _, pid = space.rpartition("/")
-    try:
-        if not pid.isdecimal() or space != _process_space():
-            return False
-        state, found = _state_and_start(int(pid))
-    except (OSError, OverflowError):
-        return False
-    return found == started and state not in _ENDED_STATES
-
-
-def _process_space() -> str:
-    """Returns the scope in which process ids are unique: this boot of this host, and this process namespace."""
-    boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{(_PROC / 'self/ns/pid').readlink().name}"
-
-
-def _state_and_start(pid: int) -> tuple[str, str]:
-    # The program's name, in parentheses, may contain any characters.
-    fields = (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
-    return fields[0], fields[19]
-
-
 logger = logging.getLogger(__name__)
 
 DEFAULT_DIRECTORY = Path("/dev/shm")
@@ -120,6 +36,10 @@ KEPT_S = 24 * 3600.0
 
 _LOCK, _OWNER = "lock", "owner.json"
 _UNFINISHED_SUFFIX = ".new"
+
+_PROC = Path("/proc")
+_ENDED_STATES = ("Z", "X")
+"""A zombie has ended, although its parent has not waited for it."""
 
 _FOLDER_MODE = 0o711
 """Other users may enter a folder, to reach the server's socket, and do nothing else."""
@@ -133,7 +53,7 @@ class FolderOwner:
     coordinator: str
     """host:port of the coordinator, as the server was told. Servers of two clusters may have the same id."""
     supervisor: str = ""
-    """Identity of the process that starts the server again; see ``process_identity.py``. Empty: not known."""
+    """Identity of the process that starts the server again; see ``own_identity``. Empty: not known."""
 
     @property
     def prefix(self) -> str:
@@ -313,3 +233,80 @@ def _lock(folder: int, *, create: bool = False) -> int:
         os.close(held)
         raise
     return held
+
+
+def own_identity() -> str:
+    """Returns the boot id, process namespace, process id and start time of this process. Empty without ``/proc``."""
+    return _identity(os.getpid())
+
+
+def parent_identity() -> str:
+    """As ``own_identity``, of the process that started this one."""
+    return _identity(os.getppid())
+
+
+def boot_id() -> str:
+    """Returns an id of this boot of the host. Empty without ``/proc``."""
+    try:
+        return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _identity(pid: int) -> str:
+    try:
+        _, started = _state_and_start(pid)
+        return f"{_process_space()}/{pid}/{started}"
+    except OSError:
+        return ""
+
+
+def has_ended(identity: str) -> bool:
+    """Returns True if a process has ended.
+
+    False if this is unknown: the process is on another host, in another container, or has no identity.
+
+    Args:
+        identity: The result of ``own_identity`` in that process.
+    """
+    space, _, rest = identity.rpartition("/")
+    space, _, pid = space.rpartition("/")
+    try:
+        if not pid.isdecimal() or space != _process_space():
+            return False
+        os.kill(int(pid), 0)
+        state, started = _state_and_start(int(pid))
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):
+        return False  # the process exists and belongs to another user
+    return started != rest or state in _ENDED_STATES
+
+
+def runs_here(identity: str) -> bool:
+    """Returns True if a process certainly runs on this host. It may be stopped.
+
+    Args:
+        identity: The result of ``own_identity`` in that process.
+    """
+    space, _, started = identity.rpartition("/")
+    space, _, pid = space.rpartition("/")
+    try:
+        if not pid.isdecimal() or space != _process_space():
+            return False
+        state, found = _state_and_start(int(pid))
+    except (OSError, OverflowError):
+        return False
+    return found == started and state not in _ENDED_STATES
+
+
+def _process_space() -> str:
+    """Returns the scope in which process ids are unique: this boot of this host, and this process namespace."""
+    boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{(_PROC / 'self/ns/pid').readlink().name}"
+
+
+def _state_and_start(pid: int) -> tuple[str, str]:
+    # The program's name, in parentheses, may contain any characters.
+    fields = (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
+    return fields[0], fields[19]

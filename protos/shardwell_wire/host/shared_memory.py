@@ -1,10 +1,13 @@
-"""Words in shared memory, which other processes read while they change, or after their writer was killed.
+"""Shared memory of a host: words and segments that change while they are read, and files of other processes.
 
-The header of a shared-memory segment, which contains the parameters of one shard.
+A segment contains the parameters of one shard. The first 8 bytes of its first page are the readable version, and the
+bytes of the shard follow the page. A reader loads the version before and after it reads, and again when it releases a
+mapping: if the version did not change, the bytes did not change either.
 
-A segment is a file. The first 8 bytes of its first page are the readable version, and the bytes of the shard follow the
-page. A reader loads the version before and after it reads, and again when it releases a mapping: if the version did not
-change, the bytes did not change either.
+A shard server and a trainer prove to each other that they share memory. The server makes a file that starts with a
+proof, which the server also sends, and goes on with a nonce, which it does not send. The trainer finds the proof in the
+file that it mapped. It sends the nonce with every request, so the server knows that the sender can read its files. They
+are private to one user of one host.
 
 Note: [Memory ordering]
     The version is a sequence lock. The writer stores ``UPDATING`` before the first byte of the next version, and the
@@ -12,30 +15,20 @@ Note: [Memory ordering]
     orders the stores. The reader must load the version after its last load of the bytes, which ``order_loads`` ensures.
     Both sides access the version as one aligned native word, so no torn version is visible. See ``store_word``.
 
-The file by which a shard server and a trainer prove to each other that they share memory.
-
-The file starts with a proof, which the server also sends, and goes on with a nonce, which it does not send. The trainer
-finds the proof in the file that it mapped. It sends the nonce with every request, so the server knows that the sender
-can read its files. They are private to one user of one host.
-
-Opens files and folders that other processes created or named, after checking their owner.
-
 Note: [Trust between users]
     A process that maps a file gets SIGBUS if another process truncates the file, and writes to a mapping change the
     file. This is harmless between processes of one user, which can kill and trace each other anyway, but must not be
     possible between users. Every file that is opened by its path therefore belongs to the user of this process, in a
     folder that only this user can list and write to. Files that a peer names are never created or truncated. Files of a
-    server of another user are not opened by their paths; see Note: [Descriptors, not paths] in
-    ``shared_descriptors.py``.
-
-Descriptors of a shard server's shared files, which trainers receive over a Unix socket in the server's folder.
+    server of another user are not opened by their paths; see Note: [Descriptors, not paths].
 
 Note: [Descriptors, not paths]
     A server's files belong to the server's user, and no other user can open them. A trainer that has opened a shm
-    transport connects to the socket, sends the transport's token and the name of a file, and receives a descriptor. The
-    server sends only files that it has named in answers to this transport: values with a read-only descriptor, and the
-    transport's own buffers with a writable one. Buffers are sealed, so that no trainer can change their size: the
-    server would get SIGBUS. A connection carries one request and one answer, each in one packet.
+    transport connects to a Unix socket in the server's folder, sends the transport's token and the name of a file, and
+    receives a descriptor. The server sends only files that it has named in answers to this transport: values with a
+    read-only descriptor, and the transport's own buffers with a writable one. Buffers are sealed, so that no trainer
+    can change their size: the server would get SIGBUS. A connection carries one request and one answer, each in one
+    packet.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Rectangular parts of tensors. Imports no torch.
-
-The flat layout of a unit, and its cuts into shards. Imports no torch.
+"""The flat layout of a unit, its cuts into shards, and rectangular parts of tensors. Imports no torch.
 
 A unit's flat vector contains the bytes of its parameters in declaration order. Each parameter starts at a multiple of
 ``ALIGNMENT_BYTES``; gaps are filled with zeros. Shards are half-open byte ranges whose inner cuts are at multiples of

@@ -1,8 +1,7 @@
-"""Checks the names in requests. Servers check every request before they process it.
+"""Names: of what a request may contain, and of a run, whose id distinguishes it from deleted runs of the same name.
 
-Identity of a run: its name, and an id that distinguishes it from deleted runs of the same name.
-
-Limits of parallel plans, which trainers report and the coordinator stores with the run.
+Servers check every request before they process it. The limits of parallel plans, which trainers report and the
+coordinator stores with the run, stand here, too.
 """
 
 from __future__ import annotations

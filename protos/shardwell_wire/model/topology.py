@@ -1,11 +1,10 @@
-"""Maps logical ranks to coordinates, groups and neighbours.
+"""The world of a run, the partitions of its optimizer, and its consistency mode.
 
-A world is a grid ``dp x tp x pp``. ``order`` lists its axes, slowest first. With the default order,
-``global_rank = dp_rank * (tp * pp) + tp_rank * pp + pp_rank``.
+A world is a grid ``dp x tp x pp`` of logical ranks with coordinates, groups and neighbours. ``order`` lists its axes,
+slowest first. With the default order, ``global_rank = dp_rank * (tp * pp) + tp_rank * pp + pp_rank``.
 
-Optimizer partitions: the part of a unit that each data rank updates if the optimizer runs on the trainers.
-
-When the gradients of a run's work items are applied.
+A partition is the part of a unit that a data rank updates if the optimizer runs on the trainers. The consistency mode
+says when the gradients of a run's work items are applied.
 """
 
 from __future__ import annotations
