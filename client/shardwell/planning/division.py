@@ -17,7 +17,7 @@ from shardwell.parallel.tensor import TensorParallelPlan, plan_tensor_parallel
 from shardwell.parallel.transformer import list_layers
 from shardwell.planning.activations import SavedActivations
 from shardwell.planning.options import DivisionOptions
-from shardwell.planning.plan_model import NotRecorded, ShapeMode, ShapeModel, record_activations
+from shardwell.planning.plan_model import ShapeMode, ShapeModel, record_activations
 from shardwell_wire.errors import UsageError
 from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import coordinator_pb2
@@ -81,13 +81,13 @@ def divide(shapes: ShapeModel, world: World, options: DivisionOptions) -> Divisi
         fused_by_head=options.fused_by_head,
     )
     if schedule is None:
-        recorded = record_activations(shapes)
+        saved, unknown = record_activations(shapes)
         return Division(
-            (PlannedStage(shapes.module, shapes.arguments, shapes.keywords, _known(recorded)),),
+            (PlannedStage(shapes.module, shapes.arguments, shapes.keywords, saved),),
             shapes.mode,
             tensor_plan,
             description=_describe_undivided(shapes, tensor_plan) if world.tp > 1 else None,
-            unknown=_reason(recorded),
+            unknown=unknown,
         )
     return _divide_into_stages(shapes, schedule, tensor_plan, options.split_by)
 
@@ -113,9 +113,8 @@ def _divide_into_stages(
     unknown, values = "", shapes.arguments
     for module in modules:
         received = values if stages else ()
-        recorded = record_activations(replace(shapes, module=module, arguments=values), received=received)
-        unknown = unknown or _reason(recorded)
-        saved = _known(recorded)
+        saved, reason = record_activations(replace(shapes, module=module, arguments=values), received=received)
+        unknown = unknown or reason
         outputs = () if saved is None else saved.outputs
         stages.append(
             PlannedStage(
@@ -144,13 +143,5 @@ def _describe_undivided(shapes: ShapeModel, tensor_plan: TensorParallelPlan) -> 
     return description.to_proto()
 
 
-def _known(recorded: SavedActivations | NotRecorded) -> SavedActivations | None:
-    return None if isinstance(recorded, NotRecorded) else recorded
-
-
 def _size_bytes(tensors: Sequence[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def _reason(recorded: SavedActivations | NotRecorded) -> str:
-    return recorded.reason if isinstance(recorded, NotRecorded) else ""

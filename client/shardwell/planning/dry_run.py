@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -148,9 +149,9 @@ class DryRun:
         segments = [part for part in layout.segments(0, layout.size_bytes) if part.parameter_index in pushed]
         return stream_size(layout, segments, PUSH_NAMES[self.options.push_dtype])
 
-    def observe(self) -> None:
-        """Called when the trainer waits for no gather: all units that are being fetched are prefetched."""
-        self.ahead_bytes = max(self.ahead_bytes, self._memory.fetching_bytes)
+    def observe(self, waiting_bytes: int = 0) -> None:
+        """Called while the trainer waits for so many bytes: all other units that are being fetched are prefetched."""
+        self.ahead_bytes = max(self.ahead_bytes, self._memory.fetching_bytes - waiting_bytes)
         self.kept_bytes = max(self.kept_bytes, self._memory.kept_bytes)
 
     def shard(self, policy: WrapPolicy | None, *, stands_in: bool) -> None:
@@ -202,6 +203,7 @@ class DryRun:
                         outputs.append(stage.module.train()(*stage.arguments, **stage.keywords))
                 for accumulation in reversed(accumulations):
                     _backward(outputs.pop())
+                    self.observe()
                     if schedule is not None:
                         accumulation.finish(schedule.num_micro_batches)
                 self.units.finish_item()
@@ -223,9 +225,7 @@ class DryRun:
         live_bytes = self._memory.live_bytes
         self.weights_bytes = max(self.weights_bytes, live_bytes)
         self._peak_bytes = max(self._peak_bytes, live_bytes + self._memory.pool.idle_bytes)
-        gathered: Future[int] = Future()
-        gathered.set_result(0)
-        return gathered
+        return _Gather(partial(self.observe, self._layouts[unit_index].size_bytes))
 
     @contextmanager
     def gathering_together(self) -> Iterator[None]:
@@ -260,7 +260,7 @@ class DryRun:
 
     def await_version(self, unit_index: int) -> Callable[[], int]:
         self.gathers[unit_index] += 1
-        return lambda: 0
+        return _Gather(self.observe).result
 
     def compare(self, unit_index: int, gradients: object) -> None:
         pass
@@ -283,6 +283,19 @@ class DryRun:
 
     def discard(self) -> None:
         pass
+
+
+class _Gather(Future[int]):
+    """A gather that is done. Calls a function when the trainer waits for it."""
+
+    def __init__(self, observe: Callable[[], None]) -> None:
+        super().__init__()
+        self._observe = observe
+        self.set_result(0)
+
+    def result(self, timeout: float | None = None) -> int:
+        self._observe()
+        return super().result(timeout)
 
 
 class _ShapePool(BufferPool):

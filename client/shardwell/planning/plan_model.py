@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from shardwell.planning.activations import SavedActivations, recording
@@ -23,13 +24,15 @@ from shardwell_wire.errors import UsageError
 
 
 class ShapeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """A mode in which operations compute shapes only. Values of real tensors are not read."""
+    """A mode in which operations compute shapes only. Values of real tensors are not read.
+
+    Attributes:
+        before_operation: Called before each operation.
+    """
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-
-    before_operation: Callable[[], None] = staticmethod(lambda: None)
-    """Called before each operation."""
+        self.before_operation: Callable[[], None] = lambda: None
 
     def __torch_dispatch__(self, *args: Any, **kwargs: Any) -> Any:
         self.before_operation()
@@ -71,7 +74,9 @@ def load(target: str | Callable[..., Any], *, batch: int, length: int, dtype: to
             made = _call(_imported(target), target, sizes)
         else:
             made = _from_config(Path(target), sizes, dtype)
-    model, arguments, keywords = made
+        model, arguments, keywords = made
+        if any(not isinstance(parameter, FakeTensor) for parameter in model.parameters()):
+            model = copy.deepcopy(model)  # the callable has returned a model in use, which a dry run must not change
     return ShapeModel(model, mode, arguments, keywords)
 
 
@@ -85,22 +90,20 @@ def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-@dataclass(frozen=True, slots=True)
-class NotRecorded:
-    """The activations are unknown."""
-
-    reason: str
-
-
-def record_activations(shapes: ShapeModel, *, received: Iterable[torch.Tensor] = ()) -> SavedActivations | NotRecorded:
+def record_activations(
+    shapes: ShapeModel, *, received: Iterable[torch.Tensor] = ()
+) -> tuple[SavedActivations | None, str]:
     """Records what autograd saves in one call in training.
 
     Args:
         shapes: The model, or a stage of it.
         received: Arguments of the call that are not counted.
+
+    Returns:
+        The activations, and if they are unknown the reason.
     """
     if not shapes.arguments and not shapes.keywords:
-        return NotRecorded("there is no example call")
+        return None, "there is no example call"
     chosen = [module for unit in choose_units(shapes.module) for module in unit.modules.values()]
     inside = {id(part) for module in chosen for part in module.modules() if part is not module}
     outermost = [module for module in chosen if id(module) not in inside]
@@ -109,9 +112,9 @@ def record_activations(shapes: ShapeModel, *, received: Iterable[torch.Tensor] =
             output = shapes.module.train()(*shapes.arguments, **shapes.keywords)
     except Exception as error:  # a user's forward may raise anything if it needs a value
         message = str(error).strip().partition("\n")[0]
-        return NotRecorded(f"the example call on shapes raised {type(error).__name__}: {message}")
+        return None, f"the example call on shapes raised {type(error).__name__}: {message}"
     outputs = tuple(value for value in tree_leaves(output) if isinstance(value, torch.Tensor))
-    return SavedActivations(tuple(recorder.regions), outputs)
+    return SavedActivations(tuple(recorder.regions), outputs), ""
 
 
 _Made = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]

@@ -26,7 +26,7 @@ from shardwell.wrapping.policies import BlockPolicy, ModuleTypePolicy, NoWrapPol
 from shardwell_wire.errors import UsageError
 from shardwell_wire.model.layout import Parameter, UnitLayout
 from shardwell_wire.model.topology import World
-from tests.support.module_parity import Block, Sharded, gpt
+from tests.support.module_parity import Block, Sharded, gpt, gpt_loss
 from tests.support.real_models import VOCABULARY, llama
 
 HERE = "tests.unit.parallel.test_plan"
@@ -72,6 +72,16 @@ def test_plan_has_the_units_of_auto_wrap(policy: object) -> None:
 
     sharded = Sharded(gpt(), lambda model, session: auto_wrap(model, session, policy))
     assert [unit.layout for unit in units_of(policy=policy)] == [unit.layout for unit in sharded.units]
+
+
+def test_model_in_use_stays_as_it_is() -> None:
+    model, before = gpt(), gpt().state_dict()
+    parameters, kind = list(model.parameters()), type(model)
+    assert planned(PlanOptions(), lambda: model).model_bytes == planned(PlanOptions()).model_bytes
+    assert type(model) is kind and all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    gpt_loss(model, 0).backward()
+    assert all(type(parameter.grad) is torch.Tensor for parameter in parameters)
 
 
 def test_server_memory_by_dp_and_number_of_servers() -> None:
