@@ -4,7 +4,6 @@ They are ``torch.optim.Optimizer`` objects: parameter groups, LR schedulers and 
 as in torch. The hyper-parameters are part of every step's commit.
 """
 
-from shardwell.optimizers.combined_optimizer import Combined
 from shardwell.optimizers.server_side import (
     LAMB,
     SGD,
@@ -20,7 +19,7 @@ from shardwell.optimizers.server_side import (
     RAdam,
     RMSprop,
 )
-from shardwell.optimizers.sharded_optimizer import ShardedOptimizer
+from shardwell.optimizers.sharded_optimizer import Combined, ShardedOptimizer
 
 __all__ = [
     "LAMB",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -13,26 +13,16 @@ from shardwell_wire.errors import StaleEpochError
 from shardwell_wire.model.names import MAX_PLAN_BYTES, MAX_PLAN_ROWS
 from shardwell_wire.v1 import coordinator_pb2
 
+Describe = Callable[[], coordinator_pb2.ModelPlan]
+"""Returns how one model is divided over tensor and pipeline ranks. Equal for all trainers of a run."""
 
-class DescribesModel(Protocol):
-    """How one model is divided over tensor and pipeline ranks. Equal for all trainers of a run."""
-
-    def to_proto(self) -> coordinator_pb2.ModelPlan:
-        """Returns the description."""
-
-
-_descriptions: WeakKeyDictionary[nn.Module, DescribesModel] = WeakKeyDictionary()
+_plans: WeakKeyDictionary[nn.Module, Describe] = WeakKeyDictionary()
 """By the module that is the model, or a stage of it in this process."""
 
 
-def attach_description(module: nn.Module, description: DescribesModel) -> None:
-    """Sets the description of the model that a module is, or is a stage of."""
-    _descriptions[module] = description
-
-
-def description_of(module: nn.Module) -> DescribesModel | None:
-    """Returns the description of the model that a module is, or is a stage of."""
-    return _descriptions.get(module)
+def attach_plan(module: nn.Module, describe: Describe) -> None:
+    """Sets what describes the model that a module is, or is a stage of."""
+    _plans[module] = describe
 
 
 class PlanReport:
@@ -75,8 +65,7 @@ class PlanReport:
         return True
 
     def _plan(self) -> coordinator_pb2.ParallelPlan:
-        described = [description for module, description in _descriptions.items() if self._has(module)]
-        plans = [description.to_proto() for description in described]
+        plans = [describe() for module, describe in _plans.items() if self._has(module)]
         models = {model.SerializeToString(deterministic=True): model for model in plans}
         plan = coordinator_pb2.ParallelPlan(models=[models[key] for key in sorted(models)])
         _shorten(plan)

@@ -1,4 +1,4 @@
-"""How the mean gradient of a step is scaled and clipped before the optimizer uses it.
+"""The base class of all optimizers of sharded parameters, how they scale and clip gradients, and ``Combined``.
 
 Note: [Several clippings in a step]
     As in torch, each operation changes the gradient that the one before has left. Every sequence of factors and clamps
@@ -12,8 +12,6 @@ Note: [Several clippings in a step]
     torch rounds every element after every operation, Shardwell once. Elements and norms may thus differ from torch's by
     one rounding per operation after the first. There is no such difference for a single factor, which a clamp may
     follow, and for any number of clamps.
-
-The base class of all optimizers of sharded parameters.
 """
 
 from __future__ import annotations
@@ -565,3 +563,60 @@ class ShardedOptimizer(Optimizer):
             f"shardwell.optim.{type(self).__name__} got no sharded parameter: "
             "call fully_shard(model, session) first, or use torch.optim for local parameters"
         )
+
+
+class Combined(ShardedOptimizer):
+    """Combines optimizers of different kinds, such as ``Muon`` for matrices and ``AdamW`` for all other parameters.
+
+    The parameter groups are those of the members, in order. LR schedulers may belong to the ``Combined`` or to a
+    member. ``step``, ``clip_grad_norm_``, ``zero_grad`` and ``ema_decay`` must be used on the ``Combined``.
+
+    Args:
+        optimizers: At least one. Each parameter may be in one optimizer only.
+
+    Raises:
+        UsageError: ``optimizers`` is empty, or a member already belongs to a ``Combined``.
+        ValueError: A parameter is in two optimizers.
+    """
+
+    algorithm = ""
+
+    def __init__(self, optimizers: Sequence[ShardedOptimizer]) -> None:
+        self._combined_members = list(optimizers)
+        if not self._combined_members:
+            raise UsageError("Combined([]): expected at least one optimizer")
+        for member in self._combined_members:
+            if member._combined is not None or isinstance(member, Combined):
+                raise UsageError(f"Combined takes optimizers that are not combined yet, got {type(member).__name__}")
+            if runs_on_trainers(member.algorithm):
+                raise UsageError(
+                    f"{type(member).__name__} runs on the trainers: Combined takes optimizers of shardwell.optim only"
+                )
+            if member.ema_decay is not None:
+                raise UsageError(f"set ema_decay of the Combined, not of its {type(member).__name__}")
+        self._owner_of_group = [
+            (member, number) for member in self._combined_members for number in range(len(member.param_groups))
+        ]
+        super().__init__([group for member in self._combined_members for group in member.param_groups], {})
+        for member in self._combined_members:
+            member._combined = self
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raises UsageError: add parameter groups to the members before they are combined."""
+        if hasattr(self, "_session"):
+            raise UsageError("add parameter groups to the optimizers before they are combined")
+        super().add_param_group(param_group)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """See ``ShardedOptimizer.step``."""
+        loss = super().step(closure)
+        for member in self._combined_members:
+            # torch's schedulers read this attribute to warn about a call before the first step.
+            member._opt_called = True  # type: ignore[attr-defined]
+        return loss
+
+    def _group_to_proto(self, number: int) -> common_pb2.ParameterGroup:
+        member, own_number = self._owner_of_group[number]
+        proto = member._group_to_proto(own_number)
+        proto.algorithm = member.algorithm
+        return proto

@@ -9,10 +9,11 @@ import enum
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from shardwell.grid.parallel_plan import attach_description, description_of
+from shardwell.grid.parallel_plan import attach_plan
 from shardwell.parallel.transformer import Layer, LayerKind
 from shardwell_wire.v1 import coordinator_pb2
 
@@ -212,6 +213,16 @@ class ModelDescription:
         return self._num_micro_batches * collective.payload_bytes(self.micro_batch)
 
 
+_descriptions: WeakKeyDictionary[nn.Module, ModelDescription] = WeakKeyDictionary()
+"""By the module that is the model, or a stage of it in this process."""
+
+
+def attach_description(module: nn.Module, description: ModelDescription) -> None:
+    """Sets the description of the model that a module is, or is a stage of."""
+    _descriptions[module] = description
+    attach_plan(module, description.to_proto)
+
+
 def describe_model(module: nn.Module, class_name: str, stages: Sequence[StageDescription]) -> ModelDescription:
     """Returns the description of the model that a module is, or is a stage of. Makes one if there is none.
 
@@ -220,8 +231,7 @@ def describe_model(module: nn.Module, class_name: str, stages: Sequence[StageDes
         class_name: For a new description: class of the whole model.
         stages: For a new description: what each stage of the whole model holds, as far as known.
     """
-    found = description_of(module)
-    if isinstance(found, ModelDescription):
+    if (found := _descriptions.get(module)) is not None:
         return found
     description = ModelDescription(class_name, stages)
     attach_description(module, description)

@@ -15,10 +15,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
-from shardwell.grid.parallel_plan import attach_description
 from shardwell.module.fully_shard import ShardedModule
 from shardwell.module.naming import mark_ties
-from shardwell.parallel.description import ActivationShape, ModelDescription, StageDescription
+from shardwell.parallel.description import ActivationShape, ModelDescription, StageDescription, attach_description
 from shardwell.parallel.tracing import cut_graph, stage_module, trace_layers
 from shardwell.parallel.transformer import find_blocks, list_layers
 from shardwell_wire.errors import TiedParameterError, UsageError

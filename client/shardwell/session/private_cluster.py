@@ -16,7 +16,6 @@ import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
 
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistError
@@ -36,28 +35,6 @@ _POLL_S = 0.1
 _ADVICE = (
     "start a cluster (`shardwell-server`, docs/running.md) and set SHARDWELL_ADDRESS to its coordinator's HOST:PORT"
 )
-
-
-class PrivateCluster(Protocol):
-    """A cluster that ends with the session that uses it."""
-
-    @property
-    def address(self) -> str:
-        """The coordinator's host:port."""
-        ...
-
-    @property
-    def credentials(self) -> Credentials:
-        """Credentials that every rpc to the cluster carries."""
-        ...
-
-    def note_joined(self) -> None:
-        """Called when the session has become a member of its run."""
-        ...
-
-    def close(self) -> None:
-        """Called after the session has left its run, or has failed to join."""
-        ...
 
 
 @dataclass(slots=True)
@@ -98,23 +75,31 @@ def open_private_cluster(config: JoinConfig) -> PrivateCluster:
     return _SharedCluster(launch, config.waits) if place.rank == 0 else _JoinedCluster(launch, config.waits, place)
 
 
-class _OwnCluster:
+class PrivateCluster:
+    """A cluster that ends with the session that uses it.
+
+    Attributes:
+        address: The coordinator's host:port.
+        credentials: Credentials that every rpc to the cluster carries.
+    """
+
+    def __init__(self, address: str, credentials: Credentials) -> None:
+        self.address, self.credentials = address, credentials
+
+    def note_joined(self) -> None:
+        """Called when the session has become a member of its run."""
+
+    def close(self) -> None:
+        """Called after the session has left its run, or has failed to join."""
+
+
+class _OwnCluster(PrivateCluster):
     """The cluster of this process."""
 
     def __init__(self) -> None:
         self._cluster = LocalCluster(num_shards=1)
         self._cluster.start()
-
-    @property
-    def address(self) -> str:
-        return self._cluster.address
-
-    @property
-    def credentials(self) -> Credentials:
-        return self._cluster.credentials
-
-    def note_joined(self) -> None:
-        """Does nothing: no other process uses the cluster."""
+        super().__init__(self._cluster.address, self._cluster.credentials)
 
     def close(self) -> None:
         self._cluster.stop()
@@ -161,8 +146,8 @@ class _SharedCluster(_OwnCluster):
             coordinator.close()
 
 
-class _JoinedCluster:
-    """The cluster of rank 0, as used by the other ranks."""
+class _JoinedCluster(PrivateCluster):
+    """The cluster of rank 0, as used by the other ranks. Rank 0 stops it."""
 
     def __init__(self, launch: _Launch, waits: WaitOptions, place: TorchrunPlace) -> None:
         self._launch = launch
@@ -176,15 +161,11 @@ class _JoinedCluster:
         if "error" in found:
             launch.join_number += 1
             raise UnavailableError(found["error"])
-        self.address: str = found["address"]
         # The store does not carry the token, because every user of the host can read it. All ranks run as one user.
-        self.credentials = find_credentials(self.address)
+        super().__init__(found["address"], find_credentials(found["address"]))
 
     def note_joined(self) -> None:
         self._launch.join_number += 1
-
-    def close(self) -> None:
-        """Does nothing: rank 0 stops the cluster."""
 
 
 def _count_live_trainers(coordinator: CoordinatorClient) -> int:

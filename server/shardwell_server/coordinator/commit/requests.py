@@ -512,7 +512,7 @@ def _require_workers(run: Run, member: Member, step: Step) -> None:
     Work may be restarted when all trainers wait for the commit. Those that have computed an item compute it again, and
     ask for more. If their trainers are gone, the others have to ask.
     """
-    if run.asynchronous or step.all_finished or not member.accepts_reassigned_work or run.has_waiting_replica:
+    if run.asynchronous or step.all_finished or not member.accepts_reassigned_work or run.owners.has_waiting_replica:
         return
     if not any(step.leased_to(name) for name in run.members.live):
         ranks = ", ".join(str(item.first_rank) for item in step.unfinished)

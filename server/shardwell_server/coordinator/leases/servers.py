@@ -114,7 +114,7 @@ class ServerLeases:
             except UnavailableError:
                 running = False
             if not running and server.live and self._state.cluster.servers.get(server.server_id) is server:
-                server.mark_suspected()
+                server.suspected = True
                 self._start_probing(server)
 
         servers = [self._state.cluster.servers.get(server_id) for server_id in server_ids]
