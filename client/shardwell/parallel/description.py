@@ -1,7 +1,4 @@
-"""Collectives of tensor parallelism: operation, phase and bytes.
-
-Describes how a model is divided over tensor and pipeline ranks: layers, styles and collectives by stage.
-"""
+"""How a model is divided over tensor and pipeline ranks: the layers of each stage, their styles and collectives."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Pipeline stages of sharded models, for the schedules of ``torch.distributed.pipelining``.
-
-Reports the measured bubble of a pipeline to the performance monitor of the trainer.
-"""
+"""Pipeline stages of sharded models, for the schedules of ``torch.distributed.pipelining``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The micro-batches whose activations a trainer holds at once in a pipeline schedule.
+"""Pipeline schedules by name: which stages a trainer computes in which order, and how a step runs through them.
 
-Pipeline schedules by name: which stages a trainer computes, in which order, and how long it idles.
+``SchedulePlan`` is the numbers alone. ``PipelineSchedule`` runs torch's schedule on a trainer's stages.
+``micro_batches_in_flight`` tells how many micro-batches have activations at once.
 """
 
 from __future__ import annotations
@@ -21,51 +22,6 @@ from shardwell.membership.validity import START_AGAIN
 from shardwell.parallel.description import ModelDescription, StageDescription, describe_model
 from shardwell.parallel.pipeline import PipelineStage, report_bubble
 from shardwell_wire.errors import ReplicaLostError, UsageError
-
-
-def micro_batches_in_flight(plan: SchedulePlan, pp_rank: int) -> list[Mapping[int, int]]:
-    """Returns the number of micro-batches with activations by stage, after each forward of a trainer.
-
-    A micro-batch counts until its backward is complete, with the gradients of the weights.
-
-    Args:
-        plan: The schedule.
-        pp_rank: The trainer.
-    """
-    if plan.schedule in ("GPipe", "1F1B"):
-        count = plan.num_micro_batches if plan.schedule == "GPipe" else plan.pp - pp_rank
-        return [{pp_rank: min(count, plan.num_micro_batches)}]
-    held = dict.fromkeys(plan.stages_of(pp_rank), 0)
-    found: list[Mapping[int, int]] = []
-    for kind, stage in _actions(plan, pp_rank):
-        if kind == "FORWARD":
-            held[stage] += 1
-            found.append(dict(held))
-        elif kind in ("FULL_BACKWARD", "BACKWARD_WEIGHT"):
-            held[stage] -= 1
-    return found
-
-
-def _actions(plan: SchedulePlan, pp_rank: int) -> Iterator[tuple[str, int]]:
-    """Yields kind and stage of each action of a trainer, in the order of torch's schedule."""
-    stages = [
-        SimpleNamespace(
-            stage_index=index,
-            num_stages=plan.num_stages,
-            group_size=plan.pp,
-            group_rank=pp_rank,
-            is_first=index == 0,
-            is_last=index == plan.num_stages - 1,
-            submod=None,
-        )
-        for index in plan.stages_of(pp_rank)
-    ]
-    make = schedule_class(plan.schedule)
-    schedule = make(stages, n_microbatches=plan.num_micro_batches, loss_fn=lambda *_: None)
-    for action in schedule.pipeline_order[pp_rank]:
-        for part in () if action is None else (action.sub_actions or (action,)):
-            yield part.computation_type.name, part.stage_index
-
 
 Loss = Callable[[Any, Any], torch.Tensor]
 """``(output of the last stage, target) -> mean loss`` of one micro-batch."""
@@ -97,6 +53,7 @@ _KINDS = {
     "ZBVZeroBubble": _Kind(pipelining.ScheduleZBVZeroBubble, is_v=True, splits_backward=True),
     "DualPipeV": _Kind(pipelining.ScheduleDualPipeV, is_v=True, splits_backward=True, needs_stages=True),
 }
+
 
 SCHEDULES = tuple(_KINDS)
 """Names of the schedules."""
@@ -344,3 +301,46 @@ def _check_single_use(plan: SchedulePlan, index: int, module: nn.Module) -> None
                 f"twice: {first!r} and {name!r} of stage {index} are tied. Use 1F1B, Interleaved1F1B, GPipe or "
                 "LoopedBFS"
             )
+
+
+def micro_batches_in_flight(plan: SchedulePlan, pp_rank: int) -> list[Mapping[int, int]]:
+    """Returns the number of micro-batches with activations by stage, after each forward of a trainer.
+
+    A micro-batch counts until its backward is complete, with the gradients of the weights.
+
+    Args:
+        plan: The schedule.
+        pp_rank: The trainer.
+    """
+    if plan.schedule in ("GPipe", "1F1B"):
+        count = plan.num_micro_batches if plan.schedule == "GPipe" else plan.pp - pp_rank
+        return [{pp_rank: min(count, plan.num_micro_batches)}]
+    held = dict.fromkeys(plan.stages_of(pp_rank), 0)
+    found: list[Mapping[int, int]] = []
+    for kind, stage in _actions(plan, pp_rank):
+        if kind == "FORWARD":
+            held[stage] += 1
+            found.append(dict(held))
+        elif kind in ("FULL_BACKWARD", "BACKWARD_WEIGHT"):
+            held[stage] -= 1
+    return found
+
+
+def _actions(plan: SchedulePlan, pp_rank: int) -> Iterator[tuple[str, int]]:
+    """Yields kind and stage of each action of a trainer, in the order of torch's schedule."""
+    stages = [
+        SimpleNamespace(
+            stage_index=index,
+            num_stages=plan.num_stages,
+            group_size=plan.pp,
+            group_rank=pp_rank,
+            is_first=index == 0,
+            is_last=index == plan.num_stages - 1,
+            submod=None,
+        )
+        for index in plan.stages_of(pp_rank)
+    ]
+    schedule = schedule_class(plan.schedule)(stages, n_microbatches=plan.num_micro_batches, loss_fn=lambda *_: None)
+    for action in schedule.pipeline_order[pp_rank]:
+        for part in () if action is None else (action.sub_actions or (action,)):
+            yield part.computation_type.name, part.stage_index

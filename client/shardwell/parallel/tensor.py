@@ -1,6 +1,7 @@
-"""Styles of sequence parallelism that torch does not have: the cut of a block's input, and norms that gather.
+"""Plans of tensor parallelism: which layers of a transformer are split how, and what is sent for it.
 
-Plans of tensor parallelism: which layers of a transformer are split how, and what is sent for it.
+``plan_tensor_parallel`` plans, ``TensorParallelPlan.apply`` splits a model. At the end are the styles of sequence
+parallelism that torch does not have.
 """
 
 from __future__ import annotations
@@ -37,53 +38,6 @@ from shardwell_wire.errors import UsageError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-
-SEQUENCE_DIM = 1
-"""Dimension of activations along the sequence: ``[batch, length, width]``."""
-
-
-class SplitSequence(ParallelStyle):
-    """Cuts a module's first input, which is whole on every rank, along the sequence."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def cut(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            whole = DTensor.from_local(inputs[0], device_mesh, [Replicate()], run_check=False)
-            return (whole.redistribute(placements=[Shard(SEQUENCE_DIM)]).to_local(), *inputs[1:])
-
-        module.register_forward_pre_hook(cut)
-        return module
-
-
-class GatheredNorm(ParallelStyle):
-    """A norm that computes its part of the sequence, and gathers the result.
-
-    The parameters are whole on every rank, and their gradients are sums over the ranks.
-
-    Args:
-        local: Whether the output is a plain tensor that is the same on all ranks, and has the same gradient on all
-            ranks. Otherwise it is a ``DTensor`` for layers that are split by columns: its gradient is their sum.
-    """
-
-    def __init__(self, *, local: bool = False) -> None:
-        super().__init__()
-        self._local = local
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def replicate(_: str, part: nn.Module, mesh: DeviceMesh) -> None:
-            for name, parameter in list(part.named_parameters(recurse=False)):
-                values = distribute_tensor(parameter, mesh, [Replicate()], src_data_rank=None)
-                part.register_parameter(name, nn.Parameter(values, requires_grad=parameter.requires_grad))
-
-        def enter(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-            part: torch.Tensor = inputs[0]
-            return (DTensor.from_local(part, mesh, [Shard(SEQUENCE_DIM)], run_check=False), *inputs[1:])
-
-        def leave(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> torch.Tensor:
-            whole = output.redistribute(placements=[Replicate()])
-            return whole.to_local() if self._local else whole
-
-        return distribute_module(module, device_mesh, replicate, enter, leave)  # type: ignore[arg-type]
 
 
 _NUMBER = re.compile(r"\b\d+\b")
@@ -405,3 +359,50 @@ class _Planner:
         for parameter in self._model.get_submodule(name).parameters(recurse=False):
             size, item_size = parameter.numel(), parameter.element_size()
             yield Collective("all_reduce", CollectivePhase.GRADIENTS, last_dim=size, item_size=item_size)
+
+
+SEQUENCE_DIM = 1
+"""Dimension of activations along the sequence: ``[batch, length, width]``."""
+
+
+class SplitSequence(ParallelStyle):
+    """Cuts a module's first input, which is whole on every rank, along the sequence."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def cut(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            whole = DTensor.from_local(inputs[0], device_mesh, [Replicate()], run_check=False)
+            return (whole.redistribute(placements=[Shard(SEQUENCE_DIM)]).to_local(), *inputs[1:])
+
+        module.register_forward_pre_hook(cut)
+        return module
+
+
+class GatheredNorm(ParallelStyle):
+    """A norm that computes its part of the sequence, and gathers the result.
+
+    The parameters are whole on every rank, and their gradients are sums over the ranks.
+
+    Args:
+        local: Whether the output is a plain tensor that is the same on all ranks, and has the same gradient on all
+            ranks. Otherwise it is a ``DTensor`` for layers that are split by columns: its gradient is their sum.
+    """
+
+    def __init__(self, *, local: bool = False) -> None:
+        super().__init__()
+        self._local = local
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def replicate(_: str, part: nn.Module, mesh: DeviceMesh) -> None:
+            for name, parameter in list(part.named_parameters(recurse=False)):
+                values = distribute_tensor(parameter, mesh, [Replicate()], src_data_rank=None)
+                part.register_parameter(name, nn.Parameter(values, requires_grad=parameter.requires_grad))
+
+        def enter(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+            part: torch.Tensor = inputs[0]
+            return (DTensor.from_local(part, mesh, [Shard(SEQUENCE_DIM)], run_check=False), *inputs[1:])
+
+        def leave(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> torch.Tensor:
+            whole = output.redistribute(placements=[Replicate()])
+            return whole.to_local() if self._local else whole
+
+        return distribute_module(module, device_mesh, replicate, enter, leave)  # type: ignore[arg-type]

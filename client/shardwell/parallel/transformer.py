@@ -1,6 +1,7 @@
-"""The layers of a model and their kinds: attention, MLP, embedding, norm, head.
+"""The layers of a model by name and class: their kinds, and the parts that tensor parallelism splits.
 
-Finds the parts of a transformer that tensor parallelism splits: attention, MLP, embeddings and head.
+``list_layers`` names the kind of every layer of any model. ``analyse`` finds the attention, MLP, embedding and head of
+a transformer, and raises if it does not know the role of a layer.
 """
 
 from __future__ import annotations
