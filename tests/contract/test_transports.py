@@ -244,9 +244,7 @@ def test_streams_report_that_they_are_nearly_done(server: ShardServer, name: str
         opened.one.update(0)
         flat, reported = torch.zeros(BIG.size_bytes // 4), []
         transport.fetch(
-            address_of(opened.one),
-            1,
-            Target(flat.view(torch.uint8)),
+            ShardRead(address_of(opened.one), 1, Target(flat.view(torch.uint8))),
             wait_s=20.0,
             timeout_s=20.0,
             nearly_done=lambda: reported.append(bool((flat[: -NEARLY_DONE_BYTES // 4] == -1.0).all())),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from shardwell.transport.base import (
+    Arrived,
     BatchAnswers,
     GradientPart,
     Incoming,
@@ -24,7 +25,6 @@ from shardwell.transport.base import (
     ignore,
 )
 from shardwell.transport.resending import ReachedServer
-from shardwell.transport.server_connection import Arrived
 from shardwell.transport.shared_vector import SharedVector
 from shardwell_wire.encoding.chunk_streams import memory_at
 from shardwell_wire.encoding.wire_dtypes import AS_STORED, WireDtype

@@ -21,6 +21,7 @@ from shardwell.data_plane.host_cache import CachedShard
 from shardwell.data_plane.kept_streams import DecodedStream, DeltaCache, KeptStream
 from shardwell.memory.buffers import BufferPool
 from shardwell.transport.base import (
+    Arrived,
     GradientPart,
     NearlyDone,
     PartHeader,
@@ -31,7 +32,7 @@ from shardwell.transport.base import (
     ignore,
 )
 from shardwell.transport.resending import SHARED_TRANSFER, TRANSFER, Resending
-from shardwell.transport.server_connection import Arrived, ServerConnection
+from shardwell.transport.server_connection import ServerConnection
 from shardwell.transport.shared_vector import SegmentLocation, SharedVector
 from shardwell_wire import fault_points
 from shardwell_wire.encoding import value_deltas

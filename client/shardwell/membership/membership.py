@@ -396,6 +396,11 @@ class Membership:
             self._state.check()
 
     @property
+    def valid(self) -> bool:
+        """True if the membership has neither lapsed nor ended: ``check`` raises nothing, and ``lapsed`` is False."""
+        return self._state.valid
+
+    @property
     def lapsed(self) -> bool:
         """True if the membership is over and ``rejoin`` may start another one."""
         return self._state.lapsed

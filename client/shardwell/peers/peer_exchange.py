@@ -37,7 +37,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -157,18 +156,6 @@ def connect(host: str, port: int, secret: bytes, position: int, deadline_s: floa
     return connected
 
 
-class PeerOwner(Protocol):
-    """Receives what arrives over the links of a trainer. Called by the threads of the links."""
-
-    def note_frame(self, position: int, kind: int, body: memoryview) -> None:
-        """Called for each frame of a member, in the order in which it was sent."""
-        ...
-
-    def note_lost(self, position: int, why: str) -> None:
-        """Called once when the connection to a member has ended."""
-        ...
-
-
 class PeerLink:
     """The connection to one member. Sends and receives in threads of its own. Thread-safe.
 
@@ -178,7 +165,7 @@ class PeerLink:
         owner: Receives the frames.
     """
 
-    def __init__(self, connected: socket.socket, position: int, owner: PeerOwner) -> None:
+    def __init__(self, connected: socket.socket, position: int, owner: PeerExchange) -> None:
         self._socket, self._position, self._owner = connected, position, owner
         self._frames: queue.SimpleQueue[tuple[int, Body, Callable[[], None]] | None] = queue.SimpleQueue()
         self._broken = threading.Event()
@@ -526,7 +513,7 @@ class PeerExchange:
     # ---- any thread ----
 
     def note_frame(self, position: int, kind: int, body: memoryview) -> None:
-        """See ``PeerOwner``."""
+        """Called by a link's thread for each frame of a member, in the order in which it was sent."""
         with self._changed:
             if kind == END:
                 version, count = _END.unpack(body)
@@ -541,7 +528,7 @@ class PeerExchange:
             self._changed.notify_all()
 
     def note_lost(self, position: int, why: str) -> None:
-        """See ``PeerOwner``."""
+        """Called by a link's thread, once, when the connection to a member has ended."""
         with self._changed:
             if not self._lost:
                 self._lost, self._why_lost = True, f"member {position} of {self._size} is gone: {why}"

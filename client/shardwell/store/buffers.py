@@ -23,7 +23,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 import xxhash
@@ -239,46 +238,8 @@ def write_value(live: torch.Tensor, value: BufferValue) -> None:
 # ---- the store ----
 
 
-class BufferStore(Protocol):
-    """Stores the run's buffers."""
-
-    def declare(self, layout: UnitLayout, values: InitialValues, step: int) -> int:
-        """Declares a unit of buffers and, if the coordinator selects this trainer, uploads its values.
-
-        Returns:
-            The unit's index in the run.
-        """
-        ...
-
-    def push(
-        self, unit_index: int, step: int, item: WorkItemState, buffers: Sequence[tuple[int, torch.Tensor]]
-    ) -> None:
-        """Starts to send new values.
-
-        Args:
-            unit_index: The unit.
-            step: The step in flight.
-            item: Work item of logical rank 0.
-            buffers: ``(layout index, value)`` by increasing index. The values do not change until the commit.
-        """
-        ...
-
-    def read(self, unit_index: int, version: int, wanted: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Waits for a version and copies buffers from it.
-
-        Args:
-            unit_index: The unit.
-            version: The version.
-            wanted: ``(layout index, target)``; targets are dense tensors on the CPU.
-
-        Raises:
-            VersionGoneError: A later version has replaced it.
-        """
-        ...
-
-
 class RemoteBuffers:
-    """A ``BufferStore`` on the shard servers: rank 0 pushes values, the other trainers read them.
+    """The run's buffers on the shard servers: rank 0 pushes values, the other trainers read them.
 
     Args:
         membership: The membership of this trainer.
@@ -305,7 +266,11 @@ class RemoteBuffers:
         """The units by their index in the run."""
 
     def declare(self, layout: UnitLayout, values: InitialValues, step: int) -> int:
-        """See ``BufferStore.declare``."""
+        """Declares a unit of buffers and, if the coordinator selects this trainer, uploads its values.
+
+        Returns:
+            The unit's index in the run.
+        """
         unit = self._declarations.declare(layout, values, step, lambda declared: self._connect(layout, declared))
         self.units[unit.index] = self._mappings.map_stored(unit)
         return unit.index
@@ -317,7 +282,14 @@ class RemoteBuffers:
     def push(
         self, unit_index: int, step: int, item: WorkItemState, buffers: Sequence[tuple[int, torch.Tensor]]
     ) -> None:
-        """See ``BufferStore.push``. A failure is raised by the next push or drain."""
+        """Starts to send new values. A failure is raised by the next push or drain.
+
+        Args:
+            unit_index: The unit.
+            step: The step in flight.
+            item: Work item of logical rank 0.
+            buffers: ``(layout index, value)`` by increasing index. The values do not change until the commit.
+        """
         self._membership.check()
         if item.is_over or self._membership.lapsed:
             return
@@ -328,7 +300,16 @@ class RemoteBuffers:
             self._pushes.push(unit, header, values, partial(self._excuse, item, item.key))
 
     def read(self, unit_index: int, version: int, wanted: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """See ``BufferStore.read``."""
+        """Waits for a version and copies buffers from it.
+
+        Args:
+            unit_index: The unit.
+            version: The version.
+            wanted: ``(layout index, target)``; targets are dense tensors on the CPU.
+
+        Raises:
+            VersionGoneError: A later version has replaced it.
+        """
         self._membership.check()
         unit = self.units[unit_index]
         present = [(index, target) for index, target in wanted if target.nbytes]
@@ -391,7 +372,7 @@ class RunBuffers:
     def __init__(
         self,
         modules: Callable[[], Iterable[tuple[str, nn.Module]]],
-        store: BufferStore,
+        store: RemoteBuffers,
         state: coordinator_pb2.RunState,
         place: GridPlace,
     ) -> None:

@@ -65,7 +65,8 @@ class ItemGathers:
         vector: FlatVector | None = None,
     ) -> Future[int]:
         """See ``ParameterStore.gather``."""
-        self._membership.check()
+        if not self._membership.valid:
+            self._membership.check()
         if self._computes_in_vain():
             return self._gather_newest(unit_index, target, exact=exact, layout=layout)
         version = self._state.number
@@ -90,13 +91,6 @@ class ItemGathers:
             return start(alternative) if isinstance(error, VersionGoneError | StaleEpochError) else None
 
         return start(again)
-
-    def present_version(self, unit_index: int) -> int | None:
-        """See ``ParameterStore.present_version``."""
-        self._membership.check()
-        version = self._state.number
-        is_present = not self._computes_in_vain() and self._fetches.is_present(self._units[unit_index], version)
-        return version if is_present else None
 
     def await_version(self, unit_index: int) -> Callable[[], int]:
         """See ``ParameterStore.await_version``."""
@@ -243,9 +237,11 @@ class ItemPushes:
             self._push(unit_index, gradients)
 
     def _push(self, unit_index: int, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
-        self._membership.check()
+        is_lapsed = not self._membership.valid
+        if is_lapsed:
+            self._membership.check()
         unit, current = self._units[unit_index], self._state.require_current()
-        if current.is_over or self._membership.lapsed:
+        if current.is_over or is_lapsed:
             self.abandon_sums()
             return
         if self.sums is not None and not self.sums.allows_part(current, unit):

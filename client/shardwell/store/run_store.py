@@ -331,7 +331,13 @@ class RunStore:
 
     def present_version(self, unit_index: int) -> int | None:
         """See ``ParameterStore.present_version``."""
-        return self.gathers.present_version(unit_index)
+        if not self._membership.valid:
+            self._membership.check()
+            return None  # a lapsed trainer computes in vain
+        current, version = self._state.current, self._state.number
+        if current is not None and current.abandoned:
+            return None
+        return version if self._fetches.is_present(self._units[unit_index], version) else None
 
     def wrote_in_place(self) -> bool:
         """See ``ParameterStore.wrote_in_place``."""
@@ -341,7 +347,7 @@ class RunStore:
 
     def fetches_in_place(self) -> bool:
         """See ``ParameterStore.fetches_in_place``."""
-        return self._mappings.have_cache
+        return self._mappings.cache is not None
 
     def await_version(self, unit_index: int) -> Callable[[], int]:
         """See ``ParameterStore.await_version``."""

@@ -275,17 +275,13 @@ class ShardMappings:
         self._membership, self._config = membership, config
         self._reads_in_place = CAN_MAP and not Consistency.from_proto(membership.joined.config).asynchronous
         self._rollback_count = membership.joined.rollback_count
-        self._cache = self._open_cache() if config.transfers.host_cache_bytes else None
-
-    @property
-    def have_cache(self) -> bool:
-        """True if this process uses a host cache."""
-        return self._cache is not None
+        self.cache = self._open_cache() if config.transfers.host_cache_bytes else None
+        """The host cache. None: this process uses none."""
 
     @property
     def cache_hit_bytes(self) -> int:
         """Bytes that were found in the host cache."""
-        return self._cache.hit_bytes if self._cache is not None else 0
+        return self.cache.hit_bytes if self.cache is not None else 0
 
     def map(self, unit: RemoteUnit, gather_dtype: str) -> RemoteUnit:
         """Maps the shards of a unit that are in shared memory.
@@ -315,7 +311,7 @@ class ShardMappings:
 
     def share_on_host(self, unit: RemoteUnit, gather_dtype: str) -> RemoteUnit:
         """Maps a unit and puts its other shards into the host cache, even beyond the cache's budget."""
-        self._cache = self._cache or self._open_cache()
+        self.cache = self.cache or self._open_cache()
         return self._map(unit, gather_dtype, beyond_budget=True)
 
     def remap(self, unit: RemoteUnit, moved: Sequence[int], gather_dtype: str, *, wait: bool) -> None:
@@ -353,7 +349,7 @@ class ShardMappings:
                 others.append(number)
         if others:
             assert vector is not None
-            self._cache = self._cache or self._open_cache()
+            self.cache = self.cache or self._open_cache()
             for number, location in self._cached_locations(unit, others, gather_dtype).items():
                 if wait and (shown := vector.shown(location.start_bytes)) is not None:
                     unit.shards[number].await_version(shown)
@@ -375,17 +371,17 @@ class ShardMappings:
 
     def start_over(self, rollback_count: int) -> None:
         """Leaves the host cache: the run was rolled back, and the next versions have other values."""
-        former, self._cache = self._cache, None
+        former, self.cache = self.cache, None
         self._rollback_count = rollback_count
         if former is not None:
             former.close()
         if self._config.transfers.host_cache_bytes:
-            self._cache = self._open_cache()
+            self.cache = self._open_cache()
 
     def close(self) -> None:
         """Leaves the host cache."""
-        if self._cache is not None:
-            self._cache.close()
+        if self.cache is not None:
+            self.cache.close()
 
     def _map(self, unit: RemoteUnit, gather_dtype: str, *, beyond_budget: bool) -> RemoteUnit:
         if not self._reads_in_place or not unit.layout.size_bytes:
@@ -412,14 +408,14 @@ class ShardMappings:
         self, unit: RemoteUnit, numbers: Sequence[int], gather_dtype: str, *, beyond_budget: bool
     ) -> dict[int, SegmentLocation]:
         """Adds shards to the host cache if there is room; returns the location of each by its number."""
-        if self._cache is None or not numbers:
+        if self.cache is None or not numbers:
             return {}
         shards = {number: unit.shards[number] for number in numbers}
         ranges = {
             number: CacheKey(unit.index, shard.start_bytes, shard.stop_bytes, gather_dtype)
             for number, shard in shards.items()
         }
-        admitted = self._cache.admit(unit.layout.unit, ranges, beyond_budget=beyond_budget)
+        admitted = self.cache.admit(unit.layout.unit, ranges, beyond_budget=beyond_budget)
         for number, cached in admitted.items():
             shards[number].cached = cached
         return {number: cached.location for number, cached in admitted.items()}

@@ -1,10 +1,7 @@
-"""Memory for the stream of one fetch, and what a trainer makes of the stream.
+"""The interface of a transport, which moves the bytes of a shard between this trainer and one shard server.
 
-The header of a push: the fields that one part has on all shards, and those that all parts have on one shard.
-
-Neither is encoded anew for each push and shard. A batch of pushes names the fields of the attempt once.
-
-The interface of a transport, which moves the bytes of a shard between this trainer and one shard server.
+Also what it moves: the stream of a fetch with the memory for it, and the header of a push. The fields that a part has
+on all shards, and those that all parts have on one shard, are not encoded anew for each push and shard.
 
 Note: [Adding a transport]
     A transport is a module of this package with one class: a ``StreamTransport`` if it sends bytes over a connection,
@@ -20,14 +17,14 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 from shardwell.transport.partitions import PartitionLocation, PartitionSegment
 from shardwell.transport.shared_vector import SharedVector
 from shardwell_wire.encoding.wire_dtypes import AS_STORED, WireDtype
-from shardwell_wire.errors import UnavailableError
+from shardwell_wire.errors import InvalidRequestError, UnavailableError
 from shardwell_wire.model.layout import UnitLayout
 from shardwell_wire.model.names import RunIdentity
 from shardwell_wire.v1 import common_pb2, shard_pb2
@@ -251,25 +248,67 @@ class ShardRead:
     """Whether to fetch the moving average of the values. Not from shared memory, and not in a batch."""
 
 
-class BatchAnswers(Protocol):
-    """Receives the answers to a batch of small fetches."""
+Arrived = Callable[[int, int], None]
+"""Called when a shard has arrived, with its position in the batch and its version."""
+
+
+class BatchAnswers:
+    """Receives the answers to a batch of small fetches.
+
+    Args:
+        peer: Address of the server, for errors.
+        streams: The stream of each fetch, and its context, which ends when the fetch is done.
+        counter: Counts the received bytes.
+        arrived: See ``Arrived``.
+    """
+
+    def __init__(
+        self, peer: str, streams: Sequence[tuple[Incoming, ExitStack]], counter: ByteCounter, arrived: Arrived
+    ) -> None:
+        self._peer, self._streams, self._counter, self._arrived = peer, streams, counter, arrived
+        self._left = set(range(len(streams)))
 
     @property
     def are_missing(self) -> bool:
         """True until every fetch is answered."""
-        ...
+        return bool(self._left)
 
-    def places(self, response: shard_pb2.GatherBatchResponse) -> Sequence[memoryview]:
+    def places(self, response: shard_pb2.GatherBatchResponse) -> list[memoryview]:
         """Returns the memory for the streams that follow a response.
 
         Raises:
             InvalidRequestError: The response does not belong to the batch.
         """
-        ...
+        numbers = [each.number for each in response.ranges]
+        if not numbers or len(set(numbers)) < len(numbers) or not self._left.issuperset(numbers):
+            raise InvalidRequestError(
+                f"shard server at {self._peer} answered ranges {numbers[:10]} of a batch of {len(self._streams)}, of "
+                f"which {len(self._left)} are missing: expected each range once"
+            )
+        self._left.difference_update(numbers)
+        places = []
+        for each in response.ranges:
+            if each.status:
+                continue
+            stream, _ = self._streams[each.number]
+            place = stream.place(each.version, each.deltas if each.HasField("deltas") else None)
+            if len(place) != each.size_bytes:
+                raise InvalidRequestError(
+                    f"shard server at {self._peer} sends {each.size_bytes} bytes for range {each.number} of a batch, "
+                    f"expected {len(place)}"
+                )
+            places.append(place)
+        return places
 
     def finish(self, response: shard_pb2.GatherBatchResponse) -> None:
         """Uses the streams of a response, which have arrived and been checked."""
-        ...
+        for each in response.ranges:
+            if not each.status:
+                stream, context = self._streams[each.number]
+                stream.finish()
+                context.close()
+                self._counter.add(received_bytes=each.size_bytes)
+                self._arrived(each.number, each.version)
 
 
 class GradientPart(Protocol):

@@ -14,6 +14,8 @@ from typing import Any
 import xxhash
 
 from shardwell.transport.base import (
+    Arrived,
+    BatchAnswers,
     ByteCounter,
     Incoming,
     NearlyDone,
@@ -60,61 +62,6 @@ from shardwell_wire.model.names import RunIdentity
 from shardwell_wire.security.credentials import Credentials
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
-Arrived = Callable[[int, int], None]
-"""Called when a shard has arrived, with its position in the batch and its version."""
-
-
-class _Answers:
-    """Receives the answers to a batch. A ``BatchAnswers``.
-
-    Args:
-        peer: Address of the server, for errors.
-        streams: The stream of each fetch, and its context, which ends when the fetch is done.
-        counter: Counts the received bytes.
-        arrived: See ``Arrived``.
-    """
-
-    def __init__(
-        self, peer: str, streams: Sequence[tuple[Incoming, ExitStack]], counter: ByteCounter, arrived: Arrived
-    ) -> None:
-        self._peer, self._streams, self._counter, self._arrived = peer, streams, counter, arrived
-        self._left = set(range(len(streams)))
-
-    @property
-    def are_missing(self) -> bool:
-        return bool(self._left)
-
-    def places(self, response: shard_pb2.GatherBatchResponse) -> list[memoryview]:
-        numbers = [each.number for each in response.ranges]
-        if not numbers or len(set(numbers)) < len(numbers) or not self._left.issuperset(numbers):
-            raise InvalidRequestError(
-                f"shard server at {self._peer} answered ranges {numbers[:10]} of a batch of {len(self._streams)}, of "
-                f"which {len(self._left)} are missing: expected each range once"
-            )
-        self._left.difference_update(numbers)
-        places = []
-        for each in response.ranges:
-            if each.status:
-                continue
-            stream, _ = self._streams[each.number]
-            place = stream.place(each.version, each.deltas if each.HasField("deltas") else None)
-            if len(place) != each.size_bytes:
-                raise InvalidRequestError(
-                    f"shard server at {self._peer} sends {each.size_bytes} bytes for range {each.number} of a batch, "
-                    f"expected {len(place)}"
-                )
-            places.append(place)
-        return places
-
-    def finish(self, response: shard_pb2.GatherBatchResponse) -> None:
-        for each in response.ranges:
-            if not each.status:
-                stream, context = self._streams[each.number]
-                stream.finish()
-                context.close()
-                self._counter.add(received_bytes=each.size_bytes)
-                self._arrived(each.number, each.version)
-
 
 def _fetch_together(
     transports: TransportSelector, reads: Sequence[ShardRead], arrived: Arrived, *, timeout_s: float
@@ -143,7 +90,7 @@ def _fetch_together(
             request.ranges.append(
                 each.shard.gather_request(each.version, each.target.wire_dtype, base=stream.base, names_run=False)
             )
-        answers = _Answers(transports.client.address, streams, transports.counter, arrived)
+        answers = BatchAnswers(transports.client.address, streams, transports.counter, arrived)
         transports.require_stream().fetch_batch(request, answers, timeout_s=timeout_s)
 
 
@@ -407,6 +354,8 @@ class ServerConnection(ReachedServer):
         if self.copies_gradients:
             try:
                 return self.transports.require_shared().prepare_push(push)
+            except UnavailableError:  # an OSError, too
+                raise
             except (CapacityError, OSError) as error:
                 self._stop_sharing_gradients(error)
         return push
@@ -477,6 +426,8 @@ class ServerConnection(ReachedServer):
             try:
                 shared = self.transports.require_shared()
                 return shared.read_partition(shard, location, context, timeout_s=timeout_s)
+            except UnavailableError:  # an OSError, too
+                raise
             except (CapacityError, ConflictError, OSError) as error:
                 self._require_memory_problem(error)
                 logger.info("partition of unit %r is streamed: %s", location.layout.unit, error)

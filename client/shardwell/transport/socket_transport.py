@@ -218,9 +218,11 @@ class SocketConnection:
     def _receive_streams(self, targets: Sequence[memoryview], what: str, nearly_done: NearlyDone) -> None:
         """Receives one stream into several places."""
         receiver = socket_frames.StreamReceiver(targets, sum(map(len, targets)), what, may_be_refused=True)
+        is_nearly_done = False
         while not receiver.over:
             receiver.took(self._receive(receiver.places()))
-            if receiver.left_bytes <= NEARLY_DONE_BYTES:
+            if not is_nearly_done and receiver.left_bytes <= NEARLY_DONE_BYTES:
+                is_nearly_done = True
                 nearly_done()
         if receiver.refusal_bytes is not None:
             raise self._receive_error(receiver.refusal_bytes)
