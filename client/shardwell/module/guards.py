@@ -190,7 +190,7 @@ def hidden_parameters(units: Sequence[Unit], function: Callable[[torch.Tensor], 
     """
     for unit in units:
         for index, parameter in enumerate(unit.parameters):
-            dtype = unit.precision.stored_dtype(index)
+            dtype = unit.precision.stored_dtypes[index]
             probe = function(torch.empty(0, dtype=dtype, device=parameter.device))
             if (probe.dtype, probe.device) != (dtype, parameter.device):
                 raise UsageError(

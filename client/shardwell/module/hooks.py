@@ -1,29 +1,13 @@
-"""The entry of every backward: hooks nodes that read a unit's weights and have no hook yet.
+"""Hooks around the forward of modules: they gather a unit before its forward, and find its autograd nodes afterwards.
 
-The hooks on the results of a forward (``hooks.py``) are enough for graphs that lead through these results. Two kinds
-of nodes bypass the results:
-
-- Nodes of a forward whose value left the forward in another way: an auxiliary loss that was appended to a list, a
-  feature that a hook on a submodule took.
-- Nodes that were made outside of every forward while the unit was gathered, such as a penalty on its parameters.
-
-A search from the roots of the backward finds these nodes. The search ends at nodes that have a hook, so in an ordinary
-step it visits only the nodes of the loss function. If the search misses a node, autograd's version check raises: see
-Note: [Version counters].
-
-A backward searches only for the units of sessions whose forwards ran in the same thread. See Note: [Node numbers].
-
-Hooks around the forward of modules: they gather a unit before its forward, and find its autograd nodes afterwards.
-
-See Note: [Node numbers] in ``graph_tracking.py`` for how the hooked nodes start and end a unit's backward.
+See Note: [Node numbers] in ``passes.py`` for how the hooked nodes start and end a unit's backward. ``torch_patches.py``
+finds the nodes that these hooks miss.
 """
 
 from __future__ import annotations
 
 import functools
-import re
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -37,224 +21,66 @@ from shardwell.module.mixed_precision import (
     share_storage,
     warn_of_autocast,
 )
-from shardwell.module.parameters import FIRST_VERSION, FREED_VERSION
-from shardwell.module.passes import NO_TASK, ThreadGuard, WatchedGraphs, backward_task
-from shardwell.module.unit import ForwardCall, Unit, owner_of
-from shardwell.module.units import Units
-from shardwell_wire.errors import FreedParameterError, UsageError
+from shardwell.module.passes import ForwardBackward
+from shardwell.module.unit import Unit
+from shardwell_wire.errors import UsageError
 
-_MAX_NODES = 4096
-"""Limit of the search, which takes about a microsecond per node."""
-
-_ALIASES = ("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Expand", "Squeeze", "Unsqueeze")
-_VIEWS = tuple(
-    f"{name}Backward" for name in (*_ALIASES, "Select", "Slice", "Narrow", "Split", "Unbind", "AsStrided", "Alias")
-)
-"""Prefixes of the names of nodes whose result is a view: an operation on the view reads the parameter."""
-
-_OTHER_VERSION = re.compile(r"is at version (\d+); expected version (\d+) instead")
-_NO_MEMORY = ("out of bounds for storage of size 0", "its data is not allocated yet")
-"""torch's errors for a tensor without memory, in operations that do not compare version counters."""
-
-_ADVICE = (
-    "Make the tensor a result of the forward (a return value, or an attribute of one of the unit's modules), call "
-    "backward while the unit is gathered (after module.unshard() and before module.reshard()), or compute the tensor "
-    "from a clone of the parameter"
-)
-
-_watched: weakref.WeakSet[Units] = weakref.WeakSet()
+_has_storage: Callable[[torch.Tensor], bool] = torch._C._has_storage
+_ask_compiler: Callable[[], object] | None = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
+"""Returns what compiles the frames of this thread; None: nothing does. An older torch lacks the function."""
+_active_compiler: Callable[[], object] = _ask_compiler or (lambda: None)
 
 
-def watch(units: Units) -> None:
-    """Makes all later backwards search for nodes that need these units, if torch runs them by ``searching``."""
-    _watched.add(units)
-
-
-def unwatch(units: Units) -> None:
-    """Ends the searches for these units."""
-    _watched.discard(units)
-
-
-def searching(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function through which torch runs a backward, with the search before it."""
-
-    @functools.wraps(original)
-    def run_backward(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        watched, entered = list(_watched), list[ThreadGuard]()
-        try:
-            for units in watched:
-                if units.passes.graphs.made_by_this_thread:
-                    units.passes.guard.enter_backward()
-                    entered.append(units.passes.guard)
-                    hook_loose_nodes(units, t_outputs)
-            return original(t_outputs, *args, **kwargs)
-        except BaseException as error:
-            if backward_task() == NO_TASK:
-                for units in watched:
-                    if units.passes.guard.is_mine:
-                        units.passes.end_failed_backward()
-            explanation = _explain(error, [unit for units in watched for unit in units])
-            if explanation is None:
-                raise
-            raise explanation from error
-        finally:
-            for guard in entered:
-                guard.leave_backward()
-            for units in watched:
-                units.passes.guard.leave_at_end()
-
-    # The compiler must not trace the search.
-    return torch.compiler.disable(run_backward, recursive=False)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def hook_loose_nodes(units: Units, roots: Iterable[Any]) -> None:
-    """Hooks the nodes that read a unit's weights and have no hook, so that the unit is gathered before they run.
-
-    Called by the thread that has made the session's graphs.
-    """
-    graphs = units.passes.graphs
-    found = _search(units, roots)
-    # Consecutive nodes that read the same unit share one call, so the unit is gathered once for all of them.
-    open_groups: dict[Unit, ForwardCall] = {}
-    for number in sorted(found):
-        node, readers = found[number]
-        groups = {unit: open_groups.get(unit) or ForwardCall(unit, unit.generation, number) for unit in readers}
-        open_groups = groups
-        for call in groups.values():
-            graphs.watch(node, number, call)
-
-
-def _search(units: Units, roots: Iterable[Any]) -> dict[int, tuple[Any, list[Unit]]]:
-    """Returns the nodes without a hook that read weights, by number, with the units that they read.
-
-    Nodes that were made in a forward call are hooked immediately and not returned.
-    """
-    graphs = units.passes.graphs
-    nodes = {node: node._sequence_nr() for node in _reachable(roots, graphs)}
-    reads: dict[Any, list[Unit]] = {}
-    found: dict[int, tuple[Any, list[Unit]]] = {}
-    for node, number in sorted(nodes.items(), key=lambda item: item[1]):
-        if _is_leaf(node):
-            continue
-        readers = {unit: None for child, _ in node.next_functions for unit in _read_by(child, reads, units)}
-        if readers and node.name().startswith(_VIEWS):  # children have lower numbers, so their entries exist
-            reads[node] = list(readers)
-        if (call := graphs.calls.find(number)) is not None:
-            graphs.watch(node, number, call)
-        elif readers:
-            found[number] = node, list(readers)
-    return found
-
-
-def _read_by(child: Any, reads: dict[Any, list[Unit]], units: Units) -> list[Unit]:
-    """Returns the units whose weights a node reads through one of its inputs."""
-    if child is None:
-        return []
-    if not _is_leaf(child):
-        return reads.get(child, [])
-    owner = owner_of(child.variable)
-    return [owner.unit] if owner is not None and units.has(owner.unit) else []
-
-
-def _is_leaf(node: Any) -> bool:
-    """True if a node represents a leaf tensor, whose gradient is accumulated."""
-    return type(node).__name__ == "AccumulateGrad"
-
-
-def _reachable(roots: Iterable[Any], graphs: WatchedGraphs) -> Iterator[Any]:
-    """Yields the nodes of a backward down to those that have a hook, or are older than all graphs with weights."""
-    seen: set[Any] = set()
-    waiting = [node for root in roots if (node := _node_of(root)) is not None]
-    while waiting and len(seen) < _MAX_NODES:
-        node = waiting.pop()
-        number = node._sequence_nr()
-        if node in seen or number in graphs.watched or number < graphs.first_number:
-            continue
-        seen.add(node)
-        yield node
-        waiting.extend(child for child, _ in node.next_functions if child is not None)
-
-
-def _node_of(root: Any) -> Any:
-    """Returns the node of a tensor or of a ``GradientEdge``."""
-    return root.grad_fn if isinstance(root, torch.Tensor) else root.node
-
-
-def _explain(error: BaseException, units: Sequence[Unit]) -> UsageError | None:
-    """Returns a clearer error if a backward failed because of sharded weights; None if for another reason."""
-    text = str(error) if isinstance(error, RuntimeError) else ""
-    if (found := _OTHER_VERSION.search(text)) is None:
-        freed = any(phrase in text for phrase in _NO_MEMORY) and any(unit.needs_gather for unit in units)
-        return _freed(None, None) if freed else None
-    now, expected = int(found[1]), int(found[2])
-    if now >= FREED_VERSION:
-        for unit in units:
-            for index, parameter in enumerate(unit.parameters):
-                if parameter._version == now:
-                    return _freed(unit.name, unit.layout.parameters[index].name)
-        return _freed(None, None)
-    if now >= FIRST_VERSION and expected >= FIRST_VERSION:
-        return UsageError(
-            "backward through a graph that was made before the last optimizer.step() or in another work item: the "
-            "weights that the graph saved are gone; run the forward again"
-        )
-    return None
-
-
-def _freed(unit: str | None, parameter: str | None) -> FreedParameterError:
-    weights = (
-        "weights of a sharded module, which are freed"
-        if unit is None
-        else f"parameter {parameter!r}, whose unit {unit!r} is freed"
-    )
-    return FreedParameterError(
-        f"backward needs {weights}. A tensor that is not a result of the unit's forward was computed from the weights. "
-        + _ADVICE,
-        unit=unit,
-        parameter=parameter,
-    )
-
-
-Wrapper = Callable[..., Any]
-"""Called with a module's forward and its arguments; returns what the forward returns."""
-
-
-def hook_modules(unit: Unit, units: Units) -> list[RemovableHandle]:
+def hook_modules(unit: Unit, passes: ForwardBackward) -> list[RemovableHandle]:
     """Adds the hooks to a unit's modules, and returns their handles."""
-    hooks, handles = _Hooks(unit, units), []
-    before, after = _outside_of_compilation(hooks.before_forward), _outside_of_compilation(hooks.after_forward)
+    hooks, handles = _Hooks(unit, passes), []
     for module in unit.modules:
-        # Prepended, so that the user's own pre-hooks find the parameters gathered. ``ForwardBackward.call``, around all
-        # hooks, covers exceptions: always_call does not cover KeyboardInterrupt, nor an exception in a hook.
-        handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-        handles.append(module.register_forward_hook(after, with_kwargs=True))
+        # Prepended, so that the user's own pre-hooks find the parameters gathered. ``ShardedModule._call_impl``, around
+        # all hooks, covers exceptions: always_call does not cover KeyboardInterrupt, nor an exception in a hook.
+        handles.append(module.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True))
+        handles.append(module.register_forward_hook(hooks.after, with_kwargs=True))
     return handles
 
 
-def _outside_of_compilation(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a hook that ``torch.compile`` does not trace, and that costs little where nothing is compiled."""
-    disabled = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
-    compiler: Callable[[], object] | None = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
-    if compiler is None:  # an older torch
-        return disabled  # type: ignore[no-any-return]
+def hooked_method(unit: Unit, passes: ForwardBackward, module: nn.Module, method_name: str) -> Callable[..., Any]:
+    """Returns a method of a module with the unit's hooks around it."""
+    hooks, original = _Hooks(unit, passes), getattr(module, method_name)
 
-    def call(*args: Any) -> Any:
-        # `disabled` sets up and restores the compiler's state, which takes as long as the rest of a hook.
-        return hook(*args) if compiler() is None else disabled(*args)
+    @functools.wraps(original)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return passes.call(run, args, kwargs)
 
-    return torch._dynamo.decorators.skip(call)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        hooks.before_forward(module, args, kwargs)
+        return hooks.after_forward(module, args, kwargs, original(*args, **kwargs))
+
+    return method
 
 
 class _Hooks:
     """The hooks of one unit."""
 
-    def __init__(self, unit: Unit, units: Units) -> None:
+    def __init__(self, unit: Unit, passes: ForwardBackward) -> None:
         self._unit = unit
-        self._passes = units.passes
-        nested = {id(part) for other in units if other.modules != unit.modules for part in _parts(other)}
+        self._passes = passes
+        nested = {
+            id(part) for other in passes.units.values() if other.modules != unit.modules for part in _parts(other)
+        }
         self._own_parts = [part for part in _parts(unit) if id(part) not in nested and _may_keep_results(part)]
+        self._disabled_before = torch.compiler.disable(self.before_forward)  # type: ignore[no-untyped-call]
+        self._disabled_after = torch.compiler.disable(self.after_forward)  # type: ignore[no-untyped-call]
+        self.before, self.after = self._disabled_before, self._disabled_after
+        """The hooks to register: ``torch.compile`` does not trace them."""
+        if _ask_compiler is not None:
+            # The disabled functions set up and restore the compiler's state, which takes as long as the rest of a hook.
+            # The hooks therefore call them only while something is compiled.
+            _exclude_hooks_from_compilation()
+            self.before, self.after = self.before_forward, self.after_forward
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if _active_compiler() is not None:
+            self._disabled_before(module, args, kwargs)
+            return
         unit = self._unit
         if torch._C._get_tracing_state():
             raise UsageError(
@@ -267,43 +93,47 @@ class _Hooks:
         self._passes.pre_forward(unit)
 
     def after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        calls = self._unit.usage.forward_calls
+        if _active_compiler() is not None:
+            return self._disabled_after(module, args, kwargs, output)
+        unit, passes = self._unit, self._passes
+        calls = unit.usage.forward_calls
         if not calls:
             return output
-        call, storage = calls.pop(), self._unit.storage
-        results = find_tensors(output)
+        call, storage = calls.pop(), unit.storage
+        results = [output] if type(output) is torch.Tensor else find_tensors(output)
         for tensor in results:
-            if share_storage(tensor, storage):
+            # As `share_storage`, without its call.
+            if (
+                tensor.layout is torch.strided
+                and _has_storage(tensor)
+                and tensor.untyped_storage()._cdata == storage._cdata
+            ):
                 output = self._copy_own_memory(output)
                 results = find_tensors(output)
                 break
         if torch.is_grad_enabled():
             # A module may also return a result through an argument that it changes, or through an attribute.
-            results += find_tensors(*args, *kwargs.values())
+            is_tensor = len(args) == 1 and type(args[0]) is torch.Tensor and not kwargs
+            results += args if is_tensor else find_tensors(*args, *kwargs.values())
             if self._own_parts:
                 results += attribute_tensors(self._own_parts)
-            self._watch(call, results)
-        self._passes.post_forward(call)
+            # Every node that made a result is hooked, so that the node begins the call's backward. The node of a view's
+            # base is hooked too: an in-place operation on the view bypasses the view's own node.
+            nodes: dict[Any, None] = {}
+            for tensor in results:
+                nodes[tensor.grad_fn] = None
+                if (base := tensor._base) is not None:
+                    nodes[base.grad_fn] = None
+            nodes.pop(None, None)
+            graphs, first_number = passes.graphs, call.first_node_number
+            for node in nodes:
+                if (number := node._sequence_nr()) >= first_number:
+                    call.has_backward = True
+                    graphs.watch(node, number, call)
+                elif number not in graphs.watched:
+                    graphs.watch_input(node, number)
+        passes.post_forward(call)
         return output
-
-    def _watch(self, call: ForwardCall, results: Sequence[torch.Tensor]) -> None:
-        """Hooks every node that made a result, so that the node begins the call's backward.
-
-        The node of a view's base is hooked too: an in-place operation on the view bypasses the view's own node.
-        """
-        nodes: dict[Any, None] = {}
-        for tensor in results:
-            nodes[tensor.grad_fn] = None
-            if (base := tensor._base) is not None:
-                nodes[base.grad_fn] = None
-        nodes.pop(None, None)
-        graphs = self._passes.graphs
-        for node in nodes:
-            if (number := node._sequence_nr()) >= call.first_node_number:
-                call.has_backward = True
-                graphs.watch(node, number, call)
-            else:
-                graphs.watch_input(node, number)
 
     def _copy_own_memory(self, output: Any) -> Any:
         """Copies outputs that are parameters or views of them, because their memory is about to be released."""
@@ -318,6 +148,13 @@ class _Hooks:
         return output
 
 
+@functools.cache
+def _exclude_hooks_from_compilation() -> None:
+    """Makes ``torch.compile`` run the hooks as they are. Not done at import: it imports the compiler (seconds)."""
+    for hook in (_Hooks.before_forward, _Hooks.after_forward):
+        torch._dynamo.decorators.skip(hook)
+
+
 def _parts(unit: Unit) -> Iterator[nn.Module]:
     return (part for module in unit.modules for part in module.modules())
 
@@ -325,21 +162,6 @@ def _parts(unit: Unit) -> Iterator[nn.Module]:
 def _may_keep_results(module: nn.Module) -> bool:
     """True if a module may keep a result as an attribute. Torch's own modules do not."""
     return not type(module).__module__.startswith("torch.nn.")
-
-
-def hooked_method(unit: Unit, units: Units, module: nn.Module, method_name: str) -> Callable[..., Any]:
-    """Returns a method of a module with the unit's hooks around it."""
-    hooks, original = _Hooks(unit, units), getattr(module, method_name)
-
-    @functools.wraps(original)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        return units.passes.call(run, args, kwargs)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        hooks.before_forward(module, args, kwargs)
-        return hooks.after_forward(module, args, kwargs, original(*args, **kwargs))
-
-    return method
 
 
 def keep_attribute(module: nn.Module, name: str) -> Callable[[], None]:
@@ -354,6 +176,10 @@ def keep_attribute(module: nn.Module, name: str) -> Callable[[], None]:
             attributes.pop(name, None)
 
     return restore
+
+
+Wrapper = Callable[..., Any]
+"""Called with a module's forward and its arguments; returns what the forward returns."""
 
 
 class WrappedForward:

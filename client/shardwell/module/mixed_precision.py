@@ -2,9 +2,8 @@
 
 The servers store and update the master values. A trainer gathers them in another dtype: ``Precision`` has the layout
 of the flat vector in that dtype, and converts the gradients. Inputs and outputs of modules are cast by separate hooks,
-which also work for a module without parameters of its own.
-
-Functions that find tensors in nested values and return their local parts.
+which also work for a module without parameters of its own. The second half of the file finds tensors in nested values,
+and the local part of a ``DTensor``.
 """
 
 from __future__ import annotations
@@ -73,7 +72,10 @@ class Precision:
     """
 
     def __init__(self, policy: MixedPrecisionPolicy, stored: UnitLayout) -> None:
-        self._stored_dtypes: list[torch.dtype] = [getattr(torch, parameter.dtype) for parameter in stored.parameters]
+        self.stored_dtypes: list[torch.dtype] = [getattr(torch, parameter.dtype) for parameter in stored.parameters]
+        """Dtypes of the parameters on the servers."""
+        self.converts = policy.reduce_dtype is not None
+        """True if a gradient is cast before a push, even if it has the dtype of the servers."""
         self._reduce_dtype = policy.reduce_dtype
         self.layout = stored if policy.param_dtype is None else layout_in(stored, policy.param_dtype)
         """Layout of the flat vector in this process."""
@@ -84,17 +86,13 @@ class Precision:
         self.sums: dict[int, torch.Tensor] = {}
         """Separate sums, by parameter index."""
 
-    def stored_dtype(self, index: int) -> torch.dtype:
-        """Returns the dtype of a parameter on the servers."""
-        return self._stored_dtypes[index]
-
     def accumulate(self, index: int, gradient: torch.Tensor) -> bool:
         """Adds a gradient to a separate sum, as FSDP2 does, if the sum has another dtype.
 
         Returns:
             False if the gradient stays in ``parameter.grad``.
         """
-        dtype = self._reduce_dtype or self._stored_dtypes[index]
+        dtype = self._reduce_dtype or self.stored_dtypes[index]
         if not self.sums_apart or gradient.dtype == dtype:
             return False
         if index in self.sums:
@@ -111,9 +109,9 @@ class Precision:
                 total = gradient if self._reduce_dtype is None else gradient.to(self._reduce_dtype)
             else:  # in the dtype of the sum
                 total += gradient
-        if total is None or total.dtype == self._stored_dtypes[index]:
+        if total is None or total.dtype == self.stored_dtypes[index]:
             return total
-        return total.to(self._stored_dtypes[index])
+        return total.to(self.stored_dtypes[index])
 
     def divide(self, divisor: int) -> None:
         """Divides the separate sums."""

@@ -1,4 +1,7 @@
-"""Autograd graphs of sharded modules: which nodes belong to which forward call, and which backwards are running.
+"""Forwards and backwards: gathers units before them, and frees the units and pushes their gradients afterwards.
+
+``residency.py`` decides; this module carries out the decisions. ``Graphs`` knows which autograd nodes belong to which
+forward call. ``ThreadGuard`` admits one thread at a time.
 
 Note: [Node numbers]
     Autograd numbers nodes in the order in which a thread makes them, and a backward always runs the ready node with
@@ -9,17 +12,11 @@ Note: [Node numbers]
 
     Each thread numbers its nodes from 0. A number says nothing about a graph that another thread made.
 
-One thread at a time uses the units of a session. Another thread gets an error before any memory is touched.
-
-The parameters of a module are objects that all threads share, and their memory is released when a use ends. A second
-thread therefore cannot use the same modules at the same time. It may use them while no other thread does: between two
-steps, or where both threads hold a lock of the user.
-
-Autograd runs the nodes of a GPU in threads of its own, while the thread that called the backward waits for them.
-
-Gathers units before their forwards and backwards, and frees them and pushes their gradients afterwards.
-
-``residency.py`` decides; this module carries out the decisions.
+Note: [One thread]
+    The parameters of a module are objects that all threads share, and their memory is released when a use ends. A
+    second thread therefore cannot use the same modules at the same time: it gets an error before any memory is touched.
+    It may use them while no other thread does: between two steps, or where both threads hold a lock of the user.
+    Autograd runs the nodes of a GPU in threads of its own, while the thread that called the backward waits for them.
 """
 
 from __future__ import annotations
@@ -28,10 +25,9 @@ import functools
 import math
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -40,7 +36,8 @@ from torch.autograd import Variable
 from shardwell.memory.buffers import keep_freed_memory
 from shardwell.module.gradients import GradientPushes, with_gradients
 from shardwell.module.residency import Phase, ResidencyPolicy, UnitState
-from shardwell.module.unit import ForwardCall, Unit, check_versions, fetch_ahead
+from shardwell.module.store import ParameterStore
+from shardwell.module.unit import ForwardCall, Unit, check_versions
 from shardwell_wire.errors import UsageError
 
 NO_TASK = -1
@@ -49,317 +46,10 @@ NO_TASK = -1
 _MAX_CALLS = 1 << 15
 _MAX_NUMBERS = 1 << 16
 
-
 backward_task: Callable[[], int] = torch._C._current_graph_task_id
 """Returns the id of the backward that runs in this thread, or ``NO_TASK``. A nested backward has its own id."""
 
-
-class ForwardCalls:
-    """The forward calls whose graphs can still be used, to find the call that made a node."""
-
-    def __init__(self) -> None:
-        self._calls: list[ForwardCall] = []
-        self._open: list[ForwardCall] = []
-
-    def __iter__(self) -> Iterator[ForwardCall]:
-        return iter(self._calls)
-
-    def begin(self, call: ForwardCall) -> None:
-        """Adds a call, nested in the calls that have not ended."""
-        call.outer = self._open[-1] if self._open else None
-        self._open.append(call)
-        self._calls.append(call)
-        if len(self._calls) > _MAX_CALLS:  # a loop of forwards without a commit would grow the list
-            del self._calls[: _MAX_CALLS // 2]
-
-    def end(self, call: ForwardCall) -> None:
-        """Ends a call."""
-        call.stop_node_number = torch._C._autograd._get_sequence_nr()
-        if self._open and self._open[-1] is call:
-            self._open.pop()
-        elif call in self._open:
-            del self._open[self._open.index(call) :]
-
-    def find(self, node_number: int) -> ForwardCall | None:
-        """Returns the innermost call that made a node; None if the node was made outside of every call."""
-        # Calls are in the order of their first node. The last call that began before the node may also have ended
-        # before it. Then only an enclosing call can have made the node.
-        position = bisect_right(self._calls, node_number, key=lambda call: call.first_node_number)
-        call = self._calls[position - 1] if position else None
-        while call is not None and call.stop_node_number <= node_number:
-            call = call.outer
-        return call
-
-    def clear(self) -> None:
-        """Removes all calls, because their graphs became unusable."""
-        self._calls.clear()
-        self._open.clear()
-
-
-class WatchedGraphs:
-    """The graphs of one session that can still be used, and the hooks on their nodes.
-
-    Args:
-        before_node: Called with a forward call and the number of one of its nodes, before that node runs.
-    """
-
-    def __init__(self, before_node: Callable[[ForwardCall, int, object], None]) -> None:
-        self._before_node = before_node
-        self.calls = ForwardCalls()
-        self.watched: set[int] = set()
-        """Numbers of the nodes that have a hook."""
-        self.exist = False
-        """True if a graph with a unit's weights may have been made since ``clear``."""
-        self.thread: threading.Thread | None = None
-        """The thread that may have made a graph since ``clear``."""
-        self.first_number = 0
-        """The thread's nodes with a lower number do not read weights."""
-
-    def begin(self, *, later: bool = False) -> None:
-        """Records that the calling thread may make a graph with a unit's weights: now, or ``later``."""
-        self.exist = True
-        if (later or torch.is_grad_enabled()) and not self.made_by_this_thread:
-            # Another thread's numbers say nothing about the nodes of this one.
-            self.calls.clear()
-            self.watched.clear()
-            self.thread = threading.current_thread()
-            self.first_number = torch._C._autograd._get_sequence_nr()
-
-    @property
-    def made_by_this_thread(self) -> bool:
-        """True if the numbers in ``watched`` apply to graphs of the calling thread. See Note: [Node numbers]."""
-        return self.thread is threading.current_thread()
-
-    def watch(self, node: Any, number: int, call: ForwardCall) -> None:
-        """Hooks a node: ``before_node`` is called before it runs."""
-        self.watched.add(number)
-        if len(self.watched) > _MAX_NUMBERS:  # `clear` may never run, for example with several optimizers
-            self.watched -= set(sorted(self.watched)[: _MAX_NUMBERS // 2])
-        node.register_prehook(functools.partial(self._before_node, call, number))
-
-    def watch_input(self, node: Any, number: int) -> None:
-        """Hooks the node of a forward's argument if another unit's forward made the argument without returning it."""
-        if number in self.watched:
-            return
-        call = self.calls.find(number)
-        if call is not None and call.stop_node_number != math.inf:
-            self.watch(node, number, call)
-
-    def clear(self) -> None:
-        """Removes everything, because all graphs became unusable."""
-        self.calls.clear()
-        self.watched.clear()
-        self.exist, self.thread = False, None
-
-
-@dataclass(slots=True)
-class RunningBackward:
-    """One backward that is running."""
-
-    calls: dict[ForwardCall, None] = field(default_factory=dict)
-    """Forward calls whose backward has begun and not ended."""
-    units: dict[Unit, None] = field(default_factory=dict)
-    """All units that the backward has used."""
-
-    def begin(self, call: ForwardCall) -> None:
-        """Begins the backward of a forward call; no effect if it has begun."""
-        if call in self.calls:
-            return
-        self.calls[call] = None
-        self.units[call.unit] = None
-        call.unit.usage.backward_calls.add(call)
-        # With create_graph=True, the graph of the backward itself reads the weights later, and has no hooks.
-        call.unit.usage.in_backward_graph |= torch.is_grad_enabled()
-
-    def end_calls_after(self, node_number: int) -> list[ForwardCall]:
-        """Ends and returns the calls that began after a node was made. See Note: [Node numbers]."""
-        ended = [call for call in self.calls if call.first_node_number > node_number]
-        if ended:
-            self._end(ended)
-        return ended
-
-    def end(self) -> None:
-        """Ends all calls: no node is left to run."""
-        self._end(list(self.calls))
-
-    def _end(self, calls: Iterable[ForwardCall]) -> None:
-        for call in calls:
-            del self.calls[call]
-            call.unit.usage.backward_calls.discard(call)
-
-
-class RunningBackwards:
-    """The backwards that use one session's units now. A reentrant checkpoint runs a backward inside another one.
-
-    Args:
-        begins: Called in a backward's first hook.
-        ended: Called at the end of each backward with the units that it used, the last one first.
-    """
-
-    def __init__(self, begins: Callable[[], None], ended: Callable[[Iterable[Unit]], None]) -> None:
-        self._begins, self._ended = begins, ended
-        self._by_task: dict[int, RunningBackward] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._by_task)
-
-    def current(self) -> RunningBackward:
-        """Returns the backward of the calling thread, which must be in a hook of autograd."""
-        task = backward_task()
-        if task not in self._by_task:
-            self._begins()
-            keep_freed_memory()
-            self._by_task[task] = RunningBackward()
-            # Autograd calls this after the last node of the backward, and never if the backward raises: see `clear`.
-            Variable._execution_engine.queue_callback(lambda: self._end(task))
-        return self._by_task[task]
-
-    def clear(self) -> None:
-        """Removes all backwards after an exception stopped them: their callbacks never run."""
-        self._by_task.clear()
-
-    def _end(self, task: int) -> None:
-        backward = self._by_task.pop(task, RunningBackward())
-        backward.end()
-        if self._by_task:  # the backward of a reentrant checkpoint: what it leaves to push ends with the outer one
-            next(reversed(self._by_task.values())).units.update(backward.units)
-        self._ended(reversed(backward.units))
-
-
-class ThreadGuard:
-    """Admits one thread at a time. A context manager around a use. A thread may nest its uses.
-
-    Args:
-        in_step: Returns the thread that has begun a step and not ended it, if there is one.
-    """
-
-    def __init__(self, in_step: Callable[[], threading.Thread | None]) -> None:
-        self._in_step = in_step
-        self._lock = threading.RLock()
-        self._holder = 0
-        """Identifier of the thread that acquired the lock last."""
-        self._user = 0
-        """Identifier of the thread that entered last."""
-        self._is_reading = False
-        """True if the holder only reads. Other threads wait for it, because a read has a deadline."""
-        self._num_backwards = 0
-        """Backwards that the holder is running."""
-        self._late = 0
-        """Identifier of the thread whose backward entered at its first node: another thread has made the graph."""
-
-    def enter(self) -> bool:
-        """Begins a use in the calling thread.
-
-        Returns:
-            Whether ``leave`` must be called: False in a thread of autograd, whose caller has entered already.
-
-        Raises:
-            UsageError: Another thread uses the units, or has begun a step and not ended it.
-        """
-        if not self._lock.acquire(blocking=False) and not self._acquire_late():
-            return False
-        self._holder = ident = threading.get_ident()
-        if ident != self._user:
-            self._take_over(ident)
-        return True
-
-    def leave(self) -> None:
-        """Ends a use."""
-        self._lock.release()
-
-    def __enter__(self) -> bool:
-        return self.enter()
-
-    def __exit__(self, *_: object) -> None:
-        if self.is_mine:
-            self.leave()
-
-    @property
-    def is_mine(self) -> bool:
-        """True if the calling thread has entered."""
-        return self._lock._is_owned()  # type: ignore[attr-defined, no-any-return]
-
-    def enter_backward(self) -> None:
-        """Begins a backward in the calling thread, which has made the graph. ``leave_backward`` must be called."""
-        self.enter()
-        self._num_backwards += 1
-
-    def leave_backward(self) -> None:
-        """Ends a backward."""
-        self._num_backwards -= 1
-        self.leave()
-
-    def enter_at_node(self) -> None:
-        """Begins a backward at its first node, unless the calling thread or the one that waits for it has entered."""
-        if self.is_mine:
-            return
-        if self._lock.acquire(blocking=False):
-            if _is_of_autograd():  # its caller could not leave: a lock belongs to the thread that acquired it
-                self._lock.release()
-                return
-        elif not self._acquire_late():
-            return
-        self._holder = self._user = self._late = threading.get_ident()  # not `_take_over`: it was given the graph
-        self._num_backwards += 1
-
-    def leave_at_end(self) -> None:
-        """Ends the calling thread's backward if it began at a node."""
-        if self._late and self._late == threading.get_ident() and backward_task() == NO_TASK:
-            self._user = self._late = 0
-            self.leave_backward()
-
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Context of a gather into new memory. Possible in the middle of another thread's step."""
-        nested = self.is_mine
-        if not self._lock.acquire(blocking=False) and not self._acquire_late():
-            yield
-            return
-        self._holder, before = threading.get_ident(), self._is_reading
-        try:
-            self._is_reading = before or not nested
-            yield
-        finally:
-            self._is_reading = before
-            self._lock.release()
-
-    def _take_over(self, ident: int) -> None:
-        """Makes the calling thread, which has the lock, the user."""
-        this, other = threading.current_thread(), self._in_step()  # registers a thread that Python has not started
-        if other is not None and other is not this and other.is_alive():
-            self._lock.release()
-            _refuse(other, "has begun a step with it and not ended the step")
-        self._user = ident
-
-    def _acquire_late(self) -> bool:
-        """Acquires the lock after the other thread's read. Returns False in a thread of autograd.
-
-        Raises:
-            UsageError: The other thread does not only read.
-        """
-        if self._num_backwards and _is_of_autograd():
-            return False
-        other = next((thread for thread in threading.enumerate() if thread.ident == self._holder), None)
-        if other is None:  # it was ended in the middle of a use
-            self._lock = threading.RLock()
-        elif not self._is_reading:
-            _refuse(other, "is using it")
-        return self._lock.acquire()
-
-
-def _is_of_autograd() -> bool:
-    """True in a thread that autograd has started for the nodes of a device."""
-    return backward_task() != NO_TASK and isinstance(threading.current_thread(), threading._DummyThread)
-
-
-def _refuse(other: threading.Thread, what: str) -> NoReturn:
-    raise UsageError(
-        f"thread {threading.current_thread().name!r} uses a sharded model while thread {other.name!r} {what}. Both "
-        "threads have the same parameters, whose memory is released when a use ends. Use the model in one thread; or "
-        "hold one threading.Lock in both threads, in the training thread from the forward to the end of "
-        "optimizer.step(); or load the live weights into a plain model: shardwell.attach(address, run=...)"
-        ".follow(plain_model)"
-    )
+_next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 class ForwardBackward:
@@ -371,65 +61,73 @@ class ForwardBackward:
     Attributes:
         guard: Admits one thread at a time.
         graphs: The graphs that can still be used.
+        units: All units of the session by name, including units that are added later.
         entered: True if a forward has begun since the last commit.
-        before_use: Called before a forward; may commit a step.
+        before_use: Called before the units are used; may commit a step.
         is_last_backward: True if the end of a backward frees prefetched units that the backward did not use.
         roots: The units of the modules that contain all other units; empty if there are no such modules.
+        running: Forwards that are running, innermost last.
 
     Args:
-        units: All units of the session, including units that are added later.
+        units: See ``units``.
         policy: Decides what to gather, keep and free.
         pushes: Pushes gradients.
-        together: Collects the gathers that start while its context is open, and sends them at its end.
+        store: The store of all units.
         max_gathers_in_flight: Limit of gathers into this process that run at once; 0: no limit.
     """
 
     def __init__(
         self,
-        units: Collection[Unit],
+        units: Mapping[str, Unit],
         policy: ResidencyPolicy[Unit],
         pushes: GradientPushes,
-        together: Callable[[], AbstractContextManager[None]],
+        store: ParameterStore,
         *,
         max_gathers_in_flight: int,
     ) -> None:
+        self.units = units
         self.guard = ThreadGuard(self._thread_in_step)
-        self.graphs = WatchedGraphs(self._before_node)
+        self.graphs = Graphs(self._before_node)
         self.entered = False
         self.before_use: Callable[[], None] = _nothing
         self.is_last_backward = True
         self.roots: tuple[Unit, ...] = ()
-        self._units, self._policy, self._pushes, self._together = units, policy, pushes, together
-        self._running: list[ForwardCall] = []
-        """Forwards that are running, innermost last."""
+        self.running: list[ForwardCall] = []
+        self._policy, self._pushes, self._store = policy, pushes, store
         self._unsharded_by_hand: set[Unit] = set()
+        self._backwards: dict[int, RunningBackward] = {}
+        """The backwards that use the units now, by ``backward_task``, innermost last. A reentrant checkpoint runs a
+        backward inside another one."""
         self._backward_failed = False
         """True if an exception has left a backward since the last forward."""
-        self._backwards = RunningBackwards(self.guard.enter_at_node, self._end_backward)
         self._max_in_flight = max_gathers_in_flight
         self._prefetches = True
         """False if no gather moves bytes, because all units are read in place."""
         self._in_flight: set[Future[int]] = set()
+        """The gathers that count for the limit."""
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls the forward of a sharded module with its hooks. No forward stays open, however the call ends."""
-        entered = self.guard.enter()
-        num_running = len(self._running)
+        """Calls a method of a sharded module that has hooks, as ``ShardedModule._call_impl`` calls the forward."""
+        guard = self.guard
+        entered = not guard.lock._is_owned() and guard.enter()  # type: ignore[attr-defined]
+        num_running = len(self.running)
         try:
+            if entered:
+                self.before_use()
             return function(*args, **kwargs)
         except BaseException:
-            self._abandon(num_running)
+            self.abandon(num_running)
             raise
         finally:
             if entered:
-                self.guard.leave()
+                guard.lock.release()
 
-    def _abandon(self, num_running: int) -> None:
+    def abandon(self, num_running: int) -> None:
         """Ends the forwards that an exception left open, except the first ones. Keeps or frees their units."""
-        left = self._running[num_running:]
-        del self._running[num_running:]
+        left = self.running[num_running:]
+        del self.running[num_running:]
         for call in reversed(left):
-            self.graphs.calls.end(call)
+            self.graphs.end(call)
             calls = call.unit.usage.forward_calls
             if call in calls:
                 calls.remove(call)
@@ -449,7 +147,7 @@ class ForwardBackward:
         """Starts to gather units for reads outside of their forwards."""
         with self.guard:
             self.before_use()
-            self.graphs.begin(later=True)
+            self.graphs.begin_later()
             for unit in units:
                 self._unsharded_by_hand.add(unit)
                 self.start_gather(unit)
@@ -458,43 +156,49 @@ class ForwardBackward:
 
     def pre_forward(self, unit: Unit) -> None:
         """Begins a forward of a unit: gathers the unit."""
-        in_backward = backward_task() != NO_TASK
-        if not in_backward:
-            self.before_use()
-            if not self.entered:
-                self.entered, self._prefetches = True, fetch_ahead(self._units)
-            self.graphs.begin()
         call = ForwardCall(unit, unit.generation)
-        self._running.append(call)
+        self.running.append(call)
         unit.usage.forward_calls.append(call)
-        if not in_backward:
-            if torch.is_grad_enabled():
-                self.graphs.calls.begin(call)
-            if self._backwards:
-                self.end_failed_backward()
-            self._backward_failed = False
-            self._use(unit, Phase.FORWARD)
-        else:  # activation checkpointing recomputes the forward, and its backward comes next
-            self._backwards.current().units[unit] = None
+        if backward_task() != NO_TASK:  # activation checkpointing recomputes the forward, and its backward comes next
+            self._current_backward().units[unit] = None
             self._use(unit, Phase.BACKWARD)
+            return
+        if not self.guard.lock._is_owned():  # type: ignore[attr-defined]
+            self.before_use()  # a module that was compiled before it was sharded bypasses `ShardedModule._call_impl`
+        if not self.entered:
+            self.entered, self._prefetches = True, self._moves_bytes()
+        self.graphs.begin(call)
+        if self._backwards:
+            self.end_failed_backward()
+        self._backward_failed = False
+        if not self._prefetches and unit.unshard_at_once():
+            self._policy.order.observe(unit, Phase.FORWARD)
+        else:
+            self._use(unit, Phase.FORWARD)
 
     def post_forward(self, call: ForwardCall) -> None:
         """Ends a forward of a unit, which returned: may free the unit."""
-        unit = call.unit
-        if self._running and self._running[-1] is call:
-            self._running.pop()
-        self.graphs.calls.end(call)
+        unit, running = call.unit, self.running
+        if running and running[-1] is call:
+            running.pop()
+        call.stop_node_number = _next_node_number()
+        opened = self.graphs.open
+        if opened and opened[-1] is call:
+            opened.pop()
+        elif opened:
+            self.graphs.end(call)
         if backward_task() != NO_TASK:
             # `_end_backward` checks the version. Torch ignores an error raised here if checkpointing stops a recomputed
             # forward early, which it does by an exception.
             return
-        if not self._frees_after_forward(call) or not self.free_unused(unit):
+        expects_backward = False
+        if call.has_backward:
+            for module in unit.modules:
+                if module.training:
+                    expects_backward = True
+        frees = self._policy.frees_after_forward(unit, is_root=unit in self.roots, expects_backward=expects_backward)
+        if (not frees or not self.free_unused(unit)) and unit.shared is not None:
             unit.check_version()
-
-    def _frees_after_forward(self, call: ForwardCall) -> bool:
-        unit = call.unit
-        expects_backward = call.has_backward and True in [module.training for module in unit.modules]
-        return self._policy.frees_after_forward(unit, is_root=unit in self.roots, expects_backward=expects_backward)
 
     def _before_node(self, call: ForwardCall, node_number: int, gradients: object) -> None:
         """Runs before a node that was made in a forward call or reads the unit's weights: gathers the unit."""
@@ -505,69 +209,101 @@ class ForwardBackward:
                 "in another work item: the weights of the graph are gone; run the forward again",
                 unit=unit.name,
             )
-        backward = self._backwards.current()
-        ended = backward.end_calls_after(node_number)
+        backward = self._backwards.get(backward_task()) or self._current_backward()
+        # The calls whose first node is above this one have no node left to run. See Note: [Node numbers].
+        ended: list[ForwardCall] = []
+        for other in backward.calls:
+            if other.first_node_number > node_number:
+                ended.append(other)
+        for other in ended:
+            backward.end(other)
         if self._policy.gathers_before_push(unit):
             # Free first, so that one unit is held at a time; gather next, so that the pushes below hide the gather.
             for other in ended:
                 self._free_after_backward(other.unit)
             self.start_gather(unit)
         for other in ended:
-            self._post_backward(other.unit)
-        backward.begin(call)
-        self._use(unit, Phase.BACKWARD)
+            self._pushes.after_backward(other.unit, whole=False)
+            self._free_after_backward(other.unit)
+        if call not in backward.calls:
+            backward.begin(call)
+        if not self._prefetches and unit.unshard_at_once():
+            self._policy.order.observe(unit, Phase.BACKWARD)
+        else:
+            self._use(unit, Phase.BACKWARD)
 
-    def _post_backward(self, unit: Unit) -> None:
-        self._pushes.after_backward(unit, whole=False)
-        self._free_after_backward(unit)
+    def _current_backward(self) -> RunningBackward:
+        """Returns the backward of the calling thread, which must be in a hook of autograd."""
+        task = backward_task()
+        backward = self._backwards.get(task)
+        if backward is None:
+            self.guard.enter_at_node()
+            keep_freed_memory()
+            backward = self._backwards[task] = RunningBackward()
+            # Autograd calls this after the last node of the backward, and never if the backward raises: see
+            # `end_failed_backward`.
+            Variable._execution_engine.queue_callback(functools.partial(self._end_backward, task))
+        return backward
 
     def _free_after_backward(self, unit: Unit) -> None:
         if self._policy.frees_after_backward(unit):
             # Units that are read in place become KEPT, and `_end_backward` checks the versions of all kept units.
             self.free_unused(unit, checks_version=False)
 
-    def _end_backward(self, units: Iterable[Unit]) -> None:
-        """Ends a whole backward: pushes the remaining gradients of its units, and frees the units.
+    def _end_backward(self, task: int) -> None:
+        """Ends a whole backward: pushes the remaining gradients of its units, and frees the units, last used first.
 
         In the backward of a reentrant checkpoint, units that the outer backward uses stay: their gradients are not
         complete.
 
         Checks all units that are read in place: the backward may have read units whose nodes have no hook.
         """
-        used = list(units)
-        check_versions(self._units)
+        backward = self._backwards.pop(task, None) or RunningBackward()
+        for call in list(backward.calls):  # no node is left to run
+            backward.end(call)
+        whole = not self._backwards
+        if not whole:  # the backward of a reentrant checkpoint: what it leaves to push ends with the outer one
+            next(reversed(self._backwards.values())).units.update(backward.units)
+        used = list(reversed(backward.units))
+        check_versions(self.units.values())
         to_push = set(with_gradients(used))
         for unit in used:
             # Its backward may have ended before: a tied parameter's gradient may have come later.
             if unit in to_push and not unit.usage.backward_calls:
-                self._pushes.after_backward(unit, whole=not self._backwards)
-            if unit.state not in (UnitState.KEPT, UnitState.FREED):
+                self._pushes.after_backward(unit, whole=whole)
+            if unit.state is not UnitState.KEPT and unit.state is not UnitState.FREED:
                 self._free_after_backward(unit)
-            unit.watch_gradients()
-        if not self._backwards and self.is_last_backward:
-            for unit in self._policy.unused_prefetches(self._units):
+                if unit.state is UnitState.UNSHARDED:
+                    unit.watch_gradients()
+        if whole and self.is_last_backward:
+            for unit in self._policy.unused_prefetches(self.units.values()):
                 unit.free()
 
     # Gathering.
 
     def _use(self, unit: Unit, phase: Phase) -> None:
-        if not self._prefetches and (not unit.needs_gather or unit.gather_at_once()):
-            self._policy.order.observe(unit, phase)
-            unit.unshard()
-            return
+        """Makes a unit usable, and gathers the units that come next."""
         gathers = self._policy.begin_use(unit, phase)
         if gathers:
-            self._await_room(unit)
-            with self._together():
+            if self._max_in_flight:
+                self._await_room(unit)
+            with self._store.gathering_together():
                 self.start_gather(unit)
                 self._prefetch(unit, phase)  # before the wait for this unit, so that the gathers overlap
         unit.unshard()
         if gathers and self._max_in_flight:  # the unit's own gather has ended, so another one may start
             self._prefetch(unit, phase)
 
+    def _moves_bytes(self) -> bool:
+        """True if a gather of any unit moves bytes to this process: then it pays to start it before it is needed."""
+        for unit in self.units.values():
+            if unit.shared is None:
+                return True
+        return self._store.fetches_in_place()
+
     def _prefetch(self, unit: Unit, phase: Phase) -> None:
         for following, displaced in self._policy.prefetches(unit, phase):
-            if not self._has_room():
+            if self._max_in_flight and not self._has_room():
                 return
             for kept in displaced:
                 kept.free()
@@ -575,12 +311,13 @@ class ForwardBackward:
 
     def start_gather(self, unit: Unit) -> None:
         """Starts to gather a unit, unless a gather is running or done; waits while too many gathers are running."""
-        if not unit.needs_gather:
-            return
-        self._await_room(unit)
-        unit.start_gather()
-        if self._max_in_flight and unit.in_flight is not None:
-            self._in_flight.add(unit.in_flight)
+        if not self._max_in_flight:
+            unit.start_gather()
+        elif unit.needs_gather:
+            self._await_room(unit)
+            unit.start_gather()
+            if unit.in_flight is not None:
+                self._in_flight.add(unit.in_flight)
 
     def _await_room(self, unit: Unit) -> None:
         while unit.needs_gather and not self._has_room():  # a gather that is needed now waits; prefetches are skipped
@@ -592,8 +329,8 @@ class ForwardBackward:
 
     def begin_step(self) -> None:
         """Starts to fetch the new version of replicas, in the order of the last forward."""
-        with self._together():
-            for unit in self._policy.gathers_at_step_start(self._units):
+        with self._store.gathering_together():
+            for unit in self._policy.gathers_at_step_start(self.units.values()):
                 if self._has_room():
                     self.start_gather(unit)
 
@@ -618,11 +355,13 @@ class ForwardBackward:
         usage = unit.usage
         if usage.forward_calls or usage.backward_calls or usage.in_backward_graph:
             return False
-        written = unit.written_parameter() or (unit.written_page() if thorough else None)
-        if written:
+        written = None
+        if unit.state is UnitState.UNSHARDED and unit.held.written():
+            written = unit.written_parameter()
+        if written or (thorough and (written := unit.written_page())):
             unit.free()
             raise_written(unit, written)
-        if checks_version:
+        if checks_version and unit.shared is not None:
             unit.check_version()
         self.release(unit)
         return True
@@ -643,15 +382,15 @@ class ForwardBackward:
         """Ends all forwards and backwards, and calls ``leave`` on every unit to keep or free it."""
         self._backwards.clear()
         self._backward_failed = False
-        self._running.clear()
+        self.running.clear()
         self._unsharded_by_hand.clear()
-        for unit in self._units:
+        for unit in self.units.values():
             unit.usage.clear()
             leave(unit)
 
     def clean_up(self) -> None:
         """Frees all units if an exception stopped a forward or backward."""
-        failed = self._backward_failed or self._backwards or self._running
+        failed = self._backward_failed or self._backwards or self.running
         if failed and backward_task() == NO_TASK:
             self.abort(Unit.free)
 
@@ -660,7 +399,7 @@ class ForwardBackward:
         if self._backwards:
             self._backward_failed = True
             self._backwards.clear()
-            for unit in self._units:
+            for unit in self.units.values():
                 unit.usage.backward_calls.clear()
 
 
@@ -676,3 +415,263 @@ def raise_written(unit: Unit, name: str) -> None:
 
 def _nothing() -> None:
     pass
+
+
+class RunningBackward:
+    """One backward that is running.
+
+    Attributes:
+        calls: Forward calls whose backward has begun and not ended.
+        units: All units that the backward has used, in the order of first use.
+    """
+
+    __slots__ = ("calls", "units")
+
+    def __init__(self) -> None:
+        self.calls: dict[ForwardCall, None] = {}
+        self.units: dict[Unit, None] = {}
+
+    def begin(self, call: ForwardCall) -> None:
+        """Begins the backward of a forward call."""
+        unit, usage = call.unit, call.unit.usage
+        self.calls[call] = None
+        self.units[unit] = None
+        usage.backward_calls.add(call)
+        # With create_graph=True, the graph of the backward itself reads the weights later, and has no hooks.
+        usage.in_backward_graph |= torch.is_grad_enabled()
+
+    def end(self, call: ForwardCall) -> None:
+        """Ends the backward of a forward call."""
+        del self.calls[call]
+        call.unit.usage.backward_calls.discard(call)
+
+
+class Graphs:
+    """The graphs of one session that can still be used: their forward calls, and the hooks on their nodes.
+
+    Attributes:
+        calls: The forward calls whose graphs can still be used, in the order of their first node.
+        open: The calls that have not ended, innermost last.
+        watched: Numbers of the nodes that have a hook.
+        exist: True if a graph with a unit's weights may have been made since ``clear``.
+        thread: The thread that may have made a graph since ``clear``.
+        first_number: The thread's nodes with a lower number do not read weights.
+
+    Args:
+        before_node: Called with a forward call and the number of one of its nodes, before that node runs.
+    """
+
+    def __init__(self, before_node: Callable[[ForwardCall, int, object], None]) -> None:
+        self._before_node = before_node
+        self.calls: list[ForwardCall] = []
+        self._numbers: list[int] = []
+        """Number of the first node of each call."""
+        self.open: list[ForwardCall] = []
+        self.watched: set[int] = set()
+        self.exist = False
+        self.thread: threading.Thread | None = None
+        self.first_number = 0
+
+    def begin(self, call: ForwardCall) -> None:
+        """Adds a call that the calling thread begins, nested in the calls that have not ended, if it makes a graph."""
+        self.exist = True
+        if not torch.is_grad_enabled():
+            return
+        if self.thread is not threading.current_thread():
+            self._begin_thread()
+        call.outer = self.open[-1] if self.open else None
+        self.open.append(call)
+        self.calls.append(call)
+        self._numbers.append(call.first_node_number)
+        if len(self.calls) > _MAX_CALLS:  # a loop of forwards without a commit would grow the list
+            del self.calls[: _MAX_CALLS // 2], self._numbers[: _MAX_CALLS // 2]
+
+    def begin_later(self) -> None:
+        """Records that the calling thread may make a graph with a unit's weights later."""
+        self.exist = True
+        if self.thread is not threading.current_thread():
+            self._begin_thread()
+
+    def _begin_thread(self) -> None:
+        if self.thread is not None:  # its numbers say nothing about the nodes of this thread
+            self.clear()
+            self.exist = True
+        self.thread = threading.current_thread()
+        self.first_number = _next_node_number()
+
+    def end(self, call: ForwardCall) -> None:
+        """Ends a call."""
+        call.stop_node_number = _next_node_number()
+        opened = self.open
+        if opened and opened[-1] is call:
+            opened.pop()
+        elif call in opened:
+            del opened[opened.index(call) :]
+
+    def find(self, node_number: int) -> ForwardCall | None:
+        """Returns the innermost call that made a node; None if the node was made outside of every call."""
+        # Calls are in the order of their first node. The last call that began before the node may also have ended
+        # before it. Then only an enclosing call can have made the node.
+        position = bisect_right(self._numbers, node_number)
+        call = self.calls[position - 1] if position else None
+        while call is not None and call.stop_node_number <= node_number:
+            call = call.outer
+        return call
+
+    def watch(self, node: Any, number: int, call: ForwardCall) -> None:
+        """Hooks a node: ``before_node`` is called before it runs."""
+        self.watched.add(number)
+        if len(self.watched) > _MAX_NUMBERS:  # `clear` may never run, for example with several optimizers
+            self.watched -= set(sorted(self.watched)[: _MAX_NUMBERS // 2])
+        node.register_prehook(functools.partial(self._before_node, call, number))
+
+    def watch_input(self, node: Any, number: int) -> None:
+        """Hooks the node of a forward's argument if another unit's forward made the argument without returning it."""
+        if number in self.watched:
+            return
+        call = self.find(number)
+        if call is not None and call.stop_node_number != math.inf:
+            self.watch(node, number, call)
+
+    def clear(self) -> None:
+        """Removes everything, because all graphs became unusable."""
+        self.calls.clear()
+        self._numbers.clear()
+        self.open.clear()
+        self.watched.clear()
+        self.exist, self.thread = False, None
+
+
+class ThreadGuard:
+    """Admits one thread at a time. A context manager around a use. A thread may nest its uses. See Note: [One thread].
+
+    Attributes:
+        lock: Held by the thread that uses the units.
+        late: Identifier of the thread whose backward entered at its first node: another thread has made the graph.
+
+    Args:
+        in_step: Returns the thread that has begun a step and not ended it, if there is one.
+    """
+
+    def __init__(self, in_step: Callable[[], threading.Thread | None]) -> None:
+        self._in_step = in_step
+        self.lock = threading.RLock()
+        self.late = 0
+        self._holder = 0
+        """Identifier of the thread that acquired the lock last."""
+        self._user = 0
+        """Identifier of the thread that entered last."""
+        self._is_reading = False
+        """True if the holder only reads. Other threads wait for it, because a read has a deadline."""
+        self._num_backwards = 0
+        """Backwards that the holder is running."""
+
+    def enter(self) -> bool:
+        """Begins a use in the calling thread.
+
+        Returns:
+            Whether ``lock`` must be released at its end: False in a thread of autograd, whose caller has entered.
+
+        Raises:
+            UsageError: Another thread uses the units, or has begun a step and not ended it.
+        """
+        if not self.lock.acquire(blocking=False) and not self._acquire_late():
+            return False
+        self._holder = ident = threading.get_ident()
+        if ident != self._user:
+            self._take_over(ident)
+        return True
+
+    def __enter__(self) -> bool:
+        return self.enter()
+
+    def __exit__(self, *_: object) -> None:
+        if self.is_mine:
+            self.lock.release()
+
+    @property
+    def is_mine(self) -> bool:
+        """True if the calling thread has entered."""
+        return self.lock._is_owned()  # type: ignore[attr-defined, no-any-return]
+
+    def enter_backward(self) -> None:
+        """Begins a backward in the calling thread, which has made the graph. ``leave_backward`` must be called."""
+        self.enter()
+        self._num_backwards += 1
+
+    def leave_backward(self) -> None:
+        """Ends a backward."""
+        self._num_backwards -= 1
+        self.lock.release()
+
+    def enter_at_node(self) -> None:
+        """Begins a backward at its first node, unless the calling thread or the one that waits for it has entered."""
+        if self.lock._is_owned():  # type: ignore[attr-defined]
+            return
+        if self.lock.acquire(blocking=False):
+            if _is_of_autograd():  # its caller could not leave: a lock belongs to the thread that acquired it
+                self.lock.release()
+                return
+        elif not self._acquire_late():
+            return
+        self._holder = self._user = self.late = threading.get_ident()  # not `_take_over`: it was given the graph
+        self._num_backwards += 1
+
+    def leave_at_end(self) -> None:
+        """Ends the calling thread's backward if it began at a node."""
+        if self.late and self.late == threading.get_ident() and backward_task() == NO_TASK:
+            self._user = self.late = 0
+            self.leave_backward()
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Context of a gather into new memory. Possible in the middle of another thread's step."""
+        nested = self.is_mine
+        if not self.lock.acquire(blocking=False) and not self._acquire_late():
+            yield
+            return
+        self._holder, before = threading.get_ident(), self._is_reading
+        try:
+            self._is_reading = before or not nested
+            yield
+        finally:
+            self._is_reading = before
+            self.lock.release()
+
+    def _take_over(self, ident: int) -> None:
+        """Makes the calling thread, which has the lock, the user."""
+        this, other = threading.current_thread(), self._in_step()  # registers a thread that Python has not started
+        if other is not None and other is not this and other.is_alive():
+            self.lock.release()
+            _refuse(other, "has begun a step with it and not ended the step")
+        self._user = ident
+
+    def _acquire_late(self) -> bool:
+        """Acquires the lock after the other thread's read. Returns False in a thread of autograd.
+
+        Raises:
+            UsageError: The other thread does not only read.
+        """
+        if self._num_backwards and _is_of_autograd():
+            return False
+        other = next((thread for thread in threading.enumerate() if thread.ident == self._holder), None)
+        if other is None:  # it was ended in the middle of a use
+            self.lock = threading.RLock()
+        elif not self._is_reading:
+            _refuse(other, "is using it")
+        return self.lock.acquire()
+
+
+def _is_of_autograd() -> bool:
+    """True in a thread that autograd has started for the nodes of a device."""
+    return backward_task() != NO_TASK and isinstance(threading.current_thread(), threading._DummyThread)
+
+
+def _refuse(other: threading.Thread, what: str) -> NoReturn:
+    raise UsageError(
+        f"thread {threading.current_thread().name!r} uses a sharded model while thread {other.name!r} {what}. Both "
+        "threads have the same parameters, whose memory is released when a use ends. Use the model in one thread; or "
+        "hold one threading.Lock in both threads, in the training thread from the forward to the end of "
+        "optimizer.step(); or load the live weights into a plain model: shardwell.attach(address, run=...)"
+        ".follow(plain_model)"
+    )

@@ -1,6 +1,6 @@
 """The residency policy: which units to gather, prefetch, keep and free, and when.
 
-Pure bookkeeping, without torch and without I/O: events go in, decisions come out. ``forward_backward.py`` carries out
+Pure bookkeeping, without torch and without I/O: events go in, decisions come out. ``passes.py`` carries out
 the decisions.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 from shardwell.module.strategy import BackwardPrefetch, ReplicaOptions, ShardingStrategy
 
@@ -134,32 +134,26 @@ class ResidentUnit:
     def _set_state(self, state: UnitState) -> None:
         before, self.state = self.state, state
         size_bytes = self.own_bytes
-        if size_bytes and not self.is_replica:
+        if size_bytes and self.settings.strategy is not ShardingStrategy.NO_SHARD:
             self._memory.fetching_bytes += ((state is UnitState.FETCHING) - (before is UnitState.FETCHING)) * size_bytes
             self._memory.kept_bytes += ((state is UnitState.KEPT) - (before is UnitState.KEPT)) * size_bytes
 
 
-class _Indexed(Protocol):
-    @property
-    def index(self) -> int: ...
-
-
-IndexedT = TypeVar("IndexedT", bound=_Indexed)
 UnitT = TypeVar("UnitT", bound=ResidentUnit)
 
 
-class _Use(Generic[IndexedT]):
+class _Use(Generic[UnitT]):
     """A unit and the phase that it is used in."""
 
     __slots__ = ("next", "phase", "unit")
 
-    def __init__(self, unit: IndexedT, phase: Phase) -> None:
+    def __init__(self, unit: UnitT, phase: Phase) -> None:
         self.unit, self.phase = unit, phase
-        self.next: dict[_Use[IndexedT] | None, _Use[IndexedT]] = {}
+        self.next: dict[_Use[UnitT] | None, _Use[UnitT]] = {}
         """The use that last followed this one, by the use before this one."""
 
 
-class UsageOrder(Generic[IndexedT]):
+class UsageOrder(Generic[UnitT]):
     """The order in which units were used, from which the next uses are predicted.
 
     A use is predicted from the two uses before it. The prediction is exact for a model that runs the same way every
@@ -167,13 +161,13 @@ class UsageOrder(Generic[IndexedT]):
     """
 
     def __init__(self) -> None:
-        self._uses: dict[Phase, dict[IndexedT, _Use[IndexedT]]] = {phase: {} for phase in Phase}
-        self._previous: _Use[IndexedT] | None = None
-        self._latest: _Use[IndexedT] | None = None
+        self._uses: dict[Phase, dict[UnitT, _Use[UnitT]]] = {phase: {} for phase in Phase}
+        self._previous: _Use[UnitT] | None = None
+        self._latest: _Use[UnitT] | None = None
         self._forward: dict[int, None] = {}
         self._forward_ended = False
 
-    def observe(self, unit: IndexedT, phase: Phase) -> bool:
+    def observe(self, unit: UnitT, phase: Phase) -> bool:
         """Records that a unit is used now. Returns False for a repetition of the latest use, which is ignored."""
         use, latest = self._uses[phase].get(unit), self._latest
         if use is None:
@@ -191,7 +185,7 @@ class UsageOrder(Generic[IndexedT]):
         self._forward[unit.index] = None  # an index that is in the dict already keeps its place
         return True
 
-    def upcoming(self) -> Iterator[IndexedT]:
+    def upcoming(self) -> Iterator[UnitT]:
         """Yields the units that the current phase is expected to use next, nearest first."""
         previous, use = self._previous, self._latest
         for _ in range(MAX_UNITS_AHEAD):
@@ -214,7 +208,7 @@ class UsageOrder(Generic[IndexedT]):
 
 def _counted(unit: ResidentUnit) -> int:
     """Returns the bytes that a unit takes of the limits while it is fetched or kept. A replica has its own memory."""
-    return 0 if unit.is_replica else unit.own_bytes
+    return 0 if unit.settings.strategy is ShardingStrategy.NO_SHARD else unit.own_bytes
 
 
 class ResidencyPolicy(Generic[UnitT]):
@@ -254,7 +248,7 @@ class ResidencyPolicy(Generic[UnitT]):
         """
         if self.order.observe(unit, phase):
             self._uses_before_fill -= 1
-        if unit.needs_gather:  # the prediction failed, or another phase begins
+        if unit.state is UnitState.FREED or unit.state is UnitState.STALE:  # failed prediction, or another phase begins
             self._uses_before_fill = 0
         return self._uses_before_fill <= 0 or self._chosen(unit, phase) is not None
 
@@ -346,14 +340,16 @@ class ResidencyPolicy(Generic[UnitT]):
 
     def frees_after_backward(self, unit: UnitT) -> bool:
         """True if a unit is released after its backward."""
-        return unit.settings.reshard_after_backward and not unit.is_replica
+        return unit.settings.reshard_after_backward and unit.settings.strategy is not ShardingStrategy.NO_SHARD
 
     def displaced_by_release(self, unit: UnitT) -> Sequence[UnitT]:
         """Returns the kept units to free before a unit is released: the released unit is expected to be used earlier.
 
         Call ``state_after_release`` next.
         """
-        if self.keep_bytes is not None or unit.state is not UnitState.UNSHARDED or unit.is_replica:
+        if self.keep_bytes is not None or unit.state is not UnitState.UNSHARDED:
+            return ()
+        if unit.settings.strategy is ShardingStrategy.NO_SHARD:
             return ()
         memory = self._memory
         excess_bytes = memory.fetching_bytes + memory.kept_bytes + unit.own_bytes - self.prefetch_bytes
@@ -368,7 +364,7 @@ class ResidencyPolicy(Generic[UnitT]):
             return UnitState.KEPT
         if unit.state is UnitState.UNSHARDED:
             own_bytes = unit.own_bytes
-            if not own_bytes or unit.is_replica:
+            if not own_bytes or unit.settings.strategy is ShardingStrategy.NO_SHARD:
                 return UnitState.KEPT
             room_bytes = (
                 self.prefetch_bytes - self._memory.fetching_bytes if self.keep_bytes is None else self.keep_bytes
@@ -389,9 +385,13 @@ class ResidencyPolicy(Generic[UnitT]):
         self._released.pop(removed, None)
         self.order = UsageOrder()
 
-    def unused_prefetches(self, units: Iterable[UnitT]) -> Iterator[UnitT]:
-        """Yields the prefetched units that the finished backward did not use."""
-        return (unit for unit in units if unit.state is UnitState.FETCHING and not unit.is_replica)
+    def unused_prefetches(self, units: Iterable[UnitT]) -> list[UnitT]:
+        """Returns the prefetched units that the finished backward did not use."""
+        found = []
+        for unit in units:
+            if unit.state is UnitState.FETCHING and not unit.is_replica:
+                found.append(unit)
+        return found
 
     def gathers_at_step_start(self, units: Iterable[UnitT]) -> list[UnitT]:
         """Returns the replicas whose new version is fetched when a step starts, in the order of the last forward."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -55,6 +56,41 @@ class InitialValues(Protocol):
     def read(self, segment: Segment) -> Iterator[bytes | memoryview]:
         """Yields the bytes of a part of a parameter, in pieces that stay valid. From any thread, also repeatedly."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class FlatValues:
+    """Initial values in a unit's flat vector, in this process's memory.
+
+    Args:
+        flat: The whole vector. [size_bytes]
+    """
+
+    flat: memoryview
+
+    @property
+    def draws(self) -> Mapping[int, initialization_pb2.ParameterDraw]:
+        """An empty mapping: the servers draw nothing."""
+        return {}
+
+    def read(self, segment: Segment) -> Iterator[memoryview]:
+        """See ``InitialValues.read``."""
+        yield self.flat[segment.start_bytes : segment.stop_bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class NewValues:
+    """How a new unit gets its values.
+
+    Args:
+        elsewhere: The values, unless they are in the parameters or computed by ``initialize``.
+        blank: Indices of the parameters without values.
+        initialize: Initialises blank parameters, once they have memory, and blank buffers.
+    """
+
+    elsewhere: InitialValues | None = None
+    blank: frozenset[int] = frozenset()
+    initialize: Callable[[], None] = lambda: None
 
 
 class ParameterStore(Protocol):

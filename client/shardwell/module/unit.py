@@ -12,70 +12,21 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from shardwell.memory.buffers import trim
 from shardwell.module.flat_vector import FlatVector, VectorMemory
-from shardwell.module.gradients import LocalGradients
-from shardwell.module.initial_values import FlatValues, NewValues
-from shardwell.module.mixed_precision import AS_STORED, MixedPrecisionPolicy, Precision
+from shardwell.module.mixed_precision import AS_STORED, MixedPrecisionPolicy, Precision, local_part
 from shardwell.module.parameters import OWNER_ATTRIBUTE, FoundParameter, UnitParameters
 from shardwell.module.residency import ResidentUnit, UnitState
-from shardwell.module.store import InPlaceVector, ParameterStore
+from shardwell.module.store import FlatValues, InPlaceVector, NewValues, ParameterStore
 from shardwell_wire.encoding.chunk_streams import memory_at
 from shardwell_wire.errors import VersionGoneError
 from shardwell_wire.host.shared_memory import order_loads
 from shardwell_wire.model.layout import UnitLayout
-
-
-class ForwardCall:
-    """One call of a unit's forward. Hooks on the autograd nodes that were made during the call refer to this object.
-
-    A group of operations outside of every forward that read the unit's weights also gets such an object.
-
-    Args:
-        unit: The unit.
-        generation: ``Unit.generation`` at the time of the call. A graph is valid for one generation.
-        first_node_number: The lowest number of the nodes made during the call; by default the number of the next node.
-    """
-
-    __slots__ = ("first_node_number", "generation", "has_backward", "outer", "stop_node_number", "unit")
-
-    def __init__(self, unit: Unit, generation: int, first_node_number: int | None = None) -> None:
-        self.unit = unit
-        self.generation = generation
-        if first_node_number is None:
-            first_node_number = torch._C._autograd._get_sequence_nr()
-        self.first_node_number: int = first_node_number
-        self.stop_node_number: float = math.inf
-        """Nodes made during the call have a lower number."""
-        self.has_backward = False
-        """True if a result has a graph through the call."""
-        self.outer: ForwardCall | None = None
-        """The forward call that made this call."""
-
-
-@dataclass(slots=True)
-class Usage:
-    """The current users of a unit's memory. The unit is freed only when there are none."""
-
-    forward_calls: list[ForwardCall] = field(default_factory=list)
-    """Forwards that are running, innermost last."""
-    backward_calls: set[ForwardCall] = field(default_factory=set)
-    """Forwards whose backward is running."""
-    in_backward_graph: bool = False
-    """True if the graph of a backward (``create_graph=True``) reads the weights until the end of the work item."""
-
-    def clear(self) -> None:
-        """Removes all users."""
-        self.forward_calls.clear()
-        self.backward_calls.clear()
-        self.in_backward_graph = False
-
-    def __bool__(self) -> bool:
-        return bool(self.forward_calls or self.backward_calls or self.in_backward_graph)
 
 
 class Unit(ResidentUnit):
@@ -131,25 +82,24 @@ class Unit(ResidentUnit):
         self.device_type = self._device.type
         """The device that the unit computes on."""
         self._flat = FlatVector(self.precision.layout, self._device, memory)
+        self.storage = self._flat.storage
+        """The flat vector's memory; while freed it is empty or reads as NaN."""
         self.gradients = LocalGradients(self.parameters, self.precision, self._flat)
-        self._shared: InPlaceVector | None = None
-        self._gather: Future[int] | None = None
-        """The gather into memory of this process that is running, or whose bytes were not used yet."""
+        self.shared: InPlaceVector | None = None
+        """The flat vector, if it is read in place."""
+        self.in_flight: Future[int] | None = None
+        """The latest gather into memory of this process, until its bytes are used."""
         self._await_version: Callable[[], int] | None = None
         """Waits for the version that a gather in place has requested."""
-        self._version = -1
+        self.version = -1
         """The version that was gathered last. Negative: unknown."""
-        self._parameter_objects = UnitParameters(layout, found)
+        self.held = UnitParameters(layout, found)
+        """The parameter objects, which the modules hold."""
         self.index = self._upload(values, memory)
 
     @property
     def name(self) -> str:
         return self.layout.unit
-
-    @property
-    def storage(self) -> torch.UntypedStorage:
-        """The flat vector's memory; while freed it is empty or reads as NaN."""
-        return self._flat.storage
 
     def _upload(self, values: NewValues, memory: VectorMemory) -> int:
         """Uploads the initial values in the dtypes of the servers, frees the parameters and returns the unit index."""
@@ -160,9 +110,9 @@ class Unit(ResidentUnit):
         places = [flat.place(index) for index in range(len(self.parameters))]
         try:
             for index in values.blank:  # parameters from the meta device get memory here
-                self._parameter_objects.place(index, places[index])
+                self.held.place(index, places[index])
             if values.elsewhere is None:
-                self._parameter_objects.copy_to(places, skip=values.blank)
+                self.held.copy_to(places, skip=values.blank)
             values.initialize()
             unit_index = self._store.declare(self.layout, values.elsewhere or FlatValues(flat.send_buffer()))
         except BaseException:
@@ -172,7 +122,7 @@ class Unit(ResidentUnit):
             flat.release()
             self._flat.allocate()
             places = [self._flat.place(index) for index in range(len(self.parameters))]
-        self._parameter_objects.place_all(places)
+        self.held.place_all(places)
         for index, parameter in enumerate(self.parameters):
             setattr(parameter, OWNER_ATTRIBUTE, Owner(self, index))
         self._release()
@@ -185,12 +135,12 @@ class Unit(ResidentUnit):
         """Moves the flat vector of a freed unit to the store's memory, if this process can read the memory."""
         can_read = self.device_type == "cpu" and not self.precision.casts
         shared = self._store.in_place(unit_index) if can_read else None
-        if shared is None or self._shared is not None:
+        if shared is None or self.shared is not None:
             return
         self._flat.use_shared(shared.bytes)
-        self.own_bytes = 0
-        self._shared = shared
-        self._parameter_objects.place_all([self._flat.place(index) for index in range(len(self.parameters))])
+        self.storage, self.own_bytes = self._flat.storage, 0
+        self.shared = shared
+        self.held.place_all([self._flat.place(index) for index in range(len(self.parameters))])
 
     def share_on_host(self) -> bool:
         """Moves the values of a freed unit to memory that the trainers of this host share.
@@ -208,35 +158,41 @@ class Unit(ResidentUnit):
 
     # Gathering and freeing.
 
-    @property
-    def in_flight(self) -> Future[int] | None:
-        """The latest gather into memory of this process, until its bytes are used."""
-        return self._gather
-
-    def gather_at_once(self) -> bool:
-        """Gathers without waiting, if the values are read in place and present. Returns whether they were gathered."""
-        version = None if self._shared is None else self._store.present_version(self.index)
-        if version is None:
-            return False
-        self._version, self.is_current = version, True
-        self._set_state(UnitState.KEPT)
+    def unshard_at_once(self) -> bool:
+        """Makes the parameters usable without waiting, if the values are present. Returns whether it did."""
+        state = self.state
+        if state is UnitState.FREED or state is UnitState.STALE:
+            version = None if self.shared is None else self._store.present_version(self.index)
+            if version is None:
+                return False
+            self.version, self.is_current = version, True
+        elif state is not UnitState.KEPT:
+            self.unshard()
+            return True
+        self.held.allow()
+        if self.own_bytes:
+            self._set_state(UnitState.UNSHARDED)
+        else:  # no memory to count
+            self.state = UnitState.UNSHARDED
         return True
 
     def start_gather(self) -> None:
         """Starts to gather in the background, unless the values are gathered or being fetched."""
-        if not self.needs_gather:
-            return
-        if self.state is UnitState.FREED:
+        state = self.state
+        if state is UnitState.FREED:
             self._flat.allocate()
+        elif state is not UnitState.STALE:
+            return
         self._set_state(UnitState.FETCHING)
         try:
-            if self._shared is not None:
+            if self.shared is not None:
                 self._await_version = self._store.await_version(self.index)
             else:
-                self._gather = self._store.gather(
+                self.in_flight = self._store.gather(
                     self.index, self._flat.receive_buffer(), layout=self.precision.layout, vector=self._flat
                 )
-                self._gather.add_done_callback(self._begin_device_copy)
+                if self.device_type == "cuda":
+                    self.in_flight.add_done_callback(self._begin_device_copy)
         except BaseException:
             self.free()
             raise
@@ -253,29 +209,34 @@ class Unit(ResidentUnit):
             UsageError: A module holds another parameter than the one that was sharded.
             ShardwellError: The gather failed; the unit is freed.
         """
-        if self.state is UnitState.UNSHARDED:
-            self._parameter_objects.end_watch()
+        state = self.state
+        if state is UnitState.UNSHARDED:
+            self.held.end_watch()
             return
-        if self.state is not UnitState.KEPT:
-            self._parameter_objects.check_holders()  # before the wait for the values
+        if state is not UnitState.KEPT:
+            self.held.check_holders()  # before the wait for the values
             self._receive()
-        self._parameter_objects.allow()
-        self._set_state(UnitState.UNSHARDED)
+        self.held.allow()
+        if self.own_bytes:
+            self._set_state(UnitState.UNSHARDED)
+        else:  # no memory to count
+            self.state = UnitState.UNSHARDED
 
     def _receive(self) -> None:
-        self.start_gather()
+        if self.state is not UnitState.FETCHING:
+            self.start_gather()
         try:
             if self._await_version is not None:
-                self._version = self._await_version()
+                self.version = self._await_version()
             else:
-                assert self._gather is not None
-                self._version = self._gather.result()
+                assert self.in_flight is not None
+                self.version = self.in_flight.result()
             self.is_current = True
             self._flat.receive()
         except Exception:  # not KeyboardInterrupt: then the gather continues, and the next use waits for it
             self.free()
             raise
-        self._gather = self._await_version = None
+        self.in_flight = self._await_version = None
 
     def require_current(self) -> None:
         """Waits until the servers have the version that the step reads, as a gather does.
@@ -283,7 +244,7 @@ class Unit(ResidentUnit):
         Before that, a server may still read the last step's gradients in the buffer that the next push overwrites.
         """
         if not self.is_current:
-            if self._shared is not None:
+            if self.shared is not None:
                 self._store.await_version(self.index)()
             else:
                 self.gather_copy()
@@ -297,11 +258,11 @@ class Unit(ResidentUnit):
     def watch_gradients(self) -> None:
         """Makes ``.grad`` of gathered parameters warn until their next use, if it does not show their gradients."""
         if self.state is UnitState.UNSHARDED and self.hides_gradients:
-            self._parameter_objects.watch()
+            self.held.watch()
 
     def end_watch(self) -> None:
         """Ends ``watch_gradients``."""
-        self._parameter_objects.end_watch()
+        self.held.end_watch()
 
     def drop_kept_gradients(self) -> None:
         """Drops the gradients of earlier steps that the servers keep because no optimizer has used them."""
@@ -311,42 +272,45 @@ class Unit(ResidentUnit):
     def keep(self) -> None:
         """Makes the parameters unusable and keeps the values for the next use in the step."""
         assert self.state is UnitState.UNSHARDED
-        self._parameter_objects.forbid()
-        self._set_state(UnitState.KEPT)
+        self.held.forbid()
+        if self.own_bytes:
+            self._set_state(UnitState.KEPT)
+        else:  # no memory to count
+            self.state = UnitState.KEPT
 
     def free(self) -> None:
         """Releases the memory, after waiting for a gather that is running."""
         if self.state is UnitState.FREED:
             return
-        if self._gather is not None or self._await_version is not None:
+        if self.in_flight is not None or self._await_version is not None:
             self._end_gather()
         self._release()
 
     def expire(self) -> None:
         """Makes a replica stale: the values are old, and the memory stays for the next version."""
         self._end_gather()
-        self._parameter_objects.forbid()
-        self._parameter_objects.mark_freed()
+        self.held.forbid()
+        self.held.mark_freed()
         self._flat.abandon()
         self._set_state(UnitState.STALE)
 
     def _end_gather(self) -> None:
-        if self._gather is not None:
-            wait([self._gather])  # the gather writes into the memory
-        self._gather = self._await_version = None
+        if self.in_flight is not None:
+            wait([self.in_flight])  # the gather writes into the memory
+        self.in_flight = self._await_version = None
 
     def forget_graphs(self) -> None:
         """Makes all existing graphs unusable."""
         self.generation += 1
-        self._parameter_objects.forget_graphs()
+        self.held.forget_graphs()
         if self.state is UnitState.UNSHARDED:
-            self._parameter_objects.allow()
+            self.held.allow()
 
     def _release(self) -> None:
         self.gradients.leave_memory()
         if self.state is not UnitState.KEPT:  # the parameters of a kept unit are unusable already
-            self._parameter_objects.forbid()
-        self._parameter_objects.mark_freed()
+            self.held.forbid()
+        self.held.mark_freed()
         self._flat.release()
         self._set_state(UnitState.FREED)
 
@@ -358,7 +322,7 @@ class Unit(ResidentUnit):
         """
         self.free()
         flat = self.gather_copy()
-        self._parameter_objects.detach(
+        self.held.detach(
             # Copies: a parameter must not keep the memory of the whole unit.
             [self.read(flat, index).to(device or self._device, copy=True) for index in range(len(self.parameters))]
         )
@@ -367,24 +331,24 @@ class Unit(ResidentUnit):
 
     def written_parameter(self) -> str | None:
         """Returns the name of a parameter that was written in place, or given other data, since it was gathered."""
-        if self.state is not UnitState.UNSHARDED or not (changed := self._parameter_objects.written()):
+        if self.state is not UnitState.UNSHARDED or not (changed := self.held.written()):
             return None
         for index in changed:  # parameters that were given other data return to the flat vector
-            self._parameter_objects.place(index, self._flat.place(index))
+            self.held.place(index, self._flat.place(index))
         self.written_page()
         return self.layout.parameters[changed[0]].name
 
     def note_data_read(self, index: int) -> None:
         """Called before ``parameter.data`` is read. ``written_parameter`` then also finds writes to the result."""
-        if self.state is UnitState.UNSHARDED and self._shared is None:  # `written_page` finds all writes otherwise
-            self._parameter_objects.note_data_read(index)
+        if self.state is UnitState.UNSHARDED and self.shared is None:  # `written_page` finds all writes otherwise
+            self.held.note_data_read(index)
 
     def written_page(self) -> str | None:
         """Returns the name of a parameter that was written in the store's shared memory, and undoes the write.
 
         Also finds writes that torch does not count.
         """
-        byte = None if self._shared is None else self._shared.forget_writes()
+        byte = None if self.shared is None else self.shared.forget_writes()
         if byte is None:
             return None
         return next(
@@ -399,15 +363,15 @@ class Unit(ResidentUnit):
         Raises:
             VersionGoneError: They changed, and the result of the current work item counts. The unit is freed.
         """
-        if self._shared is None or self._version < 0 or self.state not in (UnitState.UNSHARDED, UnitState.KEPT):
+        if self.shared is None or self.version < 0 or self.state not in (UnitState.UNSHARDED, UnitState.KEPT):
             return
         try:
-            self._shared.check(self._version)
+            self.shared.check(self.version)
         except VersionGoneError:
             if not self._store.abandons_work():
                 self.free()
                 raise
-            self._version = -1  # a forward or backward may be using the unit
+            self.version = -1  # a forward or backward may be using the unit
 
     # Reads that are independent of training.
 
@@ -418,10 +382,10 @@ class Unit(ResidentUnit):
     def gather_version(self) -> tuple[int, torch.Tensor]:
         """As ``gather_copy``. Also returns the version: that of the step, or the newest if the step does not count."""
         with self._reading():
-            if self._shared is not None and self._shared.exact:
+            if self.shared is not None and self.shared.exact:
                 version = self._store.await_version(self.index)()
-                copy = self._shared.bytes.clone()
-                self._shared.check(version)
+                copy = self.shared.bytes.clone()
+                self.shared.check(version)
                 return version, copy
             flat = torch.empty(self.layout.size_bytes, dtype=torch.uint8)
             # The memoryview keeps the memory alive: after Ctrl-C here, the gather continues in the background.
@@ -442,28 +406,192 @@ class Unit(ResidentUnit):
     def read(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         """Returns a parameter's values as a view of a result of ``gather_copy``."""
         spec, start = self.layout.parameters[index], self.layout.starts[index]
-        return flat[start : start + spec.size_bytes].view(self.precision.stored_dtype(index)).view(spec.shape)
+        return flat[start : start + spec.size_bytes].view(self.precision.stored_dtypes[index]).view(spec.shape)
 
 
 def check_versions(units: Iterable[Unit]) -> None:
     """Checks all units; see ``Unit.check_version``."""
     order_loads()  # once: every vector is read afterwards
     for unit in units:
-        if unit._shared is not None and not unit._shared.shows(unit._version):
+        if unit.shared is not None and not unit.shared.shows(unit.version):
             unit.check_version()
 
 
-def fetch_ahead(units: Iterable[Unit]) -> bool:
-    """True if a gather of any unit moves bytes to this process, so that it pays to start it before it is needed.
+class ForwardCall:
+    """One call of a unit's forward. Hooks on the autograd nodes that were made during the call refer to this object.
 
-    All units have the same store.
+    A group of operations outside of every forward that read the unit's weights also gets such an object.
+
+    Args:
+        unit: The unit.
+        generation: ``Unit.generation`` at the time of the call. A graph is valid for one generation.
+        first_node_number: The lowest number of the nodes made during the call; by default the number of the next node.
     """
-    store = None
-    for unit in units:
-        store = unit._store
-        if unit._shared is None:
+
+    __slots__ = ("first_node_number", "generation", "has_backward", "outer", "stop_node_number", "unit")
+
+    def __init__(self, unit: Unit, generation: int, first_node_number: int | None = None) -> None:
+        self.unit = unit
+        self.generation = generation
+        if first_node_number is None:
+            first_node_number = torch._C._autograd._get_sequence_nr()
+        self.first_node_number: int = first_node_number
+        self.stop_node_number: float = math.inf
+        """Nodes made during the call have a lower number."""
+        self.has_backward = False
+        """True if a result has a graph through the call."""
+        self.outer: ForwardCall | None = None
+        """The forward call that made this call."""
+
+
+@dataclass(slots=True)
+class Usage:
+    """The current users of a unit's memory. The unit is freed only when there are none."""
+
+    forward_calls: list[ForwardCall] = field(default_factory=list)
+    """Forwards that are running, innermost last."""
+    backward_calls: set[ForwardCall] = field(default_factory=set)
+    """Forwards whose backward is running."""
+    in_backward_graph: bool = False
+    """True if the graph of a backward (``create_graph=True``) reads the weights until the end of the work item."""
+
+    def clear(self) -> None:
+        """Removes all users."""
+        self.forward_calls.clear()
+        self.backward_calls.clear()
+        self.in_backward_graph = False
+
+    def __bool__(self) -> bool:
+        return bool(self.forward_calls or self.backward_calls or self.in_backward_graph)
+
+
+Gradients = Sequence[tuple[int, torch.Tensor]]
+"""``(parameter index, gradient)`` by rising index."""
+
+
+class LocalGradients:
+    """The gradients of one unit that are not pushed: in ``parameter.grad``, or in sums of another dtype.
+
+    Args:
+        parameters: Parameters of the unit.
+        precision: Dtypes of gradients and sums.
+        memory: Memory of the parameters. A gradient may be a view of a parameter, if a hook or an autograd function of
+            the user returns one. It is copied before the memory is released.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], precision: Precision, memory: FlatVector) -> None:
+        self._parameters, self._precision, self._memory = parameters, precision, memory
+        self._distributed = {
+            index for index, parameter in enumerate(parameters) if getattr(parameter, "placements", None) is not None
+        }
+        """Indices of the parameters that are DTensors."""
+        self._accumulated: dict[int, int] = {}
+        """Version counters of the gradients that ``accumulate`` left in ``parameter.grad``, by parameter index."""
+
+    def take(self, indices: Iterable[int] | None = None) -> list[tuple[int, torch.Tensor]]:
+        """Removes and returns the gradients of all or some parameters, dense and in the dtypes of the servers."""
+        taken = []
+        accumulated, memory = self._accumulated, self._memory
+        precision, dtypes = self._precision, self._precision.stored_dtypes
+        with torch._C.DisableTorchFunctionSubclass():
+            for index in range(len(self._parameters)) if indices is None else indices:
+                if accumulated:
+                    accumulated.pop(index, None)
+                parameter = self._parameters[index]
+                gradient = parameter.grad
+                if gradient is not None and (
+                    gradient.requires_grad
+                    or gradient.layout is not torch.strided
+                    or gradient.is_neg()
+                    or not gradient.is_contiguous()
+                ):
+                    gradient = _plain(gradient)
+                if precision.converts or precision.sums or gradient is None or gradient.dtype != dtypes[index]:
+                    gradient = precision.finish(index, gradient)
+                    if gradient is None:
+                        continue
+                parameter.grad = None
+                if index in self._distributed:
+                    gradient = _local(gradient, parameter)
+                if not memory.in_place and memory.holds(gradient):
+                    gradient = gradient.clone()  # the push reads it in the background, when the unit may be freed
+                taken.append((index, gradient))
+        return taken
+
+    def leave_memory(self) -> None:
+        """Copies the gradients that are in the parameters' memory. Called before the memory is released."""
+        if self._memory.in_place:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in self._parameters:
+                gradient = parameter.grad
+                if gradient is None or gradient.layout is not torch.strided:
+                    continue
+                if self._memory.holds(local_part(gradient)):
+                    parameter.grad = gradient.clone()
+
+    def are_complete(self) -> bool:
+        """Returns False if the running backward has not reached a parameter with an accumulated gradient.
+
+        The accumulated gradient must be pushed together with the new one: servers add pushes in another dtype.
+        """
+        sums, accumulated = self._precision.sums, self._accumulated
+        if not sums and not accumulated:
             return True
-    return store is not None and store.fetches_in_place()
+        with torch._C.DisableTorchFunctionSubclass():
+            for index in (*sums, *accumulated):
+                gradient = self._parameters[index].grad
+                if gradient is None or accumulated.get(index) == gradient._version:
+                    return False
+        return True
+
+    def accumulate(self) -> None:
+        """Adds the gradients to sums in the reduce dtype, if it differs from the gradients' dtype."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for index, parameter in enumerate(self._parameters):
+                if (gradient := parameter.grad) is None:
+                    continue
+                if self._precision.sums_apart and self._precision.accumulate(index, _plain(gradient)):
+                    parameter.grad = None
+                else:
+                    self._accumulated[index] = gradient._version
+
+    def divide(self, divisor: int) -> None:
+        """Divides all gradients, also those that are summed in another dtype."""
+        self.accumulate()
+        self._precision.divide(divisor)
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for parameter in self._parameters:
+                if parameter.grad is not None:
+                    parameter.grad.div_(divisor)
+
+    def drop(self, indices: Iterable[int] | None = None) -> None:
+        """Drops the gradients of all or some parameters."""
+        self._precision.drop(indices)
+        with torch._C.DisableTorchFunctionSubclass():
+            for index in range(len(self._parameters)) if indices is None else indices:
+                self._accumulated.pop(index, None)
+                self._parameters[index].grad = None
+
+
+def _plain(gradient: torch.Tensor) -> torch.Tensor:
+    """Returns a gradient without a graph, dense and contiguous, whose memory has its values."""
+    if gradient.requires_grad:
+        gradient = gradient.detach()
+    if gradient.layout is not torch.strided:
+        gradient = gradient.to_dense()
+    if gradient.is_neg():  # of the imaginary part of a complex number, as autograd may return it
+        gradient = gradient.resolve_neg()
+    # A torch operation without effect still costs time, because it releases the interpreter lock.
+    return gradient if gradient.is_contiguous() else gradient.contiguous()
+
+
+def _local(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Returns the part of a DTensor's gradient that this process stores."""
+    # A DTensor's gradient may be a partial sum, such as a norm's gradient under sequence parallelism. The sum is
+    # reduced after the cast: autograd uses this order for a parameter that is cast in the forward.
+    local: torch.Tensor = cast(Any, gradient).redistribute(placements=cast(Any, parameter).placements).to_local()
+    return _plain(local)
 
 
 @dataclass(frozen=True, slots=True)
@@ -487,7 +615,7 @@ class Owner:
     @property
     def stored_dtype(self) -> torch.dtype:
         """Dtype of the parameter on the servers."""
-        return self.unit.precision.stored_dtype(self.index)
+        return self.unit.precision.stored_dtypes[self.index]
 
     @property
     def is_pushed(self) -> bool:

@@ -12,13 +12,12 @@ from torch import nn
 from shardwell.memory.buffers import BufferPool
 from shardwell.module.flat_vector import VectorMemory
 from shardwell.module.gradients import GradientPushes, with_gradients
-from shardwell.module.initial_values import NewValues
 from shardwell.module.mixed_precision import AS_STORED, MixedPrecisionPolicy
 from shardwell.module.naming import GridPlace
 from shardwell.module.parameters import FoundParameter
 from shardwell.module.passes import ForwardBackward, raise_written
 from shardwell.module.residency import ResidencyPolicy, UnitState
-from shardwell.module.store import ParameterStore
+from shardwell.module.store import NewValues, ParameterStore
 from shardwell.module.strategy import BackwardPrefetch, ReplicaOptions, ShardingStrategy
 from shardwell.module.unit import Unit, check_versions, owner_of
 from shardwell_wire.errors import CapacityError, UsageError
@@ -76,11 +75,7 @@ class Units:
         """Names of the units that were removed."""
         self._outermost: list[Unit] = []
         self.passes = ForwardBackward(
-            self._by_name.values(),
-            self.policy,
-            self._pushes,
-            store.gathering_together,
-            max_gathers_in_flight=max_gathers_in_flight,
+            self._by_name, self.policy, self._pushes, store, max_gathers_in_flight=max_gathers_in_flight
         )
 
     def set_limits(

@@ -82,7 +82,7 @@ def dry_run(division: Division, pp_rank: int, options: PlanOptions, policy: Wrap
                 if isinstance(module, ShardedModule):
                     make_plain(module)
         finally:
-            torch_patches.unwatch(run.units)
+            torch_patches.unwatch(run.units.passes)
 
 
 class DryRun:

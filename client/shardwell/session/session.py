@@ -115,7 +115,7 @@ class Session:
     def _end_training(self) -> None:
         """Ends what this process does for the model outside of the training thread."""
         preemption.remove(self.in_flight.items)
-        torch_patches.unwatch(self.units)
+        torch_patches.unwatch(self.units.passes)
 
     # ---- this trainer ----
 

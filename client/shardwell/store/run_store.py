@@ -335,7 +335,7 @@ class RunStore:
             self._membership.check()
             return None  # a lapsed trainer computes in vain
         current, version = self._state.current, self._state.number
-        if current is not None and current.abandoned:
+        if current is not None and current.is_over:
             return None
         return version if self._fetches.is_present(self._units[unit_index], version) else None
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shardwell.memory.buffers import trim
-from shardwell.module.fully_shard import HasUnits, ShardedModule, fully_shard, make_plain, shard_modules, sharding_of
+from shardwell.module.fully_shard import ShardedModule, fully_shard, make_plain, shard_modules, sharding_of
 from shardwell.module.gradients import with_gradients
 from shardwell.module.guards import check_batch_norm, check_ignored, check_modules, check_session
 from shardwell.module.unit import Unit
@@ -114,7 +114,7 @@ def _check_idle(unit: Unit) -> None:
 
 def auto_wrap(
     model: nn.Module,
-    session: HasUnits,
+    session: Any,
     policy: WrapPolicy | None = None,
     *,
     ignored_params: Collection[nn.Parameter] = (),

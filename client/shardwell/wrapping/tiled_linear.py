@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from shardwell.module.fully_shard import HasUnits, fully_shard
+from shardwell.module.fully_shard import fully_shard
 from shardwell_wire.errors import UsageError
 
 
@@ -54,7 +54,7 @@ class TiledLinear(nn.Module):
         *,
         num_tiles: int,
         num_input_tiles: int = 1,
-        session: HasUnits | None = None,
+        session: Any = None,
         name: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,

@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad
 from torch.optim import optimizer as torch_optimizer
 
 import shardwell
-from shardwell.module import hooks, torch_patches
+from shardwell.module import torch_patches
 from shardwell.module.units import Units
 from tests.support.in_memory_store import InMemoryStore
 from tests.support.module_parity import Sharded, inputs, layers, squared_loss, wrap_children
@@ -32,17 +32,17 @@ def is_function(value: Any) -> bool:
 @pytest.fixture
 def no_others() -> None:
     """Forgets the units of other tests, which do not close them. Imports what the first units import."""
-    last = Units(InMemoryStore())
+    last = Units(InMemoryStore()).passes
     torch_patches.watch(last)
-    for units in [*torch_patches._watched, last]:
-        torch_patches.unwatch(units)
-    assert not torch_patches._undo and not list(hooks._watched)
+    for passes in [*torch_patches._watched, last]:
+        torch_patches.unwatch(passes)
+    assert not torch_patches._undo and not list(torch_patches._watched)
 
 
 @pytest.mark.usefixtures("no_others")
 def test_everything_is_reverted_after_the_last_session() -> None:
     before = torchs_state()
-    first, second = (Units(InMemoryStore()) for _ in range(2))
+    first, second = (Units(InMemoryStore()).passes for _ in range(2))
     torch_patches.watch(first)
     changed = torchs_state()
     torch_patches.watch(second)
@@ -60,7 +60,7 @@ def test_everything_is_reverted_after_the_last_session() -> None:
 
 @pytest.mark.usefixtures("no_others")
 def test_changes_of_others_stay() -> None:
-    units = Units(InMemoryStore())
+    units = Units(InMemoryStore()).passes
     torch_patches.watch(units)
     ours = clip_grad.clip_grad_value_
 
@@ -122,9 +122,9 @@ def test_backward_of_an_older_plain_graph_is_not_searched(monkeypatch: pytest.Mo
     sharded = Sharded(layers(7, 5, 3), wrap_children)
     plain = squared_loss(layers(7, 5, 3), 0)
     loss = squared_loss(sharded.model, 0)
-    visited = list(hooks._reachable([plain], sharded.units.passes.graphs))
-    assert all(hooks._is_leaf(node) for node in visited)
-    assert list(hooks._reachable([loss], sharded.units.passes.graphs))
+    visited = torch_patches._reachable([plain], sharded.units.passes.graphs)
+    assert all(type(node).__name__ == torch_patches._LEAF for node in visited)
+    assert torch_patches._reachable([loss], sharded.units.passes.graphs)
 
 
 def test_parameter_data_works_as_in_torch() -> None:
