@@ -36,10 +36,18 @@ def test_schedules_that_lost_a_run_before(seed: int) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.parametrize("seed", [4007312])
-def test_schedules_with_stops_that_lost_a_run_before(seed: int) -> None:
-    """A server is stopped whose shards end with it, and the coordinator before it has answered the first question."""
+@pytest.mark.parametrize("seed", [4007312, 6006885, 6009319, 6024909])
+def test_schedules_with_newer_kinds_that_failed_before(seed: int) -> None:
+    """A server is stopped whose shards end with it, and the coordinator before it has answered the first question.
+    Restarted work whose trainer is gone; a backup's server that starts again when the primary is lost; initial values
+    of a former trainer that end later than those of the next one."""
     result = simulate("--seed", seed)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("seed", [7000134, 7000419])
+def test_asynchronous_schedules_that_had_a_commit_too_many(seed: int) -> None:
+    result = simulate("--seed", seed, "--asynchronous")
     assert result.returncode == 0, result.stdout + result.stderr
 
 

@@ -342,7 +342,9 @@ def test_trainer_that_proposes_gets_work_that_was_restarted_and_whose_trainer_is
             run.work.restart()
             run.changed.notify()
             for request in (again.prepare(0), again.commit(0, wait_s=5)):
-                with pytest.raises(StepRestartedError, match="the work of rank 0 in step 0 was restarted"):
+                with pytest.raises(
+                    StepRestartedError, match="step 0 has not finished: the work of rank 0 was restarted"
+                ):
                     await request
             cluster.coordinator.trainers.items.start_fencing(run)
             assert [item.dp_rank for item in (await again.finish(0, [], wait_s=5)).work.items] == [0]

@@ -517,8 +517,8 @@ def _require_workers(run: Run, member: Member, step: Step) -> None:
     if not any(step.leased_to(name) for name in run.members.live):
         ranks = ", ".join(str(item.first_rank) for item in step.unfinished)
         raise StepRestartedError(
-            f"the work of rank {ranks} in step {step.number} was restarted, and its trainer is gone: trainer "
-            f"{member.name!r} may have to compute it"
+            f"step {step.number} has not finished: the work of rank {ranks} was restarted, and its trainer is gone; "
+            f"trainer {member.name!r} may have to compute it"
         )
 
 
