@@ -1,8 +1,7 @@
 """Options of ``shardwell.join``, from arguments, ``SHARDWELL_*`` variables and torchrun.
 
-Options that ``SHARDWELL_*`` variables set.
-
-The place of a trainer that ``torchrun`` or a similar launcher started: its rank and its world.
+The fields of three dataclasses describe each option once: its name and type, from which its variable follows, its
+default, its meaning, and what it excludes. ``docs/running.md`` and the arguments of ``join`` are compared with them.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import math
 import os
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from typing import Any, Self
 
 from shardwell.module.strategy import BackwardPrefetch
@@ -35,6 +34,8 @@ LATEST = "latest"
 """Value of ``resume`` for the newest checkpoint of the run."""
 _ONLY_ARGUMENT = {"environment": False}
 """Metadata of a field that no environment variable sets."""
+_ONE_VERSION = "one_version"
+"""Key in the metadata of a field: why another value than the default needs that all ranks read the same version."""
 
 
 class _Options:
@@ -92,7 +93,9 @@ class TransferOptions(_Options):
     ``push_error_feedback``: ``topk-1%`` or ``topk-10%``, which push the largest values of every 1024, or ``lowrank-1``,
     ``lowrank-4`` or ``lowrank-16``, which push a matrix as a product of two factors of this rank. The servers add
     gradients in float32."""
-    push_error_feedback: bool = False
+    push_error_feedback: bool = field(
+        default=False, metadata={_ONE_VERSION: "residuals belong to consecutive versions"}
+    )
     """Add what each pushed gradient lost to the next gradient. Needs a lossy ``push_dtype``."""
     prefetch_bytes: int = 128 << 20
     """Bytes of weights that may be fetched before they are used. The same amount of freed memory is kept for reuse.
@@ -109,7 +112,7 @@ class TransferOptions(_Options):
     do not count. 0: limited by ``prefetch_bytes`` only."""
     backward_prefetch: str = BackwardPrefetch.PRE
     """When a backward gathers the next unit: ``pre``, ``post`` or ``none``, as in FSDP1."""
-    host_cache_bytes: int = 0
+    host_cache_bytes: int = field(default=0, metadata={_ONE_VERSION: "the trainers of a host read different versions"})
     """Bytes of shared memory that the run's trainers of this host use together to cache weights of remote servers.
     Each weight is then fetched once per host and step. All trainers of a host must use the same value. 0 by default,
     because the cache never returns its memory during the run."""
@@ -117,12 +120,14 @@ class TransferOptions(_Options):
     """Bytes of memory in which this trainer keeps weights as they travelled, so that the servers send only what has
     changed since. Needs a ``gather_dtype`` of 16 bits. Weights in the host cache are not kept again. The weights are
     bit-identical. 0 by default, because it takes 2 bytes per value, and CPU time that only pays on a slow network."""
-    node_group: str = "none"
+    node_group: str = field(default="none", metadata={_ONE_VERSION: "the trainers of a node read different versions"})
     """Backend over which the run's trainers of this host exchange weights, so that each fetches only a part:
     ``gloo`` (CPU) or ``nccl`` (GPU; select the device first). All trainers of a host must use the same value.
     ``none`` by default: each trainer fetches whole units."""
 
-    gradient_reduction: str = DIRECT
+    gradient_reduction: str = field(
+        default=DIRECT, metadata={_ONE_VERSION: "the gradient of each rank is applied by itself"}
+    )
     """Where gradients are added first: ``direct`` (on the servers: each trainer pushes its own), ``hierarchical`` (on
     this host, if it has all trainers of a reduction group of the run: they push their sum), ``allreduce`` (among the
     trainers of the largest complete reduction group, on any hosts: each adds and pushes a part of the sum), or
@@ -202,7 +207,9 @@ class JoinConfig:
     """The grid of logical ranks."""
     seed: int = 0
     """Seed of the data order and of dropout."""
-    reduction_groups: tuple[int, ...] = ()
+    reduction_groups: tuple[int, ...] = field(
+        default=(), metadata={_ONE_VERSION: "the gradient of each rank is applied by itself"}
+    )
     """Order in which the gradients of data ranks are added; see ``join``. Empty: in rank order."""
     min_trainers: int | None = None
     """Trainers that must have joined before the first step. None: one per logical rank."""
@@ -289,35 +296,18 @@ class JoinConfig:
         """Raises UsageError for options that assume that all ranks read the same version."""
         if not self.consistency.asynchronous:
             return
-        world, transfers = self.world, self.transfers
-        for conflicts, option, reason in (
-            (world.tp * world.pp > 1, f"world={world}", "the trainers of a replica commit together"),
-            (
-                transfers.host_cache_bytes,
-                f"host_cache_bytes={transfers.host_cache_bytes}",
-                "the trainers of a host read different versions",
-            ),
-            (
-                transfers.node_group != "none",
-                f"node_group={transfers.node_group!r}",
-                "the trainers of a node read different versions",
-            ),
-            (
-                transfers.gradient_reduction != DIRECT,
-                f"gradient_reduction={transfers.gradient_reduction!r}",
-                "the gradient of each rank is applied by itself",
-            ),
-            (
-                self.reduction_groups,
-                f"reduction_groups={self.reduction_groups}",
-                "the gradient of each rank is applied by itself",
-            ),
-            (transfers.push_error_feedback, "push_error_feedback=True", "residuals belong to consecutive versions"),
-        ):
-            if conflicts:
-                raise UsageError(
-                    f"consistency={self.consistency} contradicts {option}: {reason}. Leave one of the two options out"
-                )
+        conflicts = {}
+        if self.world.replica_size > 1:
+            conflicts[f"world={self.world}"] = "the trainers of a replica commit together"
+        for options in (self, self.transfers):
+            for option in fields(options):
+                value = getattr(options, option.name)
+                if _ONE_VERSION in option.metadata and value != option.default:
+                    conflicts[f"{option.name}={value!r}"] = option.metadata[_ONE_VERSION]
+        for conflict, reason in conflicts.items():
+            raise UsageError(
+                f"consistency={self.consistency} contradicts {conflict}: {reason}. Leave one of the two options out"
+            )
 
     def _check_names(self) -> None:
         try:
@@ -388,12 +378,20 @@ def read_environment(options: type[Any], environment: Mapping[str, str]) -> dict
     """
     values: dict[str, Any] = {}
     for option in fields(options):
-        parse = _PARSERS.get(str(option.type).removesuffix(" | None"))
-        variable = f"{_PREFIX}{option.name.upper()}"
-        text = environment.get(variable)
-        if parse is not None and text and option.metadata.get("environment", True):
-            values[option.name] = parse(variable, text)
+        variable = variable_of(option)
+        if variable is not None and (text := environment.get(variable)):
+            values[option.name] = _PARSERS[_type_of(option)](variable, text)
     return values
+
+
+def variable_of(option: Field[Any]) -> str | None:
+    """Returns the variable that sets a field of the options. None: there is none. See ``read_environment``."""
+    has_variable = _type_of(option) in _PARSERS and option.metadata.get("environment", True)
+    return f"{_PREFIX}{option.name.upper()}" if has_variable else None
+
+
+def _type_of(option: Field[Any]) -> str:
+    return str(option.type).removesuffix(" | None")
 
 
 def _text(variable: str, text: str) -> str:

@@ -1,7 +1,4 @@
-"""A ``torch.distributed.Store`` that the coordinator serves.
-
-The store in which the trainers of a replica meet, which the coordinator serves.
-"""
+"""A ``torch.distributed.Store`` that the coordinator serves, and the one in which the trainers of a replica meet."""
 
 from __future__ import annotations
 

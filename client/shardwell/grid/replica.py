@@ -1,6 +1,4 @@
-"""Recognises errors of collectives whose cause is a lost process.
-
-The TCP connections of a process group, which another thread can end.
+"""Processes that talk to each other directly: a replica's process group, the run's device mesh, a host's node group.
 
 Note: [Ending a collective]
     A collective of gloo in which a process does not answer ends at the group's timeout. With torch 2.13, ``abort`` and
@@ -8,10 +6,6 @@ Note: [Ending a collective]
     if the other process had ended. Gloo does not tell its connections. They are those that exist after the group was
     formed and did not exist before. A connection to a server that another thread opened meanwhile is ended, too; the
     trainer connects again.
-
-Groups of processes that talk to each other directly: the run's device mesh, and the node group of one host.
-
-The process group of a replica, and its device mesh.
 """
 
 from __future__ import annotations
@@ -24,7 +18,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Iterator, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, HashStore, TCPStore
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -52,6 +46,8 @@ from shardwell_wire.errors import (
 )
 from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import coordinator_pb2
+
+logger = logging.getLogger(__name__)
 
 _GLOO = re.compile(
     r"gloo.*(closed by peer|reset by peer|broken pipe|timed out|connect timeout|socket closed)",
@@ -129,8 +125,6 @@ def _connected_sockets() -> Iterator[tuple[Connection, socket.socket]]:
                 yield connection, duplicate
 
 
-logger = logging.getLogger(__name__)
-
 _STORE_NAME = "torch.distributed"
 
 RENDEZVOUS_LIMIT_S = 5.0
@@ -140,48 +134,41 @@ same time, so a short wait is enough. A trainer that joins later does not take p
 CONNECT_LIMIT_S = 60.0
 """Seconds to wait until present members are connected."""
 
-ExchangeAddress = Callable[[str, str | None], str]
-"""``(name, address) -> address``: publishes an address, or waits for it if ``address`` is None."""
-
 
 # ---- the device mesh ----
 
 
-def device_mesh(
-    world: World, global_rank: int, *, host: str, exchange: ExchangeAddress, device_type: str
-) -> DeviceMesh:
+def device_mesh(membership: Membership, step: int, *, host: str, device_type: str) -> DeviceMesh:
     """Returns a mesh with the axes ``dp``, ``tp``, ``pp`` in the run's order.
 
     Creates the default process group if there is none: the trainer of logical rank 0 hosts its store, and the
     coordinator passes the store's address to the others.
 
     Args:
-        world: The grid of logical ranks. Each rank has a trainer of its own.
-        global_rank: Logical rank of this trainer.
+        membership: This trainer's membership in the run.
+        step: Number of committed steps.
         host: Name or address under which other trainers reach this host.
-        exchange: Exchanges the store's address.
         device_type: Device type of the mesh. ``cpu`` uses gloo, ``cuda`` NCCL.
 
     Raises:
+        UsageError: This trainer plays no logical rank or several.
         DeadlineError: Other trainers did not call in time.
     """
+    world, ranks = membership.world, membership.rank_assignments
+    if len(ranks) != 1:
+        raise UsageError(f"a device mesh needs one trainer per logical rank; this one plays {len(ranks)} of {world}")
     if not dist.is_initialized():
-        store = _host_store(world, host, exchange) if global_rank == 0 else _find_store(world, exchange)
+        rank = ranks[0].coordinates.global_rank
+        if rank == 0:
+            store = TCPStore(host, 0, world.size, is_master=True, wait_for_workers=False)
+            membership.exchange_address(step, _STORE_NAME, f"{host}:{store.port}")
+        else:
+            found, _, port = membership.exchange_address(step, _STORE_NAME, None).rpartition(":")
+            store = TCPStore(found, int(port), world.size, is_master=False)
         backend = "nccl" if device_type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=global_rank, world_size=world.size)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world.size)
     shape = [getattr(world, axis) for axis in world.order]
     return DeviceMesh(device_type, torch.arange(world.size).view(shape), mesh_dim_names=world.order)
-
-
-def _host_store(world: World, host: str, exchange: ExchangeAddress) -> Store:
-    store = TCPStore(host, 0, world.size, is_master=True, wait_for_workers=False)
-    exchange(_STORE_NAME, f"{host}:{store.port}")
-    return store
-
-
-def _find_store(world: World, exchange: ExchangeAddress) -> Store:
-    host, _, port = exchange(_STORE_NAME, None).rpartition(":")
-    return TCPStore(host, int(port), world.size, is_master=False)
 
 
 # ---- the node group ----
@@ -439,7 +426,7 @@ class ReplicaGroup:
         """Makes a collective fail in which a trainer does not answer, because the process group is void.
 
         Only while a work item is computed: after the last step, trainers may leave while others use the group.
-        See Note: [Ending a collective] in ``peer_connections.py``.
+        See Note: [Ending a collective].
         """
         if self._membership.computes_item:
             count = end_connections(self._connections)

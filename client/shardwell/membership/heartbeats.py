@@ -1,8 +1,7 @@
-"""Logs what the coordinator tells the users of a run, such as that a checkpoint was not saved.
+"""What keeps a trainer's membership alive: heartbeats, and a stream whose end the coordinator notices at once.
 
-The stream by which the coordinator notices the end of a trainer at once, and by which it tells the trainer news.
-
-Heartbeats, which keep a trainer's lease and report what the trainer uses and computes.
+Heartbeats renew the lease, and report what the trainer uses and computes. The coordinator tells news in its answers and
+over the stream, such as notices for the users of the run.
 """
 
 from __future__ import annotations

@@ -12,6 +12,11 @@ from shardwell.optimizers.sharded_optimizer import ShardedOptimizer
 from shardwell_wire.errors import UsageError
 
 
+def _settings(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Returns the default settings of the groups from the ``locals()`` of a constructor, whose arguments they are."""
+    return {name: value for name, value in arguments.items() if name not in ("self", "params", "__class__")}
+
+
 class SGD(ShardedOptimizer):
     """``torch.optim.SGD`` on the servers, with torch's fused kernel. Same arguments."""
 
@@ -30,8 +35,7 @@ class SGD(ShardedOptimizer):
     ) -> None:
         if nesterov and (momentum <= 0 or dampening != 0):
             raise UsageError("SGD(nesterov=True): expected momentum > 0 and dampening = 0")
-        settings = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
-        super().__init__(params, {**settings, "nesterov": nesterov, "maximize": maximize})
+        super().__init__(params, _settings(locals()))
 
 
 class Adam(ShardedOptimizer):
@@ -50,8 +54,7 @@ class Adam(ShardedOptimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, {**settings, "amsgrad": amsgrad, "maximize": maximize})
+        super().__init__(params, _settings(locals()))
 
 
 class AdamW(Adam):
@@ -70,7 +73,7 @@ class AdamW(Adam):
         *,
         maximize: bool = False,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize)
+        super().__init__(params, **_settings(locals()))
 
 
 class NAdam(ShardedOptimizer):
@@ -90,14 +93,7 @@ class NAdam(ShardedOptimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        settings = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "momentum_decay": momentum_decay,
-        }
-        super().__init__(params, {**settings, "decoupled_weight_decay": decoupled_weight_decay, "maximize": maximize})
+        super().__init__(params, _settings(locals()))
 
 
 class RAdam(ShardedOptimizer):
@@ -116,8 +112,7 @@ class RAdam(ShardedOptimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, {**settings, "decoupled_weight_decay": decoupled_weight_decay, "maximize": maximize})
+        super().__init__(params, _settings(locals()))
 
 
 class Adamax(ShardedOptimizer):
@@ -135,8 +130,7 @@ class Adamax(ShardedOptimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, {**settings, "maximize": maximize})
+        super().__init__(params, _settings(locals()))
 
 
 class RMSprop(ShardedOptimizer):
@@ -156,8 +150,7 @@ class RMSprop(ShardedOptimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        settings = {"lr": lr, "alpha": alpha, "eps": eps, "weight_decay": weight_decay, "momentum": momentum}
-        super().__init__(params, {**settings, "centered": centered, "maximize": maximize})
+        super().__init__(params, _settings(locals()))
 
 
 class Adagrad(ShardedOptimizer):
@@ -176,8 +169,7 @@ class Adagrad(ShardedOptimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        settings = {"lr": lr, "lr_decay": lr_decay, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, {**settings, "initial_accumulator_value": initial_accumulator_value})
+        super().__init__(params, _settings(locals()))
 
 
 class Adadelta(ShardedOptimizer):
@@ -195,8 +187,7 @@ class Adadelta(ShardedOptimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        settings = {"lr": lr, "rho": rho, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, settings)
+        super().__init__(params, _settings(locals()))
 
 
 class Lion(ShardedOptimizer):
@@ -221,7 +212,7 @@ class Lion(ShardedOptimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
+        super().__init__(params, _settings(locals()))
 
 
 class WholeTensorOptimizer(ShardedOptimizer):
@@ -273,8 +264,7 @@ class LAMB(WholeTensorOptimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, {**settings, "maximize": maximize})
+        super().__init__(params, _settings(locals()))
 
 
 class Adafactor(WholeTensorOptimizer):
@@ -297,8 +287,7 @@ class Adafactor(WholeTensorOptimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        settings = {"lr": lr, "beta2_decay": beta2_decay, "eps": eps, "d": d, "weight_decay": weight_decay}
-        super().__init__(params, {**settings, "maximize": maximize})
+        super().__init__(params, _settings(locals()))
 
     def _hyperparameters(self, group: dict[str, Any]) -> dict[str, float]:
         eps1, eps2 = group["eps"]
@@ -343,9 +332,7 @@ class Muon(WholeTensorOptimizer):
     ) -> None:
         if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
             raise UsageError(f"adjust_lr_fn={adjust_lr_fn!r}: expected 'original' or 'match_rms_adamw'")
-        settings = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov, "eps": eps}
-        newton_schulz = {"ns_coefficients": ns_coefficients, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
-        super().__init__(params, {**settings, **newton_schulz})
+        super().__init__(params, _settings(locals()))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group, as in torch.

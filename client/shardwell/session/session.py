@@ -345,14 +345,7 @@ class Session:
             UsageError: This trainer plays no logical rank or several.
             DeadlineError: Other trainers did not call in time.
         """
-        rank = self.global_rank
-        if rank is None or self.num_ranks != 1:
-            raise UsageError(
-                f"a device mesh needs one trainer per logical rank; this one plays {self.num_ranks} of {self.world}"
-            )
-        return replica.device_mesh(
-            self.world, rank, host=self.config.host, exchange=self.exchange_address, device_type=device_type
-        )
+        return replica.device_mesh(self._membership, self.step, host=self.config.host, device_type=device_type)
 
     def replica_mesh(self, device_type: str = "cpu") -> DeviceMesh:
         """Returns a mesh of this trainer's replica, with the axes ``tp`` and ``pp`` of tensor and pipeline parallelism.

@@ -298,9 +298,10 @@ class ItemAttempt:
 class StepState:
     """The step in flight on one trainer.
 
-    This object owns the state: other classes read it and call its methods. Each session has one such object, which
-    ``advance`` moves to the next step. The phases follow each other as in ``StepPhase``; ``restart_item``,
-    ``repeat_item`` and ``restart`` return to COMPUTING, and ``abandon_commit`` to the phase before ``start_commit``.
+    This object owns the state: other classes read it and call its methods, and set ``in_batches``,
+    ``skips_gradients`` and ``item_limit``. Each session has one such object, which ``advance`` moves to the next step.
+    The phases follow each other as in ``StepPhase``; ``restart_item``, ``repeat_item`` and ``restart`` return to
+    COMPUTING, and ``abandon_commit`` to the phase before ``start_commit``.
 
     Used by the training thread, and by autograd's threads while the training thread waits for a backward.
 

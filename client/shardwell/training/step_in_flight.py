@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 class StepInFlight:
     """The step in flight on one trainer: computes it, commits it and, after an interrupt, settles it.
 
-    Every change of the step's state goes through ``StepState``.
+    ``StepState`` has the state, and this class and ``WorkItems`` say when it changes.
 
     Attributes:
         state: State of the step.

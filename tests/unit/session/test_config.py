@@ -1,13 +1,19 @@
 """Options of ``join``: defaults, environment variables, torchrun and arguments, in rising precedence."""
 
+import inspect
+import re
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
-from shardwell.options import JoinConfig, TransferOptions, WaitOptions, read_environment
+import shardwell
+from shardwell.options import JoinConfig, TransferOptions, WaitOptions, read_environment, variable_of
 from shardwell_wire.errors import UsageError, WorldError
 from shardwell_wire.model.topology import World
 from tests.support.cluster import join_options
+
+RUNNING = Path(__file__).parents[3] / "docs" / "running.md"
 
 ENVIRONMENT = {
     "SHARDWELL_ADDRESS": "host:1",
@@ -152,3 +158,30 @@ def test_single_torchrun_process_is_ignored() -> None:
 def test_invalid_torchrun_variables_are_rejected(variables: dict[str, str]) -> None:
     with pytest.raises(UsageError, match=next(iter(variables))):
         JoinConfig.from_env({}, {**TORCHRUN, **variables})
+
+
+def table_after(heading: str) -> list[list[str]]:
+    """Returns the rows of the table in docs/running.md whose header begins with a cell."""
+    after = RUNNING.read_text().partition(f"| {heading} |")[2].partition("\n\n")[0]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in after.splitlines()[2:]]
+
+
+def test_arguments_of_join_are_the_options_and_are_documented_with_their_variables() -> None:
+    options = {option.name: option for option in fields(JoinConfig)}
+    arguments = list(inspect.signature(shardwell.join).parameters)
+    assert options.keys() - set(arguments) == {"world_size", "torchrun"}, "set by launchers only"
+    rows = {row[0].strip("`"): row[1] for row in table_after("argument") if row[0]}
+    assert rows.keys() == set(arguments)
+    for name, variable in rows.items():
+        if (known := variable_of(options[name])) is not None:
+            assert variable == f"`{known}`"
+    of_launchers = [row[1].strip("`") for row in table_after("argument") if not row[0]]
+    assert of_launchers == [variable_of(options["world_size"]), "SHARDWELL_DP_RANK"]
+
+
+@pytest.mark.parametrize("group", [TransferOptions, WaitOptions])
+def test_documented_fields_of_option_groups_are_all_there_are(group: type[TransferOptions | WaitOptions]) -> None:
+    documented = [
+        name for row in table_after(f"field of `{group.__name__}`") for name in re.findall(r"`(\w+)`", row[0])
+    ]
+    assert sorted(documented) == sorted(option.name for option in fields(group))
