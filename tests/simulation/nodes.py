@@ -12,6 +12,7 @@ from shardwell_server.coordinator.servicer import CoordinatorServicer
 from shardwell_server.coordinator.settings import Settings
 from shardwell_server.coordinator.storage.storage import Storage
 from shardwell_server.shard.process.registration import Registration
+from shardwell_server.shard.requests.inspection import ServerProcess
 from shardwell_server.shard.requests.peers import GrpcPeers
 from shardwell_server.shard.servicer import ShardServicer
 from shardwell_server.shard.state.store import ShardStore
@@ -152,7 +153,11 @@ class ServerNode(Node):
         registration = Registration(COORDINATOR, self.name, store)
         self.incarnation = registration.incarnation
         servicer = ShardServicer(
-            self.name, registration.incarnation, store, registration.term, ServerTransports(self.name), GrpcPeers()
+            ServerProcess(self.name, registration.incarnation),
+            store,
+            registration.term,
+            ServerTransports(self.name),
+            GrpcPeers(),
         )
         running().network.listen(self.address, self.process, SHARD_SERVICE, servicer)
         async with registration.running(self.address) as task:

@@ -22,6 +22,7 @@ from shardwell.transport.grpc_transport import ShardClient
 from shardwell_server.serving.limits import grpc_port
 from shardwell_server.serving.rpc import add_service
 from shardwell_server.shard.memory.shared_memory import SharedMemory
+from shardwell_server.shard.requests.inspection import ServerProcess
 from shardwell_server.shard.requests.peers import GrpcPeers
 from shardwell_server.shard.servicer import ShardServicer
 from shardwell_server.shard.state.runs import CoordinatorTerm
@@ -97,7 +98,7 @@ class ShardServer:
             self.shm = transports.find(ShmTransport)
         self._term = CoordinatorTerm(self._confirm_term)
         self.peers = GrpcPeers()
-        self.servicer = ShardServicer("here", "1", self.store, self._term, transports, self.peers)
+        self.servicer = ShardServicer(ServerProcess("here", "1"), self.store, self._term, transports, self.peers)
         add_service(self._server, SERVICE, self.servicer)
         await self._accepting.enter_async_context(transports.serving())
         if self._tls is None:

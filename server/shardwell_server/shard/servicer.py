@@ -12,6 +12,7 @@ from shardwell_server.serving.rpc import Call
 from shardwell_server.shard.concurrency import first_of, uninterrupted
 from shardwell_server.shard.requests import backups, inspection, partitions, pushes, reading, steps, streams
 from shardwell_server.shard.requests.checkpoints import CheckpointRequests
+from shardwell_server.shard.requests.inspection import ServerProcess
 from shardwell_server.shard.requests.peers import GrpcPeers
 from shardwell_server.shard.requests.replication import Replicator
 from shardwell_server.shard.requests.streams import IncomingMessages, StandingStreams
@@ -39,8 +40,7 @@ class ShardServicer:
     """Serves ``shardwell_wire.v1.ShardService``. Used on the event loop.
 
     Args:
-        server_id: Name of this server.
-        incarnation: Random id of this process.
+        process: This process of the server.
         store: The server's runs and shards.
         term: The term of the server's coordinator.
         transports: The transports that the server offers besides gRPC.
@@ -50,17 +50,15 @@ class ShardServicer:
 
     def __init__(
         self,
-        server_id: str,
-        incarnation: str,
+        process: ServerProcess,
         store: ShardStore,
         term: CoordinatorTerm,
         transports: ServerTransports,
         peers: GrpcPeers,
         checkpoint_roots: CheckpointRoots | None = None,
     ) -> None:
-        self._server_id, self._incarnation, self._store, self._term = server_id, incarnation, store, term
-        self._transports = transports
-        self._checkpoints = CheckpointRequests(server_id, store, checkpoint_roots or CheckpointRoots())
+        self._process, self._store, self._term, self._transports = process, store, term, transports
+        self._checkpoints = CheckpointRequests(process.server_id, store, checkpoint_roots or CheckpointRoots())
         self._replicator = Replicator(store, peers)
         self._stopping = asyncio.Event()
         self._standing = StandingStreams()
@@ -145,7 +143,7 @@ class ShardServicer:
         # A started update is finished even if the coordinator cancels the rpc.
         response = await uninterrupted(run.exclusively(lambda: steps.update(run, self._store.in_thread, request)))
         for backup in response.stale_backups:
-            backup.server_id = self._server_id
+            backup.server_id = self._process.server_id
         return response
 
     async def CopyShard(self, request: shard_pb2.CopyShardRequest, call: Call) -> shard_pb2.CopyShardResponse:
@@ -366,7 +364,7 @@ class ShardServicer:
         self, request: shard_pb2.DescribeServerRequest, call: Call
     ) -> shard_pb2.DescribeServerResponse:
         uptime_s = asyncio.get_running_loop().time() - self._started_s
-        response = inspection.describe_server(self._store, self._server_id, self._incarnation, uptime_s)
+        response = inspection.describe_server(self._store, self._process, uptime_s)
         response.replicated_bytes = self._store.replicated_bytes
         visible = [run for run in response.runs if call.sees(RunIdentity(run.run, run.run_id))]
         del response.runs[:]

@@ -1,12 +1,8 @@
-"""LAMB: Adam with steps scaled to the norm of each parameter.
-
-Lion: sign of an interpolated moment.
-
-Runs the arithmetic of each optimizer on the parts of parameters in a shard.
+"""Runs the arithmetic of each optimizer on the parts of parameters in a shard.
 
 Uses torch's kernels and functions where torch has them, in the variants whose bits do not depend on how a parameter is
-cut. torch's optimizer classes are not used: creating the first one imports torch's compiler, which costs every server
-seconds of CPU time.
+cut; LAMB and Lion are written here. torch's optimizer classes are not used: creating the first one imports torch's
+compiler, which costs every server seconds of CPU time.
 
 Note: [Failed updates]
     A committed update is repeated until it succeeds, and must be applied exactly once. An engine therefore divides an

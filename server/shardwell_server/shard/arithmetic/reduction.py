@@ -1,16 +1,13 @@
 """Reduces gradients in the run's order of additions, and sums powers of their elements for norms.
 
+Most of the time of a small shard is the fixed cost of each tensor operation. ``reduce_small`` therefore reduces shards
+with the same order of additions together: rows of blocks of all shards are summed by one operation, each row by itself.
+The results have the bits of ``reduce_shard``.
+
 Note: [Norms]
     A term is the fp64 sum over the part of one parameter that is inside one fixed block of the flat vector. Shards are
     cut at blocks, so the terms are the same for any number of servers. Terms are added without rounding error, so
     their order and grouping do not matter either.
-
-Sums the squares of gradients for the Euclidean norm. See Note: [Norms] in ``reduction.py``.
-
-Reduces several small shards together. The results have the same bits as those of ``reduce_shard``.
-
-Most of the time of a small shard is the fixed cost of each tensor operation. Shards with the same order of additions
-share the division and the squares: rows of blocks of all shards are summed by one operation, each row by itself.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""The state of a shard's optimizer between two updates: as it is saved, taken up, exported and restored.
+"""Applies the optimizer of a step to the parts of parameters in a shard.
 
-Memory of an optimizer's state, allocated before the update that creates the state.
-
-Applies the optimizer of a step to the parts of parameters in a shard.
-
-The update of several small shards by a few tensor operations.
+The state that an update creates is allocated before the update. Between two updates, the state can be saved, taken up,
+exported and restored. ``JointUpdate`` updates several small shards by a few tensor operations.
 """
 
 from __future__ import annotations

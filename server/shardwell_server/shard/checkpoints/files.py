@@ -1,7 +1,4 @@
-"""Fills the reserved shards of a run from a checkpoint, in a background thread.
-
-Writes this server's file of a checkpoint, in a background thread.
-"""
+"""Writes this server's file of a checkpoint, and fills reserved shards from a checkpoint, in background threads."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The memory that this process may use: the machine's, or the tightest limit of its cgroups.
+"""The memory budget of a shard server: reservations, and the buffers that use them.
 
-The memory budget of a shard server: reservations, and the buffers that use them.
+The default budget is a share of the memory that the process may use: the machine's, or the tightest limit of its
+cgroups.
 """
 
 from __future__ import annotations
@@ -16,100 +17,6 @@ import torch
 from shardwell_server.shard.memory.buffers import BufferPool, Sending, UnreservedMemory
 from shardwell_wire.errors import CapacityError
 
-_LIMIT_FILES = {"cgroup2": ("memory.max", "memory.high"), "cgroup": ("memory.limit_in_bytes",)}
-"""Names of the files with limits, by type of file system: ``cgroup2`` is version 2, ``cgroup`` is version 1."""
-
-
-def usable_memory_bytes(processes: int = 1, *, own_limits: bool = False) -> int:
-    """Returns the memory that each of several processes of this machine may use.
-
-    Args:
-        processes: Number of processes that divide the memory evenly.
-        own_limits: Whether the limits of this process's cgroups are for it alone. False: the processes divide them too.
-    """
-    machine: int = psutil.virtual_memory().total
-    limits = cgroup_limits()
-    return min([machine // processes, *(limit if own_limits else limit // processes for limit in limits)])
-
-
-def cgroup_limits(proc: Path = Path("/proc/self")) -> list[int]:
-    """Returns the memory limits, in bytes, of this process's cgroups and of all cgroups that contain them.
-
-    Slurm and systemd nest cgroups and often limit an outer cgroup only.
-
-    Args:
-        proc: The process's directory in ``/proc``.
-    """
-    limits = []
-    for folder, names in _folders(proc):
-        for name in names:
-            try:
-                text = (folder / name).read_text().strip()
-            except OSError:
-                continue
-            if text.isdigit():
-                limits.append(int(text))
-    return limits
-
-
-@dataclass(frozen=True)
-class _Mount:
-    """A mounted cgroup hierarchy, as this process sees it."""
-
-    kind: str
-    root: Path
-    """Path of the cgroup that is mounted at ``point``."""
-    point: Path
-
-
-def _folders(proc: Path) -> Iterator[tuple[Path, tuple[str, ...]]]:
-    """Yields the directory of each cgroup, innermost first, with the names of its limit files."""
-    try:
-        own = dict(_own_cgroups((proc / "cgroup").read_text()))
-        mounts = list(_mounts((proc / "mountinfo").read_text()))
-    except OSError:
-        return  # not Linux
-    for mount in mounts:
-        path = own.get(mount.kind)
-        if path is None:
-            continue
-        # In a container without a cgroup namespace, the path is relative to the host's root, but the mount shows the
-        # container's own cgroup.
-        inside = path.relative_to(mount.root) if path.is_relative_to(mount.root) else Path()
-        folder = mount.point / inside
-        while True:
-            yield folder, _LIMIT_FILES[mount.kind]
-            if folder == mount.point:
-                break
-            folder = folder.parent
-
-
-def _own_cgroups(text: str) -> Iterator[tuple[str, Path]]:
-    """Yields this process's cgroup in each hierarchy that can limit memory."""
-    for line in text.splitlines():
-        number, controllers, path = line.split(":", 2)
-        if number == "0" and not controllers:
-            yield "cgroup2", Path(path)
-        elif "memory" in controllers.split(","):
-            yield "cgroup", Path(path)
-
-
-def _mounts(text: str) -> Iterator[_Mount]:
-    for line in text.splitlines():
-        before, _, after = line.partition(" - ")
-        fields, (kind, _, options) = before.split(), after.split()[:3]
-        if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(",")):
-            yield _Mount(kind, Path(_unescaped(fields[3])), Path(_unescaped(fields[4])))
-
-
-def _unescaped(path: str) -> str:
-    """Decodes the octal escapes that ``mountinfo`` uses for spaces and similar characters."""
-    return path.encode().decode("unicode_escape")
-
-
-DEFAULT_SHARE = 0.8
-"""Default budget, as a share of the memory that this process may use."""
-
 _SENDING_SHARE, _MAX_SENDING_BYTES = 1 / 16, 256 << 20
 """Limit of messages that clients have not read yet: a share of the budget, at most this many bytes."""
 
@@ -118,16 +25,6 @@ ShardKey = tuple[str, str, int]
 
 _OPTIMIZER_STATES = 2
 """Adam's two moments. Larger state, such as amsgrad's third moment, is added when it is allocated."""
-
-
-def default_budget_bytes(servers_on_host: int = 1, *, own_limits: bool = False) -> int:
-    """Returns 80 % of what this process may use: its share of the machine's memory, or of the limit of its cgroups.
-
-    Args:
-        servers_on_host: Number of shard servers that divide this memory evenly.
-        own_limits: Whether the limits of the cgroups are for this server alone, and are not divided.
-    """
-    return int(usable_memory_bytes(servers_on_host, own_limits=own_limits) * DEFAULT_SHARE)
 
 
 def shard_need_bytes(
@@ -544,3 +441,108 @@ class Memory:
 
     def _update_elsewhere(self) -> None:
         self.pool.elsewhere_bytes = self._optimizer_bytes + self._shared_bytes
+
+
+DEFAULT_SHARE = 0.8
+"""Default budget, as a share of the memory that this process may use."""
+
+
+def default_budget_bytes(servers_on_host: int = 1, *, own_limits: bool = False) -> int:
+    """Returns 80 % of what this process may use: its share of the machine's memory, or of the limit of its cgroups.
+
+    Args:
+        servers_on_host: Number of shard servers that divide this memory evenly.
+        own_limits: Whether the limits of the cgroups are for this server alone, and are not divided.
+    """
+    return int(usable_memory_bytes(servers_on_host, own_limits=own_limits) * DEFAULT_SHARE)
+
+
+_LIMIT_FILES = {"cgroup2": ("memory.max", "memory.high"), "cgroup": ("memory.limit_in_bytes",)}
+"""Names of the files with limits, by type of file system: ``cgroup2`` is version 2, ``cgroup`` is version 1."""
+
+
+def usable_memory_bytes(processes: int = 1, *, own_limits: bool = False) -> int:
+    """Returns the memory that each of several processes of this machine may use.
+
+    Args:
+        processes: Number of processes that divide the memory evenly.
+        own_limits: Whether the limits of this process's cgroups are for it alone. False: the processes divide them too.
+    """
+    machine: int = psutil.virtual_memory().total
+    limits = cgroup_limits()
+    return min([machine // processes, *(limit if own_limits else limit // processes for limit in limits)])
+
+
+def cgroup_limits(proc: Path = Path("/proc/self")) -> list[int]:
+    """Returns the memory limits, in bytes, of this process's cgroups and of all cgroups that contain them.
+
+    Slurm and systemd nest cgroups and often limit an outer cgroup only.
+
+    Args:
+        proc: The process's directory in ``/proc``.
+    """
+    limits = []
+    for folder, names in _folders(proc):
+        for name in names:
+            try:
+                text = (folder / name).read_text().strip()
+            except OSError:
+                continue
+            if text.isdigit():
+                limits.append(int(text))
+    return limits
+
+
+@dataclass(frozen=True)
+class _Mount:
+    """A mounted cgroup hierarchy, as this process sees it."""
+
+    kind: str
+    root: Path
+    """Path of the cgroup that is mounted at ``point``."""
+    point: Path
+
+
+def _folders(proc: Path) -> Iterator[tuple[Path, tuple[str, ...]]]:
+    """Yields the directory of each cgroup, innermost first, with the names of its limit files."""
+    try:
+        own = dict(_own_cgroups((proc / "cgroup").read_text()))
+        mounts = list(_mounts((proc / "mountinfo").read_text()))
+    except OSError:
+        return  # not Linux
+    for mount in mounts:
+        path = own.get(mount.kind)
+        if path is None:
+            continue
+        # In a container without a cgroup namespace, the path is relative to the host's root, but the mount shows the
+        # container's own cgroup.
+        inside = path.relative_to(mount.root) if path.is_relative_to(mount.root) else Path()
+        folder = mount.point / inside
+        while True:
+            yield folder, _LIMIT_FILES[mount.kind]
+            if folder == mount.point:
+                break
+            folder = folder.parent
+
+
+def _own_cgroups(text: str) -> Iterator[tuple[str, Path]]:
+    """Yields this process's cgroup in each hierarchy that can limit memory."""
+    for line in text.splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
+            yield "cgroup2", Path(path)
+        elif "memory" in controllers.split(","):
+            yield "cgroup", Path(path)
+
+
+def _mounts(text: str) -> Iterator[_Mount]:
+    for line in text.splitlines():
+        before, _, after = line.partition(" - ")
+        fields, (kind, _, options) = before.split(), after.split()[:3]
+        if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(",")):
+            yield _Mount(kind, Path(_unescaped(fields[3])), Path(_unescaped(fields[4])))
+
+
+def _unescaped(path: str) -> str:
+    """Decodes the octal escapes that ``mountinfo`` uses for spaces and similar characters."""
+    return path.encode().decode("unicode_escape")

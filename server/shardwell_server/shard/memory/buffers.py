@@ -1,7 +1,4 @@
-"""Reuse of buffers, and the memory outside reservations.
-
-Memory of messages that clients have not read yet, limited per connection and for all connections.
-"""
+"""Buffers: their reuse, the memory outside reservations, and that of messages that clients have not read yet."""
 
 from __future__ import annotations
 

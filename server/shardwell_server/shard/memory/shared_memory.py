@@ -1,6 +1,6 @@
 """Memory that trainers on this host can map: files in a memory file system such as ``/dev/shm``, and sealed buffers.
 
-Trainers receive descriptors of both; see Note: [Descriptors, not paths] in ``shared_descriptors.py``.
+Trainers receive descriptors of both; see Note: [Descriptors, not paths] in ``shardwell_wire/host/shared_memory.py``.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class ShardFile:
         self.progress = self._head[_PROGRESS_AT : _PROGRESS_AT + 8]
         """One word for the progress of an update. Trainers do not read it."""
         self.step_word = self._head[_STEP_AT : _STEP_AT + 8]
-        """One word for the step that the shard has reached; see ``step_word.py``. Trainers do not read it."""
+        """One word for the step that the shard has reached; see ``shard_record.py``. Trainers do not read it."""
         if is_new:
             self.show(UPDATING)
 

@@ -22,6 +22,7 @@ from shardwell_server.shard.memory.saved_files import SavedFiles
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.process.process_group import STOP_S, ProcessGroup, member_settings
 from shardwell_server.shard.process.registration import Registration
+from shardwell_server.shard.requests.inspection import ServerProcess
 from shardwell_server.shard.requests.peers import GrpcPeers
 from shardwell_server.shard.servicer import ShardServicer
 from shardwell_server.shard.state.store import ShardStore
@@ -247,8 +248,7 @@ async def serve(arguments: argparse.Namespace, endpoint: process.Endpoint) -> No
         async with transports.serving():
             peers = GrpcPeers(credentials.of_role(Role.SERVER))
             servicer = ShardServicer(
-                server_id,
-                registration.incarnation,
+                ServerProcess(server_id, registration.incarnation),
                 store,
                 registration.term,
                 transports,

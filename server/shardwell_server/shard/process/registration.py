@@ -1,7 +1,4 @@
-"""What a shard server does first when it is stopped: it waits until other servers have its shards.
-
-Registers a shard server with the coordinator and keeps its lease.
-"""
+"""Registers a shard server with the coordinator and keeps its lease. A server that stops drains first."""
 
 from __future__ import annotations
 
@@ -42,70 +39,6 @@ from shardwell_wire.security.tokens import Role
 from shardwell_wire.v1 import coordinator_pb2
 
 logger = logging.getLogger(__name__)
-
-_POLL_S = 0.2
-"""Pause between two questions to the coordinator."""
-_STUCK_S = 1.0
-"""How long the number of shards may stay the same while no other server can take the rest."""
-_SILENCE_S = 3.0
-"""How long a coordinator that has answered before may be unreachable, for example because it is started again. Shards
-that end with this process wait longer, see ``drain``."""
-
-
-async def drain(
-    ask: Callable[[], Awaitable[coordinator_pb2.DrainServerResponse]], limit_s: float, would_lose: Callable[[], bool]
-) -> bool:
-    """Moves the shards of this server to other servers.
-
-    Args:
-        ask: Calls ``DrainServer``, which starts the moves and reports the progress.
-        limit_s: Longest time to wait, in seconds.
-        would_lose: Returns True if shards end with this process. It then waits for an absent coordinator, too.
-
-    Returns:
-        True if the server has no shards left. False if the coordinator cannot be reached, no other server can take the
-        rest, or the time is over.
-    """
-    loop = asyncio.get_running_loop()
-    now = silence_ends_s = loop.time()
-    deadline, last_progress_s, left, waiting = now + limit_s, now, -1, False
-    while True:
-        try:
-            async with asyncio.timeout_at(deadline):
-                answer = await ask()
-        except (UnavailableError, DeadlineError, TimeoutError) as error:
-            if loop.time() >= min(deadline, silence_ends_s):
-                if loop.time() >= deadline or not would_lose():
-                    logger.warning("the shards of this server do not move, because the coordinator is gone: %s", error)
-                    return False
-                if not waiting:
-                    waiting = True
-                    logger.warning(
-                        "waiting for the coordinator until %g s after the signal, because shards end with this process "
-                        "if they do not move (a second SIGTERM stops it at once): %s",
-                        limit_s,
-                        error,
-                    )
-        except ShardwellError as error:
-            logger.warning("the shards of this server do not move: %s", error)
-            return False
-        else:
-            now = loop.time()
-            silence_ends_s, waiting = now + _SILENCE_S, False
-            if not answer.shard_count:
-                return True
-            if left < 0:
-                logger.info("moving %d shards to other servers", answer.shard_count)
-            if answer.shard_count != left:
-                left, last_progress_s = answer.shard_count, now
-            if answer.waiting_for and now - last_progress_s > _STUCK_S:
-                logger.warning("%d shards stay on this server: %s", left, "; ".join(answer.waiting_for))
-                return False
-            if now > deadline:
-                logger.warning("%d shards stay on this server: they were not moved within %g s", left, limit_s)
-                return False
-        await asyncio.sleep(_POLL_S)
-
 
 _SERVICE = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"]
 _TIMEOUT_S = 5.0
@@ -436,3 +369,67 @@ class Registration:
         if self._reachable:
             logger.warning("cannot %s the coordinator at %s, retrying: %s", action, self._coordinator, error)
         self._reachable = False
+
+
+_POLL_S = 0.2
+"""Pause between two questions to the coordinator."""
+_STUCK_S = 1.0
+"""How long the number of shards may stay the same while no other server can take the rest."""
+_SILENCE_S = 3.0
+"""How long a coordinator that has answered before may be unreachable, for example because it is started again. Shards
+that end with this process wait longer, see ``drain``."""
+
+
+async def drain(
+    ask: Callable[[], Awaitable[coordinator_pb2.DrainServerResponse]], limit_s: float, would_lose: Callable[[], bool]
+) -> bool:
+    """Moves the shards of this server to other servers.
+
+    Args:
+        ask: Calls ``DrainServer``, which starts the moves and reports the progress.
+        limit_s: Longest time to wait, in seconds.
+        would_lose: Returns True if shards end with this process. It then waits for an absent coordinator, too.
+
+    Returns:
+        True if the server has no shards left. False if the coordinator cannot be reached, no other server can take the
+        rest, or the time is over.
+    """
+    loop = asyncio.get_running_loop()
+    now = silence_ends_s = loop.time()
+    deadline, last_progress_s, left, waiting = now + limit_s, now, -1, False
+    while True:
+        try:
+            async with asyncio.timeout_at(deadline):
+                answer = await ask()
+        except (UnavailableError, DeadlineError, TimeoutError) as error:
+            if loop.time() >= min(deadline, silence_ends_s):
+                if loop.time() >= deadline or not would_lose():
+                    logger.warning("the shards of this server do not move, because the coordinator is gone: %s", error)
+                    return False
+                if not waiting:
+                    waiting = True
+                    logger.warning(
+                        "waiting for the coordinator until %g s after the signal, because shards end with this process "
+                        "if they do not move (a second SIGTERM stops it at once): %s",
+                        limit_s,
+                        error,
+                    )
+        except ShardwellError as error:
+            logger.warning("the shards of this server do not move: %s", error)
+            return False
+        else:
+            now = loop.time()
+            silence_ends_s, waiting = now + _SILENCE_S, False
+            if not answer.shard_count:
+                return True
+            if left < 0:
+                logger.info("moving %d shards to other servers", answer.shard_count)
+            if answer.shard_count != left:
+                left, last_progress_s = answer.shard_count, now
+            if answer.waiting_for and now - last_progress_s > _STUCK_S:
+                logger.warning("%d shards stay on this server: %s", left, "; ".join(answer.waiting_for))
+                return False
+            if now > deadline:
+                logger.warning("%d shards stay on this server: they were not moved within %g s", left, limit_s)
+                return False
+        await asyncio.sleep(_POLL_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import version as installed_version
+from typing import NamedTuple
 
 import torch
 
@@ -23,13 +24,20 @@ _PEEK_ATTEMPTS = 3
 """Number of attempts of Peek when the values change while it reads them."""
 
 
-def describe_server(
-    store: ShardStore, server_id: str, incarnation: str, uptime_s: float
-) -> shard_pb2.DescribeServerResponse:
+class ServerProcess(NamedTuple):
+    """One process of a shard server."""
+
+    server_id: str
+    """Name of the server."""
+    incarnation: str
+    """Random id of the process."""
+
+
+def describe_server(store: ShardStore, process: ServerProcess, uptime_s: float) -> shard_pb2.DescribeServerResponse:
     """Describes the server, its memory and its runs."""
     return shard_pb2.DescribeServerResponse(
-        server_id=server_id,
-        incarnation=incarnation,
+        server_id=process.server_id,
+        incarnation=process.incarnation,
         shardwell_version=installed_version("shardwell"),
         budget_bytes=store.memory.budget_bytes,
         reserved_bytes=store.memory.reserved_bytes,

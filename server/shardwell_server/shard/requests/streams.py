@@ -1,6 +1,6 @@
-"""Client streams of gradients and values, and limits on the streams that clients keep open.
+"""Client streams: of gradients and values over any transport, and of the initial values of a shard.
 
-Initial values of a shard: received from a trainer, or drawn by the server.
+Limits the streams that clients keep open.
 """
 
 from __future__ import annotations

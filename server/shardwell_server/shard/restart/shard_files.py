@@ -77,8 +77,8 @@ class ShardFiles:
     """The shared files of one shard, besides its values, and the record that describes them all.
 
     The state is saved whenever the shard reaches one from which another process can continue: published, prepared,
-    ready to update, updated. See Note: [Records and step words] in ``step_word.py``. If something that the next update
-    needs is not in shared memory, there is no record, and the shard ends with the process.
+    ready to update, updated. See Note: [Records and step words] in ``shard_record.py``. If something that the next
+    update needs is not in shared memory, there is no record, and the shard ends with the process.
 
     Args:
         spec: The shard.

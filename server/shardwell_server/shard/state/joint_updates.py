@@ -1,9 +1,7 @@
-"""Updates small shards of a run together: one call per parameter group in place of one per shard.
+"""Updates small shards of a run together, and reduces the gradients of small shards together.
 
-Most shards of a model of many small units are updated this way in all steps but the first, in which optimizer state is
-created. ``UnitShard.update`` is the general case.
-
-Computes the mean gradients of several shards of a server, those of small shards together.
+One call per parameter group replaces one per shard. Most shards of a model of many small units are updated this way in
+all steps but the first, in which optimizer state is created. ``UnitShard.update`` is the general case.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The lease under which a shard server serves trainers. A server that nobody has heard from stops by itself.
-
-All runs and shards that one shard server holds, within its memory budget.
-"""
+"""All runs and shards that a shard server holds within its memory budget, and the lease under which it serves them."""
 
 from __future__ import annotations
 
@@ -38,67 +35,6 @@ from shardwell_wire.model.names import RunIdentity
 from shardwell_wire.model.topology import MAX_WORLD_SIZE, check_data_ranks
 from shardwell_wire.security.tokens import ClusterKey
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
-
-_USUAL_S = 10.0
-"""Length of a lease until the coordinator has granted one."""
-
-
-class ServingLease:
-    """Limits how long a server serves trainers after the last heartbeat that the coordinator acknowledged.
-
-    The coordinator replaces a silent server only after a longer time, so two servers never serve one shard. A new lease
-    has no limit, until it is renewed first.
-
-    Args:
-        clock: Monotonic time in seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._expires_s = math.inf
-        self.length_s = _USUAL_S
-        """Length of the lease in seconds, as the coordinator grants it."""
-
-    def suspend(self) -> None:
-        """Ends the lease until ``confirm``: the server does not know yet which shards the coordinator has it serve."""
-        self._expires_s = -math.inf
-
-    def confirm(self) -> None:
-        """Makes a suspended lease a new one."""
-        if self._expires_s == -math.inf:
-            self._expires_s = math.inf
-
-    def renew(self, sent_s: float, lease_s: float) -> None:
-        """Extends the lease.
-
-        Args:
-            sent_s: Time at which the acknowledged heartbeat was sent. The coordinator received it later.
-            lease_s: Length of the lease.
-        """
-        former_s = self._expires_s if math.isfinite(self._expires_s) else -math.inf
-        self._expires_s = max(former_s, sent_s + lease_s)
-        self.length_s = lease_s
-
-    @property
-    def valid(self) -> bool:
-        """True while this server may serve trainers."""
-        return self._clock() < self._expires_s
-
-    def check_confirmed(self) -> None:
-        """Raises UnavailableError if the lease is suspended."""
-        if self._expires_s == -math.inf:
-            raise UnavailableError("this server has not registered with its coordinator yet: try again")
-
-    def check(self) -> None:
-        """Raises UnavailableError if the lease is suspended or has expired."""
-        if not self.valid:
-            self.check_confirmed()
-            raise UnavailableError(
-                f"the lease of this server expired {self._clock() - self._expires_s:.1f} s ago, because the "
-                "coordinator has acknowledged no heartbeat since. Its shards may have moved to other servers: try "
-                "again, or ask the coordinator which server has the shard now"
-            )
-
 
 logger = logging.getLogger(__name__)
 
@@ -507,3 +443,64 @@ def _check_reservation(spec: ShardSpec) -> None:
             f"[{start}, {stop}) is not a valid range of unit {spec.unit!r} of {size} bytes: "
             f"expected bounds on multiples of {BLOCK_BYTES}"
         )
+
+
+_USUAL_S = 10.0
+"""Length of a lease until the coordinator has granted one."""
+
+
+class ServingLease:
+    """Limits how long a server serves trainers after the last heartbeat that the coordinator acknowledged.
+
+    The coordinator replaces a silent server only after a longer time, so two servers never serve one shard. A new lease
+    has no limit, until it is renewed first.
+
+    Args:
+        clock: Monotonic time in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._expires_s = math.inf
+        self.length_s = _USUAL_S
+        """Length of the lease in seconds, as the coordinator grants it."""
+
+    def suspend(self) -> None:
+        """Ends the lease until ``confirm``: the server does not know yet which shards the coordinator has it serve."""
+        self._expires_s = -math.inf
+
+    def confirm(self) -> None:
+        """Makes a suspended lease a new one."""
+        if self._expires_s == -math.inf:
+            self._expires_s = math.inf
+
+    def renew(self, sent_s: float, lease_s: float) -> None:
+        """Extends the lease.
+
+        Args:
+            sent_s: Time at which the acknowledged heartbeat was sent. The coordinator received it later.
+            lease_s: Length of the lease.
+        """
+        former_s = self._expires_s if math.isfinite(self._expires_s) else -math.inf
+        self._expires_s = max(former_s, sent_s + lease_s)
+        self.length_s = lease_s
+
+    @property
+    def valid(self) -> bool:
+        """True while this server may serve trainers."""
+        return self._clock() < self._expires_s
+
+    def check_confirmed(self) -> None:
+        """Raises UnavailableError if the lease is suspended."""
+        if self._expires_s == -math.inf:
+            raise UnavailableError("this server has not registered with its coordinator yet: try again")
+
+    def check(self) -> None:
+        """Raises UnavailableError if the lease is suspended or has expired."""
+        if not self.valid:
+            self.check_confirmed()
+            raise UnavailableError(
+                f"the lease of this server expired {self._clock() - self._expires_s:.1f} s ago, because the "
+                "coordinator has acknowledged no heartbeat since. Its shards may have moved to other servers: try "
+                "again, or ask the coordinator which server has the shard now"
+            )

@@ -1,6 +1,4 @@
-"""Requests with the gradients of several units. They arrive as rpcs or over a socket.
-
-Requests for the values of several units. They arrive as rpcs or over a socket.
+"""Requests with the gradients of several units, and for their values. They arrive as rpcs or over a socket.
 
 Note: [Groups of ranges]
     The ranges of a batch are answered in groups: first all ranges that are readable at once, later those that had to
@@ -130,7 +128,7 @@ class _Batch:
         self._results[number].duplicate = await push.receive(stream, self._left_s)
 
     def _adoptable(self, part: shard_pb2.BatchedPart, push: Push) -> SharedGradientBuffer:
-        """Checks a part as ``shm_requests.reduce_gradient_buffer`` does."""
+        """Checks a part as ``shm_transport.reduce_gradient_buffer`` does."""
         if not part.HasField("gradient_buffer_id"):
             raise InvalidRequestError("a part of the batch has neither a stream nor a gradient buffer")
         gradient_buffer = self._session.gradient_buffer(part.gradient_buffer_id)

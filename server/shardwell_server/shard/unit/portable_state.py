@@ -2,14 +2,13 @@
 
 Checkpoints, copies of shards and relocations exchange this state. ``export`` returns views of a shard's memory,
 ``restrict`` and ``merge`` cut the state anew, and ``import_state`` fills a reserved shard. ``begin_import`` returns the
-memory of the new shard for callers that fill it themselves, for example from a stream.
+memory of the new shard for callers that fill it themselves, for example from a stream. ``VersionCapture`` keeps the
+state of one version while a checkpoint writes it.
 
 Note: [Absent is not zero]
     A part without a gradient so far has no optimizer state, and its first update differs from an update with state of
     zeros (SGD's first momentum is the gradient itself). An absent tensor is therefore missing from ``PartState.state``,
     and ``merge`` rejects parts of one parameter that do not have the same tensors.
-
-The state of a run's shards in one version, while a checkpoint writes it in the background.
 
 Note: [Copies for checkpoints]
     A checkpoint reads the memory of the shards while training goes on. An update changes values and optimizer state in
@@ -31,7 +30,6 @@ import asyncio
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -44,10 +42,6 @@ from shardwell_wire.errors import CapacityError, InvalidRequestError, ShardwellE
 from shardwell_wire.model.layout import UnitLayout
 from shardwell_wire.model.optimizers import OPTIMIZERS, StateShape
 from shardwell_wire.model.topology import part_in, state_places
-
-if TYPE_CHECKING:
-    from shardwell_server.shard.unit.unit_shard import UnitShard
-
 
 _ELEMENTWISE = (StateShape.PARAMETER, StateShape.VECTOR)
 

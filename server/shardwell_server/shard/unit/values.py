@@ -1,10 +1,7 @@
-"""The version that each data rank's work item reads, in an asynchronous run.
+"""The values of one shard: its readable versions, their readers, and updates in place.
 
-Older versions of one shard that work items of an asynchronous run still read.
-
-The bytes of one version of a shard, and evictable snapshots that exist only while readers use them.
-
-The values of one shard: its readable versions, their readers, and updates in place.
+Older versions stay readable as snapshots, which can be evicted. In an asynchronous run, versions that work items still
+read are held, and each data rank has a version that its item reads.
 """
 
 from __future__ import annotations
@@ -29,280 +26,6 @@ from shardwell_wire.errors import (
 )
 from shardwell_wire.host.shared_memory import UPDATING
 from shardwell_wire.v1 import shard_pb2
-
-
-class RankVersions:
-    """The version that each data rank's work item reads. Versions never fall."""
-
-    def __init__(self) -> None:
-        self._versions: dict[int, int] = {}
-        self._first = 0
-        """The version with which the run started on this server."""
-
-    def start_at(self, version: int) -> None:
-        """Makes all ranks read at least this version: this process has no older one."""
-        self._first = max(version, self._first)
-
-    def of(self, dp_rank: int) -> int:
-        """Returns the version that a rank's work item reads."""
-        return max(self._versions.get(dp_rank, 0), self._first)
-
-    def raise_to(self, dp_rank: int, version: int) -> None:
-        """Makes a rank's next work item, or its restarted one, read a later version. An earlier one changes nothing."""
-        self._versions[dp_rank] = max(version, self.of(dp_rank))
-
-    def update(self, versions: Iterable[shard_pb2.RankVersion]) -> None:
-        """Calls ``raise_to`` for several ranks."""
-        for each in versions:
-            self.raise_to(each.dp_rank, each.version)
-
-    def needed(self, dp: int) -> set[int]:
-        """Returns the versions that the work items of all ranks read."""
-        return {self.of(dp_rank) for dp_rank in range(dp)}
-
-
-class HeldVersions:
-    """Versions of one shard that stay readable until the last work item that reads them is committed.
-
-    They use the shard's reservation and are never evicted, unlike snapshots. Used on the event loop.
-
-    Args:
-        what: Names the shard in errors.
-        unit: Name of the unit, for errors.
-        memory: The server's memory.
-        count: Number of versions that the shard's reservation covers.
-        snapshots: Takes versions that have other readers than work items.
-    """
-
-    def __init__(self, what: str, unit: str, memory: Memory, count: int, snapshots: Snapshots) -> None:
-        self._what, self._unit, self._memory, self._snapshots = what, unit, memory, snapshots
-        self._quota = BufferQuota(count)
-        self._held: dict[int, tuple[VersionBytes, Grant]] = {}
-        self._next: tuple[torch.Tensor, Grant] | None = None
-        """Memory for the next version to be held."""
-
-    def find(self, version: int) -> VersionBytes | None:
-        """Returns a held version. None if it is not held."""
-        found = self._held.get(version)
-        return None if found is None else found[0]
-
-    def allocate(self, size_bytes: int) -> torch.Tensor:
-        """Returns memory for the next version to be held. Returns the same memory until ``add``. [size_bytes]
-
-        Raises:
-            CapacityError: There is no memory.
-        """
-        if self._next is None:
-            grant = self._memory.grant(size_bytes, self._quota, f"an older version of {self._what}")
-            self._next = grant.acquire_buffer(size_bytes), grant
-        return self._next[0]
-
-    def add(self, version: VersionBytes) -> None:
-        """Holds a version, whose bytes the caller has copied to the memory from ``allocate``."""
-        assert self._next is not None
-        version.buffer, grant = self._next
-        self._next, self._held[version.version] = None, (version, grant)
-
-    def keep(self, versions: Collection[int]) -> None:
-        """Releases all held versions except the given ones. Those with readers become snapshots if memory is free."""
-        for version in self._held.keys() - set(versions):
-            found, grant = self._held[version]
-            if found.readers and self._is_evictable(grant):
-                del self._held[version]
-                self._snapshots.add(found)
-                continue
-            self._release(
-                version,
-                VersionGoneError(
-                    f"version {version} of {self._what} is no longer held: the work items that read it are committed "
-                    "or have been restarted from a later version",
-                    unit=self._unit,
-                    version=version,
-                ),
-            )
-
-    def _is_evictable(self, grant: Grant) -> bool:
-        """Moves memory out of the shard's reservation, if there is other memory for it."""
-        self._snapshots.evict(pinned_too=False)
-        return grant.unsettle()
-
-    def drop(self, why: ShardwellError) -> None:
-        """Releases everything. Readers get the error."""
-        for version in list(self._held):
-            self._release(version, why)
-        if self._next is not None:
-            buffer, grant = self._next
-            self._next = None
-            self._memory.pool.release(buffer)
-            grant.release()
-
-    def _release(self, version: int, why: ShardwellError) -> None:
-        found, grant = self._held.pop(version)
-        found.revoked = why
-        self._memory.pool.release(found.buffer)
-        grant.release()
-
-
-# Note: [Moving versions]
-# The newest version of a shard keeps its address, because trainers map it. When an update starts to change these bytes
-# in place, readers of the former version continue in a snapshot. A reader must therefore call ``check`` and look up
-# ``buffer`` again before every piece that it reads.
-
-
-@dataclass(eq=False)
-class VersionBytes:
-    """The bytes of one version of a shard, and their readers. Used on the event loop. See Note: [Moving versions]."""
-
-    buffer: torch.Tensor
-    """uint8. [stop_bytes - start_bytes]"""
-    version: int
-    """Number of the version. For unpublished values, the version that they become when published."""
-    readers: int = 0
-    """The bytes stay unchanged while this is positive, unless they are revoked."""
-    pins: int = 0
-    """Number of readers that keep the version for more than one update."""
-    revoked: ShardwellError | None = None
-    """Why readers can no longer read the bytes."""
-    newest: bool = True
-    """False once another version replaces this one, or is about to."""
-
-    def check(self) -> None:
-        """Raises the reason if the bytes have been revoked. See Note: [Moving versions]."""
-        if self.revoked is not None:
-            raise self.revoked
-
-    def memory(self, start: int, stop: int) -> memoryview:
-        """Returns a range of the bytes at their current address."""
-        return memory_at(self.buffer.data_ptr() + start, stop - start)
-
-
-class Snapshots:
-    """Evictable snapshots of one shard's bytes, each kept until its last reader is done.
-
-    They use unreserved memory. Snapshots of older versions are evicted when other requests need the memory, because
-    their readers may be arbitrarily slow. Used on the event loop.
-
-    Args:
-        what: Names the shard in errors.
-        unit: Name of the unit, for errors.
-        memory: Memory from which the snapshots were acquired.
-    """
-
-    def __init__(self, what: str, unit: str, memory: Memory) -> None:
-        self._what, self._unit, self._memory = what, unit, memory
-        self._snapshots: list[VersionBytes] = []
-
-    def find(self, version: int) -> VersionBytes | None:
-        """Returns the snapshot of a version. None if there is none."""
-        return next((snapshot for snapshot in self._snapshots if snapshot.version == version), None)
-
-    def add(self, snapshot: VersionBytes) -> None:
-        """Adds a complete snapshot. Frees it at once if it has no reader."""
-        self._snapshots.append(snapshot)
-        if snapshot.readers == 0:
-            self._free(snapshot)
-
-    def release(self, snapshot: VersionBytes) -> None:
-        """Ends one read of a snapshot, or of bytes that may become one."""
-        snapshot.readers -= 1
-        if snapshot.readers == 0 and snapshot in self._snapshots:
-            self._free(snapshot)
-
-    def supersede(self) -> None:
-        """Marks all snapshots as older versions, because an update begins."""
-        for snapshot in self._snapshots:
-            snapshot.newest = False
-        if self._memory.unreserved.has_waiters:
-            self.evict()
-
-    def evict(self, *, pinned_too: bool = True) -> None:
-        """Revokes the snapshots of older versions and frees their memory."""
-        for snapshot in [s for s in self._snapshots if not s.newest and (pinned_too or not s.pins)]:
-            self._revoke(snapshot, self._evicted(snapshot))
-
-    def drop(self, why: ShardwellError) -> None:
-        """Revokes all snapshots. Their readers get the error."""
-        for snapshot in list(self._snapshots):
-            self._revoke(snapshot, why)
-
-    def _revoke(self, snapshot: VersionBytes, why: ShardwellError) -> None:
-        snapshot.revoked = why
-        self._free(snapshot)
-
-    def _free(self, snapshot: VersionBytes) -> None:
-        self._snapshots.remove(snapshot)
-        self._memory.release_buffer(snapshot.buffer)
-
-    def _evicted(self, snapshot: VersionBytes) -> VersionGoneError:
-        return VersionGoneError(
-            f"version {snapshot.version} of {self._what} has been overwritten, and its snapshot was evicted because "
-            "other requests needed the memory",
-            unit=self._unit,
-            version=snapshot.version,
-        )
-
-
-class LiveBuffer:
-    """The memory of a shard's newest version. Its address never changes.
-
-    Args:
-        received: The initial values. Their buffer is claimed.
-        shared: Shared memory to move the values to, if trainers on this host may map them.
-        what: Names the shard in errors.
-    """
-
-    def __init__(self, received: IncomingBuffer, shared: SharedMemory | None, what: str) -> None:
-        self.buffer = received.claim()
-        self.file: ShardFile | None = None
-        """The file in shared memory. None: the values are in ordinary memory."""
-        self.why_not_shared = "the server shares no memory"
-        self._grant = received.grant
-        if shared is not None:
-            self._move(shared, what)
-
-    def _move(self, shared: SharedMemory, what: str) -> None:
-        try:
-            self.file = shared.create_shard_file(self.buffer.numel(), what)
-        except CapacityError as error:
-            self.why_not_shared = str(error)
-            return
-        self.file.buffer.copy_(self.buffer)
-        memory = self._grant.memory
-        memory.pool.release(self.buffer)
-        memory.note_shared(self.buffer.numel())
-        self.buffer = self.file.buffer
-
-    @classmethod
-    def from_file(cls, file: ShardFile, grant: Grant) -> LiveBuffer:
-        """Returns the values that a former process left in shared memory.
-
-        Args:
-            file: The file.
-            grant: The memory's grant in the server's budget.
-        """
-        made = cls.__new__(cls)
-        made.file, made.buffer, made._grant, made.why_not_shared = file, file.buffer, grant, ""
-        grant.memory.note_shared(file.buffer.numel())
-        return made
-
-    @property
-    def size_bytes(self) -> int:
-        """Size of the shard."""
-        return self.buffer.numel()
-
-    def show(self, version: int) -> None:
-        """Publishes the readable version, or ``UPDATING``, to trainers that map the values."""
-        if self.file is not None:
-            self.file.show(version)
-
-    def close(self) -> None:
-        """Releases the memory."""
-        if self.file is None:
-            self._grant.memory.pool.release(self.buffer)
-        else:
-            self.file.close()
-            self._grant.memory.note_shared(-self.buffer.numel())
-        self._grant.release()
 
 
 class Values:
@@ -597,3 +320,277 @@ class Values:
             self.current.revoked, self.current.newest = why, False
             self.live.close()
             self.current = self.live = None
+
+
+class LiveBuffer:
+    """The memory of a shard's newest version. Its address never changes.
+
+    Args:
+        received: The initial values. Their buffer is claimed.
+        shared: Shared memory to move the values to, if trainers on this host may map them.
+        what: Names the shard in errors.
+    """
+
+    def __init__(self, received: IncomingBuffer, shared: SharedMemory | None, what: str) -> None:
+        self.buffer = received.claim()
+        self.file: ShardFile | None = None
+        """The file in shared memory. None: the values are in ordinary memory."""
+        self.why_not_shared = "the server shares no memory"
+        self._grant = received.grant
+        if shared is not None:
+            self._move(shared, what)
+
+    def _move(self, shared: SharedMemory, what: str) -> None:
+        try:
+            self.file = shared.create_shard_file(self.buffer.numel(), what)
+        except CapacityError as error:
+            self.why_not_shared = str(error)
+            return
+        self.file.buffer.copy_(self.buffer)
+        memory = self._grant.memory
+        memory.pool.release(self.buffer)
+        memory.note_shared(self.buffer.numel())
+        self.buffer = self.file.buffer
+
+    @classmethod
+    def from_file(cls, file: ShardFile, grant: Grant) -> LiveBuffer:
+        """Returns the values that a former process left in shared memory.
+
+        Args:
+            file: The file.
+            grant: The memory's grant in the server's budget.
+        """
+        made = cls.__new__(cls)
+        made.file, made.buffer, made._grant, made.why_not_shared = file, file.buffer, grant, ""
+        grant.memory.note_shared(file.buffer.numel())
+        return made
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the shard."""
+        return self.buffer.numel()
+
+    def show(self, version: int) -> None:
+        """Publishes the readable version, or ``UPDATING``, to trainers that map the values."""
+        if self.file is not None:
+            self.file.show(version)
+
+    def close(self) -> None:
+        """Releases the memory."""
+        if self.file is None:
+            self._grant.memory.pool.release(self.buffer)
+        else:
+            self.file.close()
+            self._grant.memory.note_shared(-self.buffer.numel())
+        self._grant.release()
+
+
+# Note: [Moving versions]
+# The newest version of a shard keeps its address, because trainers map it. When an update starts to change these bytes
+# in place, readers of the former version continue in a snapshot. A reader must therefore call ``check`` and look up
+# ``buffer`` again before every piece that it reads.
+
+
+@dataclass(eq=False)
+class VersionBytes:
+    """The bytes of one version of a shard, and their readers. Used on the event loop. See Note: [Moving versions]."""
+
+    buffer: torch.Tensor
+    """uint8. [stop_bytes - start_bytes]"""
+    version: int
+    """Number of the version. For unpublished values, the version that they become when published."""
+    readers: int = 0
+    """The bytes stay unchanged while this is positive, unless they are revoked."""
+    pins: int = 0
+    """Number of readers that keep the version for more than one update."""
+    revoked: ShardwellError | None = None
+    """Why readers can no longer read the bytes."""
+    newest: bool = True
+    """False once another version replaces this one, or is about to."""
+
+    def check(self) -> None:
+        """Raises the reason if the bytes have been revoked. See Note: [Moving versions]."""
+        if self.revoked is not None:
+            raise self.revoked
+
+    def memory(self, start: int, stop: int) -> memoryview:
+        """Returns a range of the bytes at their current address."""
+        return memory_at(self.buffer.data_ptr() + start, stop - start)
+
+
+class Snapshots:
+    """Evictable snapshots of one shard's bytes, each kept until its last reader is done.
+
+    They use unreserved memory. Snapshots of older versions are evicted when other requests need the memory, because
+    their readers may be arbitrarily slow. Used on the event loop.
+
+    Args:
+        what: Names the shard in errors.
+        unit: Name of the unit, for errors.
+        memory: Memory from which the snapshots were acquired.
+    """
+
+    def __init__(self, what: str, unit: str, memory: Memory) -> None:
+        self._what, self._unit, self._memory = what, unit, memory
+        self._snapshots: list[VersionBytes] = []
+
+    def find(self, version: int) -> VersionBytes | None:
+        """Returns the snapshot of a version. None if there is none."""
+        return next((snapshot for snapshot in self._snapshots if snapshot.version == version), None)
+
+    def add(self, snapshot: VersionBytes) -> None:
+        """Adds a complete snapshot. Frees it at once if it has no reader."""
+        self._snapshots.append(snapshot)
+        if snapshot.readers == 0:
+            self._free(snapshot)
+
+    def release(self, snapshot: VersionBytes) -> None:
+        """Ends one read of a snapshot, or of bytes that may become one."""
+        snapshot.readers -= 1
+        if snapshot.readers == 0 and snapshot in self._snapshots:
+            self._free(snapshot)
+
+    def supersede(self) -> None:
+        """Marks all snapshots as older versions, because an update begins."""
+        for snapshot in self._snapshots:
+            snapshot.newest = False
+        if self._memory.unreserved.has_waiters:
+            self.evict()
+
+    def evict(self, *, pinned_too: bool = True) -> None:
+        """Revokes the snapshots of older versions and frees their memory."""
+        for snapshot in [s for s in self._snapshots if not s.newest and (pinned_too or not s.pins)]:
+            self._revoke(snapshot, self._evicted(snapshot))
+
+    def drop(self, why: ShardwellError) -> None:
+        """Revokes all snapshots. Their readers get the error."""
+        for snapshot in list(self._snapshots):
+            self._revoke(snapshot, why)
+
+    def _revoke(self, snapshot: VersionBytes, why: ShardwellError) -> None:
+        snapshot.revoked = why
+        self._free(snapshot)
+
+    def _free(self, snapshot: VersionBytes) -> None:
+        self._snapshots.remove(snapshot)
+        self._memory.release_buffer(snapshot.buffer)
+
+    def _evicted(self, snapshot: VersionBytes) -> VersionGoneError:
+        return VersionGoneError(
+            f"version {snapshot.version} of {self._what} has been overwritten, and its snapshot was evicted because "
+            "other requests needed the memory",
+            unit=self._unit,
+            version=snapshot.version,
+        )
+
+
+class HeldVersions:
+    """Versions of one shard that stay readable until the last work item that reads them is committed.
+
+    They use the shard's reservation and are never evicted, unlike snapshots. Used on the event loop.
+
+    Args:
+        what: Names the shard in errors.
+        unit: Name of the unit, for errors.
+        memory: The server's memory.
+        count: Number of versions that the shard's reservation covers.
+        snapshots: Takes versions that have other readers than work items.
+    """
+
+    def __init__(self, what: str, unit: str, memory: Memory, count: int, snapshots: Snapshots) -> None:
+        self._what, self._unit, self._memory, self._snapshots = what, unit, memory, snapshots
+        self._quota = BufferQuota(count)
+        self._held: dict[int, tuple[VersionBytes, Grant]] = {}
+        self._next: tuple[torch.Tensor, Grant] | None = None
+        """Memory for the next version to be held."""
+
+    def find(self, version: int) -> VersionBytes | None:
+        """Returns a held version. None if it is not held."""
+        found = self._held.get(version)
+        return None if found is None else found[0]
+
+    def allocate(self, size_bytes: int) -> torch.Tensor:
+        """Returns memory for the next version to be held. Returns the same memory until ``add``. [size_bytes]
+
+        Raises:
+            CapacityError: There is no memory.
+        """
+        if self._next is None:
+            grant = self._memory.grant(size_bytes, self._quota, f"an older version of {self._what}")
+            self._next = grant.acquire_buffer(size_bytes), grant
+        return self._next[0]
+
+    def add(self, version: VersionBytes) -> None:
+        """Holds a version, whose bytes the caller has copied to the memory from ``allocate``."""
+        assert self._next is not None
+        version.buffer, grant = self._next
+        self._next, self._held[version.version] = None, (version, grant)
+
+    def keep(self, versions: Collection[int]) -> None:
+        """Releases all held versions except the given ones. Those with readers become snapshots if memory is free."""
+        for version in self._held.keys() - set(versions):
+            found, grant = self._held[version]
+            if found.readers and self._is_evictable(grant):
+                del self._held[version]
+                self._snapshots.add(found)
+                continue
+            self._release(
+                version,
+                VersionGoneError(
+                    f"version {version} of {self._what} is no longer held: the work items that read it are committed "
+                    "or have been restarted from a later version",
+                    unit=self._unit,
+                    version=version,
+                ),
+            )
+
+    def _is_evictable(self, grant: Grant) -> bool:
+        """Moves memory out of the shard's reservation, if there is other memory for it."""
+        self._snapshots.evict(pinned_too=False)
+        return grant.unsettle()
+
+    def drop(self, why: ShardwellError) -> None:
+        """Releases everything. Readers get the error."""
+        for version in list(self._held):
+            self._release(version, why)
+        if self._next is not None:
+            buffer, grant = self._next
+            self._next = None
+            self._memory.pool.release(buffer)
+            grant.release()
+
+    def _release(self, version: int, why: ShardwellError) -> None:
+        found, grant = self._held.pop(version)
+        found.revoked = why
+        self._memory.pool.release(found.buffer)
+        grant.release()
+
+
+class RankVersions:
+    """The version that each data rank's work item reads. Versions never fall."""
+
+    def __init__(self) -> None:
+        self._versions: dict[int, int] = {}
+        self._first = 0
+        """The version with which the run started on this server."""
+
+    def start_at(self, version: int) -> None:
+        """Makes all ranks read at least this version: this process has no older one."""
+        self._first = max(version, self._first)
+
+    def of(self, dp_rank: int) -> int:
+        """Returns the version that a rank's work item reads."""
+        return max(self._versions.get(dp_rank, 0), self._first)
+
+    def raise_to(self, dp_rank: int, version: int) -> None:
+        """Makes a rank's next work item, or its restarted one, read a later version. An earlier one changes nothing."""
+        self._versions[dp_rank] = max(version, self.of(dp_rank))
+
+    def update(self, versions: Iterable[shard_pb2.RankVersion]) -> None:
+        """Calls ``raise_to`` for several ranks."""
+        for each in versions:
+            self.raise_to(each.dp_rank, each.version)
+
+    def needed(self, dp: int) -> set[int]:
+        """Returns the versions that the work items of all ranks read."""
+        return {self.of(dp_rank) for dp_rank in range(dp)}
