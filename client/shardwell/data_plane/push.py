@@ -105,7 +105,7 @@ class PushesInFlight:
         """
         while True:
             with self._lock:
-                if self._has_room(size_bytes):
+                if not self._bytes_in_flight or self._has_room(size_bytes):
                     self._bytes_in_flight += size_bytes
                     self._pushes_in_flight += 1
                     return Held(self, size_bytes)

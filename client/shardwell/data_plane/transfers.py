@@ -58,7 +58,7 @@ class _Uninterrupted:
     def __enter__(self) -> None:
         if self._thread == _this_thread():
             self._depth += 1
-        elif _is_main_thread():
+        elif threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
                 former = _get_handler(number)
                 if former == self._defer:
@@ -81,7 +81,8 @@ class _Uninterrupted:
             for number, former in tuple(self._former.items()):
                 _set_handler(number, former)  # a handler may run here, and raise
         finally:
-            self._run(self._former)
+            if self._deferred:
+                self._run(self._former)
 
     def _run(self, handlers: Mapping[int, Handler]) -> None:
         """Runs the handlers of the deferred signals. A handler may raise."""
@@ -95,7 +96,7 @@ class _Uninterrupted:
 
     def wait_for(self, changed: threading.Condition, is_true: Callable[[], bool]) -> None:
         """Calls ``changed.wait_for(is_true)`` and runs deferred handlers between polls. ``changed`` must be held."""
-        if not _is_main_thread():
+        if threading.current_thread() is not threading.main_thread():
             changed.wait_for(is_true)
             return
         while not changed.wait_for(is_true, _POLL_S):
@@ -109,10 +110,6 @@ class _Uninterrupted:
 
 
 uninterrupted = _Uninterrupted()
-
-
-def _is_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
 
 
 Parameters = ParamSpec("Parameters")
