@@ -25,6 +25,7 @@ from shardwell.command import cli
 from shardwell.optimizers.sharded_optimizer import ShardedOptimizer
 from shardwell.options import JoinConfig, TorchrunPlace, TransferOptions, WaitOptions
 from shardwell_server import cli as server_cli
+from shardwell_wire.checkpoints.opening import ROOT_OPTION
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [
@@ -141,6 +142,10 @@ def known_variables() -> set[str]:
         if field.metadata.get("environment", True)
     }
     read = {text.content for text in messages() if re.fullmatch(r"SHARDWELL_[A-Z_]+", text.content)}
+    calls = r"add_(?:option|switch)\(\s*parser,\s*\"--([a-z-]+)\""
+    of_servers = {name for path in SOURCES for name in re.findall(calls, path.read_text())}
+    of_servers.add(ROOT_OPTION.removeprefix("--"))
+    read |= {f"SHARDWELL_{name.replace('-', '_').upper()}" for name in of_servers}
     return of_options | read | set(re.findall(r"\$\{(SHARDWELL_[A-Z_]+)", COMPOSE))
 
 

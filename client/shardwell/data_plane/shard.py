@@ -209,14 +209,14 @@ class ShardPush:
         """Pushes the part by itself, to the present owner of the shard."""
         prepared = self.prepared or self.require_prepared()
         if fault_points.are_armed():
-            reach("client.push.before", prepared)
+            fault_points.reach("client.push.before", **details(prepared))
         limit_s = self.shard.wait_limit_s
         self.shard.owner.run(
             lambda server, _: server.push(prepared, timeout_s=limit_s, nearly_done=nearly_done),
             SHARED_TRANSFER if prepared.is_shared else TRANSFER,
         )
         if fault_points.are_armed():
-            reach("client.push.after", prepared)
+            fault_points.reach("client.push.after", **details(prepared))
 
     def require_prepared(self) -> PreparedPush:
         """Returns the part, which is prepared now if it is not yet."""
@@ -230,9 +230,9 @@ class ShardPush:
         self.done, self.prepared, self.prepare = True, None, None
 
 
-def reach(point: str, push: PreparedPush) -> None:
-    """Marks a fault point before or after a push."""
-    fault_points.reach(point, unit=push.cut.unit, dp_rank=push.header.common.dp_rank, part=push.header.part)
+def details(push: PreparedPush) -> dict[str, Any]:
+    """Returns what a fault point says of a push."""
+    return {"unit": push.cut.unit, "dp_rank": push.header.common.dp_rank, "part": push.header.part}
 
 
 def push_together(pushes: Sequence[ShardPush]) -> list[bool]:
@@ -240,12 +240,12 @@ def push_together(pushes: Sequence[ShardPush]) -> list[bool]:
     parts, first = [push.prepared for push in pushes if push.prepared is not None], pushes[0]
     if fault_points.are_armed():
         for part in parts:
-            reach("client.push.before", part)
+            fault_points.reach("client.push.before", **details(part))
     accepted = first.server.push_batch(parts, wait_limit_s=first.shard.wait_limit_s)
     if fault_points.are_armed():
         for part, is_accepted in zip(parts, accepted, strict=True):
             if is_accepted:
-                reach("client.push.after", part)
+                fault_points.reach("client.push.after", **details(part))
     return accepted
 
 

@@ -28,7 +28,7 @@ def divided(**options: Any) -> coordinator_pb2.ModelPlan:
     schedule = SchedulePlan(schedule="1F1B", pp=2, num_micro_batches=MICRO_BATCHES)
     split, tensor = split_model(model, 2), plan_tensor_parallel(model, 2, fused_by_head=True, **options)
     split.examples(torch.zeros(SIZE.batch, SIZE.length, dtype=torch.int64))
-    descriptions = {parallel_plan.description_of(split.module(index)) for index in (0, 1)}
+    descriptions = {parallel_plan._plans[split.module(index)].__self__ for index in (0, 1)}
     (description,) = descriptions
     assert isinstance(description, ModelDescription)
     description.note_tensor_parallelism(

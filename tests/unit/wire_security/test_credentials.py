@@ -113,7 +113,7 @@ def test_secrets_are_not_in_repr() -> None:
 def test_client_repr_does_not_contain_the_token() -> None:
     made = Credentials(new_key())
     with closing(CoordinatorClient("127.0.0.1:1", made)) as client:
-        stubs = [client.byte_response_stub("WatchEvents"), client._unary_stub("ListRuns")]
+        stubs = [client.byte_response_stub("WatchEvents"), client._open_unary("ListRuns")]
         assert made.token not in repr((stubs, vars(client)))
         assert made.key.secret not in repr((stubs, vars(client)))
 
