@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import uuid
 from collections.abc import Iterator
 from tempfile import TemporaryDirectory
@@ -12,6 +14,16 @@ import shardwell
 from shardwell_wire.host.server_folders import FolderOwner
 from tests.support.forked_servers import forked_servers
 from tests.support.left_folders import discard, noted_servers
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs tests that are coroutines, each on an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**arguments), 30))
+    return True
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -12,52 +12,46 @@ from shardwell_server.shard.concurrency import OpenStreams, in_threads_of, unint
 from shardwell_wire.errors import StaleEpochError
 
 
-def test_uninterrupted_work_finishes_before_the_cancellation() -> None:
-    async def scenario() -> None:
-        started, resume, finished = asyncio.Event(), asyncio.Event(), []
+async def test_uninterrupted_work_finishes_before_the_cancellation() -> None:
+    started, resume, finished = asyncio.Event(), asyncio.Event(), []
 
-        async def work() -> None:
-            started.set()
-            await resume.wait()
-            finished.append(True)
-            raise ValueError("no caller receives this error")
+    async def work() -> None:
+        started.set()
+        await resume.wait()
+        finished.append(True)
+        raise ValueError("no caller receives this error")
 
-        task = asyncio.ensure_future(uninterrupted(work()))
-        await started.wait()
-        for _ in range(3):
-            task.cancel()
+    task = asyncio.ensure_future(uninterrupted(work()))
+    await started.wait()
+    for _ in range(3):
+        task.cancel()
+        await asyncio.sleep(0)
+    assert not task.done()
+    resume.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert finished == [True]
+
+
+async def test_cancelled_caller_waits_for_its_thread() -> None:
+    started, resume = threading.Event(), threading.Event()
+
+    def work() -> None:
+        started.set()
+        assert resume.wait(20)
+
+    with ThreadPoolExecutor(1) as pool:
+        task = asyncio.ensure_future(in_threads_of(pool)(work))
+        while not started.is_set():
+            await asyncio.sleep(0)
+        task.cancel()
+        # The cancellation must not end the task while its thread runs.
+        for _ in range(10):
             await asyncio.sleep(0)
         assert not task.done()
         resume.set()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert finished == [True]
-
-    asyncio.run(scenario())
-
-
-def test_cancelled_caller_waits_for_its_thread() -> None:
-    async def scenario() -> None:
-        started, resume = threading.Event(), threading.Event()
-
-        def work() -> None:
-            started.set()
-            assert resume.wait(20)
-
-        with ThreadPoolExecutor(1) as pool:
-            task = asyncio.ensure_future(in_threads_of(pool)(work))
-            while not started.is_set():
-                await asyncio.sleep(0)
-            task.cancel()
-            # The cancellation must not end the task while its thread runs.
-            for _ in range(10):
-                await asyncio.sleep(0)
-            assert not task.done()
-            resume.set()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-
-    asyncio.run(scenario())
 
 
 def test_newer_stream_starts_after_the_older_has_ended() -> None:
@@ -96,21 +90,18 @@ def test_newer_stream_starts_after_the_older_has_ended() -> None:
     assert asyncio.run(scenario()) == ["newer begins", "newer begins", "older is gone", "newer begins"]
 
 
-def test_fencing_ends_streams_with_lower_numbers() -> None:
-    async def scenario() -> None:
-        streams, reason = OpenStreams(), StaleEpochError("over")
+async def test_fencing_ends_streams_with_lower_numbers() -> None:
+    streams, reason = OpenStreams(), StaleEpochError("over")
 
-        async def receive() -> None:
-            await asyncio.Event().wait()
+    async def receive() -> None:
+        await asyncio.Event().wait()
 
-        running = asyncio.ensure_future(streams.replace("key", (3, 1), "it", receive))
-        await asyncio.sleep(0)
-        streams.end("key", (3, 1), reason)
-        streams.end("other", (9, 9), reason)
-        await asyncio.sleep(0)
-        assert not running.done()
-        streams.end("key", (2, 2), reason)
-        with pytest.raises(StaleEpochError, match="over"):
-            await running
-
-    asyncio.run(scenario())
+    running = asyncio.ensure_future(streams.replace("key", (3, 1), "it", receive))
+    await asyncio.sleep(0)
+    streams.end("key", (3, 1), reason)
+    streams.end("other", (9, 9), reason)
+    await asyncio.sleep(0)
+    assert not running.done()
+    streams.end("key", (2, 2), reason)
+    with pytest.raises(StaleEpochError, match="over"):
+        await running

@@ -100,44 +100,35 @@ def test_unreserved_memory_is_granted_in_request_order() -> None:
     assert asyncio.run(scenario()) == ["large", "small"]
 
 
-def test_a_caller_cancelled_when_it_is_admitted_passes_the_memory_on() -> None:
-    async def scenario() -> None:
-        unreserved = UnreservedMemory()
-        unreserved.set_limit(10)
-        await unreserved.acquire(10, 1.0, "first")
-        cancelled = asyncio.ensure_future(unreserved.acquire(10, 5.0, "cancelled"))
-        following = asyncio.ensure_future(unreserved.acquire(10, 5.0, "follows"))
-        await asyncio.sleep(0)
-        unreserved.release(10)
-        cancelled.cancel()
-        await asyncio.wait_for(following, 5)
-        assert (unreserved.used_bytes, cancelled.cancelled()) == (10, True)
-
-    asyncio.run(scenario())
+async def test_a_caller_cancelled_when_it_is_admitted_passes_the_memory_on() -> None:
+    unreserved = UnreservedMemory()
+    unreserved.set_limit(10)
+    await unreserved.acquire(10, 1.0, "first")
+    cancelled = asyncio.ensure_future(unreserved.acquire(10, 5.0, "cancelled"))
+    following = asyncio.ensure_future(unreserved.acquire(10, 5.0, "follows"))
+    await asyncio.sleep(0)
+    unreserved.release(10)
+    cancelled.cancel()
+    await asyncio.wait_for(following, 5)
+    assert (unreserved.used_bytes, cancelled.cancelled()) == (10, True)
 
 
-def test_old_versions_are_evicted_before_a_caller_waits() -> None:
-    async def scenario() -> None:
-        unreserved = UnreservedMemory()
-        unreserved.set_limit(10)
-        assert unreserved.try_acquire(10)
-        unreserved.evict = lambda: unreserved.release(10)
-        await unreserved.acquire(10, 0.0, "a push")
-
-    asyncio.run(scenario())
+async def test_old_versions_are_evicted_before_a_caller_waits() -> None:
+    unreserved = UnreservedMemory()
+    unreserved.set_limit(10)
+    assert unreserved.try_acquire(10)
+    unreserved.evict = lambda: unreserved.release(10)
+    await unreserved.acquire(10, 0.0, "a push")
 
 
-def test_the_timeout_error_names_the_purpose_and_the_memory_in_use() -> None:
-    async def scenario() -> None:
-        unreserved = UnreservedMemory()
-        unreserved.set_limit(10)
-        assert unreserved.try_acquire(4)
-        expected = r"a push: no buffer of 7 bytes became free within 0.0 s; other streams use 4 of 10 bytes"
-        with pytest.raises(CapacityError, match=expected):
-            await unreserved.acquire(7, 0.0, "a push")
-        assert unreserved.try_acquire(6), "no caller is waiting"
-
-    asyncio.run(scenario())
+async def test_the_timeout_error_names_the_purpose_and_the_memory_in_use() -> None:
+    unreserved = UnreservedMemory()
+    unreserved.set_limit(10)
+    assert unreserved.try_acquire(4)
+    expected = r"a push: no buffer of 7 bytes became free within 0.0 s; other streams use 4 of 10 bytes"
+    with pytest.raises(CapacityError, match=expected):
+        await unreserved.acquire(7, 0.0, "a push")
+    assert unreserved.try_acquire(6), "no caller is waiting"
 
 
 def test_a_failed_allocation_releases_its_grant() -> None:

@@ -49,92 +49,76 @@ async def end(*readers: Reader) -> None:
     await asyncio.gather(*(reader.task for reader in readers), return_exceptions=True)
 
 
-def test_stalled_readers_stay_within_the_limits_in_total_and_per_connection() -> None:
-    async def scenario() -> None:
-        limits = Sending(40)
-        stalled = [Reader(limits, 2, "a") for _ in range(50)]
+async def test_stalled_readers_stay_within_the_limits_in_total_and_per_connection() -> None:
+    limits = Sending(40)
+    stalled = [Reader(limits, 2, "a") for _ in range(50)]
+    await turns()
+    assert limits.used_bytes == 10, "one connection gets a quarter of the limit"
+    others = [Reader(limits, 2, f"b{number}") for number in range(100)]
+    await turns()
+    assert limits.used_bytes == 40
+    await end(*stalled)
+    await turns()
+    assert limits.used_bytes == 40
+    await end(*others)
+    assert (limits.used_bytes, limits._used_by, limits._waiting_by) == (0, {}, {})
+
+
+async def test_active_readers_are_served_beside_stalled_readers() -> None:
+    limits = Sending(40)
+    stalled = [Reader(limits, 2, "a") for _ in range(50)]
+    reading = [Reader(limits, 10, f"b{number}") for number in range(6)]
+    for _ in range(60):
         await turns()
-        assert limits.used_bytes == 10, "one connection gets a quarter of the limit"
-        others = [Reader(limits, 2, f"b{number}") for number in range(100)]
-        await turns()
-        assert limits.used_bytes == 40
-        await end(*stalled)
-        await turns()
-        assert limits.used_bytes == 40
-        await end(*others)
-        assert (limits.used_bytes, limits._used_by, limits._waiting_by) == (0, {}, {})
-
-    asyncio.run(scenario())
+        for reader in reading:
+            reader.read()
+    assert min(reader.count for reader in reading) > 10
+    assert limits.used_bytes <= 40
+    await end(*stalled, *reading)
 
 
-def test_active_readers_are_served_beside_stalled_readers() -> None:
-    async def scenario() -> None:
-        limits = Sending(40)
-        stalled = [Reader(limits, 2, "a") for _ in range(50)]
-        reading = [Reader(limits, 10, f"b{number}") for number in range(6)]
-        for _ in range(60):
-            await turns()
-            for reader in reading:
-                reader.read()
-        assert min(reader.count for reader in reading) > 10
-        assert limits.used_bytes <= 40
-        await end(*stalled, *reading)
-
-    asyncio.run(scenario())
+async def test_message_larger_than_the_limits_is_sent_alone() -> None:
+    limits = Sending(4)
+    first, second = Reader(limits, 100), Reader(limits, 100)
+    await turns()
+    assert (first.count, second.count) == (1, 0)
+    await end(first)
+    await turns()
+    assert second.count == 1
+    await end(second)
 
 
-def test_message_larger_than_the_limits_is_sent_alone() -> None:
-    async def scenario() -> None:
-        limits = Sending(4)
-        first, second = Reader(limits, 100), Reader(limits, 100)
-        await turns()
-        assert (first.count, second.count) == (1, 0)
-        await end(first)
-        await turns()
-        assert second.count == 1
-        await end(second)
-
-    asyncio.run(scenario())
-
-
-def test_stalled_connection_is_closed_when_other_streams_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stalled_connection_is_closed_when_other_streams_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buffers, "_SWEEP_S", 0.01)
     # Only a stream that waits for memory can cause the close, not the length of the stall.
     monkeypatch.setattr(buffers, "STALL_LIMIT_S", 3600.0)
     monkeypatch.setattr(buffers, "PRESSED_LIMIT_S", 0.05)
+    closed: list[str] = []
 
-    async def scenario() -> None:
-        closed: list[str] = []
+    def close(peer: str) -> bool:
+        closed.append(peer)
+        stalled.task.cancel()  # gRPC cancels the streams of a closed connection
+        return True
 
-        def close(peer: str) -> bool:
-            closed.append(peer)
-            stalled.task.cancel()  # gRPC cancels the streams of a closed connection
-            return True
-
-        limits = Sending(4, close)
-        stalled = Reader(limits, 4)
-        await asyncio.sleep(0.1)
-        assert not closed, "no stream waits for its memory"
-        wanting = Reader(limits, 4, "b")
-        await asyncio.wait({stalled.task}, timeout=20)
-        await turns()
-        assert (closed, wanting.count) == (["a"], 1)
-        await end(wanting)
-
-    asyncio.run(scenario())
+    limits = Sending(4, close)
+    stalled = Reader(limits, 4)
+    await asyncio.sleep(0.1)
+    assert not closed, "no stream waits for its memory"
+    wanting = Reader(limits, 4, "b")
+    await asyncio.wait({stalled.task}, timeout=20)
+    await turns()
+    assert (closed, wanting.count) == (["a"], 1)
+    await end(wanting)
 
 
-def test_errors_name_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        limits = Sending(4)
-        stalled, late = Reader(limits, 4), Reader(limits, 4, "b", wait_s=0.01)
-        with pytest.raises(CapacityError, match=r"clients have not read 4 bytes yet, 0 .*; the limits are 4 and 1"):
-            await late.task
-        monkeypatch.setattr(buffers, "_MAX_WAITING_PER_PEER", 1)
-        waiting, rejected = Reader(limits, 4, "b"), Reader(limits, 4, "b")
-        with pytest.raises(CapacityError, match="limits are 4096 and 1: read the open streams"):
-            await rejected.task
-        await end(stalled, waiting)
-        assert limits.used_bytes == 0
-
-    asyncio.run(scenario())
+async def test_errors_name_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = Sending(4)
+    stalled, late = Reader(limits, 4), Reader(limits, 4, "b", wait_s=0.01)
+    with pytest.raises(CapacityError, match=r"clients have not read 4 bytes yet, 0 .*; the limits are 4 and 1"):
+        await late.task
+    monkeypatch.setattr(buffers, "_MAX_WAITING_PER_PEER", 1)
+    waiting, rejected = Reader(limits, 4, "b"), Reader(limits, 4, "b")
+    with pytest.raises(CapacityError, match="limits are 4096 and 1: read the open streams"):
+        await rejected.task
+    await end(stalled, waiting)
+    assert limits.used_bytes == 0

@@ -40,46 +40,37 @@ class Server:
         return "result"
 
 
-def test_work_on_a_silent_server_is_cancelled() -> None:
-    async def scenario() -> None:
-        server = Server(answers=3)
-        with pytest.raises(UnavailableError, match=r"silent for 0\.01 s"):
-            await unless_silent(server.work(), server.ask, LIMITS)
-        assert server.asked == 4 and server.cancelled
-
-    asyncio.run(scenario())
+async def test_work_on_a_silent_server_is_cancelled() -> None:
+    server = Server(answers=3)
+    with pytest.raises(UnavailableError, match=r"silent for 0\.01 s"):
+        await unless_silent(server.work(), server.ask, LIMITS)
+    assert server.asked == 4 and server.cancelled
 
 
 @pytest.mark.parametrize("error", [None, NotFoundError("unknown run"), UnavailableError("refused")])
-def test_work_on_a_slow_server_takes_any_time(error: Exception | None) -> None:
-    async def scenario() -> None:
-        server = Server(10**6, error)
-        work = asyncio.ensure_future(unless_silent(server.work(), server.ask, LIMITS))
-        while server.asked < 5:
-            await asyncio.sleep(0)
-        server.done.set()
-        assert await work == "result"
-
-    asyncio.run(scenario())
+async def test_work_on_a_slow_server_takes_any_time(error: Exception | None) -> None:
+    server = Server(10**6, error)
+    work = asyncio.ensure_future(unless_silent(server.work(), server.ask, LIMITS))
+    while server.asked < 5:
+        await asyncio.sleep(0)
+    server.done.set()
+    assert await work == "result"
 
 
-def test_error_of_the_work_is_raised_and_cancellation_is_passed_on() -> None:
-    async def scenario() -> None:
-        async def fail() -> None:
-            raise NotFoundError("no shard")
+async def test_error_of_the_work_is_raised_and_cancellation_is_passed_on() -> None:
+    async def fail() -> None:
+        raise NotFoundError("no shard")
 
-        server = Server(10**6)
-        with pytest.raises(NotFoundError):
-            await unless_silent(fail(), server.ask, LIMITS)
-        task = asyncio.ensure_future(unless_silent(server.work(), server.ask, LIMITS))
-        while not server.asked:
-            await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert server.cancelled
-
-    asyncio.run(scenario())
+    server = Server(10**6)
+    with pytest.raises(NotFoundError):
+        await unless_silent(fail(), server.ask, LIMITS)
+    task = asyncio.ensure_future(unless_silent(server.work(), server.ask, LIMITS))
+    while not server.asked:
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert server.cancelled
 
 
 @pytest.mark.parametrize("lease_s", [0.1, 1.0, 2.0, 4.0, 10.0, 60.0, 3600.0])
