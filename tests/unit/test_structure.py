@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -62,3 +62,52 @@ def test_public_class_names_are_unique(package: str) -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 owners[node.name].append(module)
     assert {name: where for name, where in owners.items() if len(where) > 1} == {}
+
+
+# Sizes of the packages. Whoever exceeds a limit divides, merges or removes something: the limits are not raised.
+MAX_FILES, MAX_LINES, MAX_PROTOCOLS, MAX_EQUAL_NAMES = 260, 70_000, 25, 20
+MAX_FILES_OF_ROOM, MAX_FLOORS_OF_ROOM = 17, 8
+
+
+def rooms() -> dict[str, dict[str, set[str]]]:
+    """Returns the modules of each room, and the modules of the same room that each of them imports."""
+    found: dict[str, dict[str, set[str]]] = defaultdict(dict)
+    for package in PACKAGES:
+        known = modules(package)
+        parents = {module.rpartition(".")[0] for module in known}
+        room_of = {module: module if module in parents else module.rpartition(".")[0] for module in known}
+        for module, tree in known.items():
+            own = {name for name in imports(module, tree, known) if room_of[name] == room_of[module]}
+            found[room_of[module]][module] = own - {module}
+    return found
+
+
+def test_rooms_are_small() -> None:
+    assert {room: len(files) for room, files in rooms().items() if len(files) > MAX_FILES_OF_ROOM} == {}
+
+
+def test_rooms_have_few_floors() -> None:
+    """A module stands one floor above the highest module of its room that it imports."""
+    for room, files in rooms().items():
+        floors: dict[str, int] = {}
+        for module in TopologicalSorter(files).static_order():
+            floors[module] = 1 + max((floors[name] for name in files[module]), default=0)
+        assert max(floors.values()) <= MAX_FLOORS_OF_ROOM, f"{room}: {floors}"
+
+
+def test_source_is_small() -> None:
+    paths = {path for folder in PACKAGES.values() for path in folder.rglob("*.py") if "_pb2" not in path.name}
+    lines = sum(len(path.read_text().splitlines()) for path in paths)
+    names = Counter(path.name for path in paths if path.name != "__init__.py")
+    classes = [node for name in PACKAGES for tree in modules(name).values() for node in ast.walk(tree)]
+    protocols = [
+        node for node in classes if isinstance(node, ast.ClassDef) and "Protocol" in map(ast.unparse, node.bases)
+    ]
+    found = {
+        "files": len(paths),
+        "lines": lines,
+        "Protocols": len(protocols),
+        "files that share their name": sum(count for count in names.values() if count > 1),
+    }
+    limits = dict(zip(found, (MAX_FILES, MAX_LINES, MAX_PROTOCOLS, MAX_EQUAL_NAMES), strict=True))
+    assert {what: count for what, count in found.items() if count > limits[what]} == {}, limits
