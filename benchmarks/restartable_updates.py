@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 import torch
@@ -68,9 +70,10 @@ async def measure(algorithm: str, elements: int, repeats: int, clip: float) -> t
     """Returns the median CPU seconds of an update that ends with its process, of one that can be continued, and of the
     copies alone."""
     with (
+        TemporaryDirectory(dir=DEFAULT_DIRECTORY) as folder,  # no shards of a former measurement are in it
         ThreadPoolExecutor(1) as threads,
         closing(SharedMemory()) as plain,
-        closing(SharedMemory(DEFAULT_DIRECTORY, OWNER)) as restartable,
+        closing(SharedMemory(Path(folder), OWNER)) as restartable,
     ):
         stores = [ShardStore(100 * elements, threads, shared) for shared in (plain, restartable)]
         served = [ServedShard(store, elements) for store in stores]

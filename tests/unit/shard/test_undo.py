@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing, suppress
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 
 from shardwell_server.shard.arithmetic.update_pieces import Changed, Piece
 from shardwell_server.shard.memory.shared_memory import SharedMemory
-from shardwell_server.shard.restart.undo import SharedProgress, UndoLog, locate, restore_interrupted
+from shardwell_server.shard.restart.undo import SharedProgress, UndoLog, mapped, restore_interrupted
 from shardwell_wire.encoding.chunk_streams import memory_at
 from shardwell_wire.errors import CapacityError
 from shardwell_wire.host.server_folders import FolderOwner
@@ -44,7 +43,7 @@ def test_piece_and_its_count_are_undone_together(shared: SharedMemory) -> None:
 
     def progress(undo: UndoLog) -> SharedProgress:
         assert undo.reserve_pieces(1024)
-        return SharedProgress(undo, word, step=3, locate=partial(locate, [file]))
+        return SharedProgress(undo, word, step=3, files=mapped([file]))
 
     def add(amount: int) -> Piece:
         return Piece(lambda: (values.add_(amount), ordinary.add_(amount)), Changed([values, ordinary]))
@@ -65,7 +64,7 @@ def test_log_that_names_a_missing_file_makes_all_shards_unusable(shared: SharedM
     file = shared.create(64, "a shard")
     undo = EndlessLog(None, shared)
     assert undo.reserve_pieces(64)
-    progress = SharedProgress(undo, memory_at(file.tensor.data_ptr(), 8), step=0, locate=partial(locate, [file]))
+    progress = SharedProgress(undo, memory_at(file.tensor.data_ptr(), 8), step=0, files=mapped([file]))
     with suppress(KilledError):
         progress.run(Piece(lambda: None, Changed([file.tensor[8:]])))
     file.unlink()

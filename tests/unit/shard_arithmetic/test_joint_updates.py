@@ -146,7 +146,7 @@ def test_copies_are_merged_and_restored() -> None:
     file = SharedBuffer("/none/file", memory)
     start = memory.data_ptr()
     near = [ChangedRange(start + at, 16, file.name, at) for at in (100, 0, 40)]
-    plan = CopyPlan([*near, ChangedRange(start + 240, 8, "another", 0)])
+    plan = CopyPlan.merged([*near, ChangedRange(start + 240, 8, "another", 0)])
     assert [(each.offset_bytes, each.size_bytes) for each in plan.ranges] == [(0, 116), (0, 8)]
     undo = UndoLog()
     assert undo.reserve(plan.size_bytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -29,7 +29,7 @@ from shardwell_server.shard.restart.shard_record import (
     encode_spec,
     next_generation,
 )
-from shardwell_server.shard.restart.undo import SharedProgress, UndoLog, locate
+from shardwell_server.shard.restart.undo import SharedProgress, UndoLog, mapped
 from shardwell_server.shard.shard_spec import Role, ShardSpec
 from shardwell_wire import fault_points
 from shardwell_wire.errors import CapacityError
@@ -40,9 +40,8 @@ _ALIGNMENT = 64
 """Alignment of state tensors in a file, in bytes."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RecordedState:
-    """What a record and its step words say about a shard."""
+class RecordedState(NamedTuple):
+    """What a record and its step words say about a shard. A tuple, because every step makes some for each shard."""
 
     role: Role
     relocation: int
@@ -178,8 +177,8 @@ class ShardFiles:
             undo = UndoLog()
             undo.reserve_pieces(piece_bytes)
         assert state is not None
-        files = [state.values.shared, *self.arenas]
-        return SharedProgress(undo, state.values.progress, state.version, partial(locate, files))
+        files = mapped([state.values.shared, *self.arenas])
+        return SharedProgress(undo, state.values.progress, state.version, files)
 
     # ---- the record ----
 

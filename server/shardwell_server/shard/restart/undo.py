@@ -20,8 +20,8 @@ from __future__ import annotations
 import ctypes
 import logging
 import struct
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -32,26 +32,25 @@ from shardwell_server.shard.memory.shared_memory import SharedBuffer, SharedMemo
 from shardwell_wire import fault_points
 from shardwell_wire.encoding.chunk_streams import memory_at
 from shardwell_wire.errors import CapacityError
-from shardwell_wire.host.shared_memory import store_word
+from shardwell_wire.model.layout import BLOCK_BYTES
 
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".before"
 """End of the names of the logs' files."""
 
-_NUMBER = struct.Struct("@Q")
 _ROW = struct.Struct("@32sQQ")
 """A row of the table: name of the file, position in it, and size. The copies follow in the order of the rows."""
-_TABLE_SIZE_AT, _HEAD_BYTES, _ALIGNMENT, _GRANULE = 8, 64, 64, 64 << 10
+_HEAD_BYTES, _ALIGNMENT, _GRANULE = 64, 64, 64 << 10
 _WHOLE, _COUNTS = 0, 1
+_WORD_BYTES = 8
 _STEP_SHIFT = 32
 _MAX_RANGES = 5 * MAX_JOINT + 1
 """More ranges than any piece changes, with the count of pieces."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class ChangedRange:
-    """Consecutive bytes that an update changes."""
+class ChangedRange(NamedTuple):
+    """Consecutive bytes that an update changes. A tuple, because every piece of an update makes some."""
 
     address: int
     size_bytes: int
@@ -61,17 +60,32 @@ class ChangedRange:
     """Their position in the file."""
 
 
-def locate(buffers: Iterable[SharedBuffer], address: int, size_bytes: int) -> ChangedRange:
+MappedFile = tuple[int, int, str]
+"""Where a shared file is mapped, start and end, and its name."""
+
+
+def mapped(buffers: Iterable[SharedBuffer]) -> list[MappedFile]:
+    """Returns where shared files are mapped, for ``locate``."""
+    starts = ((buffer.tensor.data_ptr(), buffer) for buffer in buffers)
+    return [(start, start + buffer.tensor.numel(), buffer.name) for start, buffer in starts]
+
+
+def locate(files: Sequence[MappedFile], address: int, size_bytes: int) -> ChangedRange:
     """Returns the range of some memory, which may be in one of several shared files."""
-    for buffer in buffers:
-        if 0 <= (offset := address - buffer.tensor.data_ptr()) < buffer.tensor.numel():
-            return ChangedRange(address, size_bytes, buffer.name, offset)
+    for start, stop, name in files:
+        if start <= address < stop:
+            return ChangedRange(address, size_bytes, name, address - start)
     return ChangedRange(address, size_bytes)
 
 
 def place_of(word: memoryview) -> tuple[int, int]:
     """Returns the address and the size of a word in memory."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(word)), _NUMBER.size
+    return ctypes.addressof(ctypes.c_char.from_buffer(word)), _WORD_BYTES
+
+
+def _words(place: memoryview) -> memoryview:
+    """Returns the aligned words at a place. An assignment is one store of the processor; see ``store_word``."""
+    return place[: len(place) // _WORD_BYTES * _WORD_BYTES].cast("Q")
 
 
 class CopyPlan:
@@ -81,19 +95,24 @@ class CopyPlan:
         ranges: What changes.
     """
 
-    def __init__(self, ranges: Iterable[ChangedRange]) -> None:
+    def __init__(self, ranges: Sequence[ChangedRange]) -> None:
         # Ranges of files first: their copies have rows, and the position of a copy follows from the rows before it.
-        self.ranges = sorted(_merged(ranges), key=lambda each: not each.file)
-        rows = [_ROW.pack(each.file.encode(), each.offset_bytes, each.size_bytes) for each in self.ranges if each.file]
-        self.table = b"".join(rows)
+        shared = [each for each in ranges if each.file]
+        self.ranges = [*shared, *(each for each in ranges if not each.file)]
+        self.table = b"".join([_ROW.pack(name.encode(), offset, size) for _, size, name, offset in shared])
         self.places: list[tuple[int, int, int]] = []
         """Address of each range, position of its copy in the log, and size."""
         position = _copies_at(len(self.table))
-        for each in self.ranges:
-            self.places.append((each.address, position, each.size_bytes))
-            position += _aligned(each.size_bytes)
+        for address, size, _, _ in self.ranges:
+            self.places.append((address, position, size))
+            position += _aligned(size)
         self.size_bytes = position
         """Size of a log for the copies."""
+
+    @classmethod
+    def merged(cls, ranges: Iterable[ChangedRange]) -> CopyPlan:
+        """Returns a plan with fewer copies: memory between ranges of one file is copied too."""
+        return cls(list(_merged(ranges)))
 
 
 def _merged(ranges: Iterable[ChangedRange]) -> Iterator[ChangedRange]:
@@ -118,7 +137,8 @@ def _aligned(size_bytes: int) -> int:
 
 
 def _copies_at(table_bytes: int) -> int:
-    return _HEAD_BYTES + _aligned(table_bytes)
+    """Returns where the copies begin: on a page, as values do. A copy to another place within a page is slower."""
+    return -(-(_HEAD_BYTES + table_bytes) // BLOCK_BYTES) * BLOCK_BYTES
 
 
 class UndoLog:
@@ -134,7 +154,8 @@ class UndoLog:
         self._file: SharedBuffer | None = None
         self._tensor = torch.empty(0, dtype=torch.uint8)
         self._start = 0
-        self._head = memoryview(bytearray(_HEAD_BYTES))
+        self._head = _words(memoryview(bytearray(_HEAD_BYTES)))
+        """Whether the copies count, and the size of the table. Each is stored at once, as by ``store_word``."""
         self._plan: CopyPlan | None = None
         self.plans: WeakKeyDictionary[Changed, CopyPlan] = WeakKeyDictionary()
         """Plans of the pieces that were run. A piece changes the same memory in every update of the same tensors."""
@@ -160,24 +181,24 @@ class UndoLog:
             if self._memory is not None:
                 self._memory.note_shared(size_bytes)
         self._start = self._tensor.data_ptr()
-        self._head = memory_at(self._start, _HEAD_BYTES)
+        self._head = _words(memory_at(self._start, _HEAD_BYTES))
         return True
 
     def begin(self, plan: CopyPlan) -> None:
         """Copies what is about to change. The log has room for the plan."""
         assert plan.size_bytes <= self._tensor.numel()
-        if plan is not self._plan:
-            memory_at(self._start + _HEAD_BYTES, len(plan.table))[:] = plan.table
-            _NUMBER.pack_into(self._head, _TABLE_SIZE_AT, len(plan.table))
-            self._plan = plan
         start, move = self._start, ctypes.memmove
+        if plan is not self._plan:
+            move(start + _HEAD_BYTES, plan.table, len(plan.table))
+            self._head[1] = len(plan.table)
+            self._plan = plan
         for address, position, size_bytes in plan.places:
             move(start + position, address, size_bytes)
-        store_word(self._head, _COUNTS)
+        self._head[0] = _COUNTS
 
     def end(self) -> None:
         """The change is complete: the copies do not count any more."""
-        store_word(self._head, _WHOLE)
+        self._head[0] = _WHOLE
 
     def restore(self) -> None:
         """Copies everything back: nothing has changed."""
@@ -213,10 +234,10 @@ def restore_interrupted(shared: SharedMemory) -> bool:
 
 
 def _restore(shared: SharedMemory, log: SharedBuffer) -> None:
-    head = memory_at(log.tensor.data_ptr(), _HEAD_BYTES)
-    if _NUMBER.unpack_from(head, 0)[0] != _COUNTS:
+    head = _words(memory_at(log.tensor.data_ptr(), _HEAD_BYTES))
+    if head[0] != _COUNTS:
         return
-    table_bytes: int = _NUMBER.unpack_from(head, _TABLE_SIZE_AT)[0]
+    table_bytes = head[1]
     table = log.tensor[_HEAD_BYTES : _HEAD_BYTES + table_bytes].numpy().tobytes()
     position, opened = _copies_at(table_bytes), dict[str, SharedBuffer]()
     for padded, offset, size_bytes in _ROW.iter_unpack(table):
@@ -225,7 +246,7 @@ def _restore(shared: SharedMemory, log: SharedBuffer) -> None:
             opened[name] = shared.open_whole(name)
         opened[name].tensor[offset : offset + size_bytes].copy_(log.tensor[position : position + size_bytes])
         position += _aligned(size_bytes)
-    store_word(head, _WHOLE)
+    head[0] = _WHOLE
 
 
 class SharedProgress(Progress):
@@ -235,15 +256,15 @@ class SharedProgress(Progress):
         undo: The run's log, with room for a piece.
         word: The shard's progress word, which has the step and the number of pieces that are applied.
         step: The step. What the word says about another step is void.
-        locate: Returns where some memory is, given by its address and size.
+        files: Where the shard's files are mapped.
     """
 
-    def __init__(
-        self, undo: UndoLog, word: memoryview, step: int, locate: Callable[[int, int], ChangedRange] = ChangedRange
-    ) -> None:
+    def __init__(self, undo: UndoLog, word: memoryview, step: int, files: Sequence[MappedFile] = ()) -> None:
         super().__init__()
-        self._undo, self._place, self._locate = undo, word, locate
-        self._word: int = _NUMBER.unpack_from(word, 0)[0]
+        self._undo, self._files = undo, files
+        self._count = locate(files, *place_of(word))
+        self._words = _words(word)
+        self._word = self._words[0]
         if self._word >> _STEP_SHIFT != step:
             self._write(step << _STEP_SHIFT)
 
@@ -257,7 +278,13 @@ class SharedProgress(Progress):
             fault_points.reach("server.update.in_piece", piece=self.done)
             self._write(self._word + 1)
             return
-        self._undo.begin(self._plan(piece.changed))
+        # Only the pieces of joined parts are made once: they alone are atomic, and have plans that are worth keeping.
+        plan = self._undo.plans.get(piece.changed) if piece.atomic else None
+        if plan is None:
+            plan = CopyPlan([*[locate(self._files, *each) for each in piece.changed.ranges], self._count])
+            if piece.atomic:
+                self._undo.plans[piece.changed] = plan
+        self._undo.begin(plan)
         try:
             piece.run()
         except BaseException:
@@ -267,12 +294,5 @@ class SharedProgress(Progress):
         self._write(self._word + 1)
         self._undo.end()
 
-    def _plan(self, changed: Changed) -> CopyPlan:
-        if (plan := self._undo.plans.get(changed)) is None:
-            plan = CopyPlan(self._locate(*each) for each in (*changed.ranges, place_of(self._place)))
-            self._undo.plans[changed] = plan
-        return plan
-
     def _write(self, word: int) -> None:
-        self._word = word
-        store_word(self._place, word)
+        self._word = self._words[0] = word

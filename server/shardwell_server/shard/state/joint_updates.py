@@ -129,7 +129,7 @@ class JointUpdates:
         plan = self._plans.get(key)
         if plan is None or any(own is not former for own, former in zip(parts, plan.parts, strict=True)):
             update = JointUpdate(parts, [optimizer.averages for optimizer in optimizers], step.settings())
-            copies = CopyPlan(each for shard in shards for each in shard.changed_ranges())
+            copies = CopyPlan.merged(each for shard in shards for each in shard.changed_ranges())
             plan = _Plan(parts, update, copies)
         self._used[key] = plan
         return plan

@@ -21,7 +21,7 @@ from shardwell_server.shard.memory.budget import BufferQuota, Grant, IncomingBuf
 from shardwell_server.shard.memory.shared_memory import ShardFile, SharedMemory
 from shardwell_server.shard.restart.shard_files import RecordedState, ShardFiles
 from shardwell_server.shard.restart.shard_record import PreparedRecord
-from shardwell_server.shard.restart.undo import ChangedRange, locate, place_of
+from shardwell_server.shard.restart.undo import ChangedRange, locate, mapped, place_of
 from shardwell_server.shard.shard_spec import Role, Segments, ShardSpec, shaped
 from shardwell_server.shard.unit.applied_optimizer import AppliedOptimizer
 from shardwell_server.shard.unit.encoded_versions import EncodedVersions
@@ -261,7 +261,8 @@ class UnitShard:
         if file is not None:
             places.append(place_of(file.step_word))
         arenas = [] if self._files is None else self._files.arenas
-        return [locate([*([] if file is None else [file.shared]), *arenas], *each) for each in places]
+        files = mapped([*([] if file is None else [file.shared]), *arenas])
+        return [locate(files, *each) for each in places]
 
     def begin_joint_update(self, version: int) -> None:
         """Begins to change the values in place: neither this nor the next version can be read."""
@@ -332,7 +333,8 @@ class UnitShard:
     async def record_prepared(self, in_thread: InThread) -> None:
         """As ``record``, once the gradients of a step are reduced. Repeated calls have no effect."""
         if self._files is not None and not self.gradient.mean.recorded:
-            await self.gradient.share_mean(in_thread)
+            if self.gradient.recorded_segments is None:
+                await self.gradient.share_mean(in_thread)
             self.record()
             self.gradient.mean.recorded = True
 
