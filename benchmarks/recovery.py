@@ -35,7 +35,7 @@ import shardwell
 from benchmarks import report
 from benchmarks.recovery_trainer import RUN
 from benchmarks.workers import ROOT
-from shardwell.transport.rpc import CoordinatorClient
+from shardwell.transport.service_client import CoordinatorClient
 from shardwell_wire.errors import ShardwellError
 from shardwell_wire.v1 import coordinator_pb2
 

@@ -30,7 +30,7 @@ import shardwell
 from benchmarks import report
 from benchmarks.recovery import STARTED_AFTER_S, Stalled, Trainer, percentile
 from benchmarks.recovery_trainer import RUN
-from shardwell.transport.rpc import CoordinatorClient
+from shardwell.transport.service_client import CoordinatorClient
 from shardwell_wire.v1 import coordinator_pb2
 
 TP, WORLD_SIZE = 2, 4

@@ -24,8 +24,8 @@ import torch
 from benchmarks.server_optimizer import ServedShard, to_step
 from shardwell_server.optimizer_checks import allocation_key
 from shardwell_server.shard.arithmetic.update_pieces import SLICE_BYTES
-from shardwell_server.shard.memory.shared_memory import SharedMemory
-from shardwell_server.shard.state.store import ShardStore
+from shardwell_server.shard.memory.mapped_memory import SharedMemory
+from shardwell_server.shard.state.shard_store import ShardStore
 from shardwell_wire.host.server_folders import DEFAULT_DIRECTORY, FolderOwner
 
 Result = TypeVar("Result")

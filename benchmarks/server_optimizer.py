@@ -21,9 +21,9 @@ from torch import Tensor
 from benchmarks import report
 from benchmarks.report import Chart, Report, Summary, ratio, summarize, to_table
 from shardwell_server.optimizer_checks import allocation_key
-from shardwell_server.shard.memory.shared_memory import SharedMemory
+from shardwell_server.shard.memory.mapped_memory import SharedMemory
 from shardwell_server.shard.shard_spec import ShardSpec
-from shardwell_server.shard.state.store import ShardStore, named_identity
+from shardwell_server.shard.state.shard_store import ShardStore, named_identity
 from shardwell_server.shard.unit.contributions import Contribution
 from shardwell_wire.model.layout import Parameter, UnitLayout
 from shardwell_wire.model.optimizers import OPTIMIZERS

@@ -24,15 +24,15 @@ import torch
 
 from benchmarks.report import summarize, to_table
 from benchmarks.server_optimizer import to_step
-from shardwell_server.shard.memory.shared_memory import SharedMemory
+from shardwell_server.shard.memory.mapped_memory import SharedMemory
 from shardwell_server.shard.requests import steps
 from shardwell_server.shard.requests.peers import GrpcPeers
 from shardwell_server.shard.requests.replication import Replicator
 from shardwell_server.shard.shard_spec import ShardSpec
 from shardwell_server.shard.state.runs import HostedRun
-from shardwell_server.shard.state.store import ShardStore
-from shardwell_server.shard.transports import batches as batch_requests
-from shardwell_server.shard.transports.base import ServerTransports
+from shardwell_server.shard.state.shard_store import ShardStore
+from shardwell_server.shard.transports import batch_requests
+from shardwell_server.shard.transports.server_transport import ServerTransports
 from shardwell_server.shard.transports.shm_transport import ShmSession, ShmTransport
 from shardwell_wire.host.server_folders import DEFAULT_DIRECTORY, FolderOwner
 from shardwell_wire.host.shared_memory import session_name

@@ -21,7 +21,7 @@ from pathlib import Path
 import shardwell
 from shardwell.processes.launch import TrainerProcess
 from shardwell.sizes import format_size
-from shardwell.transport.rpc import CoordinatorClient
+from shardwell.transport.service_client import CoordinatorClient
 from shardwell_wire.errors import ShardwellError
 from shardwell_wire.security.credentials import TOKEN_FILE_VARIABLE
 from shardwell_wire.v1 import coordinator_pb2

@@ -65,12 +65,11 @@ if TYPE_CHECKING:
     from shardwell.session.join import join
     from shardwell.session.memory_report import MemoryReport, UnitMemory, local_ratio, num_parameters
     from shardwell.session.session import Session
-    from shardwell.training.step import Step
+    from shardwell.training.training_step import Step
     from shardwell.weights.checkpoint_conversion import checkpoint_to_dcp, dcp_to_checkpoint
     from shardwell.weights.checkpoint_reader import CheckpointReader, open_checkpoint
     from shardwell.weights.loading import from_safetensors
     from shardwell.weights.reader import Reader, attach
-    from shardwell.weights.saving import save_dcp, save_safetensors
     from shardwell.weights.state_dict import (
         TensorSlice,
         full_state_dict,
@@ -78,6 +77,7 @@ if TYPE_CHECKING:
         join_state_dicts,
         sharded_state_dict,
     )
+    from shardwell.weights.weight_files import save_dcp, save_safetensors
     from shardwell.wrapping.activation_offload import ActivationOffload, offload_activations
     from shardwell.wrapping.auto_wrap import auto_wrap, unwrap
     from shardwell.wrapping.policies import (
@@ -205,7 +205,7 @@ _MODULES = {
     "ShardedModule": "shardwell.module.fully_shard",
     "ShardingStrategy": "shardwell.module.strategy",
     "SizePolicy": "shardwell.wrapping.policies",
-    "Step": "shardwell.training.step",
+    "Step": "shardwell.training.training_step",
     "StepPart": "shardwell.monitor.step_times",
     "TensorSlice": "shardwell.weights.state_dict",
     "TiledLinear": "shardwell.wrapping.tiled_linear",
@@ -231,8 +231,8 @@ _MODULES = {
     "optim": "shardwell.optim",
     "parallel": "shardwell.parallel",
     "register_forward_method": "shardwell.module.fully_shard",
-    "save_dcp": "shardwell.weights.saving",
-    "save_safetensors": "shardwell.weights.saving",
+    "save_dcp": "shardwell.weights.weight_files",
+    "save_safetensors": "shardwell.weights.weight_files",
     "sharded_state_dict": "shardwell.weights.state_dict",
     "testing": "shardwell.testing",
     "unwrap": "shardwell.wrapping.auto_wrap",

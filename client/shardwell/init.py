@@ -21,8 +21,8 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.modules.rnn import RNNBase, RNNCellBase
 
 from shardwell.module.initial_values import InitFunction
+from shardwell.module.parameter_store import InitialValues
 from shardwell.module.parameters import FoundParameter, Site
-from shardwell.module.store import InitialValues
 from shardwell_wire.errors import UsageError
 from shardwell_wire.model.layout import Segment, UnitLayout
 from shardwell_wire.v1 import initialization_pb2

@@ -17,7 +17,7 @@ import psutil
 
 from shardwell.processes import local_cluster
 from shardwell.processes.local_cluster import LocalCluster, ServerProcess
-from shardwell.transport.rpc import CoordinatorClient
+from shardwell.transport.service_client import CoordinatorClient
 from shardwell_wire.errors import ShardwellError
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support.long_trainer import Plan

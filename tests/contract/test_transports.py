@@ -32,7 +32,7 @@ from shardwell.transport.grpc_transport import GrpcTransport
 from shardwell.transport.selector import SHARED_TRANSPORTS, STREAM_TRANSPORTS, TRANSPORT_NAMES, TransportSelector
 from shardwell.transport.server_connection import ConnectOptions, ServerConnection
 from shardwell.transport.shared_vector import SegmentLocation, SharedVector
-from shardwell_server.shard.memory.shared_memory import SharedMemory
+from shardwell_server.shard.memory.mapped_memory import SharedMemory
 from shardwell_wire.encoding.chunk_streams import memory_at
 from shardwell_wire.errors import (
     DeadlineError,

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 import shardwell
-from shardwell.transport.rpc import CoordinatorClient
+from shardwell.transport.service_client import CoordinatorClient
 from shardwell_wire.checkpoints.folder import RunFolder
 from shardwell_wire.host.server_folders import DEFAULT_DIRECTORY, FolderOwner
 from shardwell_wire.v1 import coordinator_pb2

@@ -13,7 +13,7 @@ from torch import nn
 import shardwell
 import shardwell.testing
 from shardwell.data_plane.kept_streams import DeltaIncoming
-from shardwell_server.shard.requests.streams import ReceivedStream
+from shardwell_server.shard.requests.client_streams import ReceivedStream
 from shardwell_wire.connection import socket_frames
 from shardwell_wire.encoding import chunk_streams
 from shardwell_wire.errors import CorruptDataError

@@ -23,14 +23,14 @@ from torch import nn
 
 import shardwell
 import shardwell.testing
-from shardwell.grid.rendezvous import ReplicaStore
+from shardwell.grid.replica_store import ReplicaStore
 from shardwell.transport.call_connection import CallConnections
-from shardwell.transport.rpc import CoordinatorClient
+from shardwell.transport.service_client import CoordinatorClient
 from shardwell_server import in_process
 from shardwell_server.coordinator import command, coordinator
 from shardwell_server.coordinator.servers.shard_client import CallLine, GrpcShardCalls
 from shardwell_server.serving.call_server import CallServer
-from shardwell_server.shard.state.store import ShardStore
+from shardwell_server.shard.state.shard_store import ShardStore
 from shardwell_wire import fault_points
 from shardwell_wire.connection.call_frames import CallConnectionError
 from shardwell_wire.errors import CapacityError, ShardwellError

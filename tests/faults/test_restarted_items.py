@@ -17,7 +17,7 @@ from torch import nn
 
 import shardwell
 import shardwell.testing
-from shardwell.transport.rpc import CoordinatorClient
+from shardwell.transport.service_client import CoordinatorClient
 from shardwell_server import in_process
 from shardwell_server.coordinator import command, coordinator
 from shardwell_wire import fault_points

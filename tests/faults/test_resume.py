@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import shardwell
-from shardwell.transport.rpc import CoordinatorClient
+from shardwell.transport.service_client import CoordinatorClient
 from shardwell_wire.checkpoints.folder import Entry, RunFolder
 from shardwell_wire.checkpoints.reading import Checkpoint
 from shardwell_wire.v1 import coordinator_pb2

@@ -18,7 +18,7 @@ from torch import nn
 
 import shardwell
 import shardwell.testing
-from shardwell.transport.rpc import CoordinatorClient
+from shardwell.transport.service_client import CoordinatorClient
 from shardwell_wire import fault_points
 from shardwell_wire.checkpoints.folder import RunFolder
 from shardwell_wire.errors import ConflictError

@@ -13,7 +13,7 @@ import torch
 
 import shardwell
 from shardwell.data_plane.shard import RemoteUnit
-from shardwell.module.store import InitialValues
+from shardwell.module.parameter_store import InitialValues
 from shardwell.store.run_units import UnitDeclarations
 from tests.support.cluster import build_model
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import shardwell
-from shardwell.transport.rpc import CoordinatorClient
+from shardwell.transport.service_client import CoordinatorClient
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support.cluster import join_options, wait_until
 from tests.support.reference import sha256

@@ -9,7 +9,7 @@ from contextlib import closing
 import pytest
 
 import shardwell
-from shardwell.transport.rpc import CoordinatorClient
+from shardwell.transport.service_client import CoordinatorClient
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support.processes import TrainerProcess
 from tests.support.reference import undisturbed_sha256

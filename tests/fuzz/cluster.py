@@ -19,7 +19,7 @@ import torch
 
 import shardwell
 from shardwell.processes.local_cluster import write_key
-from shardwell.transport.rpc import CoordinatorClient
+from shardwell.transport.service_client import CoordinatorClient
 from shardwell_server.cli import build_parser
 from shardwell_server.coordinator.command import coordinate
 from shardwell_server.coordinator.settings import Settings

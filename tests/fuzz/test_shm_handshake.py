@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardwell_server.serving import rpc
-from shardwell_server.shard.memory.shared_memory import SharedMemory
+from shardwell_server.shard.memory.mapped_memory import SharedMemory
 from shardwell_wire.errors import ConflictError, InvalidRequestError, ShardwellError
 from shardwell_wire.v1 import shard_pb2
 from tests.fuzz.handlers import FAILURES

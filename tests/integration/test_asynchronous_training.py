@@ -21,7 +21,7 @@ from shardwell.command import cli, inspect_tables
 from shardwell.data_plane.fetch import Fetches, Gather
 from shardwell.data_plane.shard import RemoteUnit
 from shardwell.module.unit import Unit
-from shardwell.transport.rpc import CoordinatorClient
+from shardwell.transport.service_client import CoordinatorClient
 from shardwell.weights.pinned_version import PinnedVersion
 from shardwell_wire.checkpoints.folder import RunFolder
 from shardwell_wire.errors import VersionGoneError

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import shardwell
-from shardwell.transport.rpc import CoordinatorClient
+from shardwell.transport.service_client import CoordinatorClient
 from shardwell_server.serving import authorization
 from shardwell_wire.errors import AccessError, UnauthenticatedError
 from shardwell_wire.security.credentials import NO_CREDENTIALS, Credentials, new_key

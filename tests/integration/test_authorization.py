@@ -17,7 +17,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 import shardwell
 from shardwell.transport.grpc_transport import GrpcTransport, ShardClient
-from shardwell.transport.rpc import CoordinatorClient
+from shardwell.transport.service_client import CoordinatorClient
 from shardwell.transport.socket_transport import SocketTransport
 from shardwell_server.serving.authorization import check_session
 from shardwell_wire.connection.channel import open_channel

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardwell_server.shard.memory.shared_memory import SharedMemory
+from shardwell_server.shard.memory.mapped_memory import SharedMemory
 from shardwell_server.shard.state import taking_up
 from shardwell_wire.errors import NotFoundError, StaleEpochError
 from shardwell_wire.host.server_folders import FolderOwner

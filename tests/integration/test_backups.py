@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwell_server.shard.memory.shared_memory import SharedMemory
+from shardwell_server.shard.memory.mapped_memory import SharedMemory
 from shardwell_server.shard.requests import backups
 from shardwell_server.shard.unit.unit_shard import UnitShard
 from shardwell_wire.errors import DeadlineError

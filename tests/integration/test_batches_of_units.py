@@ -13,7 +13,7 @@ import torch
 import xxhash
 
 from shardwell_server.shard.memory.budget import Memory
-from shardwell_server.shard.transports.batches import MAX_GATHERED_BYTES, MAX_PARTS, MAX_RANGES
+from shardwell_server.shard.transports.batch_requests import MAX_GATHERED_BYTES, MAX_PARTS, MAX_RANGES
 from shardwell_wire.errors import (
     ConflictError,
     CorruptDataError,

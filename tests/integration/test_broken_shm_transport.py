@@ -18,7 +18,7 @@ from shardwell.transport.base import ignore
 from shardwell.transport.grpc_transport import ShardClient
 from shardwell.transport.server_connection import ConnectOptions, ServerConnection
 from shardwell.transport.shm_transport import ShmTransport
-from shardwell_server.shard.memory.shared_memory import SharedMemory
+from shardwell_server.shard.memory.mapped_memory import SharedMemory
 from shardwell_server.shard.requests.pushes import Push
 from shardwell_server.shard.transports.shm_buffers import SharedGradientBuffer
 from shardwell_wire.errors import CapacityError, ConflictError, UnavailableError

@@ -15,10 +15,10 @@ import pytest
 
 from shardwell.transport.grpc_transport import ShardClient
 from shardwell.transport.resending import ReachedServer, Resending
-from shardwell.transport.rpc import Endpoint
 from shardwell.transport.server_connection import ConnectOptions, ServerConnection
+from shardwell.transport.service_client import Endpoint
 from shardwell.transport.socket_transport import SocketConnection, SocketTransport
-from shardwell_server.shard.requests import streams
+from shardwell_server.shard.requests import client_streams
 from shardwell_server.shard.transports import socket_transport
 from shardwell_server.shard.transports.socket_connection import Connection
 from shardwell_wire.connection import socket_frames
@@ -228,7 +228,7 @@ def test_malformed_stream_leaves_no_trace(
 )
 def test_stalled_push_is_cancelled(connected: ConnectedUnit, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
     with Peer(connected) as peer:
-        monkeypatch.setattr(streams, "IDLE_LIMIT_S", 0.05)
+        monkeypatch.setattr(client_streams, "IDLE_LIMIT_S", 0.05)
         peer.push(connected, sent)
         error = peer.error()
         assert isinstance(error, DeadlineError)
@@ -240,7 +240,7 @@ def test_stalled_reader_is_disconnected(big: ConnectedUnit, monkeypatch: pytest.
     before = big.connections()
     with Peer(big) as peer:
         assert big.connections() == before + 1
-        monkeypatch.setattr(streams, "IDLE_LIMIT_S", 0.05)
+        monkeypatch.setattr(client_streams, "IDLE_LIMIT_S", 0.05)
         peer.request(Kind.GATHER, big.one.gather_request(0))
         big.server.until(lambda: len(big.server.sockets._connections) == before, "the connection is closed")
 
@@ -260,8 +260,8 @@ def with_connection(scenario: Callable[[Connection, socket.socket], Coroutine[An
 
 def test_push_over_a_slow_link_is_not_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
     limit_s = 0.4
-    monkeypatch.setattr(streams, "IDLE_LIMIT_S", limit_s)
-    monkeypatch.setattr(streams, "MIN_STREAM_BYTES", 100)
+    monkeypatch.setattr(client_streams, "IDLE_LIMIT_S", limit_s)
+    monkeypatch.setattr(client_streams, "MIN_STREAM_BYTES", 100)
     sent, received = bytes([1]) * 300, bytearray(300)
     stream = data(sent) + end_of(sent)
 

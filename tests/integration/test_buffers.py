@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import shardwell
-from shardwell.transport.rpc import CoordinatorClient
+from shardwell.transport.service_client import CoordinatorClient
 from shardwell.weights.pinned_version import pinned_version
 from tests.support.buffer_trainer import LR, Net, batch, plain_state, state_hash, train
 from tests.support.cluster import join_options

@@ -20,7 +20,7 @@ import shardwell
 import shardwell.testing
 from shardwell.transport import call_connection
 from shardwell.transport.call_connection import CallConnection, CallConnections
-from shardwell.transport.rpc import CoordinatorClient
+from shardwell.transport.service_client import CoordinatorClient
 from shardwell_server.coordinator.servers.shard_client import CALL_TIMEOUT_S, CallLine, GrpcShardCalls
 from shardwell_server.serving import call_server
 from shardwell_server.serving.authentication import check_caller

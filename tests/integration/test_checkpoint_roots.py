@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import shardwell
-from shardwell.transport.rpc import CoordinatorClient
+from shardwell.transport.service_client import CoordinatorClient
 from shardwell_wire.checkpoints.folder import RunFolder
 from shardwell_wire.checkpoints.manifest import FileRecord
 from shardwell_wire.checkpoints.reading import Checkpoint

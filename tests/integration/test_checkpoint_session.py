@@ -15,7 +15,7 @@ import shardwell
 from shardwell.command.cli import main
 from shardwell.options import JoinConfig
 from shardwell.store import residuals
-from shardwell.transport.rpc import CoordinatorClient
+from shardwell.transport.service_client import CoordinatorClient
 from shardwell_wire.checkpoints.folder import RunFolder
 from shardwell_wire.checkpoints.storage import Storage
 from shardwell_wire.errors import AccessError, StepStateError, UsageError

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import shardwell
-from shardwell.transport.rpc import CoordinatorClient
+from shardwell.transport.service_client import CoordinatorClient
 from shardwell_wire import fault_points
 from shardwell_wire.checkpoints.folder import Entry, RunFolder
 from shardwell_wire.checkpoints.manifest import Manifest

@@ -18,7 +18,7 @@ import grpc
 import pytest
 
 from shardwell.processes.local_cluster import ServerProcess
-from shardwell.transport.rpc import CoordinatorClient
+from shardwell.transport.service_client import CoordinatorClient
 from shardwell_wire.errors import (
     DuplicateError,
     InvalidRequestError,

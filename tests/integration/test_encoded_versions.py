@@ -14,7 +14,7 @@ import torch
 
 from shardwell.transport.base import into
 from shardwell.transport.shm_transport import ShmTransport
-from shardwell_server.shard.memory.shared_memory import SharedMemory
+from shardwell_server.shard.memory.mapped_memory import SharedMemory
 from shardwell_server.shard.unit.encoded_versions import EncodedVersions
 from shardwell_server.shard.unit.values import Values
 from shardwell_wire.encoding import wire_dtypes

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwell.transport import rpc
+from shardwell.transport import service_client
 from shardwell.transport.grpc_transport import ShardClient
 from shardwell.transport.socket_transport import SocketTransport
 from shardwell_wire.connection import socket_frames
@@ -64,7 +64,9 @@ def test_stricter_choice_counts(
     if is_off_host:  # a connection with two addresses, as between two hosts
         connect = socket.create_connection
         monkeypatch.setattr(
-            rpc.socket, "create_connection", lambda address, timeout: connect(address, timeout, ("127.0.0.2", 0))
+            service_client.socket,
+            "create_connection",
+            lambda address, timeout: connect(address, timeout, ("127.0.0.2", 0)),
         )
     with ShardServer(tls=authority.server(encrypt=server_choice)) as server:
         one, credentials = unit(server), Credentials(tls=Tls(authority.trusting(encrypt=client_choice)))

@@ -24,7 +24,7 @@ from torch.distributed import checkpoint
 import shardwell
 from shardwell.command import export_commands
 from shardwell.command.cli import main
-from shardwell.transport.rpc import CoordinatorClient
+from shardwell.transport.service_client import CoordinatorClient
 from shardwell.weights import pinned_version as module
 from shardwell.weights.pinned_version import PinnedVersion, pinned_version
 from shardwell_wire.errors import VersionGoneError

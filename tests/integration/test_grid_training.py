@@ -11,8 +11,8 @@ import torch
 
 import shardwell
 from shardwell.command.inspect_commands import peek
-from shardwell.credentials import find_credentials
-from shardwell.transport.rpc import CoordinatorClient
+from shardwell.find_credentials import find_credentials
+from shardwell.transport.service_client import CoordinatorClient
 from shardwell_wire.v1 import shard_pb2
 from tests.support.grid_runs import read, train
 from tests.support.grid_trainer import MAX_NORM, OPTIMIZER, build, compute

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardwell_server.cli import main
-from shardwell_server.serving import options
+from shardwell_server.serving import server_options
 from shardwell_wire.errors import UsageError
 from shardwell_wire.security.credentials import NO_CREDENTIALS, Credentials, new_key
 from shardwell_wire.security.tls import Tls
@@ -22,7 +22,7 @@ INSECURE, SECURE = argparse.Namespace(insecure=True), argparse.Namespace(insecur
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "[::1]"])
 def test_loopback_needs_nothing(host: str) -> None:
-    assert options.insecurity(host, NO_CREDENTIALS, SECURE) == ""
+    assert server_options.insecurity(host, NO_CREDENTIALS, SECURE) == ""
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "192.0.2.1"])
@@ -34,9 +34,9 @@ def test_network_needs_tls_and_a_token(host: str, tmp_path: Path) -> None:
         (Credentials(tls=tls), "no token"),
     ):
         with pytest.raises(UsageError, match=f"the server has {lacks}: .* --insecure"):
-            options.insecurity(host, credentials, SECURE)
-        assert options.insecurity(host, credentials, INSECURE) == lacks
-    assert options.insecurity(host, Credentials(key=new_key(), tls=tls), SECURE) == ""
+            server_options.insecurity(host, credentials, SECURE)
+        assert server_options.insecurity(host, credentials, INSECURE) == lacks
+    assert server_options.insecurity(host, Credentials(key=new_key(), tls=tls), SECURE) == ""
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import shardwell.testing
-from shardwell.transport.rpc import CoordinatorClient
+from shardwell.transport.service_client import CoordinatorClient
 from shardwell_server.serving import limits
-from shardwell_server.shard.requests import streams
+from shardwell_server.shard.requests import client_streams
 from shardwell_server.shard.transports import socket_transport
 from shardwell_server.shard.transports.socket_connection import Connection
 from shardwell_wire.connection.channel import MAX_MESSAGE_BYTES, SERVER_OPTIONS, open_channel
@@ -59,7 +59,7 @@ def drip(send: Callable[[int], bool]) -> None:
 
 def test_dripping_push_over_grpc_is_cancelled(server: ShardServer, monkeypatch: pytest.MonkeyPatch) -> None:
     one = unit(server)
-    monkeypatch.setattr(streams, "IDLE_LIMIT_S", 0.2)
+    monkeypatch.setattr(client_streams, "IDLE_LIMIT_S", 0.2)
     messages = iter(one.push_messages(one.filled(1.0), chunk_bytes=64))
     half: HalfStream = one.open_push()
 
@@ -76,7 +76,7 @@ def test_dripping_push_over_grpc_is_cancelled(server: ShardServer, monkeypatch: 
 
 
 def test_dripping_push_over_a_socket_is_cancelled(connected: ConnectedUnit, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "IDLE_LIMIT_S", 0.2)
+    monkeypatch.setattr(client_streams, "IDLE_LIMIT_S", 0.2)
     with Peer(connected) as peer:
         peer.push(connected)
         peer.socket.settimeout(0.001)

@@ -14,7 +14,7 @@ import pytest
 
 import shardwell
 from shardwell.processes import local_cluster
-from shardwell.transport.rpc import CoordinatorClient
+from shardwell.transport.service_client import CoordinatorClient
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support.cluster import small_run, wait_gone, wait_until
 from tests.support.forked_servers import started_servers

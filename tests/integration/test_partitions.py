@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwell.transport.partitions import PartitionLocation, PartitionSegment
+from shardwell.transport.partition_transfers import PartitionLocation, PartitionSegment
 from shardwell_wire.encoding import chunk_streams
 from shardwell_wire.errors import (
     CapacityError,

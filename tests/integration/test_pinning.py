@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from contextlib import closing
 
-from shardwell_server.shard.memory.shared_memory import SharedMemory
+from shardwell_server.shard.memory.mapped_memory import SharedMemory
 from shardwell_wire.errors import DeadlineError, NotFoundError, VersionGoneError
 from shardwell_wire.v1 import shard_pb2
 from tests.support.shard_server import (

@@ -18,7 +18,7 @@ import shardwell
 from shardwell.training import training
 from shardwell.transport.shm_transport import GradientBuffers
 from shardwell.transport.socket_transport import SocketTransport
-from shardwell_server.coordinator.storage.storage import Storage
+from shardwell_server.coordinator.storage.durable_state import Storage
 from shardwell_wire import fault_points
 from tests.support.cluster import join_options
 

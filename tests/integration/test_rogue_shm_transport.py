@@ -14,7 +14,7 @@ import torch
 from shardwell.data_plane.shard import RemoteShard, Wire
 from shardwell.transport.base import ignore
 from shardwell.transport.server_connection import ConnectOptions, ServerConnection
-from shardwell_server.shard.memory.shared_memory import SharedBuffer, SharedMemory
+from shardwell_server.shard.memory.mapped_memory import SharedBuffer, SharedMemory
 from shardwell_wire.errors import UnavailableError
 from shardwell_wire.host.shared_memory import UntrustedFileError
 from tests.support.shard_server import PLAIN, OneUnit, ShardServer, error_of, unit

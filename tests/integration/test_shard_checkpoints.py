@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwell_server.shard.memory.shared_memory import SharedMemory
+from shardwell_server.shard.memory.mapped_memory import SharedMemory
 from shardwell_server.shard.state import taking_up
 from shardwell_server.shard.unit import portable_state
 from shardwell_wire import fault_points

@@ -22,7 +22,7 @@ from shardwell_server.cli import main
 from shardwell_server.serving.rpc import add_service
 from shardwell_server.shard.process.registration import Registration
 from shardwell_server.shard.shard_spec import Role, ShardSpec
-from shardwell_server.shard.state.store import ShardStore
+from shardwell_server.shard.state.shard_store import ShardStore
 from shardwell_wire.errors import (
     AccessError,
     ConflictError,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardwell_server.shard.memory.budget import shard_need_bytes
-from shardwell_server.shard.requests import streams
+from shardwell_server.shard.requests import client_streams
 from shardwell_wire.errors import (
     CapacityError,
     DeadlineError,
@@ -204,7 +204,7 @@ def test_disconnected_push_releases_its_memory(server: ShardServer, part: int) -
 
 def test_idle_stream_is_cancelled(server: ShardServer, monkeypatch: pytest.MonkeyPatch) -> None:
     one = unit(server)
-    monkeypatch.setattr(streams, "IDLE_LIMIT_S", 0.05)
+    monkeypatch.setattr(client_streams, "IDLE_LIMIT_S", 0.05)
     half = one.open_push().send(*one.push_messages(one.filled(1.0))[:-1])
     error = half.error()
     assert isinstance(error, DeadlineError)

@@ -14,8 +14,8 @@ import torch
 from shardwell.transport.base import into
 from shardwell.transport.grpc_transport import ShardClient
 from shardwell_server.shard.arithmetic.shard_optimizer import ShardOptimizer
-from shardwell_server.shard.memory import buffers
-from shardwell_server.shard.memory import buffers as sending_module
+from shardwell_server.shard.memory import buffer_reuse
+from shardwell_server.shard.memory import buffer_reuse as sending_module
 from shardwell_server.shard.requests import inspection
 from shardwell_wire.encoding import chunk_streams
 from shardwell_wire.errors import (
@@ -155,7 +155,7 @@ def test_readers_are_revoked_if_a_snapshot_cannot_be_allocated(
     next(reader)
     one.push(one.filled(1.0))
     one.prepare(0)
-    monkeypatch.setattr(buffers, "_allocate", fail)
+    monkeypatch.setattr(buffer_reuse, "_allocate", fail)
     one.update(0)
     assert isinstance(error_of(lambda: list(reader)), VersionGoneError)
     assert_all(one.gather(1)[1], -1.0)

@@ -14,10 +14,10 @@ import pytest
 from shardwell.transport.base import into
 from shardwell.transport.shm_transport import ShmTransport
 from shardwell.transport.socket_transport import SocketTransport
-from shardwell_server.shard.memory.shared_memory import SharedMemory
+from shardwell_server.shard.memory.mapped_memory import SharedMemory
 from shardwell_server.shard.process.registration import Registration
 from shardwell_server.shard.shard_spec import ShardSpec
-from shardwell_server.shard.state.store import ShardStore
+from shardwell_server.shard.state.shard_store import ShardStore
 from shardwell_wire.errors import InvalidRequestError, NotFoundError, RunDeletedError, ShardwellError
 from shardwell_wire.model.names import RunIdentity
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2

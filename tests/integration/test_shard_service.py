@@ -10,7 +10,7 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from shardwell_server.shard.requests import streams
+from shardwell_server.shard.requests import client_streams
 from shardwell_wire.encoding import chunk_streams
 from shardwell_wire.encoding.wire_dtypes import AS_STORED, WireDtype
 from shardwell_wire.errors import (
@@ -406,7 +406,7 @@ def test_initial_values_of_a_lower_epoch_that_arrive_later_replace_nothing(serve
         header = shard_pb2.InitializeUnitHeader(
             context=one.context(epoch=epoch), unit=PLAIN.unit, start_bytes=one.start, stop_bytes=one.stop
         )
-        return streams.receive(server.store, one.shard, header, cast("Any", Stream()), 10.0)
+        return client_streams.receive(server.store, one.shard, header, cast("Any", Stream()), 10.0)
 
     async def race() -> None:
         late, is_complete = [], asyncio.Event()

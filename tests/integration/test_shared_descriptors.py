@@ -15,7 +15,7 @@ import pytest
 
 from shardwell import LocalCluster
 from shardwell.transport.server_connection import ConnectOptions, ServerConnection
-from shardwell_server.shard.memory.shared_memory import SharedMemory
+from shardwell_server.shard.memory.mapped_memory import SharedMemory
 from shardwell_server.shard.transports import shm_buffers
 from shardwell_wire.host.shared_memory import ANSWER, HEAD_BYTES, TOKEN_BYTES, opened, receive_descriptor, request
 from tests.support.cluster import wait_until

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from shardwell.transport.socket_transport import SocketTransport
-from shardwell_server.shard.memory.shared_memory import SharedMemory
+from shardwell_server.shard.memory.mapped_memory import SharedMemory
 from shardwell_server.shard.transports.shm_transport import PROOF_FILE_BYTES
 from shardwell_wire.errors import (
     AccessError,

@@ -15,7 +15,7 @@ import torch
 from shardwell.data_plane.shard import RemoteShard, Wire
 from shardwell.transport.base import ignore
 from shardwell.transport.server_connection import ConnectOptions, ServerConnection
-from shardwell_server.shard.memory.shared_memory import SharedMemory
+from shardwell_server.shard.memory.mapped_memory import SharedMemory
 from shardwell_wire.errors import (
     CapacityError,
     ConflictError,

@@ -16,7 +16,7 @@ import torch
 from shardwell.processes.local_cluster import ServerProcess
 from shardwell.transport.base import into
 from shardwell.transport.grpc_transport import ShardClient
-from shardwell.transport.rpc import Endpoint
+from shardwell.transport.service_client import Endpoint
 from shardwell.transport.socket_transport import SocketConnection, SocketTransport
 from shardwell_wire.connection import socket_frames
 from shardwell_wire.connection.socket_frames import Kind

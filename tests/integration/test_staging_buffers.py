@@ -13,11 +13,11 @@ import torch
 
 from shardwell.data_plane.partition_updates import RemotePartition
 from shardwell.data_plane.shard import RemoteShard, Wire
-from shardwell.transport.partitions import PartitionLocation, PartitionSegment, SharedPartitionSegment
+from shardwell.transport.partition_transfers import PartitionLocation, PartitionSegment, SharedPartitionSegment
 from shardwell.transport.server_connection import ConnectOptions, ServerConnection
 from shardwell.transport.shm_transport import ShmTransport
 from shardwell_server.shard.memory.budget import Memory
-from shardwell_server.shard.memory.shared_memory import SharedMemory
+from shardwell_server.shard.memory.mapped_memory import SharedMemory
 from shardwell_server.shard.shard_spec import ShardSpec
 from shardwell_server.shard.unit.partitions import Partitions, SharedStagingBuffer
 from shardwell_wire.errors import (

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwell_server.shard.memory.shared_memory import SharedMemory
+from shardwell_server.shard.memory.mapped_memory import SharedMemory
 from shardwell_server.shard.shard_spec import Role
 from shardwell_wire.host.server_folders import FolderOwner
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2

@@ -16,7 +16,7 @@ from torch import nn
 
 import shardwell
 from shardwell.command.cli import main as command
-from shardwell.transport import rpc
+from shardwell.transport import service_client
 from shardwell_server.cli import main as server_command
 from shardwell_wire.v1 import common_pb2
 from tests.integration.test_shard_process import ready_address, server_process
@@ -133,7 +133,7 @@ def test_mutual_tls_between_all_members(authority: TestAuthority, run_name: str)
 def test_training_waits_until_certificates_fit_again(
     tmp_path: Path, run_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failures, connection_error = list[str](), rpc.connection_error
+    failures, connection_error = list[str](), service_client.connection_error
 
     def observed(*arguments: Any) -> shardwell.ShardwellError:
         error = connection_error(*arguments)
@@ -141,7 +141,7 @@ def test_training_waits_until_certificates_fit_again(
         return error
 
     # Not the log: it has the first failure only, often from the time in which the coordinator does not listen.
-    monkeypatch.setattr(rpc, "connection_error", observed)
+    monkeypatch.setattr(service_client, "connection_error", observed)
     servers, other = TestAuthority(tmp_path / "servers").make(), TestAuthority(tmp_path / "other").make()
     trusted = tmp_path / "trusted.pem"
     shutil.copy(servers.path("ca"), trusted)

@@ -18,7 +18,7 @@ import torch
 
 import shardwell
 from shardwell.command.cli import main as command
-from shardwell.transport.rpc import CoordinatorClient
+from shardwell.transport.service_client import CoordinatorClient
 from shardwell_wire.connection.channel import open_channel
 from shardwell_wire.errors import AccessError, UnauthenticatedError, UsageError, from_rpc_error
 from shardwell_wire.security.credentials import NO_CREDENTIALS, Credentials, MemberCredentials, new_key

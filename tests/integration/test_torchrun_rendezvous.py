@@ -18,7 +18,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, Rend
 
 import shardwell
 from shardwell.grid.torchrun_rendezvous import CoordinatorBackend, TorchrunStore, create
-from shardwell.transport.rpc import CoordinatorClient
+from shardwell.transport.service_client import CoordinatorClient
 from tests.support.processes import ROOT
 
 TRAIN = """

@@ -11,7 +11,7 @@ from torch import nn
 
 from shardwell import NoWrapPolicy, SizePolicy, auto_wrap
 from shardwell.module.fully_shard import fully_shard
-from shardwell.module.store import InitialValues
+from shardwell.module.parameter_store import InitialValues
 from shardwell.module.unit import owner_of
 from shardwell.module.units import Units
 from shardwell.seeds import derive_seed

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardwell.module.fully_shard import ShardedModule, fully_shard
-from shardwell.module.store import InitialValues
+from shardwell.module.parameter_store import InitialValues
 from shardwell.module.units import Units
 from shardwell_wire.errors import CapacityError, TiedParameterError, UsageError
 from shardwell_wire.model.layout import UnitLayout

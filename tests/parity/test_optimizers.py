@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import shardwell
 from shardwell.command.inspect_commands import peek
-from shardwell.transport.rpc import CoordinatorClient
+from shardwell.transport.service_client import CoordinatorClient
 from shardwell_wire.v1 import shard_pb2
 from tests.support.optimizer_parity import OddModel, compare, compare_weights, two_groups
 from tests.support.reference_optimizers import Lion

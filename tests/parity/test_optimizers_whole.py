@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import shardwell
-from shardwell.transport.rpc import CoordinatorClient
+from shardwell.transport.service_client import CoordinatorClient
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support.optimizer_parity import OddModel, compare, compare_weights
 from tests.support.reference_optimizers import Lamb

@@ -15,7 +15,7 @@ import torch
 
 import shardwell
 from shardwell.parallel import plan_tensor_parallel
-from shardwell.transport.rpc import CoordinatorClient
+from shardwell.transport.service_client import CoordinatorClient
 from shardwell_wire.encoding.chunk_streams import memory_at
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support import gloo, split_gpt, transformer

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from shardwell_server.shard.memory.shared_memory import SharedBuffer, SharedMemory
+from shardwell_server.shard.memory.mapped_memory import SharedBuffer, SharedMemory
 
 _FOLDER = Path("/simulated")
 """No such folder exists, so a server that is told a path in it streams instead."""

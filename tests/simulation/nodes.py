@@ -10,13 +10,13 @@ from shardwell_server.coordinator.coordinator import Coordinator
 from shardwell_server.coordinator.servers.shard_client import GrpcShardCalls
 from shardwell_server.coordinator.servicer import CoordinatorServicer
 from shardwell_server.coordinator.settings import Settings
-from shardwell_server.coordinator.storage.storage import Storage
+from shardwell_server.coordinator.storage.durable_state import Storage
 from shardwell_server.shard.process.registration import Registration
 from shardwell_server.shard.requests.inspection import ServerProcess
 from shardwell_server.shard.requests.peers import GrpcPeers
 from shardwell_server.shard.servicer import ShardServicer
-from shardwell_server.shard.state.store import ShardStore
-from shardwell_server.shard.transports.base import ServerTransports
+from shardwell_server.shard.state.shard_store import ShardStore
+from shardwell_server.shard.transports.server_transport import ServerTransports
 from shardwell_server.shard.unit.portable_state import export
 from shardwell_server.shard.unit.unit_shard import UnitShard
 from shardwell_wire.errors import ShardwellError

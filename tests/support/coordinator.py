@@ -17,7 +17,7 @@ from shardwell_server.coordinator.coordinator import Coordinator
 from shardwell_server.coordinator.servicer import CoordinatorServicer
 from shardwell_server.coordinator.settings import Settings
 from shardwell_server.coordinator.signals import BackgroundTasks
-from shardwell_server.coordinator.storage.storage import Storage
+from shardwell_server.coordinator.storage.durable_state import Storage
 from shardwell_wire.model.names import check_names
 from shardwell_wire.model.topology import SYNCHRONOUS, Consistency, World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2

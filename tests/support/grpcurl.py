@@ -18,7 +18,7 @@ from google.protobuf.json_format import MessageToDict, ParseDict
 from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from shardwell.credentials import find_credentials
+from shardwell.find_credentials import find_credentials
 from shardwell_wire.connection.channel import open_channel
 from shardwell_wire.security.credentials import Credentials
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from shardwell.module.store import InitialValues
+from shardwell.module.parameter_store import InitialValues
 from shardwell_server.shard.arithmetic import random_values
 from shardwell_wire.errors import UsageError
 from shardwell_wire.model.layout import BLOCK_BYTES, UnitLayout, cut

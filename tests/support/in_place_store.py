@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from shardwell.module.store import InitialValues, InPlaceVector
+from shardwell.module.parameter_store import InitialValues, InPlaceVector
 from shardwell_wire.errors import VersionGoneError
 from shardwell_wire.model.layout import UnitLayout
 from tests.support.in_memory_store import InMemoryStore

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwell.processes.local_cluster import LocalCluster, ServerProcess
-from shardwell.transport.rpc import CoordinatorClient
+from shardwell.transport.service_client import CoordinatorClient
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support.cluster import wait_until
 from tests.support.long_trainer import Plan

@@ -19,13 +19,13 @@ import torch
 import xxhash
 
 from shardwell_server.shard.arithmetic import update_pieces
-from shardwell_server.shard.memory.shared_memory import SharedMemory
+from shardwell_server.shard.memory.mapped_memory import SharedMemory
 from shardwell_server.shard.requests import steps
 from shardwell_server.shard.requests.peers import GrpcPeers
 from shardwell_server.shard.requests.replication import Replicator
 from shardwell_server.shard.shard_spec import ShardSpec
 from shardwell_server.shard.state.runs import HostedRun
-from shardwell_server.shard.state.store import ShardStore
+from shardwell_server.shard.state.shard_store import ShardStore
 from shardwell_server.shard.unit.contributions import Contribution
 from shardwell_server.shard.unit.unit_shard import UnitShard
 from shardwell_wire import fault_points

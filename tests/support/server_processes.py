@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from shardwell.credentials import PublishedCredentials
+from shardwell.find_credentials import PublishedCredentials
 from shardwell.processes.local_cluster import LocalCluster, ServerProcess
 from tests.support.left_folders import discard, owners_of
 

@@ -21,12 +21,12 @@ from shardwell.transport.base import into
 from shardwell.transport.grpc_transport import ShardClient
 from shardwell_server.serving.limits import grpc_port
 from shardwell_server.serving.rpc import add_service
-from shardwell_server.shard.memory.shared_memory import SharedMemory
+from shardwell_server.shard.memory.mapped_memory import SharedMemory
 from shardwell_server.shard.requests.inspection import ServerProcess
 from shardwell_server.shard.requests.peers import GrpcPeers
 from shardwell_server.shard.servicer import ShardServicer
 from shardwell_server.shard.state.runs import CoordinatorTerm
-from shardwell_server.shard.state.store import ShardStore
+from shardwell_server.shard.state.shard_store import ShardStore
 from shardwell_server.shard.transports.registry import TransportResources, build_transports
 from shardwell_server.shard.transports.shm_transport import ShmTransport
 from shardwell_server.shard.transports.socket_transport import SocketTransport

@@ -10,7 +10,7 @@ from types import TracebackType
 
 import psutil
 
-from shardwell.credentials import PublishedCredentials
+from shardwell.find_credentials import PublishedCredentials
 from shardwell_wire.security.tokens import ClusterKey
 
 

@@ -90,7 +90,7 @@ def test_ctrl_c_prints_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("shardwell.transport.rpc.CoordinatorClient.call", interrupted)
+    monkeypatch.setattr("shardwell.transport.service_client.CoordinatorClient.call", interrupted)
     assert main(["runs", "--address", "127.0.0.1:1"]) == 130
     assert capsys.readouterr().err == ""
 

@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
-from shardwell.credentials import find_credentials
-from shardwell.transport.rpc import CoordinatorClient
+from shardwell.find_credentials import find_credentials
+from shardwell.transport.service_client import CoordinatorClient
 from shardwell_wire.errors import UnavailableError
 from shardwell_wire.security.credentials import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, Credentials
 from shardwell_wire.security.tls import add_tls_arguments, has_tls_arguments, tls_options

@@ -28,7 +28,7 @@ from shardwell.weights.checkpoint_conversion import checkpoint_to_dcp, dcp_to_ch
 from shardwell.weights.checkpoint_reader import open_checkpoint
 from shardwell.weights.dcp import METADATA_NAME
 from shardwell.weights.pinned_version import PinnedVersion, pinned_version
-from shardwell.weights.saving import Values, total_bytes, write_dcp, write_safetensors
+from shardwell.weights.weight_files import Values, total_bytes, write_dcp, write_safetensors
 from shardwell_wire.checkpoints.opening import local_path
 from shardwell_wire.errors import CapacityError, UsageError
 

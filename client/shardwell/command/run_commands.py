@@ -24,7 +24,7 @@ from shardwell.command.arguments import (
     progress,
     progress_bar,
 )
-from shardwell.session.checkpoints import follow_checkpoint, is_writing, request_checkpoint, require_not_failed
+from shardwell.session.checkpoint_requests import follow_checkpoint, is_writing, request_checkpoint, require_not_failed
 from shardwell.sizes import format_size
 from shardwell_wire.checkpoints.folder import Entry, entries_below, verify
 from shardwell_wire.checkpoints.opening import absolute, local_path, open_storage

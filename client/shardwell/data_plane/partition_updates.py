@@ -8,7 +8,7 @@ from concurrent.futures import Future, wait
 
 from shardwell.data_plane.shard import RemoteShard, RemoteUnit
 from shardwell.data_plane.transfers import DaemonThreads
-from shardwell.transport.partitions import CachedPartition, PartitionLocation, PartitionSegment
+from shardwell.transport.partition_transfers import CachedPartition, PartitionLocation, PartitionSegment
 from shardwell.transport.resending import REQUEST, SHARED_TRANSFER, Operation
 from shardwell_wire.model.topology import part_in
 from shardwell_wire.v1 import common_pb2

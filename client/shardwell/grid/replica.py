@@ -31,7 +31,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwell.data_plane.host_cache import HostFolder
-from shardwell.grid.rendezvous import ReplicaStore
+from shardwell.grid.replica_store import ReplicaStore
 from shardwell.membership.membership import Membership
 from shardwell.membership.validity import START_AGAIN
 from shardwell.options import JoinConfig

@@ -18,9 +18,9 @@ from torch.distributed import DistStoreError
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token, create_handler
 
-from shardwell.credentials import find_credentials
-from shardwell.grid.rendezvous import CoordinatorStore
-from shardwell.transport.rpc import CoordinatorClient
+from shardwell.find_credentials import find_credentials
+from shardwell.grid.replica_store import CoordinatorStore
+from shardwell.transport.service_client import CoordinatorClient
 from shardwell_wire.errors import ShardwellError
 from shardwell_wire.v1 import coordinator_pb2
 

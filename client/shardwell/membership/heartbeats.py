@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from shardwell.transport.rpc import CoordinatorClient, MessageStream
+from shardwell.transport.service_client import CoordinatorClient, MessageStream
 from shardwell_wire.connection.channel import backoff
 from shardwell_wire.errors import (
     ConflictError,

@@ -14,7 +14,7 @@ from typing import Any
 from shardwell.membership.heartbeats import Heartbeats, ItemInWork, MembershipStream, RunNotices, TrainerReports
 from shardwell.membership.validity import MembershipState, ReplicaEpoch
 from shardwell.options import JoinConfig
-from shardwell.transport.rpc import CoordinatorClient
+from shardwell.transport.service_client import CoordinatorClient
 from shardwell_wire.connection.protocol_versions import check_chosen, own_versions
 from shardwell_wire.errors import (
     ConflictError,

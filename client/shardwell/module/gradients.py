@@ -14,7 +14,7 @@ from operator import itemgetter
 
 import torch
 
-from shardwell.module.store import ParameterStore
+from shardwell.module.parameter_store import ParameterStore
 from shardwell.module.strategy import ShardingStrategy
 from shardwell.module.unit import Gradients, Unit
 from shardwell_wire.errors import UsageError

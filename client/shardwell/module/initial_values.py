@@ -18,8 +18,8 @@ from torch.utils import swap_tensors
 
 from shardwell.module.mixed_precision import local_box, local_part
 from shardwell.module.naming import NewUnit
+from shardwell.module.parameter_store import InitialValues, NewValues
 from shardwell.module.parameters import FoundParameter, Site, is_sharded
-from shardwell.module.store import InitialValues, NewValues
 from shardwell.seeds import derive_seed
 from shardwell_wire.errors import UsageError
 from shardwell_wire.model.layout import UnitLayout

@@ -35,8 +35,8 @@ from torch.autograd import Variable
 
 from shardwell.memory.buffers import keep_freed_memory
 from shardwell.module.gradients import GradientPushes, with_gradients
+from shardwell.module.parameter_store import ParameterStore
 from shardwell.module.residency import Phase, ResidencyPolicy, UnitState
-from shardwell.module.store import ParameterStore
 from shardwell.module.unit import ForwardCall, Unit, check_versions
 from shardwell_wire.errors import UsageError
 

@@ -20,9 +20,9 @@ from torch import nn
 from shardwell.memory.buffers import trim
 from shardwell.module.flat_vector import FlatVector, VectorMemory
 from shardwell.module.mixed_precision import AS_STORED, MixedPrecisionPolicy, Precision, local_part
+from shardwell.module.parameter_store import FlatValues, InPlaceVector, NewValues, ParameterStore
 from shardwell.module.parameters import OWNER_ATTRIBUTE, FoundParameter, UnitParameters
 from shardwell.module.residency import ResidentUnit, UnitState
-from shardwell.module.store import FlatValues, InPlaceVector, NewValues, ParameterStore
 from shardwell_wire.encoding.chunk_streams import memory_at
 from shardwell_wire.errors import VersionGoneError
 from shardwell_wire.host.shared_memory import order_loads

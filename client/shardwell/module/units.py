@@ -14,10 +14,10 @@ from shardwell.module.flat_vector import VectorMemory
 from shardwell.module.gradients import GradientPushes, with_gradients
 from shardwell.module.mixed_precision import AS_STORED, MixedPrecisionPolicy
 from shardwell.module.naming import GridPlace
+from shardwell.module.parameter_store import NewValues, ParameterStore
 from shardwell.module.parameters import FoundParameter
 from shardwell.module.passes import ForwardBackward, raise_written
 from shardwell.module.residency import ResidencyPolicy, UnitState
-from shardwell.module.store import NewValues, ParameterStore
 from shardwell.module.strategy import BackwardPrefetch, ReplicaOptions, ShardingStrategy
 from shardwell.module.unit import Unit, check_versions, owner_of
 from shardwell_wire.errors import CapacityError, UsageError

@@ -22,7 +22,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from shardwell.module.torch_patches import needs_closure
 from shardwell.optimizers.sharded_optimizer import GradientScaling, ShardedOptimizer
 from shardwell.step.step_commit import StepUpdate
-from shardwell.transport.partitions import PartitionSegment
+from shardwell.transport.partition_transfers import PartitionSegment
 from shardwell_wire.errors import StaleEpochError, StepStateError, UsageError
 from shardwell_wire.model.topology import TRAINER_PREFIX
 from shardwell_wire.v1 import common_pb2, coordinator_pb2

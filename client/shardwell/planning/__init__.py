@@ -6,16 +6,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardwell.planning.options import DivisionOptions, PlanOptions
     from shardwell.planning.plan import Plan, plan_run
+    from shardwell.planning.plan_options import DivisionOptions, PlanOptions
     from shardwell.planning.tables import describe
 
 __all__ = ["DivisionOptions", "Plan", "PlanOptions", "describe", "plan_run"]
 
 _MODULES = {
-    "DivisionOptions": "shardwell.planning.options",
+    "DivisionOptions": "shardwell.planning.plan_options",
     "Plan": "shardwell.planning.plan",
-    "PlanOptions": "shardwell.planning.options",
+    "PlanOptions": "shardwell.planning.plan_options",
     "describe": "shardwell.planning.tables",
     "plan_run": "shardwell.planning.plan",
 }

@@ -16,8 +16,8 @@ from shardwell.parallel.splitting import micro_batch_of, split_model
 from shardwell.parallel.tensor import TensorParallelPlan, plan_tensor_parallel
 from shardwell.parallel.transformer import list_layers
 from shardwell.planning.activations import SavedActivations
-from shardwell.planning.options import DivisionOptions
 from shardwell.planning.plan_model import ShapeMode, ShapeModel, record_activations
+from shardwell.planning.plan_options import DivisionOptions
 from shardwell_wire.errors import UsageError
 from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import coordinator_pb2

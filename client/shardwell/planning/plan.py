@@ -17,8 +17,8 @@ from shardwell.module.unit import Unit
 from shardwell.parallel.schedules import micro_batches_in_flight
 from shardwell.planning.division import Division, PlannedStage, divide
 from shardwell.planning.dry_run import DryRun, dry_run, wire_bytes
-from shardwell.planning.options import DivisionOptions, PlanOptions
 from shardwell.planning.plan_model import load
+from shardwell.planning.plan_options import DivisionOptions, PlanOptions
 from shardwell.wrapping.policies import WrapPolicy
 from shardwell_wire.errors import UsageError
 from shardwell_wire.host.shared_memory import HEAD_BYTES

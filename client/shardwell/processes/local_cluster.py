@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
-from shardwell.credentials import PublishedCredentials
+from shardwell.find_credentials import PublishedCredentials
 from shardwell_wire import fault_points
 from shardwell_wire.checkpoints.opening import ROOT_VARIABLE
 from shardwell_wire.errors import UnavailableError, UsageError

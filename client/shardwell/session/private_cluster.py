@@ -21,10 +21,10 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistError
 from torch.distributed.rendezvous import rendezvous
 
-from shardwell.credentials import find_credentials
+from shardwell.find_credentials import find_credentials
 from shardwell.options import JoinConfig, TorchrunPlace, WaitOptions
 from shardwell.processes.local_cluster import LocalCluster
-from shardwell.transport.rpc import CoordinatorClient
+from shardwell.transport.service_client import CoordinatorClient
 from shardwell_wire.errors import DeadlineError, ShardwellError, UnavailableError, UsageError
 from shardwell_wire.security.credentials import Credentials
 from shardwell_wire.v1 import coordinator_pb2

@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwell.credentials import find_credentials
+from shardwell.find_credentials import find_credentials
 from shardwell.grid import replica
 from shardwell.grid.replica import ReplicaGroup, import_first_uses, is_lost_peer
 from shardwell.membership.membership import Membership
@@ -19,18 +19,18 @@ from shardwell.memory.buffers import share_heaps
 from shardwell.module import guards, torch_patches
 from shardwell.monitor.report import PerformanceReport, make_report
 from shardwell.options import DEFAULT_RUN, JoinConfig
-from shardwell.session.checkpoints import save_checkpoint
+from shardwell.session.checkpoint_requests import save_checkpoint
 from shardwell.session.memory_report import MemoryReport, measure
 from shardwell.session.private_cluster import open_private_cluster
 from shardwell.step.step_commit import StepCommitter
 from shardwell.step.step_state import StepState
 from shardwell.store.run_store import RunStore
-from shardwell.training.step import Step, TrainingLoop
 from shardwell.training.step_in_flight import StepInFlight
 from shardwell.training.training import Training
+from shardwell.training.training_step import Step, TrainingLoop
 from shardwell.training.work_items import preemption
-from shardwell.transport import rpc
-from shardwell.transport.rpc import CoordinatorClient
+from shardwell.transport import service_client
+from shardwell.transport.service_client import CoordinatorClient
 from shardwell_wire.errors import ReplicaLostError, ShardwellError, UsageError
 from shardwell_wire.model.topology import Consistency
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
@@ -482,7 +482,7 @@ def _trainer_of(run_id: str) -> str | None:
 
 
 def _register(session: Session) -> None:
-    rpc.watch(_disown_all)
+    service_client.watch(_disown_all)
     _open_sessions.add(session)
     atexit.register(session.close)
 

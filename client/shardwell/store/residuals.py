@@ -23,7 +23,7 @@ import torch
 
 from shardwell.data_plane.error_feedback import CapturedResiduals
 from shardwell.membership.membership import Membership
-from shardwell.store.items import ItemPushes
+from shardwell.store.item_transfers import ItemPushes
 from shardwell_wire.checkpoints.format import FilePlan, Piece, residual_state
 from shardwell_wire.checkpoints.manifest import RESIDUAL_RANKS
 from shardwell_wire.checkpoints.opening import open_storage

@@ -22,17 +22,17 @@ from shardwell.data_plane.transfers import TrafficStats
 from shardwell.grid.replica import form_node_group
 from shardwell.membership.membership import Membership
 from shardwell.module.flat_vector import FlatVector
-from shardwell.module.store import InitialValues
+from shardwell.module.parameter_store import InitialValues
 from shardwell.options import ADAPTIVE, JoinConfig, TransferOptions
 from shardwell.peers.node_gathers import NodeGathers
 from shardwell.step.step_state import FinishedStep, StepState
-from shardwell.store.buffers import RemoteBuffers
-from shardwell.store.items import ItemGathers, ItemPushes
+from shardwell.store.item_transfers import ItemGathers, ItemPushes
+from shardwell.store.module_buffers import RemoteBuffers
 from shardwell.store.residuals import CheckpointResiduals
+from shardwell.store.run_servers import ShardServers
 from shardwell.store.run_units import MovableUnits, ShardMappings, UnitDeclarations, UnitMoves
-from shardwell.store.servers import ShardServers
 from shardwell.store.sums import AdaptiveRoute, FixedRoute, GradientGroups, GradientRoutes, ItemSums
-from shardwell.transport.partitions import PartitionSegment
+from shardwell.transport.partition_transfers import PartitionSegment
 from shardwell.transport.route_stats import ALLREDUCE, DIRECT, HIERARCHICAL
 from shardwell.transport.shared_vector import SharedVector, WrittenPages
 from shardwell_wire.encoding import wire_dtypes

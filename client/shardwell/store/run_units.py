@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from shardwell.data_plane.host_cache import CacheKey, HostCache
 from shardwell.data_plane.shard import RemoteShard, RemoteUnit, Wire
 from shardwell.membership.membership import Lease, Membership
-from shardwell.module.store import InitialValues
+from shardwell.module.parameter_store import InitialValues
 from shardwell.options import JoinConfig
-from shardwell.store.servers import ShardServers
+from shardwell.store.run_servers import ShardServers
 from shardwell.transport.resending import UPLOAD
 from shardwell.transport.server_connection import ServerConnection
 from shardwell.transport.shared_vector import CAN_MAP, SegmentLocation, SharedVector

@@ -19,7 +19,7 @@ from shardwell.options import TransferOptions
 from shardwell.seeds import derive_seed
 from shardwell.step.step_commit import StepCommitter
 from shardwell.step.step_state import StepState
-from shardwell.store.buffers import RunBuffers
+from shardwell.store.module_buffers import RunBuffers
 from shardwell.store.run_store import RunStore
 from shardwell.training.tracked_objects import StateOwners, TrackedObjects
 from shardwell.transport.selector import STREAM_TRANSPORTS, is_this_host

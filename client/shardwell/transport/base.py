@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
-from shardwell.transport.partitions import PartitionLocation, PartitionSegment
+from shardwell.transport.partition_transfers import PartitionLocation, PartitionSegment
 from shardwell.transport.shared_vector import SharedVector
 from shardwell_wire.encoding.wire_dtypes import AS_STORED, WireDtype
 from shardwell_wire.errors import InvalidRequestError, UnavailableError

@@ -18,7 +18,7 @@ from shardwell.transport.base import (
     ignore,
     place_of,
 )
-from shardwell.transport.partitions import (
+from shardwell.transport.partition_transfers import (
     CachedPartition,
     IncomingPartition,
     PartitionLocation,
@@ -28,7 +28,7 @@ from shardwell.transport.partitions import (
     read_request,
     stage_header,
 )
-from shardwell.transport.rpc import ServiceClient
+from shardwell.transport.service_client import ServiceClient
 from shardwell_wire.encoding import chunk_streams
 from shardwell_wire.errors import ChunkError, ShardwellError
 from shardwell_wire.security.credentials import Credentials

@@ -25,7 +25,7 @@ from shardwell.transport.base import (
     ignore,
 )
 from shardwell.transport.grpc_transport import ShardClient
-from shardwell.transport.partitions import (
+from shardwell.transport.partition_transfers import (
     PartitionLocation,
     PartitionSegment,
     SharedPartitionSegment,

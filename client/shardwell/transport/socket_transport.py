@@ -26,7 +26,7 @@ from shardwell.transport.base import (
     place_of,
 )
 from shardwell.transport.grpc_transport import ShardClient
-from shardwell.transport.rpc import Endpoint
+from shardwell.transport.service_client import Endpoint
 from shardwell_wire.connection import socket_frames
 from shardwell_wire.connection.socket_frames import EncryptedStream, Kind, LowWaterMark, set_options
 from shardwell_wire.encoding import chunk_streams

@@ -13,8 +13,8 @@ from torch.nn.parameter import is_lazy
 
 from shardwell.module.initial_values import InitFunction
 from shardwell.module.mixed_precision import local_box, local_part
+from shardwell.module.parameter_store import InitialValues
 from shardwell.module.parameters import FoundParameter, Site
-from shardwell.module.store import InitialValues
 from shardwell.module.unit import owner_of
 from shardwell_wire.checkpoints.format import LENGTH_BYTES, SAFETENSORS_DTYPES, header_size, parse_header
 from shardwell_wire.errors import CorruptDataError, NotFoundError, UsageError

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from shardwell.credentials import find_credentials
+from shardwell.find_credentials import find_credentials
 from shardwell.module.unit import owner_of
-from shardwell.transport.rpc import CoordinatorClient
+from shardwell.transport.service_client import CoordinatorClient
 from shardwell.weights.loading import Rename, differences, listed
 from shardwell.weights.pinned_version import (
     PinnedVersion,

@@ -13,10 +13,10 @@ from shardwell_server.coordinator.coordinator import Coordinator
 from shardwell_server.coordinator.servers.shard_client import GrpcShardCalls
 from shardwell_server.coordinator.servicer import CoordinatorServicer
 from shardwell_server.coordinator.settings import Settings
-from shardwell_server.coordinator.storage.storage import Storage
-from shardwell_server.serving import authorization, options, process
+from shardwell_server.coordinator.storage.durable_state import Storage
+from shardwell_server.serving import authorization, process, server_options
 from shardwell_server.serving.call_server import CallServer
-from shardwell_server.serving.options import add_common_options, add_option, parse_size
+from shardwell_server.serving.server_options import add_common_options, add_option, parse_size
 from shardwell_wire.host.temporary_folder import temporary_folder
 from shardwell_wire.security.credentials import NO_CREDENTIALS, Credentials
 from shardwell_wire.security.tokens import Role
@@ -90,14 +90,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    endpoint, credentials = options.endpoint_of(arguments), options.credentials_of(arguments)
+    endpoint, credentials = server_options.endpoint_of(arguments), server_options.credentials_of(arguments)
     settings = Settings(
         lease_s=arguments.lease_s,
         min_servers=arguments.min_servers,
         min_shard_bytes=arguments.min_shard_bytes,
-        checkpoint_roots=options.roots_of(arguments, credentials),
+        checkpoint_roots=server_options.roots_of(arguments, credentials),
         restart_wait_s=arguments.restart_wait_s,
-        insecure=options.insecurity(endpoint.host, credentials, arguments),
+        insecure=server_options.insecurity(endpoint.host, credentials, arguments),
     )
     authorization.start(arguments.audit_log)
     with nullcontext(arguments.state_dir) if arguments.state_dir else temporary_folder() as path:
@@ -132,7 +132,7 @@ async def coordinate(
         keeps_state: False if ``directory`` is temporary.
         credentials: The key with which tokens are verified and issued, and the TLS of the server.
     """
-    options.warn(endpoint.bind, settings.insecure)
+    server_options.warn(endpoint.bind, settings.insecure)
     if not keeps_state:
         logger.warning("no --state-dir: runs are stored in %s and deleted when the coordinator stops", directory)
     storage, calls = Storage(directory), GrpcShardCalls(credentials.of_role(Role.COORDINATOR))

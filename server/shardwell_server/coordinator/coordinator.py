@@ -15,11 +15,11 @@ from shardwell_server.coordinator.commit.committer import Committer, UpdateSende
 from shardwell_server.coordinator.commit.preparation import StepPreparer
 from shardwell_server.coordinator.commit.requests import CommitRequests, WorkRequests
 from shardwell_server.coordinator.inspection.events import EventKind
-from shardwell_server.coordinator.leases.servers import ServerLeases
-from shardwell_server.coordinator.leases.trainers import TrainerLeases
+from shardwell_server.coordinator.leases.server_leases import ServerLeases
+from shardwell_server.coordinator.leases.trainer_leases import TrainerLeases
 from shardwell_server.coordinator.placement import UnitPlacer
 from shardwell_server.coordinator.promotion import Promoter
-from shardwell_server.coordinator.relocation.backups import RunVerifier
+from shardwell_server.coordinator.relocation.backup_keeper import RunVerifier
 from shardwell_server.coordinator.relocation.keeper import BackupKeeper
 from shardwell_server.coordinator.relocation.relocator import Relocator
 from shardwell_server.coordinator.run import Run
@@ -27,7 +27,7 @@ from shardwell_server.coordinator.servers.shard_client import ShardCalls
 from shardwell_server.coordinator.servers.shard_servers import ShardServers
 from shardwell_server.coordinator.settings import Settings
 from shardwell_server.coordinator.state import CoordinatorState
-from shardwell_server.coordinator.storage.storage import Storage
+from shardwell_server.coordinator.storage.durable_state import Storage
 from shardwell_wire.errors import ConflictError, ShardwellError
 from shardwell_wire.v1 import shard_pb2
 

@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwell_server.coordinator.inspection.events import EventKind
+from shardwell_server.coordinator.placed_units import Unit, require_same_layout
 from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.servers.shard_servers import ShardServers, check_recoverable
 from shardwell_server.coordinator.settings import MAX_UNITS
 from shardwell_server.coordinator.signals import SharedCall, poll
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.storage.records import ShardRecord
-from shardwell_server.coordinator.units import Unit, require_same_layout
 from shardwell_wire.errors import (
     CapacityError,
     InvalidRequestError,

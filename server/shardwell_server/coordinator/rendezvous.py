@@ -2,7 +2,7 @@
 
 All stores are kept in memory only. A store of a replica ends with the replica's epoch: what its trainers agreed on is
 void when one of them is lost. A store of torchrun ends when nobody has used it for a while, see ``docs/running.md``.
-``rpcs/rendezvous.py`` decides which store a request may use.
+``rpcs/rendezvous_rpcs.py`` decides which store a request may use.
 """
 
 from __future__ import annotations

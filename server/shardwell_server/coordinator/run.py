@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from shardwell_server.coordinator.placed_units import DeclaredUnits, Initializer, Relocations, Unit
 from shardwell_server.coordinator.ranks.members import Member, Members, MemberState, tell
 from shardwell_server.coordinator.ranks.rank_assignment import Applicant, RankOwners, candidates
 from shardwell_server.coordinator.run_checkpoints import CheckpointSource, RunCheckpoints
@@ -20,7 +21,6 @@ from shardwell_server.coordinator.steps.committed_steps import CommittedSteps
 from shardwell_server.coordinator.steps.step import Step
 from shardwell_server.coordinator.steps.work import AsynchronousWork, SynchronousWork
 from shardwell_server.coordinator.storage.records import CommitRecord
-from shardwell_server.coordinator.units import DeclaredUnits, Initializer, Relocations, Unit
 from shardwell_wire.errors import RunDeletedError
 from shardwell_wire.model.layout import UnitLayout
 from shardwell_wire.model.names import RunIdentity

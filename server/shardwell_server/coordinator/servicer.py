@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from shardwell_server.coordinator.rpcs.operators import AdministrationRpcs, InspectionRpcs
-from shardwell_server.coordinator.rpcs.rendezvous import RendezvousRpcs
-from shardwell_server.coordinator.rpcs.servers import ServerRpcs
-from shardwell_server.coordinator.rpcs.trainers import DeclarationRpcs, StepRpcs, TrainerRpcs
+from shardwell_server.coordinator.rpcs.rendezvous_rpcs import RendezvousRpcs
+from shardwell_server.coordinator.rpcs.server_rpcs import ServerRpcs
+from shardwell_server.coordinator.rpcs.trainer_rpcs import DeclarationRpcs, StepRpcs, TrainerRpcs
 
 
 class CoordinatorServicer(

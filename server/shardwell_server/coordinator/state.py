@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass, field, replace
 
 from shardwell_server.coordinator.inspection.events import EventLog
+from shardwell_server.coordinator.placed_units import Initializer, Unit
 from shardwell_server.coordinator.ranks.members import Member, MemberState, tell
 from shardwell_server.coordinator.ranks.rank_assignment import ranks_of_items
 from shardwell_server.coordinator.run import Run
@@ -15,6 +16,7 @@ from shardwell_server.coordinator.settings import MAX_RUNS, RunSettings, Setting
 from shardwell_server.coordinator.signals import BackgroundTasks
 from shardwell_server.coordinator.steps.step import Step, WorkItem, WorkState, new_members
 from shardwell_server.coordinator.steps.work import AsynchronousWork
+from shardwell_server.coordinator.storage.durable_state import Storage
 from shardwell_server.coordinator.storage.records import (
     CheckpointRecord,
     CommitRecord,
@@ -25,8 +27,6 @@ from shardwell_server.coordinator.storage.records import (
     StoredRun,
     UnitRecord,
 )
-from shardwell_server.coordinator.storage.storage import Storage
-from shardwell_server.coordinator.units import Initializer, Unit
 from shardwell_wire.connection.channel import retry_async
 from shardwell_wire.errors import CapacityError, NotFoundError, RunDeletedError, ShardwellError
 from shardwell_wire.model.layout import UnitLayout

@@ -10,17 +10,25 @@ from google.protobuf.message import Message
 
 from shardwell_server.serving.rpc import Call
 from shardwell_server.shard.concurrency import first_of, uninterrupted
-from shardwell_server.shard.requests import backups, inspection, partitions, pushes, reading, steps, streams
+from shardwell_server.shard.requests import (
+    backups,
+    client_streams,
+    inspection,
+    partition_requests,
+    pushes,
+    steps,
+    weight_reads,
+)
 from shardwell_server.shard.requests.checkpoints import CheckpointRequests
+from shardwell_server.shard.requests.client_streams import IncomingMessages, StandingStreams
 from shardwell_server.shard.requests.inspection import ServerProcess
 from shardwell_server.shard.requests.peers import GrpcPeers
 from shardwell_server.shard.requests.replication import Replicator
-from shardwell_server.shard.requests.streams import IncomingMessages, StandingStreams
 from shardwell_server.shard.shard_spec import Role, ShardSpec
 from shardwell_server.shard.state.runs import CoordinatorTerm, HostedRun
-from shardwell_server.shard.state.store import ShardStore, named_identity
-from shardwell_server.shard.transports import batches, shm_transport
-from shardwell_server.shard.transports.base import ServerTransports, measurement_chunks
+from shardwell_server.shard.state.shard_store import ShardStore, named_identity
+from shardwell_server.shard.transports import batch_requests, shm_transport
+from shardwell_server.shard.transports.server_transport import ServerTransports, measurement_chunks
 from shardwell_server.shard.transports.shm_transport import ShmTransport
 from shardwell_wire import fault_points
 from shardwell_wire.checkpoints.opening import CheckpointRoots
@@ -128,7 +136,7 @@ class ShardServicer:
         self, request: shard_pb2.ConfirmPartitionsRequest, call: Call
     ) -> shard_pb2.ConfirmPartitionsResponse:
         run = await self._coordinated(request, call)
-        return await run.exclusively(lambda: partitions.confirm(run, request, self._replicator))
+        return await run.exclusively(lambda: partition_requests.confirm(run, request, self._replicator))
 
     async def PrepareUpdate(
         self, request: shard_pb2.PrepareUpdateRequest, call: Call
@@ -250,12 +258,12 @@ class ShardServicer:
         self._check_request_id(call, header.context, header)
         self._store.lease.check()
         shard = self._store.exact_run(header.context).primary(header.unit, header.start_bytes, header.stop_bytes)
-        await streams.receive(self._store, shard, header, incoming, call.remaining_s())
+        await client_streams.receive(self._store, shard, header, incoming, call.remaining_s())
         return shard_pb2.InitializeUnitResponse(version=shard.version)
 
     async def Gather(self, request: shard_pb2.GatherRequest, call: Call) -> AsyncIterator[bytes]:
-        run, shard = reading.requested_shard(self._store, request)
-        async with reading.reading(self._store, run, shard, request, call.remaining_s()) as found:
+        run, shard = weight_reads.requested_shard(self._store, request)
+        async with weight_reads.reading(self._store, run, shard, request, call.remaining_s()) as found:
             encoder = chunk_streams.StreamEncoder(shard_pb2.GatherResponse(header=found.header), found.size_bytes)
             size = max(request.chunk_bytes or chunk_streams.DEFAULT_CHUNK_BYTES, chunk_streams.MIN_CHUNK_BYTES)
             for start in range(0, max(found.size_bytes, 1), size):
@@ -272,7 +280,7 @@ class ShardServicer:
 
     async def ReadPartition(self, request: shard_pb2.ReadPartitionRequest, call: Call) -> AsyncIterator[bytes]:
         self._store.check_lease(request.context, request.dp_rank)
-        messages = partitions.read(self._store, request, call.remaining_s())
+        messages = partition_requests.read(self._store, request, call.remaining_s())
         async with aclosing(messages):
             while True:
                 async with self._message(call, chunk_streams.DEFAULT_CHUNK_BYTES):
@@ -286,7 +294,7 @@ class ShardServicer:
         assert isinstance(header, shard_pb2.StagePartitionHeader)
         self._store.check_lease(header.context, header.dp_rank)
         self._check_request_id(call, header.context, header)
-        return await partitions.stage(self._store, header, incoming)
+        return await partition_requests.stage(self._store, header, incoming)
 
     async def OpenStagingBuffer(
         self, request: shard_pb2.OpenStagingBufferRequest, call: Call
@@ -306,7 +314,7 @@ class ShardServicer:
     ) -> AsyncIterator[shard_pb2.PinVersionResponse]:
         run = self._store.run(request.run, request.run_id)
         with self._standing.count(call.peer):
-            async with reading.pinning(run, request.version, call.remaining_s(request.wait_s)) as response:
+            async with weight_reads.pinning(run, request.version, call.remaining_s(request.wait_s)) as response:
                 yield response
                 await first_of(self._stopping, run.dropped)  # gRPC cancels this task when the client disconnects
 
@@ -321,7 +329,7 @@ class ShardServicer:
                 await first_of(self._stopping, run.dropped)  # gRPC cancels this task when the trainer disconnects
 
     async def GatherBatch(self, request: shard_pb2.GatherBatchRequest, call: Call) -> AsyncIterator[bytes]:
-        groups = batches.groups(self._store, request, call.remaining_s(), call.peer)
+        groups = batch_requests.groups(self._store, request, call.remaining_s(), call.peer)
         async with aclosing(groups):
             async for group in groups:
                 async with self._message(call, group.response.ByteSize() + group.size_bytes):
@@ -356,7 +364,7 @@ class ShardServicer:
 
     async def ReduceBatch(self, request: shard_pb2.ReduceBatchRequest, call: Call) -> shard_pb2.ReduceBatchResponse:
         wait_s = call.remaining_s()
-        return await batches.reduce_batch(self._store, self._transports, request, wait_s, call.peer)
+        return await batch_requests.reduce_batch(self._store, self._transports, request, wait_s, call.peer)
 
     # ---- rpcs for inspection ----
 

@@ -170,7 +170,7 @@ async def test_running_or_silent_process_has_its_whole_lease(tmp_path: Path, sil
 async def test_streams_of_live_trainers_end_the_grace_after_a_coordinator_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardwell_server.coordinator.leases.trainers._RESTART_GRACE_S", 0.3)
+    monkeypatch.setattr("shardwell_server.coordinator.leases.trainer_leases._RESTART_GRACE_S", 0.3)
     async with harness(tmp_path) as cluster:
         with process() as (identity, child):
             a, b, c = await cluster.team("a", "b", "c", processes={"a": ELSEWHERE, "b": ELSEWHERE, "c": identity})
@@ -251,7 +251,7 @@ async def test_suspended_coordinator_does_not_remove_a_trainer_that_waits_in_joi
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trainer has no stream before Join returns. Its process is on another host, so only requests show it."""
-    monkeypatch.setattr("shardwell_server.coordinator.leases.trainers._RESTART_GRACE_S", 0.05)
+    monkeypatch.setattr("shardwell_server.coordinator.leases.trainer_leases._RESTART_GRACE_S", 0.05)
     async with harness(tmp_path) as cluster:
         waiting = asyncio.ensure_future(cluster.try_join("a", wait_s=10, process=ELSEWHERE))
         await cluster.until(lambda: "r" in cluster.state.runs and member(cluster, "a").live, "a waits")

@@ -9,7 +9,7 @@ import pytest
 
 from shardwell_server.coordinator.checkpoints import restoring
 from shardwell_server.coordinator.checkpoints.manifests import manifest_of
-from shardwell_server.coordinator.leases.servers import ServerState
+from shardwell_server.coordinator.leases.server_leases import ServerState
 from shardwell_server.coordinator.relocation.relocator import Relocator
 from shardwell_server.coordinator.storage.records import BackupState, CheckpointRecord
 from shardwell_wire.errors import ConflictError, StaleEpochError, UnavailableError

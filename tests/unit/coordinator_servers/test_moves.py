@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from shardwell_server.coordinator.placed_units import Promotion, Relocations
 from shardwell_server.coordinator.relocation.keeper import BackupKeeper
 from shardwell_server.coordinator.run import Run
-from shardwell_server.coordinator.units import Promotion, Relocations
 from tests.support.coordinator import Harness, Trainer, harness
 from tests.support.relocation import (
     confirmed,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from shardwell_server.coordinator.placed_units import DeclaredUnits, Relocations, Unit
 from shardwell_server.coordinator.run_checkpoints import RunCheckpoints
 from shardwell_server.coordinator.signals import RunChanges
 from shardwell_server.coordinator.storage.records import BackupRecord, BackupState, ShardRecord
-from shardwell_server.coordinator.units import DeclaredUnits, Relocations, Unit
 from shardwell_wire.model.layout import UnitLayout
 from shardwell_wire.v1 import common_pb2
 

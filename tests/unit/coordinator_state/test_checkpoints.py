@@ -17,7 +17,7 @@ import pytest
 
 from shardwell_server.coordinator.checkpoints import restoring
 from shardwell_server.coordinator.checkpoints.manifests import CheckpointFiles
-from shardwell_server.coordinator.leases import trainers
+from shardwell_server.coordinator.leases import trainer_leases
 from shardwell_server.coordinator.run_checkpoints import RunCheckpoints
 from shardwell_server.coordinator.storage.records import CheckpointRecord
 from shardwell_wire.checkpoints import opening
@@ -366,7 +366,7 @@ def test_a_rolled_back_run_does_not_wait_for_a_lost_trainer(
         async with run_with_checkpoints(tmp_path) as (running, *former):
             await roll_back(running, *former, monkeypatch)
             if ended:
-                monkeypatch.setattr(trainers, "has_ended", lambda process: process == former[1].name)
+                monkeypatch.setattr(trainer_leases, "has_ended", lambda process: process == former[1].name)
                 running.state.runs["r"].members.by_name["b"].process = former[1].name
             settings = config(World(dp=2), min_trainers=2)
             early = await running.join("a", incarnation="a2", config=settings)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from shardwell_server.coordinator.command import until_lost
+from shardwell_server.coordinator.storage.durable_state import FILE_NAME, SCHEMA_VERSION, Storage
 from shardwell_server.coordinator.storage.records import (
     KEPT_COMMITS,
     CommitRecord,
@@ -22,7 +23,6 @@ from shardwell_server.coordinator.storage.records import (
     ShardRecord,
     UnitRecord,
 )
-from shardwell_server.coordinator.storage.storage import FILE_NAME, SCHEMA_VERSION, Storage
 from shardwell_wire.errors import ConflictError, UnavailableError
 from shardwell_wire.model.topology import World
 from tests.support.coordinator import Harness, Trainer, config, harness, optimizer

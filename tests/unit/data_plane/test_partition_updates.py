@@ -14,7 +14,7 @@ from shardwell.data_plane import partition_updates
 from shardwell.data_plane.partition_updates import PartitionUpdates
 from shardwell.data_plane.shard import RemoteShard, RemoteUnit, Wire
 from shardwell.transport.base import ShardAddress
-from shardwell.transport.partitions import PartitionSegment
+from shardwell.transport.partition_transfers import PartitionSegment
 from shardwell.transport.resending import ReachedServer
 from shardwell_wire.model.layout import BLOCK_BYTES, Parameter, UnitLayout
 from shardwell_wire.model.names import RunIdentity

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shardwell.transport.shared_vector import SegmentLocation, SharedVector, WrittenPages
-from shardwell_server.shard.memory.shared_memory import ShardFile, SharedMemory
+from shardwell_server.shard.memory.mapped_memory import ShardFile, SharedMemory
 from shardwell_wire.errors import VersionGoneError
 from shardwell_wire.host.shared_memory import HEAD_BYTES, UPDATING
 from shardwell_wire.model.layout import BLOCK_BYTES

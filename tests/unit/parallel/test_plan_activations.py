@@ -11,9 +11,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from shardwell.command.cli import main
-from shardwell.planning.options import PlanOptions
 from shardwell.planning.plan import plan_run
 from shardwell.planning.plan_model import load, record_activations
+from shardwell.planning.plan_options import PlanOptions
 from tests.support.module_parity import gpt
 
 HERE = "tests.unit.parallel.test_plan_activations"

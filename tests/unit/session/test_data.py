@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shardwell.seeds import derive_seed, seed_generators
-from shardwell.training.step import batch_function, sample_indices
+from shardwell.training.training_step import batch_function, sample_indices
 from shardwell_wire.errors import UsageError
 
 

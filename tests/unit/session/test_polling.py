@@ -13,7 +13,7 @@ import pytest
 from shardwell.membership import membership as module
 from shardwell.membership.membership import Membership
 from shardwell.options import JoinConfig, WaitOptions
-from shardwell.transport.rpc import ServiceClient
+from shardwell.transport.service_client import ServiceClient
 from shardwell_wire.errors import DeadlineError, UnavailableError
 from tests.unit.session.test_replica_epoch import FakeCoordinator
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from shardwell.module.naming import GridPlace
-from shardwell.module.store import InitialValues
+from shardwell.module.parameter_store import InitialValues
 from shardwell.step.step_state import WorkItemState
-from shardwell.store.buffers import RunBuffers
+from shardwell.store.module_buffers import RunBuffers
 from shardwell_wire.errors import UsageError, VersionGoneError
 from shardwell_wire.model.layout import UnitLayout
 from shardwell_wire.v1 import coordinator_pb2

@@ -12,7 +12,7 @@ import pytest
 
 from shardwell.transport import shm_transport as client
 from shardwell_server.shard.memory.budget import Memory
-from shardwell_server.shard.memory.shared_memory import SharedMemory
+from shardwell_server.shard.memory.mapped_memory import SharedMemory
 from shardwell_server.shard.shard_spec import ShardSpec
 from shardwell_server.shard.transports import shm_buffers as server
 from shardwell_server.shard.unit.unit_shard import UnitShard

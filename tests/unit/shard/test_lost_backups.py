@@ -15,7 +15,7 @@ from shardwell_server.shard.requests import steps
 from shardwell_server.shard.requests.replication import Replicator
 from shardwell_server.shard.shard_spec import ShardSpec
 from shardwell_server.shard.state.runs import HostedRun
-from shardwell_server.shard.state.store import ShardStore
+from shardwell_server.shard.state.shard_store import ShardStore
 from shardwell_server.shard.unit.contributions import Contribution
 from shardwell_server.shard.unit.unit_shard import Backup
 from shardwell_wire.errors import UnavailableError

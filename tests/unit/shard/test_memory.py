@@ -8,7 +8,7 @@ import random
 import pytest
 
 from shardwell_server.shard.memory.budget import BufferQuota, Memory, shard_need_bytes
-from shardwell_server.shard.memory.buffers import BufferPool, UnreservedMemory
+from shardwell_server.shard.memory.buffer_reuse import BufferPool, UnreservedMemory
 from shardwell_wire.errors import CapacityError
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from shardwell_server.shard.memory import saved_files
+from shardwell_server.shard.memory.mapped_memory import SharedMemory
 from shardwell_server.shard.memory.saved_files import SavedFiles
-from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_wire.errors import CapacityError, CorruptDataError
 from shardwell_wire.host.server_folders import FolderOwner, make_folder, own_identity, remove_remains, take_folder
 

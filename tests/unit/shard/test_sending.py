@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from shardwell_server.shard.memory import buffers
-from shardwell_server.shard.memory.buffers import Sending
+from shardwell_server.shard.memory import buffer_reuse
+from shardwell_server.shard.memory.buffer_reuse import Sending
 from shardwell_wire.errors import CapacityError
 
 
@@ -89,10 +89,10 @@ async def test_message_larger_than_the_limits_is_sent_alone() -> None:
 
 
 async def test_stalled_connection_is_closed_when_other_streams_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buffers, "_SWEEP_S", 0.01)
+    monkeypatch.setattr(buffer_reuse, "_SWEEP_S", 0.01)
     # Only a stream that waits for memory can cause the close, not the length of the stall.
-    monkeypatch.setattr(buffers, "STALL_LIMIT_S", 3600.0)
-    monkeypatch.setattr(buffers, "PRESSED_LIMIT_S", 0.05)
+    monkeypatch.setattr(buffer_reuse, "STALL_LIMIT_S", 3600.0)
+    monkeypatch.setattr(buffer_reuse, "PRESSED_LIMIT_S", 0.05)
     closed: list[str] = []
 
     def close(peer: str) -> bool:
@@ -116,7 +116,7 @@ async def test_errors_name_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     stalled, late = Reader(limits, 4), Reader(limits, 4, "b", wait_s=0.01)
     with pytest.raises(CapacityError, match=r"clients have not read 4 bytes yet, 0 .*; the limits are 4 and 1"):
         await late.task
-    monkeypatch.setattr(buffers, "_MAX_WAITING_PER_PEER", 1)
+    monkeypatch.setattr(buffer_reuse, "_MAX_WAITING_PER_PEER", 1)
     waiting, rejected = Reader(limits, 4, "b"), Reader(limits, 4, "b")
     with pytest.raises(CapacityError, match="limits are 4096 and 1: read the open streams"):
         await rejected.task

@@ -6,14 +6,14 @@ from contextlib import ExitStack
 
 import pytest
 
-from shardwell_server.shard.requests import streams
+from shardwell_server.shard.requests import client_streams
 from shardwell_wire.errors import CapacityError
 
 
 def test_exceeding_a_limit_is_rejected_and_an_ended_stream_frees_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "MAX_OPEN_STREAMS", 5)
-    monkeypatch.setattr(streams, "MAX_OPEN_STREAMS_PER_PEER", 3)
-    standing = streams.StandingStreams()
+    monkeypatch.setattr(client_streams, "MAX_OPEN_STREAMS", 5)
+    monkeypatch.setattr(client_streams, "MAX_OPEN_STREAMS_PER_PEER", 3)
+    standing = client_streams.StandingStreams()
     with ExitStack() as stack:
         for _ in range(3):
             stack.enter_context(standing.count("a"))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwell_server.shard.memory.shared_memory import SharedMemory
+from shardwell_server.shard.memory.mapped_memory import SharedMemory
 from shardwell_server.shard.restart.shard_record import (
     MAX_UPDATES,
     PartRecord,

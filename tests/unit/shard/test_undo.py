@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardwell_server.shard.arithmetic.update_pieces import Changed, Piece
-from shardwell_server.shard.memory.shared_memory import SharedMemory
+from shardwell_server.shard.memory.mapped_memory import SharedMemory
 from shardwell_server.shard.restart.undo import SharedProgress, UndoLog, mapped, restore_interrupted
 from shardwell_wire.encoding.chunk_streams import memory_at
 from shardwell_wire.errors import CapacityError

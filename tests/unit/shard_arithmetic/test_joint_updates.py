@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from shardwell_server.optimizer_checks import allocation_key
-from shardwell_server.shard.memory.shared_memory import SharedBuffer
+from shardwell_server.shard.memory.mapped_memory import SharedBuffer
 from shardwell_server.shard.restart.undo import ChangedRange, CopyPlan, UndoLog
 from shardwell_server.shard.state.joint_updates import JointUpdates, StepUpdate
 from shardwell_server.shard.state.runs import HostedRun
-from shardwell_server.shard.state.store import ShardStore
+from shardwell_server.shard.state.shard_store import ShardStore
 from shardwell_wire import fault_points
 from shardwell_wire.errors import UnavailableError
 from tests.support.restarted_shard import ADAMW, STEPS, Program, optimizer_step

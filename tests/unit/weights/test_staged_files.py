@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwell.weights.saving import staged
+from shardwell.weights.weight_files import staged
 
 MARKERS = ("index",)
 

@@ -12,7 +12,7 @@ import torch
 import shardwell
 from shardwell.weights.checkpoint_conversion import checkpoint_to_dcp, dcp_to_checkpoint
 from shardwell.weights.pinned_version import PinnedVersion, PlacedUnit, StoredParameter
-from shardwell_server.coordinator.units import DeclaredUnits, Unit, require_same_layout
+from shardwell_server.coordinator.placed_units import DeclaredUnits, Unit, require_same_layout
 from shardwell_server.optimizer_checks import check_fit
 from shardwell_wire.checkpoints.format import Piece
 from shardwell_wire.checkpoints.manifest import message_to_dict

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwell_server.shard.memory.shared_memory import SharedMemory
+from shardwell_server.shard.memory.mapped_memory import SharedMemory
 from shardwell_wire.host import server_folders
 from shardwell_wire.host.server_folders import (
     RECORD_SUFFIX,

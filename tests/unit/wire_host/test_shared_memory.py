@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwell_server.shard.memory import shared_memory
-from shardwell_server.shard.memory.shared_memory import SharedMemory, ShmReserve
+from shardwell_server.shard.memory import mapped_memory
+from shardwell_server.shard.memory.mapped_memory import SharedMemory, ShmReserve
 from shardwell_wire.errors import CapacityError
 from shardwell_wire.host.server_folders import DEFAULT_DIRECTORY
 from shardwell_wire.host.shared_memory import HEAD_BYTES, UPDATING, read_version
@@ -25,7 +25,7 @@ from shardwell_wire.host.shared_memory import HEAD_BYTES, UPDATING, read_version
 HOLD = """
 import sys
 from pathlib import Path
-from shardwell_server.shard.memory.shared_memory import SharedMemory
+from shardwell_server.shard.memory.mapped_memory import SharedMemory
 shared = SharedMemory(Path(sys.argv[1]))
 shared.create_shard_file(4096, "a shard")
 print("ready", flush=True)
@@ -163,7 +163,7 @@ def test_other_failures_are_not_capacity_errors(shared: SharedMemory, monkeypatc
 
 
 def test_file_larger_than_the_file_system_is_rejected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(shared_memory, "DEFAULT_DIRECTORY", tmp_path)  # no reserve applies outside the default folder
+    monkeypatch.setattr(mapped_memory, "DEFAULT_DIRECTORY", tmp_path)  # no reserve applies outside the default folder
     with closing(SharedMemory(DEFAULT_DIRECTORY)) as shared:
         status = os.statvfs(DEFAULT_DIRECTORY)
         with pytest.raises(CapacityError, match="No space left on device"):
@@ -262,7 +262,7 @@ def test_advice_fits_the_file_system(
     def no_room(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    module = "shardwell_server.shard.memory.shared_memory"
+    module = "shardwell_server.shard.memory.mapped_memory"
     monkeypatch.setattr(f"{module}._map_new", no_room)
     if is_default:
         monkeypatch.setattr(f"{module}.DEFAULT_DIRECTORY", tmp_path)
@@ -284,7 +284,7 @@ def test_reserve_stays_free_in_a_shared_file_system(
         values[0], values[1], values[2], values[4] = block, block, 1 << 18, free["blocks"]
         return os.statvfs_result(values)
 
-    monkeypatch.setattr(shared_memory, "DEFAULT_DIRECTORY", tmp_path)
+    monkeypatch.setattr(mapped_memory, "DEFAULT_DIRECTORY", tmp_path)
     monkeypatch.setattr(os, "statvfs", sizes)
     with closing(SharedMemory(tmp_path)) as shared:
         made = shared.create(4096, "a shard")

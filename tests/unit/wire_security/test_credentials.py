@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from shardwell import credentials as local
-from shardwell.credentials import PublishedCredentials, find_credentials
-from shardwell.transport.rpc import CoordinatorClient
+from shardwell import find_credentials as local
+from shardwell.find_credentials import PublishedCredentials, find_credentials
+from shardwell.transport.service_client import CoordinatorClient
 from shardwell_server.cli import main as server_command
 from shardwell_wire.errors import UnauthenticatedError, UsageError
 from shardwell_wire.security import credentials as wire
@@ -36,7 +36,7 @@ OTHER = "fedcba9876543210"
 
 HOLD = """
 import sys
-from shardwell.credentials import PublishedCredentials
+from shardwell.find_credentials import PublishedCredentials
 from shardwell_wire.security.tokens import ClusterKey
 published = PublishedCredentials(sys.argv[1], ClusterKey(sys.argv[2]))
 print("ready", flush=True)

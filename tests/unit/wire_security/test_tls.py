@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
-from shardwell.transport.rpc import CoordinatorClient, ServiceClient
+from shardwell.transport.service_client import CoordinatorClient, ServiceClient
 from shardwell_server.cli import main as server_command
 from shardwell_wire.connection.channel import open_channel
 from shardwell_wire.errors import TlsError, UnavailableError, UsageError

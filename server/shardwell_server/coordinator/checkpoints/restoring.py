@@ -53,7 +53,8 @@ from shardwell_server.coordinator.checkpoints.choosing import (
 )
 from shardwell_server.coordinator.checkpoints.manifests import CheckpointFiles, commits_in, first_items_in, run_state_in
 from shardwell_server.coordinator.inspection.events import EventKind
-from shardwell_server.coordinator.leases.trainers import TrainerLeases
+from shardwell_server.coordinator.leases.trainer_leases import TrainerLeases
+from shardwell_server.coordinator.placed_units import Unit
 from shardwell_server.coordinator.placement import UnitPlacer
 from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.run_checkpoints import CheckpointOptions, CheckpointSource, Restore
@@ -62,7 +63,6 @@ from shardwell_server.coordinator.settings import RunSettings
 from shardwell_server.coordinator.signals import poll
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.storage.records import BackupRecord, BackupState, CheckpointRecord, CommitRecord
-from shardwell_server.coordinator.units import Unit
 from shardwell_wire import fault_points
 from shardwell_wire.checkpoints.manifest import Manifest
 from shardwell_wire.connection.channel import backoff, retry_async

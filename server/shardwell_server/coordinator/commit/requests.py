@@ -20,7 +20,7 @@ from shardwell_server.coordinator.commit.committer import Committer
 from shardwell_server.coordinator.commit.preparation import StepPreparer
 from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.inspection.stall import explain_stall
-from shardwell_server.coordinator.leases.trainers import TrainerLeases
+from shardwell_server.coordinator.leases.trainer_leases import TrainerLeases
 from shardwell_server.coordinator.ranks.members import Member
 from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.servers.shard_servers import ShardServers

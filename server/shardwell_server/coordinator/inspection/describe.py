@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from shardwell_server.coordinator.inspection.events import timestamp
+from shardwell_server.coordinator.placed_units import Unit
 from shardwell_server.coordinator.ranks.rank_assignment import Replica
 from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.run_checkpoints import CheckpointInFlight
@@ -13,7 +14,6 @@ from shardwell_server.coordinator.servers.cluster import Cluster
 from shardwell_server.coordinator.signals import poll
 from shardwell_server.coordinator.steps.step import Step, WorkState
 from shardwell_server.coordinator.storage.records import BackupState, CheckpointRecord, ShardRecord
-from shardwell_server.coordinator.units import Unit
 from shardwell_wire.errors import DeadlineError, InvalidRequestError, NotFoundError, StepStateError, VersionGoneError
 from shardwell_wire.model.topology import AXES, AXIS_NUMBERS, Coordinates, World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2

@@ -25,15 +25,15 @@ from dataclasses import dataclass, field
 
 from shardwell_server.coordinator.commit.committer import UpdateSender
 from shardwell_server.coordinator.inspection.events import EventKind
-from shardwell_server.coordinator.leases.items import ItemLeases
+from shardwell_server.coordinator.leases.item_leases import ItemLeases
+from shardwell_server.coordinator.placed_units import Unit
 from shardwell_server.coordinator.promotion import Promoter
-from shardwell_server.coordinator.relocation.backups import BackupBuilder
+from shardwell_server.coordinator.relocation.backup_keeper import BackupBuilder
 from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.servers.cluster import Cluster, Server
 from shardwell_server.coordinator.servers.shard_servers import ShardServers
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.storage.records import BackupRecord, BackupState, ShardRecord
-from shardwell_server.coordinator.units import Unit
 from shardwell_wire.errors import (
     CapacityError,
     DeadlineError,

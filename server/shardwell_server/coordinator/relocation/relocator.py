@@ -22,14 +22,14 @@ from collections.abc import Iterable
 from shardwell_server.coordinator.checkpoints.restoring import RunRestorer
 from shardwell_server.coordinator.commit.committer import UpdateSender
 from shardwell_server.coordinator.inspection.events import EventKind
-from shardwell_server.coordinator.leases.items import ItemLeases
+from shardwell_server.coordinator.leases.item_leases import ItemLeases
+from shardwell_server.coordinator.placed_units import Unit
 from shardwell_server.coordinator.promotion import Promoter
 from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.servers.copies import HeldShards, Losses
 from shardwell_server.coordinator.servers.shard_servers import ShardServers
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.storage.records import BackupState, ShardRecord
-from shardwell_server.coordinator.units import Unit
 from shardwell_wire import fault_points
 from shardwell_wire.v1 import coordinator_pb2
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from shardwell_server.coordinator.checkpoints.saving import add_report
 from shardwell_server.coordinator.inspection import describe
 from shardwell_server.coordinator.inspection.stall import explain_stall
-from shardwell_server.coordinator.rpcs.base import CoordinatorRpcs, check_seconds, fingerprint, wait_limit
+from shardwell_server.coordinator.rpcs.coordinator_rpcs import CoordinatorRpcs, check_seconds, fingerprint, wait_limit
 from shardwell_server.coordinator.settings import check_backups, check_layers
 from shardwell_server.coordinator.signals import poll
 from shardwell_server.serving.rpc import Call

@@ -20,10 +20,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from shardwell_server.coordinator.placed_units import Promotion, Unit
 from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.servers.cluster import Cluster
 from shardwell_server.coordinator.storage.records import BackupRecord, BackupState, ShardRecord
-from shardwell_server.coordinator.units import Promotion, Unit
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2
 
 HeldShards = Mapping[tuple[int, int, int], coordinator_pb2.HeldShard]

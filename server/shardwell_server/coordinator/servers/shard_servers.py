@@ -8,12 +8,12 @@ from typing import Any
 
 from google.protobuf.message import Message
 
+from shardwell_server.coordinator.placed_units import Unit
 from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.servers.cluster import Cluster, ServerState
 from shardwell_server.coordinator.servers.copies import Copies
 from shardwell_server.coordinator.servers.shard_client import ShardCalls
 from shardwell_server.coordinator.storage.records import ShardRecord
-from shardwell_server.coordinator.units import Unit
 from shardwell_wire.errors import (
     ConflictError,
     ShardwellError,

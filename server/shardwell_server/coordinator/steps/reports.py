@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from shardwell_server.coordinator.placed_units import Unit
 from shardwell_server.coordinator.steps.step import FinishedWork, MemberWork, Step, WorkItem
-from shardwell_server.coordinator.units import Unit
 from shardwell_wire.errors import InvalidRequestError, StepStateError
 from shardwell_wire.model.layout import UnitLayout
 from shardwell_wire.model.topology import World

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from shardwell_server.shard.memory.buffers import BufferPool, Sending, UnreservedMemory
+from shardwell_server.shard.memory.buffer_reuse import BufferPool, Sending, UnreservedMemory
 from shardwell_wire.errors import CapacityError
 
 _SENDING_SHARE, _MAX_SENDING_BYTES = 1 / 16, 256 << 20

@@ -14,18 +14,18 @@ from pathlib import Path
 
 import torch
 
-from shardwell_server.serving import authorization, options, process
+from shardwell_server.serving import authorization, process, server_options
 from shardwell_server.serving.call_server import CallServer
-from shardwell_server.serving.options import add_common_options, add_option, add_switch, parse_size
+from shardwell_server.serving.server_options import add_common_options, add_option, add_switch, parse_size
 from shardwell_server.shard.memory.budget import default_budget_bytes
+from shardwell_server.shard.memory.mapped_memory import SharedMemory
 from shardwell_server.shard.memory.saved_files import SavedFiles
-from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.process.process_group import STOP_S, ProcessGroup, member_settings
 from shardwell_server.shard.process.registration import Registration
 from shardwell_server.shard.requests.inspection import ServerProcess
 from shardwell_server.shard.requests.peers import GrpcPeers
 from shardwell_server.shard.servicer import ShardServicer
-from shardwell_server.shard.state.store import ShardStore
+from shardwell_server.shard.state.shard_store import ShardStore
 from shardwell_server.shard.state.taking_up import recorded_files
 from shardwell_server.shard.transports.registry import TransportResources, build_transports
 from shardwell_wire import fault_points
@@ -181,7 +181,7 @@ def _directory(text: str) -> str:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    endpoint = options.endpoint_of(arguments)
+    endpoint = server_options.endpoint_of(arguments)
     if arguments.threads < 1:
         raise ValueError(f"--threads is {arguments.threads}, expected at least 1")
     if arguments.servers_on_host < 1:
@@ -198,9 +198,9 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.state_dir and (not arguments.id or arguments.shm_dir == "none"):
         raise ValueError(f"--state-dir {arguments.state_dir} needs --id and --shm-dir: only shared memory is saved")
     # Before a group starts, whose members would each fail.
-    credentials = options.credentials_of(arguments)
-    options.insecurity(endpoint.host, credentials, arguments)
-    options.roots_of(arguments, credentials)
+    credentials = server_options.credentials_of(arguments)
+    server_options.insecurity(endpoint.host, credentials, arguments)
+    server_options.roots_of(arguments, credentials)
     if arguments.processes > 1:
         return _run_group(arguments, endpoint)
     authorization.start(arguments.audit_log)
@@ -232,9 +232,9 @@ async def serve(arguments: argparse.Namespace, endpoint: process.Endpoint) -> No
     """Serves ``ShardService`` with the command's arguments until the process is asked to stop."""
     server_id = arguments.id or f"{socket.gethostname()}-{os.getpid()}"
     fault_points.describe_process(server=server_id)
-    credentials = options.credentials_of(arguments)
-    insecure = options.insecurity(endpoint.host, credentials, arguments)
-    options.warn(endpoint.bind, insecure)
+    credentials = server_options.credentials_of(arguments)
+    insecure = server_options.insecurity(endpoint.host, credentials, arguments)
+    server_options.warn(endpoint.bind, insecure)
     with ExitStack() as stack:
         shared = stack.enter_context(_shared_memory(arguments))
         # Left before shared memory: the next process may take up the files once no thread changes them any more.
@@ -253,7 +253,7 @@ async def serve(arguments: argparse.Namespace, endpoint: process.Endpoint) -> No
                 registration.term,
                 transports,
                 peers,
-                options.roots_of(arguments, credentials),
+                server_options.roots_of(arguments, credentials),
             )
             await process.serve(
                 service,

@@ -19,7 +19,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from shardwell_server.serving.call_server import CallServer
 from shardwell_server.shard.state.runs import CoordinatorTerm
-from shardwell_server.shard.state.store import ShardStore
+from shardwell_server.shard.state.shard_store import ShardStore
 from shardwell_wire.connection.channel import backoff, open_aio_channel, retry_async
 from shardwell_wire.connection.protocol_versions import check_chosen, own_versions
 from shardwell_wire.errors import (

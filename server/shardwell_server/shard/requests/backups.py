@@ -16,12 +16,12 @@ import xxhash
 from shardwell_server import optimizer_checks
 from shardwell_server.shard.concurrency import InThread
 from shardwell_server.shard.memory.budget import BufferQuota, IncomingBuffer
+from shardwell_server.shard.requests.client_streams import IncomingStream
 from shardwell_server.shard.requests.peers import read_content, tensor_memory
 from shardwell_server.shard.requests.steps import fence
-from shardwell_server.shard.requests.streams import IncomingStream
 from shardwell_server.shard.shard_spec import ROLES, Role
 from shardwell_server.shard.state.runs import HostedRun
-from shardwell_server.shard.state.store import ShardStore
+from shardwell_server.shard.state.shard_store import ShardStore
 from shardwell_server.shard.unit.contributions import Contribution
 from shardwell_server.shard.unit.partitions import StagedPartition
 from shardwell_server.shard.unit.portable_state import begin_import, export, finish_import

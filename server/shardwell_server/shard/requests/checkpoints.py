@@ -7,7 +7,7 @@ import asyncio
 from shardwell_server.shard.checkpoints.contents import in_expected_order, parts_of, pieces_of
 from shardwell_server.shard.checkpoints.files import CheckpointWriting, FileContents, OpenedCheckpoints, ShardLoading
 from shardwell_server.shard.state.runs import HostedRun
-from shardwell_server.shard.state.store import ShardStore
+from shardwell_server.shard.state.shard_store import ShardStore
 from shardwell_server.shard.unit.portable_state import CapturedShard, VersionCapture, export
 from shardwell_wire.checkpoints.opening import CheckpointRoots
 from shardwell_wire.errors import InvalidRequestError, NotFoundError, StaleEpochError, StepStateError

@@ -9,7 +9,7 @@ import torch
 
 from shardwell_server.shard.shard_spec import Role
 from shardwell_server.shard.state.runs import HostedRun
-from shardwell_server.shard.state.store import ShardStore
+from shardwell_server.shard.state.shard_store import ShardStore
 from shardwell_server.shard.unit.unit_shard import UnitShard
 from shardwell_wire.errors import InvalidRequestError, NotFoundError, StepStateError
 from shardwell_wire.model.layout import DTYPE_NUMBERS

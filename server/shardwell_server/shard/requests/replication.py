@@ -24,7 +24,7 @@ from shardwell_server.shard.concurrency import deadline_of
 from shardwell_server.shard.requests.peers import GrpcPeers, SilenceLimits, tensor_memory, unless_silent, write_content
 from shardwell_server.shard.shard_spec import Role
 from shardwell_server.shard.state.runs import HostedRun
-from shardwell_server.shard.state.store import ShardStore
+from shardwell_server.shard.state.shard_store import ShardStore
 from shardwell_server.shard.unit.portable_state import export
 from shardwell_server.shard.unit.unit_shard import Backup, BufferShard, StepContent, UnitShard
 from shardwell_wire import fault_points

@@ -17,7 +17,7 @@ from shardwell_server.shard.arithmetic.shard_optimizer import (
 )
 from shardwell_server.shard.arithmetic.update_pieces import Progress
 from shardwell_server.shard.memory.budget import Memory
-from shardwell_server.shard.memory.shared_memory import ShardFile, SharedBuffer, SharedMemory, new_record_name
+from shardwell_server.shard.memory.mapped_memory import ShardFile, SharedBuffer, SharedMemory, new_record_name
 from shardwell_server.shard.restart.shard_record import (
     MAX_UPDATES,
     PartRecord,

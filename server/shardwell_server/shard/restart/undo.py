@@ -28,7 +28,7 @@ import torch
 
 from shardwell_server.shard.arithmetic.update_pieces import MAX_JOINT, Changed, Piece, Progress
 from shardwell_server.shard.memory.budget import Memory
-from shardwell_server.shard.memory.shared_memory import SharedBuffer, SharedMemory
+from shardwell_server.shard.memory.mapped_memory import SharedBuffer, SharedMemory
 from shardwell_wire import fault_points
 from shardwell_wire.encoding.chunk_streams import memory_at
 from shardwell_wire.errors import CapacityError

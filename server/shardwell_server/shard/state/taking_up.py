@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from shardwell_server.shard.arithmetic.shard_optimizer import OptimizerContent, PartContent
 from shardwell_server.shard.memory.budget import Grant, Memory
-from shardwell_server.shard.memory.shared_memory import ShardFile, SharedMemory
+from shardwell_server.shard.memory.mapped_memory import ShardFile, SharedMemory
 from shardwell_server.shard.restart import shard_record
 from shardwell_server.shard.restart.shard_files import ShardFiles
 from shardwell_server.shard.restart.shard_record import PartRecord, ShardDescription, StepWord

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardwell_server.serving.call_server import listen
-from shardwell_server.shard.memory.shared_memory import SharedMemory
-from shardwell_server.shard.state.store import ShardStore
-from shardwell_server.shard.transports.base import ServerTransport, ServerTransports
+from shardwell_server.shard.memory.mapped_memory import SharedMemory
+from shardwell_server.shard.state.shard_store import ShardStore
+from shardwell_server.shard.transports.server_transport import ServerTransport, ServerTransports
 from shardwell_server.shard.transports.shm_transport import ShmTransport
 from shardwell_server.shard.transports.socket_transport import SocketTransport
 from shardwell_wire.security.tls import Tls

@@ -17,7 +17,7 @@ import torch
 
 from shardwell_server.serving.limits import Rate
 from shardwell_server.shard.memory.budget import Grant
-from shardwell_server.shard.memory.shared_memory import SharedBuffer
+from shardwell_server.shard.memory.mapped_memory import SharedBuffer
 from shardwell_server.shard.unit.unit_shard import UnitShard
 from shardwell_wire.errors import ConflictError, InvalidRequestError, StepStateError
 from shardwell_wire.host.shared_memory import ANSWER, MAX_REQUEST_BYTES, SOCKET_NAME, TOKEN_BYTES, open_folder, opened

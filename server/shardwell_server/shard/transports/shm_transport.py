@@ -17,10 +17,10 @@ from weakref import WeakValueDictionary
 
 from shardwell_server.shard.concurrency import uninterrupted
 from shardwell_server.shard.memory.budget import Memory
-from shardwell_server.shard.memory.shared_memory import SharedBuffer, SharedMemory
-from shardwell_server.shard.requests import partitions
+from shardwell_server.shard.memory.mapped_memory import SharedBuffer, SharedMemory
+from shardwell_server.shard.requests import partition_requests
 from shardwell_server.shard.requests.pushes import Push, check_leases
-from shardwell_server.shard.state.store import ShardStore
+from shardwell_server.shard.state.shard_store import ShardStore
 from shardwell_server.shard.transports.shm_buffers import DescriptorSocket, SharedGradientBuffer
 from shardwell_server.shard.unit.partitions import PartitionState, SharedStagingBuffer, StagedPartition
 from shardwell_server.shard.unit.unit_shard import UnitShard
@@ -323,7 +323,7 @@ async def open_staging_buffer(
     run = store.exact_run(read.context)
     session = shm.session(request.transport_id, run.identity)
     shard = run.primary(read.unit, read.start_bytes, read.stop_bytes)
-    generation = partitions.check_lease(run, shard, read)
+    generation = partition_requests.check_lease(run, shard, read)
     if shard.partitions.staged_epoch(read.dp_rank) > read.context.epoch:
         raise StaleEpochError(
             f"partition of {shard.what}, rank {read.dp_rank}: the lease is over, a later lease has staged it"
@@ -335,7 +335,7 @@ async def open_staging_buffer(
         )
     number, staging_buffer = session.acquire_staging_buffer(shard, read.dp_rank)
     new_state = staging_buffer.allocate_state(state.data.numel()) if state.shared is not None else None
-    present = partitions.mean_gradients(shard, shard.layout.segments(read.start_bytes, read.stop_bytes))
+    present = partition_requests.mean_gradients(shard, shard.layout.segments(read.start_bytes, read.stop_bytes))
 
     def compute_copy() -> None:
         for segment, gradient in present:
@@ -344,7 +344,7 @@ async def open_staging_buffer(
 
     await store.in_thread(compute_copy)
     # During the copy, the gradient may have been discarded and its memory reused.
-    if partitions.check_lease(run, shard, read) != generation:
+    if partition_requests.check_lease(run, shard, read) != generation:
         raise StepStateError(f"the gradient of step {read.context.step} of {shard.what} has been discarded")
     staging_buffer.check_open()
     header = shard_pb2.ReadPartitionHeader(
@@ -377,9 +377,9 @@ async def stage_staging_buffer(
     shard = run.primary(header.unit, header.start_bytes, header.stop_bytes)
     staging_buffer = session.staging_buffer(request.staging_buffer_id, shard, header.dp_rank)
     what = f"partition of {shard.what}, rank {header.dp_rank}"
-    partitions.check_current(run, shard, header, what)
-    segments = partitions.updated_segments(shard, header, what)
-    partitions.check_state(shard, header, what)
+    partition_requests.check_current(run, shard, header, what)
+    segments = partition_requests.updated_segments(shard, header, what)
+    partition_requests.check_state(shard, header, what)
     values = [
         staging_buffer.values[segment.start_bytes - header.start_bytes : segment.stop_bytes - header.start_bytes]
         for segment in segments
@@ -387,14 +387,14 @@ async def stage_staging_buffer(
 
     async def accept() -> None:
         # Checked again: the lease or the gradient may have changed while the values were checked.
-        partitions.check_current(run, shard, header, what)
+        partition_requests.check_current(run, shard, header, what)
         staging_buffer.check_open()
         state = _written_state(shard, staging_buffer, header)
         staged = StagedPartition(header.context.epoch, segments, values, state, staging_buffer.release)
         shard.partitions.stage(header.dp_rank, staged)
         staging_buffer.mark_staged()
 
-    await store.in_thread(partial(partitions.compute_check_finite, shard, segments, values, what))
+    await store.in_thread(partial(partition_requests.compute_check_finite, shard, segments, values, what))
     await uninterrupted(run.exclusively(accept))
     return shard_pb2.StageStagingBufferResponse(version=header.context.step)
 

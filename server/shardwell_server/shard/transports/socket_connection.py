@@ -12,7 +12,7 @@ from typing import ClassVar, Protocol
 from google.protobuf.message import Message
 
 from shardwell_server.serving.rpc import reported_error
-from shardwell_server.shard.requests import streams
+from shardwell_server.shard.requests import client_streams
 from shardwell_wire import fault_points
 from shardwell_wire.connection import socket_frames
 from shardwell_wire.connection.socket_frames import (
@@ -238,20 +238,20 @@ class Connection:
     async def wants_tls(self) -> bool:
         """Waits for the first byte; returns whether a TLS handshake begins."""
         first = FirstByteTransfer(self._socket)
-        await self._drive(first, streams.IDLE_LIMIT_S)
+        await self._drive(first, client_streams.IDLE_LIMIT_S)
         return first.byte == _TLS_HANDSHAKE
 
     async def encrypt(self, context: ssl.SSLContext) -> None:
         """Encrypts the connection, after a handshake in which this end is the server."""
         self._stream = EncryptedStream(self._socket, context)
-        await self._drive(HandshakeTransfer(self._stream), streams.IDLE_LIMIT_S)
+        await self._drive(HandshakeTransfer(self._stream), client_streams.IDLE_LIMIT_S)
 
     # ---- frames ----
 
     async def send(self, *buffers: Buffer, memory_bytes: int = 0, check: Callable[[], None] | None = None) -> None:
         """Sends whole frames, or the rest of them; for the options see ``SendTransfer``."""
         self._torn = True
-        await self._drive(SendTransfer(self._stream, buffers, memory_bytes, check), streams.IDLE_LIMIT_S)
+        await self._drive(SendTransfer(self._stream, buffers, memory_bytes, check), client_streams.IDLE_LIMIT_S)
         self._torn = False
 
     async def send_response(self, response: Message) -> None:
@@ -351,7 +351,7 @@ class Connection:
 
     async def _receive(self, targets: Iterable[memoryview], total_bytes: int, what: str) -> int:
         receiver = socket_frames.StreamReceiver(targets, total_bytes, what)
-        await self._drive(ReceiveStreamTransfer(self._stream, receiver), streams.IDLE_LIMIT_S)
+        await self._drive(ReceiveStreamTransfer(self._stream, receiver), client_streams.IDLE_LIMIT_S)
         assert receiver.checksum is not None
         return receiver.checksum
 
@@ -410,7 +410,7 @@ class Connection:
 
     async def _fill(self, target: memoryview) -> None:
         if target:
-            await self._drive(ReceiveTransfer(self._stream, target, len(target)), streams.IDLE_LIMIT_S)
+            await self._drive(ReceiveTransfer(self._stream, target, len(target)), client_streams.IDLE_LIMIT_S)
 
     async def _receive_some(self, target: memoryview) -> int:
         """Waits without limit for at least one byte; returns the number received. 0 if the peer has closed."""
@@ -457,8 +457,8 @@ class Connection:
             move()
             if done.done():
                 return
-            if moved_bytes < streams.MIN_STREAM_BYTES:
-                done.set_exception(streams.too_slow(moved_bytes))
+            if moved_bytes < client_streams.MIN_STREAM_BYTES:
+                done.set_exception(client_streams.too_slow(moved_bytes))
             else:
                 moved_bytes, timer = 0, self._loop.call_later(limit_s, again, again, limit_s)
 

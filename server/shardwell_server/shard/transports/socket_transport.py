@@ -20,10 +20,10 @@ from google.protobuf.message import Message
 from shardwell_server.serving.authorization import CALLER, check_session
 from shardwell_server.serving.limits import Rate
 from shardwell_server.serving.rpc import DEADLINE_MARGIN_S
-from shardwell_server.shard.requests import pushes, reading
-from shardwell_server.shard.state.store import NamesRun, ShardStore
-from shardwell_server.shard.transports import batches, shm_transport
-from shardwell_server.shard.transports.base import ServerTransports, measurement_chunks
+from shardwell_server.shard.requests import pushes, weight_reads
+from shardwell_server.shard.state.shard_store import NamesRun, ShardStore
+from shardwell_server.shard.transports import batch_requests, shm_transport
+from shardwell_server.shard.transports.server_transport import ServerTransports, measurement_chunks
 from shardwell_server.shard.transports.shm_transport import ShmTransport
 from shardwell_server.shard.transports.socket_connection import Connection
 from shardwell_wire.connection import socket_frames
@@ -263,10 +263,10 @@ class StreamRequests:
     async def _gather(self, request: shard_pb2.GatherRequest, wait_s: float) -> None:
         self._check_run(request)
         async with AsyncExitStack() as stack:
-            run, shard = reading.requested_shard(self._store, request)
-            readable = reading.is_readable(shard, request)
+            run, shard = weight_reads.requested_shard(self._store, request)
+            readable = weight_reads.is_readable(shard, request)
             async with nullcontext() if readable else self._connection.while_silent():
-                found = await stack.enter_async_context(reading.reading(self._store, run, shard, request, wait_s))
+                found = await stack.enter_async_context(weight_reads.reading(self._store, run, shard, request, wait_s))
             await self._connection.send_stream(
                 found.pieces(self._connection.piece_bytes), found.header, found.check_unchanged
             )
@@ -285,14 +285,14 @@ class StreamRequests:
     async def _gather_batch(self, request: shard_pb2.GatherBatchRequest, wait_s: float) -> None:
         self._check_run(request)
         connection = self._connection
-        groups = batches.groups(self._store, request, wait_s, connection.peer, connection.while_silent)
+        groups = batch_requests.groups(self._store, request, wait_s, connection.peer, connection.while_silent)
         async with aclosing(groups):
             async for group in groups:
                 await connection.send_whole(group.memory(), group.response, group.check)
 
     async def _reduce_batch(self, request: shard_pb2.ReduceBatchRequest, wait_s: float) -> None:
         self._check_run(request)
-        response = await batches.reduce_batch(self._store, self._offered, request, wait_s, self._connection.peer)
+        response = await batch_requests.reduce_batch(self._store, self._offered, request, wait_s, self._connection.peer)
         await self._connection.send_response(response)
 
     def _check_run(self, request: NamesRun) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from shardwell_server.shard.memory.budget import BufferQuota, Grant, Memory
-from shardwell_server.shard.memory.shared_memory import SharedBuffer, SharedMemory
+from shardwell_server.shard.memory.mapped_memory import SharedBuffer, SharedMemory
 from shardwell_server.shard.shard_spec import ShardSpec
 from shardwell_wire.encoding.chunk_streams import memory_at
 from shardwell_wire.errors import CapacityError, ConflictError, IncompleteStepError, InvalidRequestError

@@ -18,7 +18,7 @@ from shardwell_server.shard.arithmetic.reduction import MAX_BYTES
 from shardwell_server.shard.arithmetic.shard_optimizer import OptimizerContent, ShardOptimizer
 from shardwell_server.shard.concurrency import InThread, OpenStreams
 from shardwell_server.shard.memory.budget import BufferQuota, Grant, IncomingBuffer, Memory
-from shardwell_server.shard.memory.shared_memory import ShardFile, SharedMemory
+from shardwell_server.shard.memory.mapped_memory import ShardFile, SharedMemory
 from shardwell_server.shard.restart.shard_files import RecordedState, ShardFiles
 from shardwell_server.shard.restart.shard_record import PreparedRecord
 from shardwell_server.shard.restart.undo import ChangedRange, locate, mapped, place_of

@@ -15,7 +15,7 @@ import torch
 
 from shardwell_server.shard.concurrency import InThread
 from shardwell_server.shard.memory.budget import BufferQuota, Grant, IncomingBuffer, Memory
-from shardwell_server.shard.memory.shared_memory import ShardFile, SharedMemory
+from shardwell_server.shard.memory.mapped_memory import ShardFile, SharedMemory
 from shardwell_wire.encoding.chunk_streams import memory_at
 from shardwell_wire.errors import (
     CapacityError,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
-from shardwell_server.coordinator.rpcs.base import CoordinatorRpcs
+from shardwell_server.coordinator.rpcs.coordinator_rpcs import CoordinatorRpcs
 from shardwell_server.serving.rpc import Call
 from shardwell_wire.connection.protocol_versions import negotiate
 from shardwell_wire.v1 import coordinator_pb2

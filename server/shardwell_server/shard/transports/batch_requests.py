@@ -15,13 +15,13 @@ from functools import cached_property, partial
 
 from shardwell_server.serving.rpc import reported_error
 from shardwell_server.shard.memory.budget import IncomingBuffer
-from shardwell_server.shard.requests import pushes, reading
+from shardwell_server.shard.requests import pushes, weight_reads
+from shardwell_server.shard.requests.client_streams import ReceivedStream
 from shardwell_server.shard.requests.pushes import Push
-from shardwell_server.shard.requests.reading import Reading
-from shardwell_server.shard.requests.streams import ReceivedStream
+from shardwell_server.shard.requests.weight_reads import Reading
 from shardwell_server.shard.state.runs import HostedRun
-from shardwell_server.shard.state.store import NamesRun, ShardStore
-from shardwell_server.shard.transports.base import ServerTransports
+from shardwell_server.shard.state.shard_store import NamesRun, ShardStore
+from shardwell_server.shard.transports.server_transport import ServerTransports
 from shardwell_server.shard.transports.shm_buffers import SharedGradientBuffer
 from shardwell_server.shard.transports.shm_transport import ShmSession, ShmTransport
 from shardwell_wire.errors import InvalidRequestError, RunDeletedError, to_status_details
@@ -277,11 +277,11 @@ async def groups(
             for number in ready:
                 wanted, left_s = left.pop(number), max(0.0, deadline - loop.time())
                 try:
-                    shard = reading.shard_in(store, run, wanted)
-                    if (found := reading.read_at_once(shard, wanted)) is not None:
+                    shard = weight_reads.shard_in(store, run, wanted)
+                    if (found := weight_reads.read_at_once(shard, wanted)) is not None:
                         stack.callback(found.end)
                     else:
-                        found = await stack.enter_async_context(reading.reading(store, run, shard, wanted, left_s))
+                        found = await stack.enter_async_context(weight_reads.reading(store, run, shard, wanted, left_s))
                     _check_fits(found, left_bytes)
                 except Exception as error:
                     status = to_status_details(reported_error("GatherBatch", error, peer))
@@ -306,7 +306,7 @@ def _check(request: shard_pb2.GatherBatchRequest) -> None:
 def _is_ready(store: ShardStore, run: HostedRun, wanted: shard_pb2.GatherRequest) -> bool:
     """Returns True if the range can be read, or rejected, without waiting for its version."""
     try:
-        return reading.is_readable(reading.shard_in(store, run, wanted), wanted)
+        return weight_reads.is_readable(weight_reads.shard_in(store, run, wanted), wanted)
     except Exception:  # reading the range raises the error again
         return True
 
@@ -318,7 +318,7 @@ async def _wait_for_any(
     changed = asyncio.Event()
     with ExitStack() as stack, suppress(TimeoutError):
         for wanted in ranges:
-            stack.enter_context(reading.shard_in(store, run, wanted).values.waking(changed))
+            stack.enter_context(weight_reads.shard_in(store, run, wanted).values.waking(changed))
         async with asyncio.timeout(max(0.0, wait_s)):
             await changed.wait()
 

@@ -35,7 +35,7 @@ from shardwell.data_plane.shard import RemoteShard, RemoteUnit
 from shardwell.data_plane.transfers import uninterrupted
 from shardwell.membership.membership import Membership
 from shardwell.module.naming import GridPlace
-from shardwell.module.store import InitialValues
+from shardwell.module.parameter_store import InitialValues
 from shardwell.step.step_state import WorkItemState
 from shardwell.store.run_units import ShardMappings, UnitDeclarations
 from shardwell_wire.encoding import chunk_streams

@@ -10,10 +10,10 @@ import torch
 
 from shardwell_server.shard.concurrency import uninterrupted
 from shardwell_server.shard.memory.budget import BufferQuota
+from shardwell_server.shard.requests.client_streams import IncomingStream
 from shardwell_server.shard.requests.replication import Replicator
-from shardwell_server.shard.requests.streams import IncomingStream
 from shardwell_server.shard.state.runs import HostedRun
-from shardwell_server.shard.state.store import ShardStore
+from shardwell_server.shard.state.shard_store import ShardStore
 from shardwell_server.shard.unit.partitions import PartitionState, StagedPartition
 from shardwell_server.shard.unit.unit_shard import UnitShard
 from shardwell_server.shard.unit.values import VersionBytes

@@ -13,7 +13,7 @@ from typing import Protocol
 from shardwell_server.serving.rpc import RequestLog
 from shardwell_server.shard.concurrency import in_threads_of
 from shardwell_server.shard.memory.budget import Memory
-from shardwell_server.shard.memory.shared_memory import SharedMemory
+from shardwell_server.shard.memory.mapped_memory import SharedMemory
 from shardwell_server.shard.restart.shard_files import ShardFiles
 from shardwell_server.shard.restart.undo import UndoLog
 from shardwell_server.shard.shard_spec import Role, ShardSpec

@@ -14,7 +14,7 @@ from typing import Any
 
 from shardwell_server.coordinator.ranks.members import Member
 from shardwell_server.coordinator.rendezvous import KeyValueStore
-from shardwell_server.coordinator.rpcs.base import CoordinatorRpcs, wait_limit
+from shardwell_server.coordinator.rpcs.coordinator_rpcs import CoordinatorRpcs, wait_limit
 from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.signals import poll
 from shardwell_server.serving.rpc import Call, check_request_id

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shardwell_server.shard.state.runs import HostedRun
-from shardwell_server.shard.state.store import ShardStore
+from shardwell_server.shard.state.shard_store import ShardStore
 from shardwell_server.shard.unit.unit_shard import UnitShard
 from shardwell_server.shard.unit.values import Values, VersionBytes
 from shardwell_wire import fault_points

@@ -14,11 +14,11 @@ from shardwell_server.coordinator.inspection import describe
 from shardwell_server.coordinator.inspection.stall import explain_stall
 from shardwell_server.coordinator.ranks.members import ItemInProgress, Member, TransportReport
 from shardwell_server.coordinator.ranks.rank_assignment import Applicant
-from shardwell_server.coordinator.rpcs.base import CoordinatorRpcs, check_seconds, wait_limit
+from shardwell_server.coordinator.rpcs.coordinator_rpcs import CoordinatorRpcs, check_seconds, wait_limit
 from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.servers.shard_servers import check_recoverable
 from shardwell_server.coordinator.settings import RunSettings
-from shardwell_server.coordinator.steps.parallel_plan import check_plan, require_same_plan
+from shardwell_server.coordinator.steps.plan_comparison import check_plan, require_same_plan
 from shardwell_server.coordinator.steps.proposals import NormKind, StepProposal
 from shardwell_server.serving.rpc import Call
 from shardwell_wire.connection.protocol_versions import negotiate

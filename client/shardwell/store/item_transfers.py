@@ -22,7 +22,7 @@ from shardwell.memory.device_copies import to_host
 from shardwell.module.flat_vector import FlatVector
 from shardwell.peers.node_gathers import NodeGathers
 from shardwell.step.step_state import FinishedStep, PartHeaders, StepState, WorkItemState
-from shardwell.store.servers import ShardServers
+from shardwell.store.run_servers import ShardServers
 from shardwell.store.sums import ItemSums
 from shardwell.transport.route_stats import DIRECT
 from shardwell_wire.errors import CapacityError, StaleEpochError, StepRestartedError, VersionGoneError

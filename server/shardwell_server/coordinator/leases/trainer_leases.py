@@ -25,7 +25,7 @@ from dataclasses import replace
 
 from shardwell_server.coordinator.connection import GRACE_S, ConnectionState
 from shardwell_server.coordinator.inspection.events import EventKind
-from shardwell_server.coordinator.leases.items import ItemLeases
+from shardwell_server.coordinator.leases.item_leases import ItemLeases
 from shardwell_server.coordinator.ranks.members import Member, TransportReport, UnreachableServer
 from shardwell_server.coordinator.ranks.rank_assignment import Applicant
 from shardwell_server.coordinator.run import Run

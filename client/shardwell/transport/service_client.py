@@ -23,7 +23,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
 import shardwell_wire
-from shardwell.credentials import find_credentials
+from shardwell.find_credentials import find_credentials
 from shardwell.transport.call_connection import CallConnections
 from shardwell_wire.connection.channel import backoff, open_channel, retry
 from shardwell_wire.connection.socket_frames import ByteStream, EncryptedStream, PlainStream

@@ -17,7 +17,7 @@ import xxhash
 from google.protobuf.message import Message
 
 from shardwell_server.shard.arithmetic import random_values
-from shardwell_server.shard.state.store import ShardStore
+from shardwell_server.shard.state.shard_store import ShardStore
 from shardwell_server.shard.unit.unit_shard import UnitShard, first_non_finite
 from shardwell_wire import fault_points
 from shardwell_wire.encoding import chunk_streams

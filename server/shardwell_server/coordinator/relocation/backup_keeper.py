@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Mapping
 
 from shardwell_server.coordinator.commit.committer import UpdateSender
+from shardwell_server.coordinator.placed_units import Unit
 from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.servers.shard_servers import ShardServers, reference
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.storage.records import BackupRecord, BackupState, ShardRecord
-from shardwell_server.coordinator.units import Unit
 from shardwell_wire import fault_points
 from shardwell_wire.errors import StepStateError, UnavailableError
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2
