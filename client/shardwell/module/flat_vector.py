@@ -15,7 +15,7 @@ import torch
 
 from shardwell.memory.buffers import BufferPool, nan_storage
 from shardwell.memory.device_copies import Arrival, Exchange
-from shardwell.module.residency import ResidentBytes
+from shardwell.memory.resident_bytes import ResidentBytes
 from shardwell_wire.encoding.chunk_streams import memory_at
 from shardwell_wire.model.layout import UnitLayout
 

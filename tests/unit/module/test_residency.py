@@ -12,7 +12,8 @@ import pytest
 
 from shardwell import BackwardPrefetch, ShardingStrategy
 from shardwell.module import residency, strategy
-from shardwell.module.residency import MAX_UNITS_AHEAD, Phase, ResidencyPolicy, ResidentBytes, ResidentUnit, UnitState
+from shardwell.memory.resident_bytes import ResidentBytes
+from shardwell.module.residency import MAX_UNITS_AHEAD, Phase, ResidencyPolicy, ResidentUnit, UnitState
 
 SIZE = 100
 
