@@ -478,7 +478,7 @@ class Pushes:
 
     def _send(self, part: ShardPush, previous: ShardPush | None, nearly_done: NearlyDone) -> None:
         """Pushes a part after the previous part to the same shard. See Note: [Order of pushes] in
-        ``transfer_queue.py``."""
+        ``transfers.py``."""
         if previous is not None:
             self._in_flight.await_part(previous)
         part(nearly_done)

@@ -12,10 +12,10 @@ Note: [Sums among trainers]
     members, in the order of the run, for its shards of the unit, and pushes the sum as the contribution of all members.
     The members thus push one gradient together instead of one each, with the bits that the servers would have computed.
     If the members do not agree on a round, each of them pushes its own gradient to all shards. See Note: [Rounds of an
-    exchange] in ``gradient_exchange.py``.
+    exchange].
 
     A sum is void when one of its ranks starts another attempt, because a gradient cannot be taken out of it. See Note:
-    [Sums of items] in the coordinator's ``work_items.py``. Later attempts push their own gradients.
+    [Sums of items] in the coordinator's ``step.py``. Later attempts push their own gradients.
 """
 
 from __future__ import annotations

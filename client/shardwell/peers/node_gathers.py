@@ -1,7 +1,7 @@
 """Gathers shared by the trainers of a node: each fetches a part of a unit, and they exchange the parts.
 
 Fetches run ahead; one thread takes their results in the order of the rounds and exchanges them. See Note: [Order of
-rounds] in ``node_rounds.py``.
+rounds] in ``node_group.py``.
 """
 
 from __future__ import annotations

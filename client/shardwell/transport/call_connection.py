@@ -155,11 +155,6 @@ class CallConnections:
         self._announced: common_pb2.CallPort | None = None
         self._closed = False
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether there is a connection that no thread uses."""
-        return self._idle is not None
-
     def start(self, calls: common_pb2.CallPort) -> None:
         """Calls ``connect`` in the background."""
         threading.Thread(target=self.connect, args=(calls,), name="shardwell-calls", daemon=True).start()

@@ -272,7 +272,7 @@ class Values:
                 self._notify()
                 raise
             self._becoming = version
-            # Before the first byte changes. See Note: [Memory ordering] in ``shared_segment.py``.
+            # Before the first byte changes. See Note: [Memory ordering] in ``shared_memory.py``.
             self.live.show(UPDATING)
         yield
         self.end_in_place(version, changes=changes)
