@@ -1,6 +1,4 @@
-"""Gradients as transports push them: one part of a contribution, cut to one shard.
-
-Checksums of gradients that all tensor-parallel ranks of a replica compute, and that one of them pushes.
+"""Gradients as transports push them: one part of a contribution, cut to one shard, and checksums of shared ones.
 
 Note: [Checksums of gradients]
     A gradient on the CPU is hashed where it is. Of a gradient on a GPU, the bits are summed there as integers. This

@@ -1,10 +1,8 @@
-"""A folder in shared memory that the processes of one host share, and locks of its files.
+"""The host cache: shards that the trainers of one host fetch once for all of them, in files in shared memory.
 
 Note: [Host folder]
     Each process that uses the folder holds a shared lock on a file in it. A process that gets this lock exclusively may
     remove the folder. The kernel releases the locks of dead processes, so the next process removes their folder.
-
-The host cache: shards that the trainers of one host fetch once for all of them, in files in shared memory.
 
 Note: [Cache files]
     A file contains one shard in the format of the servers' segments: a head with the version, then the bytes. The

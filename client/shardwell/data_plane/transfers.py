@@ -1,15 +1,11 @@
-"""Defers signal handlers that raise, such as the handler of Ctrl-C, while state shared by threads is inconsistent.
+"""Background transfers: their order, their threads and their counters. Few run per server at a time.
 
 Python runs signal handlers between any two bytecodes of the main thread. A handler that raises at the wrong moment can
 leave a transfer that was counted but never started, or a locked ``threading.Condition``, and other threads then hang.
 
-The order of background transfers: few per server at a time, in threads that do not delay the end of a process.
-
 Note: [Order of pushes]
     A server accepts the parts of a contribution in order, so the push of a part waits for the push before it. This
     cannot deadlock: queues and threads are first-in first-out, so the earlier push has a thread already.
-
-What a trainer has transferred, and how long its training thread has waited.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""How trainers show each other the gradient of a unit, before each of them adds some shards of it.
+"""Gradients that trainers add before they push them: each adds and pushes some shards of every unit.
 
 Note: [Rounds of an exchange]
     A round exchanges the gradients of one unit. It takes place for all members or for none: a member adds its shards
     only if the gradients of all members are there, and all members see that alike. If a round does not take place, each
     member pushes its own gradient to all shards.
-
-Gradients that trainers add before they push them: each adds and pushes some shards of every unit.
 
 Note: [Sums among trainers]
     The trainers of a reduction group show each other the gradient of a unit. Each of them adds the gradients of all

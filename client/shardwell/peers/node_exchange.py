@@ -1,12 +1,10 @@
-"""Memory in which the trainers of a node show each other their gradients, before they add them.
+"""Shows gradients to the other trainers of a node, in shared memory.
 
 Note: [Gradient slots]
     Every member has two slots, which the rounds of a group use in turn. A member writes the gradient of a unit into its
     slot before it arrives at the round. When the round takes place, all slots are complete, and every member reads
     them. Afterwards the member records that it is done with the round. A slot is written again when all members are
     done with the last round in which it was read. A slot stays readable when its member dies.
-
-Shows gradients to the other trainers of a node, in shared memory.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""Rounds of one kind of exchange between the trainers of a node, and what happens when the trainers disagree.
+"""The trainers of one node that hold the same units: how they agree on an exchange, and the exchange itself.
 
 Note: [Order of rounds]
     Members exchange units in the order in which their training threads asked for them, numbered from 0 in every
     version. If a member is late or asks for a different unit, the round is cancelled for all members, and each of them
     works alone for the rest of the version. They exchange again from the next version.
-
-The trainers of one node that hold the same units: how they agree on an exchange, and the exchange itself.
 
 Note: [Node rendezvous]
     A collective cannot be cancelled, and it hangs if a member is missing. So no member starts one before all members

@@ -1,10 +1,8 @@
-"""TCP connections between the trainers that add gradients together.
+"""Shows gradients to the other trainers of a reduction group, over TCP connections between them.
 
 A connection starts with a hello: magic bytes, the secret of the accepting trainer and the position of the connecting
 one. The accepting trainer answers with one byte. Then both sides send frames: kind (1 byte), size of the body (8 bytes,
 little-endian), body, XXH3-64 of the body (8 bytes). The body of a frame is defined in ``peer_exchange.py``.
-
-Shows gradients to the other trainers of a reduction group, over the network.
 
 Note: [Frames between trainers]
     In every round, each member sends one frame to each other member: which gradient it shows, and the parts of the

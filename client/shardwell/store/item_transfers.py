@@ -1,6 +1,6 @@
-"""Gathers units for the work item of the step in flight, or the newest version for an item that no longer counts.
+"""Gathers and pushes of the work item of the step in flight.
 
-Pushes gradients under the work items of the step in flight, and withdraws those of attempts that are over.
+An item that no longer counts gathers the newest version, and its pushes are withdrawn.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Values of a model's buffers, and the units on the shard servers that store them.
-
-Buffers of the model, such as BatchNorm statistics: the same on every trainer, and part of the run's state.
+"""Buffers of the model, such as BatchNorm statistics, and the units on the shard servers that store them.
 
 Note: [Buffers of a step]
     Logical rank 0's values count, as in DDP. Every work item of a step starts with the same values: those of the last

@@ -1,4 +1,4 @@
-"""Follows a run's placement: moves this trainer's shards to the servers that own them now.
+"""Connections to the shard servers of a run, and moves of this trainer's shards to the servers that own them now.
 
 Note: [Moved shards]
     The coordinator raises the run's placement whenever a shard gets another server process: a backup was promoted, a
@@ -6,8 +6,6 @@ Note: [Moved shards]
     coordinator and from the membership stream. A thread of this trainer then asks for the present owners and connects
     to them. Operations that a move has broken wait for this thread and are repeated at the new owner
     (``Resending.run``). Nothing else in the trainer depends on where a shard is.
-
-Connections of this trainer to the shard servers of its run, and probes of the servers that do not answer.
 """
 
 from __future__ import annotations

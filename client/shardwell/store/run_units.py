@@ -1,6 +1,6 @@
-"""Moves the shards of a trainer's units to the servers that own them now. ``relocation.py`` says when.
+"""How a unit becomes usable: it is declared, one trainer uploads its initial values, and its shards are mapped.
 
-How a unit becomes usable: it is declared, one trainer uploads its initial values, and its shards are mapped.
+Moves its shards when they get other servers; ``run_servers.py`` says when.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Forms the groups of trainers that add gradients together, on this host or on several hosts.
-
-Decides over which route the gradient of each unit travels.
+"""Which gradients are added among trainers before they are pushed: by which trainers, of which units and work items.
 
 Note: [Choice of a route]
     With ``gradient_reduction="adaptive"``, a trainer chooses the route whose busiest network link carries the fewest
@@ -9,8 +7,6 @@ Note: [Choice of a route]
 
     The rule assumes links of equal speed, and shard servers on hosts of their own. For each route, it counts the bytes
     that leave or reach the busiest host, in multiples of the unit's size. A tie goes to the route with fewer hops.
-
-Decides which gradients of a trainer's work items are added among trainers, before they are pushed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Client of the shard service. All transports use it for their rpcs.
-
-The transport over gRPC streams.
-"""
+"""The client of the shard service, which all transports use for their rpcs, and the transport over gRPC streams."""
 
 from __future__ import annotations
 

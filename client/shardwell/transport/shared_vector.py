@@ -1,8 +1,7 @@
-"""Which pages of privately mapped vectors this process has written, read from the kernel's page map.
+"""A unit's flat vector in shared memory of servers or of the host cache, mapped into this process.
 
-See the kernel's documentation of pagemap. A page that was written is no longer a page of the mapped file.
-
-A unit's flat vector in shared memory of servers or of the host cache, mapped into this process.
+The mapping is private. The kernel's page map tells which of its pages this process has written: a page that was written
+is no longer a page of the mapped file.
 """
 
 from __future__ import annotations

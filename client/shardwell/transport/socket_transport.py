@@ -1,7 +1,4 @@
-"""One connection of the socket transport: frames from and to the memory of tensors.
-
-The transport over TCP: frames from and to the memory of tensors, without copies in this process.
-"""
+"""The transport over TCP: frames from and to the memory of tensors, without copies in this process."""
 
 from __future__ import annotations
 

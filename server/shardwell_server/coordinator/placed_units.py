@@ -1,7 +1,4 @@
-"""Relocations of the shards of one run: which have happened, which servers have confirmed, which are planned.
-
-Units of a run and the servers that own their shards.
-"""
+"""Units of a run and the servers that own their shards: placement, relocations, and who has confirmed them."""
 
 from __future__ import annotations
 

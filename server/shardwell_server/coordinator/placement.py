@@ -1,9 +1,4 @@
-"""Cuts a unit into one byte range per shard server. Pure arithmetic.
-
-A run computes the same bits wherever its units are placed, so placement may depend on the servers' free memory.
-
-Declares units, places them on shard servers, and publishes their initial values.
-"""
+"""Declares units, cuts them into byte ranges, places these on shard servers, and publishes initial values."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What trainers have written of one checkpoint: residuals of error feedback.
-
-Checkpoints of a run: its options, the checkpoint in flight, the complete ones, and loading the run from one.
-"""
+"""Checkpoints of a run: its options, the checkpoint in flight, the complete ones, and loading the run from one."""
 
 from __future__ import annotations
 

@@ -1,12 +1,10 @@
-"""Checkpoints of another grid: what a run of another world takes from them. No I/O.
+"""Chooses the checkpoint from which a run is loaded, and what a run of another grid takes from it.
 
 Note: [Resuming with other data ranks]
     Values, optimizer state, averages, buffers, commit records and tracked objects belong to the run as a whole, and are
     the same with any number of data ranks. The servers cut the state of optimizers that run on trainers into other
     optimizer partitions. What belongs to a data rank cannot be divided over other ranks: residuals of error feedback
     start at zero, and gradients that were kept for another optimizer are dropped.
-
-Chooses the checkpoint from which a run is loaded.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Threads for work on folders of checkpoints.
-
-Converts a run to the manifest of a checkpoint, and back.
-"""
+"""Converts a run to the manifest of a checkpoint, and back. Folders are read and written in threads."""
 
 from __future__ import annotations
 

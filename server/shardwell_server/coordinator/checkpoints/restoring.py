@@ -1,4 +1,4 @@
-"""Fills the units of a run that continues from a checkpoint with other units.
+"""Loads runs from checkpoints: new runs that continue from one, and runs that lost shards and go back to one.
 
 Note: [Resuming in another grid]
     A run with other tensor or pipeline parallelism than its checkpoint has other units, which are known only when
@@ -12,8 +12,6 @@ Note: [Resuming in another grid]
     parameter is lost without notice.
 
     A rollback to a checkpoint with other units loads all units of the run at once, like any other rollback.
-
-Loads runs from checkpoints: new runs that continue from one, and runs that lost shards and go back to one.
 
 Note: [Loading a run]
     Both are the same work. ``RunCheckpoints.restore`` is stored first. Until it is cleared, ``Join`` answers that the

@@ -1,6 +1,4 @@
-"""Sends the update of a committed step to the shard servers until each of them has acknowledged it.
-
-Two-phase commit of a step on the shard servers.
+"""Commits a step on the shard servers in two phases, and sends its update until each server has acknowledged it.
 
 Note: [Commit order]
     1. ``PrepareStep`` on every server: the server confirms that it has every contribution in the manifest, reduces the

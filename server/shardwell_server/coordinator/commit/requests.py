@@ -1,11 +1,4 @@
-"""The step that a request of a trainer concerns: in flight, committed, or not started.
-
-The rpcs with which trainers finish and restart the work of a step: FinishWork and ResetWork.
-
-Each rpc waits at most ``wait_s`` and then returns what it waits for. Trainers repeat the whole request, so that a
-restarted coordinator receives everything it needs.
-
-The rpcs with which trainers end a step: PrepareGradients and CommitStep.
+"""The rpcs that end a step: FinishWork, ResetWork, PrepareGradients and CommitStep.
 
 Each rpc waits at most ``wait_s`` and then returns what it waits for. Trainers repeat the whole request, so that a
 restarted coordinator receives everything it needs.

@@ -1,7 +1,4 @@
-"""Rpcs that change runs and the cluster: checkpoints, backups, drained servers, deleted runs.
-
-Rpcs that describe runs, worlds, units, servers, stalls and events.
-"""
+"""Rpcs that describe or change runs and the cluster: checkpoints, backups, drained servers, stalls and events."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Rpcs of a trainer's membership: joining, heartbeats, leaving, and the stream of news.
-
-Rpcs with which trainers declare the model: its units, their initial values and the parallel plan.
-
-Rpcs that end a step: finished and restarted work, norms, and the commit.
-"""
+"""Rpcs of trainers: membership, the declared model, and the end of a step."""
 
 from __future__ import annotations
 

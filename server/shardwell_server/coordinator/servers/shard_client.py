@@ -1,7 +1,4 @@
-"""The coordinator's end of call connections to shard servers, beside gRPC. See docs/wire-format.md.
-
-gRPC client of the shard servers. No other module of the coordinator's core uses gRPC.
-"""
+"""The coordinator's client of the shard servers: over gRPC, and over call connections (docs/wire-format.md)."""
 
 from __future__ import annotations
 

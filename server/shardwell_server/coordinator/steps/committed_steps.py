@@ -1,7 +1,4 @@
-"""Committed steps of a run, and the updates that follow from the last commit.
-
-Buffers of a run: their current versions, and checks that all ranks start a step with the same values.
-"""
+"""Committed steps of a run, the updates that follow from the last commit, and the versions of its buffers."""
 
 from __future__ import annotations
 

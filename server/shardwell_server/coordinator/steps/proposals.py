@@ -1,6 +1,4 @@
-"""Global gradient norms from the partial sums that the shard servers report.
-
-Which optimizers of the training script have taken a step: the first step of a new one starts with new state.
+"""Step proposals: validation, comparison between trainers, global gradient norms, and new optimizers.
 
 Note: [New optimizers]
     In torch, an optimizer that a script makes for the next stage of training starts with new state, and a script that
@@ -8,8 +6,6 @@ Note: [New optimizers]
     optimizer for parameters that have state. Trainers therefore number the optimizers that replace an earlier one for
     the same parameters, in the order in which the script makes them. A restarted script gives the same numbers. The
     run's state, which is stored with every commit and in checkpoints, has the numbers that have taken a step.
-
-Step proposals: validation, comparison between trainers, and the proposals of the step in flight.
 """
 
 from __future__ import annotations
