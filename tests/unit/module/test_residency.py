@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from shardwell import BackwardPrefetch, ShardingStrategy
-from shardwell.module import residency, strategy
 from shardwell.memory.resident_bytes import ResidentBytes
+from shardwell.module import residency, strategy
 from shardwell.module.residency import MAX_UNITS_AHEAD, Phase, ResidencyPolicy, ResidentUnit, UnitState
 
 SIZE = 100

@@ -1,9 +1,9 @@
 """Checks the reports of trainers that have finished work items, and compares checksums of gradients. Changes nothing.
 
-All tensor-parallel ranks of a replica compute the gradients of parameters that all of them hold; rank 0 pushes them. Each
-rank reports their checksums with its finished work item. Different
-checksums mean that the ranks have computed different things, for example with other activations, or that their
-hardware or numbers of threads differ. The step goes on with the gradient of rank 0.
+All tensor-parallel ranks of a replica compute the gradients of parameters that all of them hold. Rank 0 pushes these.
+Each rank reports their checksums with its finished work item. Different checksums mean that the ranks have computed
+different things, for example with other activations, or that their hardware or numbers of threads differ. The step goes
+on with the gradient of rank 0.
 """
 
 from __future__ import annotations
