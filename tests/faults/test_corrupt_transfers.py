@@ -168,8 +168,9 @@ def test_damaged_optimizer_partitions_are_repeated(pattern: str, address: str, d
 @pytest.mark.parametrize("pattern", [r"^state of unit", r"^step \d+ of the backup"], ids=["copy", "step"])
 def test_damaged_streams_between_servers_are_repeated(pattern: str, address: str, damage: Damage) -> None:
     def disturb(step: int) -> None:
+        if step >= 0:
+            wait_until(lambda: all_in_sync(address, "damaged"), "all backups are in sync")
         if step == (-1 if "state" in pattern else 2):
-            wait_until(lambda: step < 0 or all_in_sync(address, "damaged"), "all backups are in sync")
             damage.arm(pattern)
 
     _, session = train("damaged", disturb, transports="socket", backups=1)

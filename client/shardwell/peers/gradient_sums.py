@@ -13,7 +13,7 @@ Note: [Sums among trainers]
     exchange].
 
     A sum is void when one of its ranks starts another attempt, because a gradient cannot be taken out of it. See Note:
-    [Sums of items] in the coordinator's ``step.py``. Later attempts push their own gradients.
+    [Sums of items] in ``coordinator/steps/step.py``. Later attempts push their own gradients.
 """
 
 from __future__ import annotations
