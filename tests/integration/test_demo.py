@@ -76,7 +76,8 @@ def test_another_trainer_prints_when_the_trainer_of_rank_0_is_killed(text: Path,
 
 @pytest.mark.long
 def test_demo_kills_a_trainer_and_a_server_and_gets_the_same_weights(text: Path) -> None:
-    options = ["--text", str(text), "--num-steps", "12", *SMALL]
+    # So many that all backups are in sync long before the last step, also on a busy machine.
+    options = ["--text", str(text), "--num-steps", "60", *SMALL]
     mark = uuid.uuid4().hex
     done = subprocess.run(
         [sys.executable, "examples/kill_demo.py", *options],
@@ -89,7 +90,8 @@ def test_demo_kills_a_trainer_and_a_server_and_gets_the_same_weights(text: Path)
     )
     assert done.returncode == 0, done.stdout + done.stderr
     output = done.stdout
-    assert re.search(r"step [4-9]: SIGKILL to trainer-1, process \d+", output)
+    (step,) = re.findall(r"step (\d+): SIGKILL to trainer-1, process \d+", output)
+    assert 20 <= int(step) < 60
     killed, served = re.findall(r": SIGKILL to (shard-[01]), .* serves (\S+) \wiB of the \S+ \wiB of weights", output)[
         0
     ]
