@@ -108,12 +108,12 @@ class StepGradient:
         if small := next((parameter for parameter in parameters if parameter.item_size < 4), None):
             raise InvalidRequestError(
                 f"{what}: a sum of several ranks has parameter {small.name!r} in {small.dtype}: each rank must "
-                "push its own, because the server adds 16-bit gradients in float32 and rounds once"
+                "push its own gradient, because the server adds 16-bit gradients in float32 and rounds once"
             )
         if self.kept.ranks:
             raise StepStateError(
                 f"{what} has gradients of earlier steps of ranks {sorted(self.kept.ranks)}: each rank must "
-                "its own gradient"
+                "push its own gradient"
             )
 
     # ---- contributions ----
