@@ -30,10 +30,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
-from shardwell_server.serving import limits as connections
 from shardwell_server.serving.authentication import ALL_STANDARD, check_caller, interceptors
 from shardwell_server.serving.call_server import CallServer
-from shardwell_server.serving.limits import RequestLimits
+from shardwell_server.serving.limits import RequestLimits, grpc_port
 from shardwell_server.serving.rpc import add_service, unary_rpcs
 from shardwell_wire.connection.channel import SERVER_OPTIONS, open_channel
 from shardwell_wire.host import temporary_folder
@@ -151,7 +150,7 @@ async def serve(
     address = endpoint.address(port)
     try:
         async with AsyncExitStack() as stack:
-            stack.enter_context(connections.grpc_port(port))
+            stack.enter_context(grpc_port(port))
             entering = asyncio.ensure_future(stack.enter_async_context(background(address)))
             if not await _done_before(entering, stop, leaving):
                 return
