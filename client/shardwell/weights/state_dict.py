@@ -1,6 +1,6 @@
 """State dicts of a whole model and of parts of it, gathered unit by unit.
 
-Tensors that tensor parallelism splits are assembled on all ranks with parts, and written on one.
+All ranks that hold a part of a split tensor take part in assembling it; one of them writes it.
 """
 
 from __future__ import annotations

@@ -385,7 +385,7 @@ class TrainerState:
         """Returns the state of a range within this range. Copies nothing.
 
         Raises:
-            InvalidRequestError: A tensor does not have one element per value, and would be cut.
+            InvalidRequestError: A tensor of the state would be cut, but it does not have one element for each value.
         """
         before = _segments(layout, self.start_bytes, self.stop_bytes)
         after = _segments(layout, start_bytes, stop_bytes)
