@@ -140,7 +140,7 @@ def test_server_replaced_while_suspended_exits() -> None:
 
 SECOND_SIGNAL = """
 import os, signal
-from shardwell_server import process
+from shardwell_server.serving import process
 
 async def main():
     stop = process.stop_event(process.Endpoint())
