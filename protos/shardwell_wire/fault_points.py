@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 VARIABLE = "SHARDWELL_TEST_FAULTS"
 
 POINTS: Mapping[str, str] = {
+    "coordinator.placement.before_record": "servers reserved memory for a unit, and it is not durable yet (run, unit)",
     "coordinator.relocation.before_record": "backups replace lost shards, and this is not durable yet (run)",
     "coordinator.relocation.after_record": "the relocation is durable, and no server knows of it yet (run)",
     "coordinator.adoption.after_record": "a restarted server keeps its shards, and does not know it yet (run, server)",

@@ -231,14 +231,15 @@ class Membership:
     async def _declare(self, index: int, layout: UnitLayout) -> None:
         pauses = backoff(0.02, 0.2)
         failed: ShardwellError | None = None
-        former: list[common_pb2.ShardRange] = []
+        former: tuple[list[common_pb2.ShardRange], int] | None = None
         while True:
             request = coordinator_pb2.DeclareUnitRequest(
                 context=self._context(0), trainer=self._node.name, unit=layout.to_proto()
             )
             declared = await self._retried("DeclareUnit", request)
             self._shards[index] = list(declared.shards)
-            if failed is not None and self._shards[index] == former and not isinstance(failed, UnavailableError):
+            placed = self._shards[index], declared.epoch
+            if failed is not None and placed == former and not isinstance(failed, UnavailableError):
                 raise failed
             failed = None
             if declared.HasField("version"):
@@ -249,7 +250,7 @@ class Membership:
                     continue  # the unit may have been placed again meanwhile
                 except ShardwellError as error:
                     self._trace(f"initial values of {layout.unit!r}: {error}")
-                    failed, former = error, self._shards[index]
+                    failed, former = error, placed
             await asyncio.sleep(next(pauses))
 
     async def _initialize(self, index: int, layout: UnitLayout, epoch: int) -> None:
@@ -439,8 +440,9 @@ class Membership:
             )
             for data in await self._server(shard).receive("Gather", request):
                 message, chunk = chunk_streams.decode_message(data, shard_pb2.GatherResponse)
-                if message.HasField("header") and message.header.version != self._step:
-                    self._history.problems.append(f"Gather of version {self._step} got {message.header.version}")
+                # A read of an abandoned item may end when this trainer is at the next step already.
+                if message.HasField("header") and message.header.version != request.version:
+                    self._history.problems.append(f"Gather of version {request.version} got {message.header.version}")
                 receiver.feed(chunk)
             receiver.require_complete()
 

@@ -166,7 +166,9 @@ class UnitDeclarations:
                     continue
                 except ShardwellError as error:
                     former, declared = declared, self._declare(layout, step)
-                    if declared.shards == former.shards and not isinstance(error, UnavailableError):
+                    # A unit that was placed again has another epoch, even if its owners are the same.
+                    same = (declared.shards, declared.epoch) == (former.shards, former.epoch)
+                    if same and not isinstance(error, UnavailableError):
                         raise
                     if time.monotonic() > deadline:
                         raise

@@ -142,6 +142,9 @@ class Unit:
     """The primaries, in the order of their ranges."""
     published: bool = False
     """True once the initial values are version 0."""
+    reserved: bool = field(default=True, kw_only=True)
+    """False while it is unknown whether the owners have the memory of a unit that is not published: the unit is being
+    placed again, or a former coordinator may have been placing it."""
     backups: tuple[BackupRecord, ...] = ()
     """Copies on other server processes, in any state."""
     publishing: SharedCall[None] = field(default_factory=SharedCall)

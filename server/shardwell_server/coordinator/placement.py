@@ -15,6 +15,7 @@ from shardwell_server.coordinator.settings import MAX_UNITS
 from shardwell_server.coordinator.signals import SharedCall, poll
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.storage.records import ShardRecord
+from shardwell_wire import fault_points
 from shardwell_wire.errors import (
     CapacityError,
     InvalidRequestError,
@@ -101,13 +102,14 @@ class UnitPlacer:
     def resume(self, run: Run) -> None:
         """Releases, in the background, reservations that the former coordinator has not released.
 
-        Only units without values are placed again. A reservation that was never recorded is released when its unit is
-        placed.
+        The former coordinator may have been placing any of the units without values again, so they are placed again. A
+        reservation that was never recorded is released when its unit is placed.
         """
         self._continued.add(run.identity.run_id)
-        if run.checkpoints.restore is None:
-            for unit in run.units:
-                if not unit.published:
+        for unit in run.units:
+            if not unit.published:
+                unit.reserved = False
+                if run.checkpoints.restore is None:
                     self._release_elsewhere(run, unit.layout.unit, unit.shards)
 
     # Declaration
@@ -142,7 +144,7 @@ class UnitPlacer:
 
     def _is_reserved(self, unit: Unit) -> bool:
         """True if the unit is published, or all its owners still have the memory they reserved."""
-        return unit.published or not any(self._is_ending(at) for at in unit.shards)
+        return unit.published or (unit.reserved and not any(map(self._is_ending, unit.shards)))
 
     def _is_ending(self, shard: ShardRecord) -> bool:
         """True if a server process has ended, or is about to stop: it waits only for shards with values."""
@@ -168,7 +170,7 @@ class UnitPlacer:
             )
 
     async def _place(self, run: Run, layout: UnitLayout) -> Unit | None:
-        """Places a new unit, or a unit that lost an owner before it had values.
+        """Places a new unit, or a unit whose owners do not all have its memory and that has no values yet.
 
         The units of a run are placed one at a time. If a unit is refused, no later unit exists, and the next unit
         gets the same index.
@@ -187,23 +189,20 @@ class UnitPlacer:
                 if run.identity.run_id in self._continued:
                     self._release_elsewhere(run, layout.unit, shards)
             elif not self._is_reserved(unit):
+                # Servers release and replace reservations before the new placement is durable. Whatever a trainer has
+                # sent is void: it gets another epoch with the new placement, and sends the values again.
+                unit.reserved = False
+                run.revoke_initializer(layout)
                 if (shards := await self._reserve(run, unit.index, unit.layout, former=unit.shards)) is None:
                     return None
-                former = unit.shards
                 run.units.move(unit, shards)
-                self._release_former(run, unit, former)
+                unit.reserved = True
             else:
                 return unit
         owners = ", ".join(repr(shard.server_id) for shard in unit.shards)
         message = f"unit {unit.layout.unit!r}: {unit.layout.size_bytes} bytes on {owners}"
         self._state.events.add(EventKind.UNIT_PLACED, message, run=run.name)
         return unit
-
-    def _release_former(self, run: Run, unit: Unit, former: tuple[ShardRecord, ...]) -> None:
-        """Releases the former reservations of a unit that was placed again, on servers without a new one."""
-        for shard in former:
-            if shard.server_id not in unit.owners and not self.has_ended(shard):
-                self._state.tasks.start(self._release(run, unit.layout.unit, run.changes.last_epoch, shard))
 
     def _release_elsewhere(self, run: Run, unit: str, shards: tuple[ShardRecord, ...]) -> None:
         """Releases what servers may have reserved for a unit, except those that have its shards."""
@@ -239,6 +238,7 @@ class UnitPlacer:
         await asyncio.gather(*(self._release(run, layout.unit, placement, shard) for shard in left))
         try:
             await self._request_memory(run, index, layout, shards, placement)
+            fault_points.reach("coordinator.placement.before_record", run=run.name, unit=layout.unit)
             await self._state.save_unit(run, Unit(index, layout, shards))
         except ShardwellError as error:
             await asyncio.gather(*(self._release(run, layout.unit, placement, shard) for shard in shards))
@@ -341,20 +341,9 @@ class UnitPlacer:
             StaleEpochError: Another trainer sends the initial values now.
             ConflictError: A server did not receive all of its values.
         """
-        if unit.published:
-            return
-        initializer = run.initializer_of(unit.layout)
-        if initializer is None or (trainer, epoch) != (initializer.trainer, initializer.epoch):
-            current = 0 if initializer is None else initializer.epoch
-            expected = "no trainer" if initializer is None else f"trainer {initializer.trainer!r} under epoch {current}"
-            raise StaleEpochError(
-                f"unit {unit.layout.unit!r}: trainer {trainer!r} sent initial values under epoch {epoch}, but they "
-                f"are expected from {expected}: declare the unit again",
-                unit=unit.layout.unit,
-                epoch=current,
-            )
-        self._servers.require_available(run)
         while not unit.published:
+            _require_initializer(run, unit, trainer, epoch)
+            self._servers.require_available(run)
             is_joined = unit.publishing.in_flight
             try:
                 await unit.publishing(self._publish, run, unit, epoch)
@@ -374,8 +363,8 @@ class UnitPlacer:
         shards = unit.shards
         await self._servers.call_all(unit.owners, "PublishUnit", request)
         async with run.units.placement_lock:
-            if unit.shards != shards:
-                return  # the unit was placed again, because an owner ended: its new owners have no values yet
+            if unit.shards is not shards:
+                return  # the unit was placed again: its owners have no values yet, even if they are the same as before
             if any(map(self._is_ending, shards)):  # and its values with it
                 raise StaleEpochError(
                     f"unit {unit.layout.unit!r}: a shard server stopped before all initial values were published: "
@@ -386,6 +375,20 @@ class UnitPlacer:
             await self._state.save_unit(run, unit, published=True)
             unit.published = True
         self._state.events.add(EventKind.UNIT_PUBLISHED, f"unit {unit.layout.unit!r} is version 0", run=run.name)
+
+
+def _require_initializer(run: Run, unit: Unit, trainer: str, epoch: int) -> None:
+    """Raises StaleEpochError if the initial values of a unit are expected from another trainer, or another epoch."""
+    initializer = run.initializer_of(unit.layout)
+    if initializer is None or (trainer, epoch) != (initializer.trainer, initializer.epoch):
+        current = 0 if initializer is None else initializer.epoch
+        expected = "no trainer" if initializer is None else f"trainer {initializer.trainer!r} under epoch {current}"
+        raise StaleEpochError(
+            f"unit {unit.layout.unit!r}: trainer {trainer!r} sent initial values under epoch {epoch}, but they "
+            f"are expected from {expected}: declare the unit again",
+            unit=unit.layout.unit,
+            epoch=current,
+        )
 
 
 def _require_same(run: Run, unit: Unit, layout: UnitLayout) -> None:

@@ -223,8 +223,10 @@ class Run:
 
     def initializer_of(self, layout: UnitLayout) -> Initializer | None:
         """Returns the trainer that was chosen last to send the initial values of a unit."""
-        rank = self.settings.world.global_rank(tp_rank=layout.tp_rank, pp_rank=layout.pp_rank)
-        return self.units.initializers.get(rank)
+        return self.units.initializers.get(self._initializing_rank(layout))
+
+    def _initializing_rank(self, layout: UnitLayout) -> int:
+        return self.settings.world.global_rank(tp_rank=layout.tp_rank, pp_rank=layout.pp_rank)
 
     def choose_initializer(self, layout: UnitLayout) -> Initializer | None:
         """Returns the trainer that sends a unit's initial values. Chooses another one only if the former one is gone.
@@ -234,12 +236,16 @@ class Run:
         """
         live, former = self.members.live, self.initializer_of(layout)
         if former is None or former.trainer not in live:
-            rank = self.settings.world.global_rank(tp_rank=layout.tp_rank, pp_rank=layout.pp_rank)
+            rank = self._initializing_rank(layout)
             trainer = self.work.first_trainers()[rank]
             name = trainer if trainer in live else self.owners.lowest_live_trainer(rank)
             initializer = Initializer(name, self.changes.next_epoch()) if name is not None else None
             self.units.set_initializer(rank, initializer)
         return self.initializer_of(layout)
+
+    def revoke_initializer(self, layout: UnitLayout) -> None:
+        """Makes the initial values void that a trainer has sent. ``choose_initializer`` gives out another epoch."""
+        self.units.set_initializer(self._initializing_rank(layout), None)
 
     # Checkpoints
 

@@ -139,11 +139,11 @@ async def test_unit_is_placed_on_other_servers_when_one_is_forgotten_while_it_re
 async def test_heartbeat_fails_when_shards_are_lost_permanently(tmp_path: Path) -> None:
     async with harness(tmp_path) as cluster:
         a, _ = await cluster.team("a", "b")
-        declared = await a.declare(unit("u", (64, 64)))
+        await a.declare(unit("u", (64, 64)))
         cluster.shards["s1"].restart("2")
         await cluster.register("s1", incarnation="2")
         await a.heartbeat()
-        await a.declare(unit("u", (64, 64)))
+        declared = await a.declare(unit("u", (64, 64)))
         await a.publish("u", declared.epoch)
         cluster.shards["s1"].restart("3")
         await cluster.register("s1", incarnation="3")

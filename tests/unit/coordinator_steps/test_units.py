@@ -352,9 +352,51 @@ async def test_unit_that_is_placed_again_while_it_is_published_needs_its_values_
         again = await b.declare(unit("u", (64, 64)))
         assert sorted(at.incarnation for at in again.shards) == ["1", "2"]
         unavailable = False
-        await publishing
-        # The new process of s1 was asked to publish as well, which a real server refuses without values.
-        assert cluster.shards["s1"].runs["r"].units[0].version == 0
+        with pytest.raises(StaleEpochError, match="declare the unit again"):
+            await publishing
+        declared = await a.declare(unit("u", (64, 64)))
+        assert declared.initialize and not declared.HasField("version")
+        await a.publish("u", declared.epoch)
+
+
+async def test_values_sent_to_a_former_placement_on_the_same_servers_are_not_published(tmp_path: Path) -> None:
+    async with harness(tmp_path) as cluster:
+        a, b = await cluster.team("a", "b")
+        declared = await a.declare(unit("u", (64, 64)))
+
+        unavailable = True
+
+        def fail(rpc_name: str, request: Any) -> None:
+            if rpc_name == "PublishUnit" and unavailable:
+                raise UnavailableError("fake: temporary failure")
+
+        cluster.shards["s1"].fail = fail
+        publishing = asyncio.create_task(a.publish("u", declared.epoch))
+        await cluster.until(lambda: bool(cluster.shards["s1"].calls["PublishUnit"]), "publication on s1")
+        cluster.state.runs["r"].units.require("u").reserved = False
+        again = await b.declare(unit("u", (64, 64)))
+        assert again.shards == declared.shards
+        unavailable = False
+        with pytest.raises(StaleEpochError, match="declare the unit again"):
+            await publishing
+        assert not (await b.declare(unit("u", (64, 64)))).HasField("version")
+
+
+async def test_restarted_coordinator_does_not_rely_on_reservations_of_units_without_values(tmp_path: Path) -> None:
+    async with harness(tmp_path) as cluster:
+        a, _ = await cluster.team("a", "b")
+        declared = await a.declare(unit("u", (64, 64)))
+        # The former coordinator was killed after it had released a reservation, before it stored the new placement.
+        cluster.shards["s1"].runs["r"].shards.clear()
+        await cluster.restart()
+        await cluster.register("s0")
+        await cluster.register("s1")
+        again = await a.declare(unit("u", (64, 64)))
+        assert all(reserved(cluster).values())
+        assert again.initialize and again.epoch > declared.epoch, "the trainer sends its values again"
+        with pytest.raises(StaleEpochError, match="declare the unit again"):
+            await a.publish("u", declared.epoch)
+        assert (await a.publish("u", again.epoch)).version == 0
 
 
 @pytest.mark.parametrize("published", [False, True])

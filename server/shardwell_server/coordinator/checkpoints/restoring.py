@@ -183,7 +183,7 @@ class UnitFiller:
         if errors:  # all servers have ended their work, so the unit may be placed again
             raise min(errors, key=lambda error: isinstance(error, UnavailableError))
         async with run.units.placement_lock:
-            if unit.shards != shards or run.checkpoints.restore is not None:
+            if unit.shards is not shards or run.checkpoints.restore is not None:
                 return  # the unit was placed again, or the run is loaded from a checkpoint
             await self._state.save_unit(run, unit, published=True)
             unit.published = True
