@@ -226,8 +226,13 @@ def test_client_stops_sending_a_rejected_push() -> None:
             peer.sendall(socket_frames.encode(Kind.WELCOME) + refusal)  # sent before the peer reads anything
             with closing(next(connecting)) as connection:
                 much = memoryview(bytearray(64 << 20))
-                header = shard_pb2.ReduceScatterHeader()
-                error = error_of(lambda: connection.push_stream(header, [much], what="a push", timeout_s=20.0))
+
+                def push() -> None:
+                    with connection.request("a push", 20.0):
+                        connection.send_stream(shard_pb2.ReduceScatterHeader(), [much])
+                        connection.receive_message(Kind.REDUCE_SCATTERED, shard_pb2.ReduceScatterResponse)
+
+                error = error_of(push)
     assert (type(error), error.data) == (StaleEpochError, {"newest": "7"})
 
 

@@ -9,8 +9,9 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+
+from google.protobuf.message import Message
 
 from shardwell.transport.base import (
     NEARLY_DONE_BYTES,
@@ -25,7 +26,7 @@ from shardwell.transport.base import (
 from shardwell.transport.grpc_transport import ShardClient
 from shardwell.transport.service_client import Endpoint
 from shardwell_wire.connection import socket_frames
-from shardwell_wire.connection.socket_frames import EncryptedStream, Kind, LowWaterMark, set_options
+from shardwell_wire.connection.socket_frames import AnyMessage, EncryptedStream, Kind, set_options
 from shardwell_wire.encoding import chunk_streams
 from shardwell_wire.encoding.chunk_streams import Buffer
 from shardwell_wire.errors import (
@@ -55,7 +56,9 @@ copied."""
 
 
 class SocketConnection:
-    """Sends requests one after another. For one thread at a time, except ``abort``.
+    """One connection. Used by one thread at a time, except ``abort``.
+
+    A request is a ``with`` block: ``with connection.request(...)``. It maps the errors of the socket.
 
     Args:
         endpoint: Connects to the shard server.
@@ -70,17 +73,16 @@ class SocketConnection:
     """
 
     def __init__(self, endpoint: Endpoint, offer: shard_pb2.SocketOffer, *, peer: str, timeout_s: float) -> None:
-        self._peer, self._deadline = peer, time.monotonic() + timeout_s
-        self.is_idle = False
-        """Whether no request is in flight: the next bytes in either direction start a frame of a new request."""
-        with self._request("connect", timeout_s):
+        self._peer = peer
+        self.release: Callable[[SocketConnection], None] | None = None
+        """Called when a request has ended. None: the connection is not shared."""
+        with self.request("connect", timeout_s):
             self._socket = endpoint.connect(offer.port, timeout_s)
             set_options(self._socket)
             # Blocking, so that one call sends a whole frame. `_limit_send` sets the timeout of a call.
             self._socket.settimeout(None)
             self._readable = select.poll()
             self._readable.register(self._socket, select.POLLIN)
-            self._mark = LowWaterMark(self._socket)
             self._send_limit_s = 0.0
             self._scratch = memoryview(bytearray(_AHEAD_BYTES))
             self._ahead = self._scratch[:0]
@@ -88,18 +90,19 @@ class SocketConnection:
             try:
                 self._stream = endpoint.byte_stream(self._socket, offer.encryption)
                 self._shake_hands()
-                self._send([socket_frames.hello(offer.token)])
-                self._receive_message(Kind.WELCOME)
+                self.send([socket_frames.hello(offer.token)])
+                self._receive_frame(Kind.WELCOME)
             except BaseException:
                 self._socket.close()
                 raise
 
     @property
-    def usable(self) -> bool:
+    def is_usable(self) -> bool:
         """Whether another request can be sent. False if the server has closed the connection."""
         return self.is_idle and not self._stream.is_worn_out and not self._has_input()
 
     def close(self) -> None:
+        """Closes the connection, which no thread uses."""
         self._socket.close()
 
     def abort(self) -> None:
@@ -107,135 +110,91 @@ class SocketConnection:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def fetch_stream(
-        self,
-        request: shard_pb2.GatherRequest,
-        place: Place,
-        *,
-        what: str,
-        timeout_s: float,
-        nearly_done: NearlyDone = ignore,
-    ) -> int:
-        """Fetches a version; returns the version."""
-        with self._request(what, timeout_s):
-            self._send([socket_frames.encode_request(Kind.GATHER, request, timeout_s)])
-            header = socket_frames.parse_message(self._receive_message(Kind.GATHERING), shard_pb2.GatherHeader)
-            self._receive_streams([place_of(header, place)], what, nearly_done)
-            return header.version
-
-    def measure(self, target: memoryview, *, timeout_s: float) -> None:
-        """Receives bytes without content."""
-        what = "a measurement"
-        with self._request(what, timeout_s):
-            request = shard_pb2.MeasureTransportRequest(size_bytes=len(target))
-            self._send([socket_frames.encode_request(Kind.MEASURE, request, timeout_s)])
-            self._receive_streams([target], what, ignore)
-
-    def push_stream(
-        self,
-        header: shard_pb2.ReduceScatterHeader,
-        pieces: Sequence[memoryview],
-        *,
-        what: str,
-        timeout_s: float,
-        nearly_done: NearlyDone = ignore,
-    ) -> shard_pb2.ReduceScatterResponse:
-        """Pushes the bytes of ``pieces``."""
-        with self._request(what, timeout_s):
-            # A server that rejects the push answers mid-stream and may close the connection before the stream ends.
-            with contextlib.suppress(ConnectionError):
-                self._send_stream(socket_frames.encode_request(Kind.REDUCE_SCATTER, header, timeout_s), pieces)
-            nearly_done()
-            try:
-                payload = self._receive_message(Kind.REDUCE_SCATTERED)
-            except ShardwellError:
-                self.is_idle = False  # the server does not read the rest of the stream
-                raise
-            return socket_frames.parse_message(payload, shard_pb2.ReduceScatterResponse)
-
-    def control(
-        self, request: shard_pb2.ReduceGradientBufferRequest, *, what: str, timeout_s: float
-    ) -> shard_pb2.ReduceGradientBufferResponse:
-        """Sends a control message."""
-        with self._request(what, timeout_s):
-            self._send([socket_frames.encode_request(Kind.REDUCE_GRADIENT_BUFFER, request, timeout_s)])
-            payload = self._receive_message(Kind.GRADIENT_BUFFER_REDUCED)
-            return socket_frames.parse_message(payload, shard_pb2.ReduceGradientBufferResponse)
-
-    def fetch_batch(self, request: shard_pb2.GatherBatchRequest, answers: BatchAnswers, *, timeout_s: float) -> None:
-        """Sends a batch of small fetches, and receives all answers."""
-        what = f"GatherBatch of {len(request.ranges)} ranges"
-        with self._request(what, timeout_s):
-            self._send([socket_frames.encode_request(Kind.GATHER_BATCH, request, timeout_s)])
-            while answers.are_missing:
-                payload = self._receive_message(Kind.BATCH_GATHERED)
-                response = socket_frames.parse_message(payload, shard_pb2.GatherBatchResponse)
-                self._receive_streams(answers.places(response), what, ignore)
-                answers.finish(response)
-
-    def push_batch(self, request: shard_pb2.ReduceBatchRequest, *, timeout_s: float) -> shard_pb2.ReduceBatchResponse:
-        """Sends a batch of small pushes."""
-        with self._request(f"ReduceBatch of {len(request.parts)} parts", timeout_s):
-            self._send([socket_frames.encode_request(Kind.REDUCE_BATCH, request, timeout_s)])
-            payload = self._receive_message(Kind.BATCH_REDUCED)
-            return socket_frames.parse_message(payload, shard_pb2.ReduceBatchResponse)
-
     # ---- one request ----
 
-    @contextmanager
-    def _request(self, what: str, timeout_s: float) -> Iterator[None]:
-        self._deadline, self.is_idle = time.monotonic() + timeout_s, False
+    def request(self, what: str, timeout_s: float) -> SocketConnection:
+        """Starts a request, which ends with the ``with`` block of the result.
+
+        Args:
+            what: Names the request in errors.
+            timeout_s: Deadline.
+        """
+        self._what, self._timeout_s, self._deadline = what, timeout_s, time.monotonic() + timeout_s
+        self.is_idle = False
+        """Whether no request is in flight: the next bytes in either direction start a frame of a new request."""
+        self._has_sent_stream = False
+        return self
+
+    def __enter__(self) -> SocketConnection:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
-            yield
-            self.is_idle = True
-        except ShardwellError:
-            raise
-        except TimeoutError:
-            raise DeadlineError(f"{what}: {self._peer} did not finish within {timeout_s:g} s") from None
-        except OSError as error:
-            raise UnavailableError(
-                f"{what}: the connection of the {self._peer} failed: {error}", peer=self._peer
-            ) from error
+            if error is None:
+                self.is_idle = True
+            elif isinstance(error, OSError) and not isinstance(error, ShardwellError):
+                if isinstance(error, TimeoutError):
+                    raise DeadlineError(
+                        f"{self._what}: {self._peer} did not finish within {self._timeout_s:g} s"
+                    ) from None
+                raise UnavailableError(
+                    f"{self._what}: the connection of the {self._peer} failed: {error}", peer=self._peer
+                ) from error
+        finally:
+            if self.release is not None:
+                self.release(self)
 
-    def _send_stream(self, request: bytes, pieces: Sequence[memoryview]) -> None:
-        """Sends a request and its stream. Stops early if the server answers before the stream ends."""
+    def send_request(self, kind: Kind, message: Message) -> None:
+        """Sends a request without a stream."""
+        self.send([socket_frames.encode_request(kind, message, self._timeout_s)])
+
+    def send_stream(self, message: Message, pieces: Sequence[memoryview]) -> None:
+        """Sends a ReduceScatter request and its stream. Stops early if the server answers before the stream ends."""
+        self._has_sent_stream = True
         sender, left_bytes = socket_frames.StreamSender(), sum(map(len, pieces))
-        buffers: list[Buffer] = [request]
-        for parts in chunk_streams.batches(pieces, socket_frames.DATA_BYTES):
-            if parts:
-                buffers += sender.data(parts)
-            left_bytes -= sum(map(len, parts))
-            if not left_bytes:
-                buffers.append(sender.end())
-            if self._has_input():
-                return
-            self._send(buffers)
-            buffers = []
+        buffers: list[Buffer] = [socket_frames.encode_request(Kind.REDUCE_SCATTER, message, self._timeout_s)]
+        # A server that rejects the push answers mid-stream and may close the connection before the stream ends.
+        with contextlib.suppress(ConnectionError):
+            for parts in chunk_streams.batches(pieces, socket_frames.DATA_BYTES):
+                if parts:
+                    buffers += sender.data(parts)
+                left_bytes -= sum(map(len, parts))
+                if not left_bytes:
+                    buffers.append(sender.end())
+                if self._has_input():
+                    return
+                self.send(buffers)
+                buffers = []
 
-    def _receive_streams(self, targets: Sequence[memoryview], what: str, nearly_done: NearlyDone) -> None:
-        """Receives one stream into several places."""
-        receiver = socket_frames.StreamReceiver(targets, sum(map(len, targets)), what, may_be_refused=True)
+    def receive_message(self, kind: Kind, message_type: type[AnyMessage]) -> AnyMessage:
+        """Returns the message in the next frame. Raises the error that the server sent in its place."""
+        return socket_frames.parse_message(self._receive_frame(kind), message_type)
+
+    def receive_stream(self, targets: Sequence[memoryview], nearly_done: NearlyDone = ignore) -> None:
+        """Receives one stream into consecutive places. Raises the error that the server sent in its place."""
+        receiver = socket_frames.StreamReceiver(targets, sum(map(len, targets)), self._what, may_be_refused=True)
         is_nearly_done = False
         while not receiver.over:
-            receiver.took(self._receive(receiver.places()))
+            if self._ahead:
+                self._ahead = receiver.take(self._ahead)
+            else:
+                receiver.took(self._receive(receiver.places()))
             if not is_nearly_done and receiver.left_bytes <= NEARLY_DONE_BYTES:
                 is_nearly_done = True
                 nearly_done()
         if receiver.refusal_bytes is not None:
             raise self._receive_error(receiver.refusal_bytes)
 
-    def _receive_message(self, expected: Kind) -> bytes:
+    def _receive_frame(self, expected: Kind) -> bytes:
         """Returns the payload of the next frame. Raises the error that the server sent in its place."""
-        kind, size_bytes = socket_frames.parse_head(
-            self._receive_exactly(socket_frames.HEAD_BYTES), expected, Kind.ERROR
-        )
+        kind, size_bytes = socket_frames.parse_head(self._exactly(socket_frames.HEAD_BYTES), expected, Kind.ERROR)
         if kind is Kind.ERROR:
             raise self._receive_error(size_bytes)
-        return self._receive_exactly(size_bytes)
+        return self._exactly(size_bytes)
 
     def _receive_error(self, size_bytes: int) -> ShardwellError:
-        error = from_status_details(self._receive_exactly(size_bytes), self._peer)
-        self.is_idle = True
+        error = from_status_details(self._exactly(size_bytes), self._peer)
+        self.is_idle = not self._has_sent_stream  # the server does not read the rest of a stream
         return error
 
     # ---- bytes ----
@@ -243,25 +202,32 @@ class SocketConnection:
     def _shake_hands(self) -> None:
         """Waits for the TLS handshake, if the connection is encrypted."""
         while isinstance(self._stream, EncryptedStream):
-            self._limit_send()
+            self._limit_send(self._remaining_s())
             try:
                 return self._stream.handshake()
             except BlockingIOError:
                 self._wait_for_input()
         return None
 
-    def _send(self, buffers: Sequence[Buffer]) -> None:
-        left = buffers
-        while left:
-            self._limit_send()
-            with contextlib.suppress(BlockingIOError):
-                left = socket_frames.unsent(left, self._stream.send(left[:_MAX_BUFFERS]))
+    def send(self, buffers: Sequence[Buffer]) -> None:
+        """Sends frames, or parts of frames."""
+        left, left_bytes = buffers, sum(map(len, buffers))
+        while left_bytes:
+            remaining_s = self._deadline - time.monotonic()
+            if not 0 <= self._send_limit_s - remaining_s < _TIMEOUT_SLACK_S:
+                self._limit_send(self._remaining_s())
+            elif remaining_s <= 0:
+                raise TimeoutError
+            try:
+                sent_bytes = self._stream.send(left[:_MAX_BUFFERS])
+            except BlockingIOError:
+                continue
+            left_bytes -= sent_bytes
+            if left_bytes:
+                left = socket_frames.unsent(left, sent_bytes)
 
-    def _limit_send(self) -> None:
+    def _limit_send(self, remaining_s: float) -> None:
         """Makes the next send raise BlockingIOError at about the deadline of the request."""
-        remaining_s = self._remaining_s()
-        if 0 <= self._send_limit_s - remaining_s < _TIMEOUT_SLACK_S:
-            return
         seconds, rest_s = divmod(remaining_s, 1.0)
         # Two zeros would mean "no timeout".
         limit = _TIMEVAL.pack(int(seconds), max(1, int(rest_s * 1e6)))
@@ -270,43 +236,46 @@ class SocketConnection:
 
     def _has_input(self) -> bool:
         """Whether the server has sent a byte or closed the connection."""
-        self._mark.want(1)
+        if self._stream.mark_bytes != 1:
+            self._stream.want(1)
         return bool(self._ahead or self._stream.buffered_bytes or self._readable.poll(0))
 
-    def _receive_exactly(self, size_bytes: int) -> bytes:
+    def _exactly(self, size_bytes: int) -> bytes:
+        """Returns the next bytes."""
+        ahead = self._ahead[:size_bytes]
+        self._ahead = self._ahead[len(ahead) :]
+        if len(ahead) == size_bytes:
+            return bytes(ahead)
         data = bytearray(size_bytes)
-        left = memoryview(data)
+        data[: len(ahead)] = ahead
+        left = memoryview(data)[len(ahead) :]
         while left:
             left = left[self._receive([left]) :]
         return bytes(data)
 
     def _receive(self, places: Sequence[memoryview]) -> int:
-        """Waits for bytes and writes them to consecutive places; returns their number."""
-        if self._ahead:
-            return self._take_ahead(places)
-        wanted_bytes, has_bytes = sum(map(len, places)), self._stream.buffered_bytes > 0
+        """Waits for bytes and writes them to consecutive places; returns their number.
+
+        Bytes that follow them become ``_ahead``, which must be empty.
+        """
+        stream, wanted_bytes = self._stream, sum(map(len, places))
+        has_bytes = stream.buffered_bytes > 0
         while True:
             # Poll first. A blocking receive starts to copy at once, and the kernel then compares the mark with the
             # missing bytes only, which may be fewer than the mark.
             if not has_bytes:
-                self._mark.want(self._stream.low_water_mark(wanted_bytes))
+                stream.want(wanted_bytes)
                 self._wait_for_input()
-            with contextlib.suppress(BlockingIOError):
-                count = self._stream.receive([*places, self._scratch])
-                if not count:
-                    raise ConnectionResetError("the server closed the connection in the middle of a response")
-                if count > wanted_bytes:
-                    self._ahead = self._scratch[: count - wanted_bytes]
-                return min(count, wanted_bytes)
-            has_bytes = False
-
-    def _take_ahead(self, places: Sequence[memoryview]) -> int:
-        count = 0
-        for place in places:
-            part, self._ahead = self._ahead[: len(place)], self._ahead[len(place) :]
-            place[: len(part)] = part
-            count += len(part)
-        return count
+            try:
+                count = stream.receive([*places, self._scratch])
+            except BlockingIOError:
+                has_bytes = False
+                continue
+            if not count:
+                raise ConnectionResetError("the server closed the connection in the middle of a response")
+            if count > wanted_bytes:
+                self._ahead = self._scratch[: count - wanted_bytes]
+            return min(count, wanted_bytes)
 
     def _wait_for_input(self) -> None:
         self._readable.poll(min(_LONGEST_POLL_MS, math.ceil(1000 * self._remaining_s())))
@@ -358,7 +327,7 @@ class SocketTransport(StreamTransport):
         self._rpc.when_ended(self._end)
         try:
             # A firewall may block this port and not the port of the rpcs.
-            self._release(self._acquire(timeout_s))
+            self._release(self._connect(timeout_s))
         except BaseException:
             self.close()
             raise
@@ -372,12 +341,11 @@ class SocketTransport(StreamTransport):
         nearly_done: NearlyDone = ignore,
     ) -> int:
         """See ``StreamTransport``."""
-        what = f"Gather of unit {request.unit!r}"
-        connection = self._acquire(timeout_s)
-        try:
-            return connection.fetch_stream(request, place, what=what, timeout_s=timeout_s, nearly_done=nearly_done)
-        finally:
-            self._release(connection)
+        with self._request(f"Gather of unit {request.unit!r}", timeout_s) as connection:
+            connection.send_request(Kind.GATHER, request)
+            header = connection.receive_message(Kind.GATHERING, shard_pb2.GatherHeader)
+            connection.receive_stream([place_of(header, place)], nearly_done)
+        return header.version
 
     def push_stream(
         self,
@@ -388,49 +356,41 @@ class SocketTransport(StreamTransport):
         nearly_done: NearlyDone = ignore,
     ) -> shard_pb2.ReduceScatterResponse:
         """See ``StreamTransport``."""
-        what = f"ReduceScatter of unit {header.unit!r}"
-        connection = self._acquire(timeout_s)
-        try:
-            return connection.push_stream(header, pieces, what=what, timeout_s=timeout_s, nearly_done=nearly_done)
-        finally:
-            self._release(connection)
+        with self._request(f"ReduceScatter of unit {header.unit!r}", timeout_s) as connection:
+            connection.send_stream(header, pieces)
+            nearly_done()
+            return connection.receive_message(Kind.REDUCE_SCATTERED, shard_pb2.ReduceScatterResponse)
 
     def control(
         self, request: shard_pb2.ReduceGradientBufferRequest, timeout_s: float
     ) -> shard_pb2.ReduceGradientBufferResponse:
         """See ``StreamTransport``."""
-        what = f"ReduceGradientBuffer of unit {request.header.unit!r}"
-        connection = self._acquire(timeout_s)
-        try:
-            return connection.control(request, what=what, timeout_s=timeout_s)
-        finally:
-            self._release(connection)
+        with self._request(f"ReduceGradientBuffer of unit {request.header.unit!r}", timeout_s) as connection:
+            connection.send_request(Kind.REDUCE_GRADIENT_BUFFER, request)
+            return connection.receive_message(Kind.GRADIENT_BUFFER_REDUCED, shard_pb2.ReduceGradientBufferResponse)
 
     def fetch_batch(self, request: shard_pb2.GatherBatchRequest, answers: BatchAnswers, *, timeout_s: float) -> None:
         """See ``StreamTransport``."""
-        connection = self._acquire(timeout_s)
-        try:
-            connection.fetch_batch(request, answers, timeout_s=timeout_s)
-        finally:
-            self._release(connection)
+        with self._request(f"GatherBatch of {len(request.ranges)} ranges", timeout_s) as connection:
+            connection.send_request(Kind.GATHER_BATCH, request)
+            while answers.are_missing:
+                response = connection.receive_message(Kind.BATCH_GATHERED, shard_pb2.GatherBatchResponse)
+                connection.receive_stream(answers.places(response))
+                answers.finish(response)
 
     def push_batch(self, request: shard_pb2.ReduceBatchRequest, *, timeout_s: float) -> shard_pb2.ReduceBatchResponse:
         """See ``StreamTransport``."""
-        connection = self._acquire(timeout_s)
-        try:
-            return connection.push_batch(request, timeout_s=timeout_s)
-        finally:
-            self._release(connection)
+        with self._request(f"ReduceBatch of {len(request.parts)} parts", timeout_s) as connection:
+            connection.send_request(Kind.REDUCE_BATCH, request)
+            return connection.receive_message(Kind.BATCH_REDUCED, shard_pb2.ReduceBatchResponse)
 
     def measure_stream(self, size_bytes: int, *, timeout_s: float) -> float:
         """See ``StreamTransport``."""
         target = memoryview(bytearray(size_bytes))
         started = time.perf_counter()
-        connection = self._acquire(timeout_s)
-        try:
-            connection.measure(target, timeout_s=timeout_s)
-        finally:
-            self._release(connection)
+        with self._request("a measurement", timeout_s) as connection:
+            connection.send_request(Kind.MEASURE, shard_pb2.MeasureTransportRequest(size_bytes=size_bytes))
+            connection.receive_stream([target])
         return size_bytes / (time.perf_counter() - started)
 
     @property
@@ -454,18 +414,21 @@ class SocketTransport(StreamTransport):
         for connection in idle:
             connection.close()
 
-    def _acquire(self, timeout_s: float) -> SocketConnection:
-        """Returns a connection without a request: an idle one, or a new one."""
+    def _request(self, what: str, timeout_s: float) -> SocketConnection:
+        """Returns a connection with a new request; see ``SocketConnection.request``."""
         while True:
             with self._lock:
                 if not self._open:
                     raise UnavailableError(f"{self._peer} is closed")
-                if not self._idle:
-                    break
-                connection = self._idle.pop()
-            if connection.usable:
-                return connection
+                connection = self._idle.pop() if self._idle else None
+            if connection is None:
+                return self._connect(timeout_s).request(what, timeout_s)
+            if connection.is_usable:
+                return connection.request(what, timeout_s)
             self._discard(connection)
+
+    def _connect(self, timeout_s: float) -> SocketConnection:
+        """Returns a new connection."""
         try:
             connection = SocketConnection(self._endpoint, self._offer, peer=self._peer, timeout_s=timeout_s)
         except AccessError as error:
@@ -473,11 +436,13 @@ class SocketTransport(StreamTransport):
         with self._lock:
             if self._open:
                 self._connections.add(connection)
+                connection.release = self._release
                 return connection
         connection.close()
         raise UnavailableError(f"{self._peer} is closed")
 
     def _release(self, connection: SocketConnection) -> None:
+        """Keeps a connection whose request has ended, or closes it."""
         with self._lock:
             if self._open and connection.is_idle and len(self._idle) < _MAX_IDLE:
                 self._idle.append(connection)

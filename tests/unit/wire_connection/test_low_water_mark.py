@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shardwell_wire.connection.socket_frames import WAKE_BYTES, LowWaterMark
+from shardwell_wire.connection.socket_frames import WAKE_BYTES, PlainStream
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def arrives(near: socket.socket, timeout_s: float = 20.0) -> bool:
 
 def test_reader_is_woken_at_the_requested_size(pair: tuple[socket.socket, socket.socket]) -> None:
     near, far = pair
-    mark = LowWaterMark(near)
+    mark = PlainStream(near)
     mark.want(1000)
     far.sendall(bytes(999))
     assert not arrives(near, 0.05)
@@ -44,7 +44,7 @@ def test_reader_is_woken_at_the_requested_size(pair: tuple[socket.socket, socket
 
 def test_mark_is_limited_to_wake_bytes(pair: tuple[socket.socket, socket.socket]) -> None:
     near, far = pair
-    LowWaterMark(near).want(100 * WAKE_BYTES)
+    PlainStream(near).want(100 * WAKE_BYTES)
     sending = threading.Thread(target=far.sendall, args=(bytes(WAKE_BYTES),))
     sending.start()
     assert arrives(near)
@@ -56,7 +56,7 @@ def test_mark_is_limited_to_wake_bytes(pair: tuple[socket.socket, socket.socket]
 
 def test_end_of_connection_wakes_the_reader(pair: tuple[socket.socket, socket.socket]) -> None:
     near, far = pair
-    LowWaterMark(near).want(1000)
+    PlainStream(near).want(1000)
     far.sendall(b"little")
     far.close()
     assert arrives(near)
@@ -65,11 +65,11 @@ def test_end_of_connection_wakes_the_reader(pair: tuple[socket.socket, socket.so
 
 def test_missing_socket_option_is_ignored() -> None:
     class Without:
-        asked = 0
+        asked, sendmsg = 0, None
 
         def setsockopt(self, *_: object) -> None:
             self.asked += 1
             raise OSError("protocol not available")
 
-    LowWaterMark(without := Without()).want(1000)  # type: ignore[arg-type]
+    PlainStream(without := Without()).want(1000)  # type: ignore[arg-type]
     assert without.asked == 1

@@ -19,7 +19,6 @@ from shardwell_wire.connection.socket_frames import (
     ByteStream,
     EncryptedStream,
     Kind,
-    LowWaterMark,
     PlainStream,
     StreamReceiver,
     set_options,
@@ -228,7 +227,6 @@ class Connection:
         # The loop watches the descriptor's number: for a socket object, asyncio would format its repr at every call.
         self._socket, self._number, self._loop = peer, peer.fileno(), asyncio.get_running_loop()
         self._stream: ByteStream = PlainStream(peer)
-        self._mark = LowWaterMark(peer)
         self.peer = _name_of(peer)
         """Address of the peer, for the log."""
         self._since_wait_bytes = 0
@@ -370,7 +368,7 @@ class Connection:
             task.cancel()
 
         # A peer that waits for an answer sends nothing, so the socket becomes readable only if the peer gives up.
-        self._mark.want(1)
+        self._stream.want(1)
         self._loop.add_reader(self._number, end)
         try:
             yield
@@ -480,7 +478,7 @@ class Connection:
 
     def _set_mark(self, transfer: Transfer) -> None:
         if transfer.receives:
-            self._mark.want(self._stream.low_water_mark(transfer.missing_bytes))
+            self._stream.want(max(1, transfer.missing_bytes))
 
     async def _move_without_waiting(self, transfer: Transfer) -> bool:
         """Moves bytes until the socket would block; returns True if the transfer is complete."""
