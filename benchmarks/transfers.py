@@ -350,8 +350,8 @@ def shardwell_transport(spec: TransferSpec) -> Rounds:
         unit = next(iter(session.units))
 
         def push(gradient: Tensor) -> None:
-            session.store.push(unit.index, [(0, gradient)])
-            session.store.drain()
+            session.store.gradients.push(unit.index, [(0, gradient)])
+            session.store.gradients.drain()
 
         def take(odd: int) -> dict[str, float]:
             module.unshard()  # waits for the update of the previous step

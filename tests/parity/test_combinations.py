@@ -188,7 +188,7 @@ class InMemoryWalk:
         sharded = self.sharded
         sharded.store.step(dp=self.dp)
         sharded.units.invalidate()
-        sharded.units.begin_step()
+        sharded.units.passes.begin_step()
         sharded.units.zero_grad()
         self.by_hand.step(self.dp)
 

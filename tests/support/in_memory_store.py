@@ -77,6 +77,10 @@ class InMemoryStore:
 
     # ParameterStore.
 
+    @property
+    def gradients(self) -> InMemoryStore:
+        return self
+
     def declare(self, layout: UnitLayout, initial_values: InitialValues) -> int:
         values = torch.zeros(layout.size_bytes, dtype=torch.uint8)
         unit = StoredUnit(
@@ -175,9 +179,6 @@ class InMemoryStore:
         unit.parts.append(gradients)
         self.pushes[unit.layout.unit] += 1
         self.events.append(f"push {unit.layout.unit}")
-
-    def drain(self) -> None:
-        """Returns at once: nothing is in flight."""
 
     def may_keep(self, unit_index: int) -> bool:
         return False

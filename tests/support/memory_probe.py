@@ -52,7 +52,7 @@ def main(address: str, transports: str | None = None) -> None:
     warm = Block() if session is None else shardwell.fully_shard(Block(), session)
     warm(torch.randn(2, WIDTH)).sum().backward()
     if session is not None:
-        session.store.drain()
+        session.store.gradients.drain()
     start = own_bytes()
     blocks = []
     for _ in range(NUM_BLOCKS):
@@ -67,7 +67,7 @@ def main(address: str, transports: str | None = None) -> None:
     live = None if session is None else session.units.live_bytes
     loss.backward()
     if session is not None:
-        session.store.drain()
+        session.store.gradients.drain()
     after_backward = own_bytes()
     trim()  # the heaps keep the memory of freed gradients for the next step
     held = own_bytes()

@@ -32,8 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwell.data_plane.host_cache import HostFolder
 from shardwell.grid.replica_store import ReplicaStore
-from shardwell.membership.membership import Membership
-from shardwell.membership.validity import START_AGAIN
+from shardwell.membership.membership import START_AGAIN, Membership
 from shardwell.options import JoinConfig
 from shardwell.peers.node_group import CONNECTED, MemberGoneError, NodeGroup, NodeRendezvous, Outcome
 from shardwell_wire.errors import (

@@ -1,4 +1,7 @@
-"""A trainer's membership in a run: joining, calls to the coordinator under the membership, joining again, leaving."""
+"""A trainer's membership in a run: joining, calls to the coordinator under the membership, joining again, leaving.
+
+Also compares the epoch of the replica's process group with the newest epoch of the replica.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,11 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from shardwell.membership.heartbeats import Heartbeats, ItemInWork, MembershipStream, RunNotices, TrainerReports
-from shardwell.membership.validity import MembershipState, ReplicaEpoch
 from shardwell.options import JoinConfig
 from shardwell.transport.service_client import CoordinatorClient
 from shardwell_wire.connection.protocol_versions import check_chosen, own_versions
@@ -20,6 +22,7 @@ from shardwell_wire.errors import (
     ConflictError,
     DeadlineError,
     DuplicateError,
+    ReplicaLostError,
     RunDeletedError,
     ShardwellError,
     StaleEpochError,
@@ -44,6 +47,9 @@ _REPLICA_POLL_S = 1.0
 _MAX_ADMISSIONS = 6
 """How often a trainer asks to be admitted, if its membership ends again and again before the start."""
 
+_MAX_REJOINS = 5
+"""Memberships in a row that may lapse without a commit in between. More often, the cause is not going to disappear."""
+
 _ASK_TIMEOUT_S = 5.0
 _LEAVE_TIMEOUT_S = 2.0
 
@@ -59,6 +65,16 @@ class Membership:
     A membership *lapses* if the trainer lost its lease, or if the run was rolled back. ``rejoin`` then starts another
     one under the same name. Until then, requests to the coordinator raise StaleEpochError, and weights can be read.
 
+    Attributes:
+        valid: True if the membership has neither lapsed nor ended for good.
+        lapsed: True if the membership is over and ``rejoin`` may start another one.
+        reports: What the heartbeats report.
+        when_news: Called in any thread when ``committed_step`` or ``placement`` has risen. Must return at once.
+        when_residuals_wanted: Called in any thread while a checkpoint wants residuals of error feedback, more than
+            once. Must return at once.
+        when_lapsed: Called in any thread, once per membership that lapses.
+        when_ended: Called once, in any thread, when the membership has ended for good.
+
     Args:
         config: Options of the trainer.
         coordinator: The coordinator.
@@ -73,15 +89,21 @@ class Membership:
         self._config, self._coordinator = config, coordinator
         self._token = MemberCredentials.of(coordinator.credentials)
         coordinator.credentials = self._token
-        self._state = MembershipState(config.run)
+        self._lapse: StaleEpochError | None = None
+        self._ended: ShardwellError | None = None
+        self.valid, self.lapsed, self._rejoins_in_a_row = False, False, 0
+        self._over = threading.Event()
+        """Set when the current membership is over. Ends the threads that keep it."""
         self._incarnation = ""
         """Names the membership that this process asks for, so that a repeated ``Join`` is the same one."""
         self.token_expired = False
         """Whether the membership has lapsed because its token was not renewed in time. No server answers then."""
-        self._reports = TrainerReports()
+        self.reports = TrainerReports()
         self._notices = RunNotices(config.run)
-        self._when_news: Callable[[], None] = lambda: None
-        self._when_residuals_wanted: Callable[[coordinator_pb2.WantedResiduals], None] = lambda wanted: None
+        self.when_news: Callable[[], None] = lambda: None
+        self.when_residuals_wanted: Callable[[coordinator_pb2.WantedResiduals], None] = lambda wanted: None
+        self.when_lapsed: Callable[[], None] = lambda: None
+        self.when_ended: Callable[[], None] = lambda: None
         self._news_lock = threading.Lock()
         self.replica_epoch = ReplicaEpoch()
         self.committed_step = 0
@@ -151,39 +173,36 @@ class Membership:
         """Starts the membership that the coordinator granted."""
         self.trainer: str = joined.trainer
         self.epoch: int = joined.epoch
-        self._lease_s: float = joined.lease_s
-        self._state.begin(joined.trainer, joined.epoch)
+        self._over, self._lapse, self.lapsed = threading.Event(), None, False
+        self.valid = self._ended is None
         self.committed_step = joined.committed_step
         self._note_joined(joined)
-        self._start_keeping()
+        self._start_keeping(joined.lease_s)
 
     def _note_joined(self, joined: coordinator_pb2.JoinResponse) -> None:
         """Records the state of the membership."""
         self.joined = joined
         self.rank_assignments: tuple[coordinator_pb2.RankAssignment, ...] = tuple(joined.rank_assignments)
+        self.pp_rank = self.rank_assignments[0].coordinates.pp_rank if self.rank_assignments else 0
+        """Pipeline rank of all logical ranks of this trainer. 0 if it has none."""
         self.replica_epoch.announce(joined.replica_epoch)
         self._token.renew(joined.token)
         self.token_expired = False
         self._note_news(joined.committed_step, joined.placement)
         self._notices.show(joined.notices)
 
-    @property
-    def pp_rank(self) -> int:
-        """Pipeline rank of all logical ranks of this trainer. 0 if it has none."""
-        return self.rank_assignments[0].coordinates.pp_rank if self.rank_assignments else 0
-
-    def _start_keeping(self) -> None:
+    def _start_keeping(self, lease_s: float) -> None:
         """Starts the threads that keep the membership which the last join began."""
         run, run_id, trainer, epoch = self.run, self.identity.run_id, self.trainer, self.epoch
         end = partial(self._end, epoch=epoch)
         self._heartbeats = Heartbeats(
             self._coordinator,
             coordinator_pb2.HeartbeatRequest(run=run, run_id=run_id, trainer=trainer, epoch=epoch),
-            self._reports,
-            lease_s=self._lease_s,
+            self.reports,
+            lease_s=lease_s,
             note_news=self._note_message,
             end=end,
-            stop=self._state.over,
+            stop=self._over,
         )
         self._stream = MembershipStream(
             self._coordinator,
@@ -207,31 +226,6 @@ class Membership:
     def coordinator_address(self) -> str:
         """Address of the coordinator, host:port."""
         return self._coordinator.address
-
-    def attach(
-        self,
-        *,
-        transports: Callable[[], Sequence[coordinator_pb2.TransportReport]],
-        unreachable: Callable[[], Sequence[coordinator_pb2.UnreachableServer]],
-        when_ended: Callable[[], None],
-        when_news: Callable[[], None] = lambda: None,
-        when_residuals_wanted: Callable[[coordinator_pb2.WantedResiduals], None] = lambda wanted: None,
-        when_lapsed: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Connects the membership with the data plane.
-
-        Args:
-            transports: Returns the transports to the shard servers. Called in the heartbeat thread.
-            unreachable: Returns the servers that cannot be reached. Called in the heartbeat thread.
-            when_ended: Called once, in any thread, when the membership has ended for good.
-            when_news: Called in any thread when ``committed_step`` or ``placement`` has risen. Must return at once.
-            when_residuals_wanted: Called in any thread while a checkpoint wants residuals of error feedback, more than
-                once. Must return at once.
-            when_lapsed: Called in any thread, once per membership that lapses.
-        """
-        self._reports.transports, self._reports.unreachable = transports, unreachable
-        self._state.when_ended, self._state.when_lapsed = when_ended, when_lapsed
-        self._when_news, self._when_residuals_wanted = when_news, when_residuals_wanted
 
     # ---- calls ----
 
@@ -283,7 +277,7 @@ class Membership:
             what: What the rpc waits for, for messages.
             with_replica: True if the trainer cannot go on without its replica. A response that is not final then raises
                 an error if the replica's process group is void. A final one counts: a trainer of the replica may have
-                left because the run has ended. See Note: [Void process groups] in ``validity.py``.
+                left because the run has ended. See Note: [Void process groups].
 
         Raises:
             DeadlineError: Not done within ``wait_limit_s``. The message says what the coordinator waits for.
@@ -302,10 +296,9 @@ class Membership:
             request.wait_s = wait_s = 0.0 if is_void else max(0.0, min(longest_s, until_s - time.monotonic()))
             if is_join:
                 self.check()
-                response = self._send(rpc_name, request, wait_s + waits.rpc_timeout_s, until_s)
-            else:
-                self._state.require_valid()
-                response = self._call(rpc_name, request, wait_s + waits.rpc_timeout_s, until_s)
+            elif not self.valid:
+                self.require_valid()
+            response = self._call(rpc_name, request, wait_s + waits.rpc_timeout_s, until_s)
             if getattr(response, "placement", 0) > self.placement:
                 self._note_news(0, response.placement)
             if done(response):
@@ -320,32 +313,30 @@ class Membership:
                 last_report = now
 
     def _call(self, rpc_name: str, request: Any, timeout_s: float, until_s: float) -> Any:
-        """Calls the coordinator as a member: an error may end the membership."""
-        try:
-            return self._send(rpc_name, request, timeout_s, until_s)
-        except StaleEpochError:
-            self.ask()  # the request may concern one work item only
-            raise
-        except (RunDeletedError, UnauthenticatedError) as error:
-            self._end(error)
-            self.require_valid()
-            raise
-
-    def _send(self, rpc_name: str, request: Any, timeout_s: float, until_s: float) -> Any:
         """Calls the coordinator, and retries until ``until_s``, by ``time.monotonic``, while it is unavailable.
 
-        Logs a warning after ``warn_after_s``: the address may be wrong.
+        Logs a warning after ``warn_after_s``: the address may be wrong. An error of an rpc other than ``Join`` may end
+        the membership.
         """
         retry_for_s = max(0.0, min(self._config.waits.warn_after_s, until_s - time.monotonic()))
+        call = partial(self._coordinator.call, rpc_name, request, timeout_s=timeout_s, until_s=until_s)
         try:
-            return self._coordinator.call(
-                rpc_name, request, timeout_s=timeout_s, retry_for_s=retry_for_s, until_s=until_s
-            )
-        except UnavailableError as error:
-            if (left_s := until_s - time.monotonic()) <= 0:
-                raise
-            logger.warning("%s; retrying for %.0f s", error, left_s)
-        return self._coordinator.call(rpc_name, request, timeout_s=timeout_s, retry_for_s=left_s, until_s=until_s)
+            try:
+                return call(retry_for_s=retry_for_s)
+            except UnavailableError as error:
+                if (left_s := until_s - time.monotonic()) <= 0:
+                    raise
+                logger.warning("%s; retrying for %.0f s", error, left_s)
+            return call(retry_for_s=left_s)
+        except StaleEpochError:
+            if rpc_name != "Join":
+                self.ask()  # the request may concern one work item only
+            raise
+        except (RunDeletedError, UnauthenticatedError) as error:
+            if rpc_name != "Join":
+                self._end(error)
+                self.require_valid()
+            raise
 
     def list_units(self) -> coordinator_pb2.ListUnitsResponse:
         """Returns the run's units and the present owners of their shards. Works without a valid membership, too.
@@ -367,16 +358,16 @@ class Membership:
 
     def start_item(self, step: int, global_rank: int) -> None:
         """Records that this trainer computes a work item, which another trainer may copy if it takes long."""
-        self._reports.item = ItemInWork(step, global_rank, time.monotonic())
+        self.reports.item = ItemInWork(step, global_rank, time.monotonic())
 
     def end_item(self) -> None:
         """Records that this trainer computes no work item."""
-        self._reports.item = None
+        self.reports.item = None
 
     @property
     def computes_item(self) -> bool:
         """True between ``start_item`` and ``end_item``."""
-        return self._reports.item is not None
+        return self.reports.item is not None
 
     def exchange_address(self, step: int, name: str, address: str | None) -> str:
         """Publishes an address under a name; without an address, waits until another trainer publishes one."""
@@ -392,22 +383,14 @@ class Membership:
 
     def check(self) -> None:
         """Raises the error that ended the membership, if it has ended for good."""
-        if self._state.ended:
-            self._state.check()
-
-    @property
-    def valid(self) -> bool:
-        """True if the membership has neither lapsed nor ended: ``check`` raises nothing, and ``lapsed`` is False."""
-        return self._state.valid
-
-    @property
-    def lapsed(self) -> bool:
-        """True if the membership is over and ``rejoin`` may start another one."""
-        return self._state.lapsed
+        if (ended := self._ended) is not None:
+            raise type(ended)(str(ended), **ended.data) from ended
 
     def require_valid(self) -> None:
         """Raises the error that ended the membership, also if it has only lapsed."""
-        self._state.require_valid()
+        self.check()
+        if (lapse := self._lapse) is not None:
+            raise StaleEpochError(str(lapse), **lapse.data) from lapse
 
     def ask(self) -> None:
         """Sends a heartbeat at once, to learn whether the membership is still valid and where the shards are.
@@ -425,7 +408,7 @@ class Membership:
 
         Its id is empty if the checkpoint is about to begin.
         """
-        if self._state.ended:
+        if self._ended is not None:
             return None
         try:
             news = self._ask()
@@ -436,7 +419,7 @@ class Membership:
     def _ask(self) -> coordinator_pb2.HeartbeatResponse | None:
         """See ``ask``. Returns the answer, if there is one."""
         self.check()
-        if not self._state.valid:
+        if not self.valid:
             return None
         heartbeats = self._heartbeats  # another thread may start the next membership meanwhile
         try:
@@ -452,13 +435,18 @@ class Membership:
 
     def note_commit(self) -> None:
         """Records that the run has committed a step with this trainer as a member."""
-        self._state.rejoins_in_a_row = 0
+        self._rejoins_in_a_row = 0
         if self._token.tls is not None:
             self._token.tls.is_in_use = True
 
     def give_up(self, reason: str) -> None:
         """Makes the membership lapse, because this trainer is going to join again. No effect if it is over already."""
-        self._state.give_up(reason)
+        if self.valid:
+            self._note_lapse(StaleEpochError(reason))
+
+    def _note_lapse(self, error: StaleEpochError) -> None:
+        self._lapse, self.lapsed, self.valid = error, True, False
+        self._over.set()
 
     def refresh(self) -> coordinator_pb2.JoinResponse:
         """Asks the coordinator for the present state of this membership, which also replaces ``joined``.
@@ -472,7 +460,7 @@ class Membership:
         if joined.epoch == self.epoch:
             self._note_joined(joined)
         else:  # the coordinator had revoked the former membership, and this trainer did not know it yet
-            self._state.over.set()
+            self._over.set()
             self._stream.close()
             self._start(joined)
         return joined
@@ -485,26 +473,38 @@ class Membership:
             RunDeletedError: The run was deleted.
             DeadlineError: The run did not admit the trainer in ``wait_limit_s``.
         """
-        lapse = self._state.note_rejoin()
+        self.check()
+        lapse = self._lapse
+        assert lapse is not None
+        self._rejoins_in_a_row += 1
+        if self._rejoins_in_a_row > _MAX_REJOINS:
+            self._end_for_good(
+                StaleEpochError(
+                    f"trainer {self.trainer!r} lost its membership in run {self.run!r} {_MAX_REJOINS + 1} times in a "
+                    f"row without a commit in between, so it stops. The last time: {lapse}",
+                    **lapse.data,
+                )
+            )
+            self.check()
         logger.warning("trainer %r joins run %r again: %s", self.trainer, self.run, lapse)
-        self._state.over.set()
+        self._over.set()
         self._stream.close()
         try:
             joined = self._join(self.joined)
         except DuplicateError as error:  # another process has this trainer's name and place
-            self._state.end(StaleEpochError(f"{lapse}; {error}", **lapse.data))
+            self._end_for_good(StaleEpochError(f"{lapse}; {error}", **lapse.data))
             self.check()
         except RunDeletedError as error:
-            self._state.end(error)
+            self._end_for_good(error)
             raise
         self._start(joined)
         return joined
 
     def leave(self) -> None:
         """Leaves the run, so that the coordinator reassigns the ranks at once. No effect after the membership ended."""
-        self._state.over.set()
+        self._over.set()
         self._heartbeats.join(self._config.waits.rpc_timeout_s)
-        if self._state.valid:
+        if self.valid:
             request = coordinator_pb2.LeaveRequest(
                 run=self.run, run_id=self.identity.run_id, trainer=self.trainer, epoch=self.epoch
             )
@@ -513,11 +513,11 @@ class Membership:
             except ShardwellError as error:
                 logger.info("the coordinator did not confirm that trainer %r left: %s", self.trainer, error)
         self._stream.close()
-        self._state.close(StaleEpochError("the session is closed"))
+        self._close(StaleEpochError("the session is closed"))
 
     def disown(self) -> None:
         """Ends the membership in a forked process. The process that joined keeps it."""
-        self._state.close(
+        self._close(
             UsageError(
                 "this process was forked from a trainer and is not a member of its run: compute in the process that "
                 "called shardwell.join, or join in this process under another name"
@@ -534,7 +534,7 @@ class Membership:
             if news.HasField("calls"):
                 self._coordinator.use_calls(news.calls)
         if news.HasField("residuals"):
-            self._when_residuals_wanted(news.residuals)
+            self.when_residuals_wanted(news.residuals)
 
     def _note_news(self, committed_step: int, placement: int) -> None:
         with self._news_lock:
@@ -542,7 +542,7 @@ class Membership:
             self.committed_step = max(self.committed_step, committed_step)
             self.placement = max(self.placement, placement)
         if risen:
-            self._when_news()
+            self.when_news()
 
     def _end(self, error: ShardwellError, epoch: int | None = None) -> None:
         """Ends the membership, for good unless the trainer can join again.
@@ -554,7 +554,89 @@ class Membership:
         if isinstance(error, UnauthenticatedError) and self._token.is_member:
             self.token_expired = True
             error = StaleEpochError(f"the token of trainer {self.trainer!r} was not renewed in time: {error}")
-        if isinstance(error, StaleEpochError):
-            self._state.lapse(error, epoch)
-        else:
-            self._state.end(error)
+        if not isinstance(error, StaleEpochError):
+            self._end_for_good(error)
+        elif self.valid and not self._over.is_set() and epoch in (None, self.epoch):
+            logger.warning("trainer %r is no longer a member of run %r: %s", self.trainer, self.run, error)
+            self._note_lapse(error)
+            self.when_lapsed()
+
+    def _end_for_good(self, error: ShardwellError) -> None:
+        """Ends the membership for good, unless it has ended or this trainer is leaving."""
+        if self._ended is None and (not self._over.is_set() or self._lapse is not None):
+            logger.error("trainer %r is no longer a member of run %r: %s", self.trainer, self.run, error)
+            self._close(error)
+            self._over.set()
+            self.when_ended()
+
+    def _close(self, error: ShardwellError) -> None:
+        """Ends the membership for good at the trainer's own wish: without a callback."""
+        self._ended, self.lapsed, self.valid = error, False, False
+
+
+START_AGAIN = (
+    "run the training in session.run_replica(train), which then forms the replica again, or start this trainer again "
+    "(shardwell launch --restart does)"
+)
+"""Advice to a trainer whose replica has lost a trainer."""
+
+
+class ReplicaEpoch:
+    """Compares the epoch in which a trainer formed its replica's process group with the newest epoch. Thread-safe.
+
+    Note: [Void process groups]
+        The replica gets a new epoch when one of its trainers is lost or replaced. A process group that was formed in an
+        older epoch is *void*: its collectives cannot end. The trainer must raise ReplicaLostError, wherever it is. If
+        it waits for the coordinator in a step, ``Membership.poll`` raises. If it starts a work item,
+        ``ReplicaGroup.require_same_item`` raises. If it computes a work item, ``ReplicaGroup`` ends the group's
+        connections, and the collective in which it waits fails.
+
+    Epochs of a run only rise, so announcements may arrive in any order.
+
+    Attributes:
+        when_void: Called when the group becomes void, in the thread that learns it. Must return at once.
+    """
+
+    def __init__(self) -> None:
+        self._announced = self._dp_rank = 0
+        self.formed = 0
+        """Epoch of the process group with the other trainers of the replica. 0: this trainer has none."""
+        self._lock = threading.Lock()
+        self.when_void: Callable[[], None] = lambda: None
+
+    @property
+    def is_void(self) -> bool:
+        """True if the trainer has a process group, and the trainers of its replica have changed since it was formed."""
+        return 0 < self.formed < self._announced
+
+    def announce(self, epoch: int) -> None:
+        """Records an epoch that the coordinator announced. 0: the trainer has no replica with other trainers."""
+        with self._lock:
+            risen, self._announced = epoch > self._announced, max(epoch, self._announced)
+        if risen and self.is_void:
+            self.when_void()
+
+    def form(self, epoch: int, dp_rank: int) -> None:
+        """Records that the process group of an epoch exists.
+
+        Args:
+            epoch: The epoch. 0: the trainer is a replica by itself.
+            dp_rank: Names the replica in messages.
+        """
+        self.formed, self._dp_rank = epoch, dp_rank
+
+    def close(self) -> None:
+        """Records that the process group is closed."""
+        self.formed = 0
+
+    def require_valid(self) -> None:
+        """Raises ReplicaLostError if the process group is void."""
+        if self.is_void:
+            raise self.lost_error()
+
+    def lost_error(self) -> ReplicaLostError:
+        """Returns the error for a void process group."""
+        return ReplicaLostError(
+            f"a trainer of replica {self._dp_rank} was lost or replaced, so the replica's process group is void (epoch "
+            f"{self.formed}, now {self._announced}): {START_AGAIN}"
+        )

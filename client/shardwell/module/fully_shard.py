@@ -287,7 +287,7 @@ class ShardedModule(nn.Module):
         guard, num_running = passes.guard, len(passes.running)
         entered = not guard.lock._is_owned() and guard.enter()  # type: ignore[attr-defined]
         try:
-            if entered:
+            if entered and passes.before_use is not None:
                 passes.before_use()
             return super()._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         except BaseException:

@@ -14,7 +14,7 @@ from operator import itemgetter
 
 import torch
 
-from shardwell.module.parameter_store import ParameterStore
+from shardwell.module.parameter_store import GradientStore
 from shardwell.module.strategy import ShardingStrategy
 from shardwell.module.unit import Gradients, Unit
 from shardwell_wire.errors import UsageError
@@ -32,7 +32,7 @@ class GradientPushes:
         store: Receives the gradients.
     """
 
-    def __init__(self, store: ParameterStore) -> None:
+    def __init__(self, store: GradientStore) -> None:
         self._store = store
         self._buckets: dict[Unit, GradientBuckets] = {}
         self._pushed = False

@@ -94,10 +94,15 @@ class NewValues:
 
 
 class ParameterStore(Protocol):
-    """Stores every unit's parameters and takes their gradients.
+    """Stores every unit's parameters.
 
     Methods are called from the training thread and from autograd's threads, never concurrently.
     """
+
+    @property
+    def gradients(self) -> GradientStore:
+        """Takes the gradients of the units."""
+        ...
 
     def declare(self, layout: UnitLayout, initial_values: InitialValues) -> int:
         """Declares a unit to the run. One trainer of the run also uploads the initial values.
@@ -183,10 +188,6 @@ class ParameterStore(Protocol):
         """
         ...
 
-    def streams_gradients(self, unit_index: int) -> bool:
-        """True if pushes of a unit are sent in the background, False if they are copied to shared memory at once."""
-        ...
-
     def present_version(self, unit_index: int) -> int | None:
         """Gathers a vector that is read in place without waiting, if possible.
 
@@ -201,6 +202,22 @@ class ParameterStore(Protocol):
         Returns:
             A function that waits in the calling thread and returns the version.
         """
+        ...
+
+    def abandons_work(self) -> bool:
+        """Called when the version that a forward or backward reads was replaced while it was read in place.
+
+        Returns:
+            True if the current work item does not count any more: it is then computed to its end without effect.
+        """
+        ...
+
+
+class GradientStore(Protocol):
+    """Takes the gradients of a ``ParameterStore``'s units. Called as the store is."""
+
+    def streams_gradients(self, unit_index: int) -> bool:
+        """True if pushes of a unit are sent in the background, False if they are copied to shared memory at once."""
         ...
 
     def compare(self, unit_index: int, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
@@ -239,18 +256,6 @@ class ParameterStore(Protocol):
 
     def drop(self, unit_index: int, parameter_indices: Iterable[int]) -> None:
         """Drops the gradients of some parameters of a unit, of the current work item and of earlier steps."""
-        ...
-
-    def drain(self) -> None:
-        """Waits until all pushes are acknowledged; raises the first failure."""
-        ...
-
-    def abandons_work(self) -> bool:
-        """Called when the version that a forward or backward reads was replaced while it was read in place.
-
-        Returns:
-            True if the current work item does not count any more: it is then computed to its end without effect.
-        """
         ...
 
     def discard(self) -> None:

@@ -28,6 +28,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -63,7 +64,7 @@ class ForwardBackward:
         graphs: The graphs that can still be used.
         units: All units of the session by name, including units that are added later.
         entered: True if a forward has begun since the last commit.
-        before_use: Called before the units are used; may commit a step.
+        before_use: Called before the units are used, if it is not None; may commit a step.
         is_last_backward: True if the end of a backward frees prefetched units that the backward did not use.
         roots: The units of the modules that contain all other units; empty if there are no such modules.
         running: Forwards that are running, innermost last.
@@ -89,7 +90,7 @@ class ForwardBackward:
         self.guard = ThreadGuard(self._thread_in_step)
         self.graphs = Graphs(self._before_node)
         self.entered = False
-        self.before_use: Callable[[], None] = _nothing
+        self.before_use: Callable[[], None] | None = None
         self.is_last_backward = True
         self.roots: tuple[Unit, ...] = ()
         self.running: list[ForwardCall] = []
@@ -103,6 +104,8 @@ class ForwardBackward:
         self._max_in_flight = max_gathers_in_flight
         self._prefetches = True
         """False if no gather moves bytes, because all units are read in place."""
+        self._keeps_memory = False
+        """True after the first backward has called ``keep_freed_memory``."""
         self._in_flight: set[Future[int]] = set()
         """The gathers that count for the limit."""
 
@@ -112,7 +115,7 @@ class ForwardBackward:
         entered = not guard.lock._is_owned() and guard.enter()  # type: ignore[attr-defined]
         num_running = len(self.running)
         try:
-            if entered:
+            if entered and self.before_use is not None:
                 self.before_use()
             return function(*args, **kwargs)
         except BaseException:
@@ -146,7 +149,8 @@ class ForwardBackward:
     def unshard_by_hand(self, units: Iterable[Unit]) -> None:
         """Starts to gather units for reads outside of their forwards."""
         with self.guard:
-            self.before_use()
+            if self.before_use is not None:
+                self.before_use()
             self.graphs.begin_later()
             for unit in units:
                 self._unsharded_by_hand.add(unit)
@@ -163,7 +167,7 @@ class ForwardBackward:
             self._current_backward().units[unit] = None
             self._use(unit, Phase.BACKWARD)
             return
-        if not self.guard.lock._is_owned():  # type: ignore[attr-defined]
+        if self.before_use is not None and not self.guard.lock._is_owned():  # type: ignore[attr-defined]
             self.before_use()  # a module that was compiled before it was sharded bypasses `ShardedModule._call_impl`
         if not self.entered:
             self.entered, self._prefetches = True, self._moves_bytes()
@@ -216,7 +220,8 @@ class ForwardBackward:
             if other.first_node_number > node_number:
                 ended.append(other)
         for other in ended:
-            backward.end(other)
+            del backward.calls[other]
+            other.unit.usage.backward_calls.discard(other)
         if self._policy.gathers_before_push(unit):
             # Free first, so that one unit is held at a time; gather next, so that the pushes below hide the gather.
             for other in ended:
@@ -226,7 +231,10 @@ class ForwardBackward:
             self._pushes.after_backward(other.unit, whole=False)
             self._free_after_backward(other.unit)
         if call not in backward.calls:
-            backward.begin(call)
+            backward.calls[call] = backward.units[unit] = None
+            unit.usage.backward_calls.add(call)
+            # With create_graph=True, the graph of the backward itself reads the weights later, and has no hooks.
+            unit.usage.in_backward_graph |= torch.is_grad_enabled()
         if not self._prefetches and unit.unshard_at_once():
             self._policy.order.observe(unit, Phase.BACKWARD)
         else:
@@ -237,8 +245,11 @@ class ForwardBackward:
         task = backward_task()
         backward = self._backwards.get(task)
         if backward is None:
-            self.guard.enter_at_node()
-            keep_freed_memory()
+            if not self.guard.lock._is_owned():  # type: ignore[attr-defined]
+                self.guard.enter_at_node()
+            if not self._keeps_memory:
+                self._keeps_memory = True
+                keep_freed_memory()
             backward = self._backwards[task] = RunningBackward()
             # Autograd calls this after the last node of the backward, and never if the backward raises: see
             # `end_failed_backward`.
@@ -259,8 +270,8 @@ class ForwardBackward:
         Checks all units that are read in place: the backward may have read units whose nodes have no hook.
         """
         backward = self._backwards.pop(task, None) or RunningBackward()
-        for call in list(backward.calls):  # no node is left to run
-            backward.end(call)
+        for call in backward.calls:  # no node is left to run
+            call.unit.usage.backward_calls.discard(call)
         whole = not self._backwards
         if not whole:  # the backward of a reentrant checkpoint: what it leaves to push ends with the outer one
             next(reversed(self._backwards.values())).units.update(backward.units)
@@ -329,6 +340,11 @@ class ForwardBackward:
 
     def begin_step(self) -> None:
         """Starts to fetch the new version of replicas, in the order of the last forward."""
+        for unit in self.units.values():
+            if unit.state is UnitState.STALE:
+                break
+        else:  # no unit is a replica
+            return
         with self._store.gathering_together():
             for unit in self._policy.gathers_at_step_start(self.units.values()):
                 if self._has_room():
@@ -370,6 +386,9 @@ class ForwardBackward:
         """Keeps a unit if the policy has room for it, otherwise frees it."""
         if unit.state is UnitState.KEPT:
             return
+        if not unit.own_bytes and unit.state is UnitState.UNSHARDED:  # a unit that is read in place takes no memory
+            unit.keep()
+            return
         for kept in self._policy.displaced_by_release(unit):
             kept.free()
         state = self._policy.state_after_release(unit)
@@ -385,7 +404,9 @@ class ForwardBackward:
         self.running.clear()
         self._unsharded_by_hand.clear()
         for unit in self.units.values():
-            unit.usage.clear()
+            usage = unit.usage
+            if usage.forward_calls or usage.backward_calls or usage.in_backward_graph:
+                usage.clear()
             leave(unit)
 
     def clean_up(self) -> None:
@@ -413,37 +434,14 @@ def raise_written(unit: Unit, name: str) -> None:
     )
 
 
-def _nothing() -> None:
-    pass
-
-
+@dataclass(slots=True, eq=False)
 class RunningBackward:
-    """One backward that is running.
+    """One backward that is running."""
 
-    Attributes:
-        calls: Forward calls whose backward has begun and not ended.
-        units: All units that the backward has used, in the order of first use.
-    """
-
-    __slots__ = ("calls", "units")
-
-    def __init__(self) -> None:
-        self.calls: dict[ForwardCall, None] = {}
-        self.units: dict[Unit, None] = {}
-
-    def begin(self, call: ForwardCall) -> None:
-        """Begins the backward of a forward call."""
-        unit, usage = call.unit, call.unit.usage
-        self.calls[call] = None
-        self.units[unit] = None
-        usage.backward_calls.add(call)
-        # With create_graph=True, the graph of the backward itself reads the weights later, and has no hooks.
-        usage.in_backward_graph |= torch.is_grad_enabled()
-
-    def end(self, call: ForwardCall) -> None:
-        """Ends the backward of a forward call."""
-        del self.calls[call]
-        call.unit.usage.backward_calls.discard(call)
+    calls: dict[ForwardCall, None] = field(default_factory=dict)
+    """Forward calls whose backward has begun and not ended."""
+    units: dict[Unit, None] = field(default_factory=dict)
+    """All units that the backward has used, in the order of first use."""
 
 
 class Graphs:
@@ -548,6 +546,7 @@ class ThreadGuard:
     Attributes:
         lock: Held by the thread that uses the units.
         late: Identifier of the thread whose backward entered at its first node: another thread has made the graph.
+        num_backwards: Backwards that the holder is running. ``leave_backward`` ends one.
 
     Args:
         in_step: Returns the thread that has begun a step and not ended it, if there is one.
@@ -556,15 +555,13 @@ class ThreadGuard:
     def __init__(self, in_step: Callable[[], threading.Thread | None]) -> None:
         self._in_step = in_step
         self.lock = threading.RLock()
-        self.late = 0
+        self.late = self.num_backwards = 0
         self._holder = 0
         """Identifier of the thread that acquired the lock last."""
         self._user = 0
         """Identifier of the thread that entered last."""
         self._is_reading = False
         """True if the holder only reads. Other threads wait for it, because a read has a deadline."""
-        self._num_backwards = 0
-        """Backwards that the holder is running."""
 
     def enter(self) -> bool:
         """Begins a use in the calling thread.
@@ -582,11 +579,10 @@ class ThreadGuard:
             self._take_over(ident)
         return True
 
-    def __enter__(self) -> bool:
-        return self.enter()
+    __enter__ = enter
 
     def __exit__(self, *_: object) -> None:
-        if self.is_mine:
+        if self.lock._is_owned():  # type: ignore[attr-defined]
             self.lock.release()
 
     @property
@@ -594,20 +590,13 @@ class ThreadGuard:
         """True if the calling thread has entered."""
         return self.lock._is_owned()  # type: ignore[attr-defined, no-any-return]
 
-    def enter_backward(self) -> None:
-        """Begins a backward in the calling thread, which has made the graph. ``leave_backward`` must be called."""
-        self.enter()
-        self._num_backwards += 1
-
     def leave_backward(self) -> None:
         """Ends a backward."""
-        self._num_backwards -= 1
+        self.num_backwards -= 1
         self.lock.release()
 
     def enter_at_node(self) -> None:
-        """Begins a backward at its first node, unless the calling thread or the one that waits for it has entered."""
-        if self.lock._is_owned():  # type: ignore[attr-defined]
-            return
+        """Begins a backward at its first node, in a thread that has not entered, unless one waits for it that has."""
         if self.lock.acquire(blocking=False):
             if _is_of_autograd():  # its caller could not leave: a lock belongs to the thread that acquired it
                 self.lock.release()
@@ -615,7 +604,7 @@ class ThreadGuard:
         elif not self._acquire_late():
             return
         self._holder = self._user = self.late = threading.get_ident()  # not `_take_over`: it was given the graph
-        self._num_backwards += 1
+        self.num_backwards += 1
 
     def leave_at_end(self) -> None:
         """Ends the calling thread's backward if it began at a node."""
@@ -652,7 +641,7 @@ class ThreadGuard:
         Raises:
             UsageError: The other thread does not only read.
         """
-        if self._num_backwards and _is_of_autograd():
+        if self.num_backwards and _is_of_autograd():
             return False
         other = next((thread for thread in threading.enumerate() if thread.ident == self._holder), None)
         if other is None:  # it was ended in the middle of a use

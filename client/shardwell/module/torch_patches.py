@@ -203,7 +203,8 @@ def _searching(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             for passes in watched:
                 if passes.graphs.thread is this:  # see Note: [Node numbers]
-                    passes.guard.enter_backward()
+                    passes.guard.enter()
+                    passes.guard.num_backwards += 1
                     entered.append(passes.guard)
                     _hook_loose_nodes(passes, t_outputs)
             return original(t_outputs, *args, **kwargs)

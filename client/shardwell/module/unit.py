@@ -266,8 +266,9 @@ class Unit(ResidentUnit):
 
     def drop_kept_gradients(self) -> None:
         """Drops the gradients of earlier steps that the servers keep because no optimizer has used them."""
-        if self.pushes and self._store.may_keep(self.index):
-            self._store.drop(self.index, range(len(self.parameters)))
+        gradients = self._store.gradients
+        if self.pushes and gradients.may_keep(self.index):
+            gradients.drop(self.index, range(len(self.parameters)))
 
     def keep(self) -> None:
         """Makes the parameters unusable and keeps the values for the next use in the step."""
@@ -307,12 +308,17 @@ class Unit(ResidentUnit):
             self.held.allow()
 
     def _release(self) -> None:
-        self.gradients.leave_memory()
+        in_place = self._flat.in_place
+        if not in_place:
+            self.gradients.leave_memory()
         if self.state is not UnitState.KEPT:  # the parameters of a kept unit are unusable already
             self.held.forbid()
         self.held.mark_freed()
-        self._flat.release()
-        self._set_state(UnitState.FREED)
+        if in_place:  # no memory to release or to count
+            self.state = UnitState.FREED
+        else:
+            self._flat.release()
+            self._set_state(UnitState.FREED)
 
     def detach_parameters(self, device: torch.device | str | None) -> None:
         """Makes the parameters ordinary ones, with the values that the step reads. The unit must not be used again.
@@ -363,7 +369,10 @@ class Unit(ResidentUnit):
         Raises:
             VersionGoneError: They changed, and the result of the current work item counts. The unit is freed.
         """
-        if self.shared is None or self.version < 0 or self.state not in (UnitState.UNSHARDED, UnitState.KEPT):
+        order_loads()
+        if self.shared is None or self.shared.shows(self.version):
+            return
+        if self.version < 0 or self.state not in (UnitState.UNSHARDED, UnitState.KEPT):
             return
         try:
             self.shared.check(self.version)
@@ -520,8 +529,6 @@ class LocalGradients:
 
     def leave_memory(self) -> None:
         """Copies the gradients that are in the parameters' memory. Called before the memory is released."""
-        if self._memory.in_place:
-            return
         with torch._C.DisableTorchFunctionSubclass():
             for parameter in self._parameters:
                 gradient = parameter.grad

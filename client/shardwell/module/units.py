@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -36,6 +36,7 @@ class Units:
         memory: Memory of all flat vectors in this process.
         policy: Decides what to gather, keep and free.
         passes: Runs forwards and backwards.
+        by_name: The units by name.
         named_modules: The sharded modules, inner ones first, each with the prefix of its parameters and buffers.
 
     Args:
@@ -67,15 +68,15 @@ class Units:
             self.memory, prefetch_bytes=prefetch_bytes, keep_bytes=keep_bytes, backward_prefetch=backward_prefetch
         )
         self._store = store
-        self._pushes = GradientPushes(store)
-        self._by_name: dict[str, Unit] = {}
+        self._pushes = GradientPushes(store.gradients)
+        self.by_name: dict[str, Unit] = {}
         self._used_names: dict[str, tuple[nn.Module, ...]] = {}
         """Modules of each ``fully_shard`` call, by its name."""
         self._unwrapped: set[str] = set()
         """Names of the units that were removed."""
         self._outermost: list[Unit] = []
         self.passes = ForwardBackward(
-            self._by_name, self.policy, self._pushes, store, max_gathers_in_flight=max_gathers_in_flight
+            self.by_name, self.policy, self._pushes, store, max_gathers_in_flight=max_gathers_in_flight
         )
 
     def set_limits(
@@ -109,8 +110,9 @@ class Units:
         Raises:
             UsageError: The session has a unit with this name.
         """
-        self.passes.before_use()
-        if layout.unit in self._by_name:
+        if self.passes.before_use is not None:
+            self.passes.before_use()
+        if layout.unit in self.by_name:
             raise UsageError(
                 f"this session has a unit named {layout.unit!r} already: choose another name", unit=layout.unit
             )
@@ -119,7 +121,7 @@ class Units:
         unit.siblings = weakref.ref(self)
         unit.pushes = layout.tp_rank == self.place.tp_rank
         unit.tp_replicated = self.place.tp > 1 and not layout.holds_parts
-        self._by_name[unit.name] = unit
+        self.by_name[unit.name] = unit
         self._unwrapped.discard(unit.name)
         self._set_outermost([*self._outermost, unit])
         return unit
@@ -150,7 +152,7 @@ class Units:
         """
         removed.settings.strategy = None
         self._pushes.follow_strategy(removed)
-        del self._by_name[removed.name]
+        del self.by_name[removed.name]
         self._unwrapped.add(removed.name)
         self.policy.forget(removed)
         for unit in self:
@@ -219,17 +221,17 @@ class Units:
         return self.next_name(name) if self._is_used(name) else name
 
     def _is_used(self, name: str) -> bool:
-        return name in self._by_name or name in self._used_names
+        return name in self.by_name or name in self._used_names
 
     def has(self, unit: Unit) -> bool:
         """True if a unit belongs to this session."""
-        return self._by_name.get(unit.name) is unit
+        return self.by_name.get(unit.name) is unit
 
     def __iter__(self) -> Iterator[Unit]:
-        return iter(self._by_name.values())
+        return iter(self.by_name.values())
 
     def __len__(self) -> int:
-        return len(self._by_name)
+        return len(self.by_name)
 
     def locate(self, parameter: torch.Tensor) -> tuple[int, int] | None:
         """Returns ``(unit index, parameter index)`` of a tensor; None if it belongs to no unit of this session."""
@@ -303,7 +305,7 @@ class Units:
             written, not_static = self._written(), self._pushes.coverage.end_item(self)
             if not written and not_static is None:
                 self._pushes.end_item()
-            self._end_graphs(written, self.passes.release, () if keeps_graphs else self)
+            self._end_graphs(written, self.passes.release, () if keeps_graphs else self.by_name.values())
             if not_static is not None:
                 raise not_static
 
@@ -313,16 +315,13 @@ class Units:
         Args:
             updated: Indices of the units whose values the commit changed; None: all.
         """
+        units = self.by_name.values()
         with self.passes.guard:
             self.passes.entered = False
-            for unit in self:
+            for unit in units:
                 unit.pushed = unit.is_current = False
-            stale = self if updated is None else [unit for unit in self if unit.index in updated]
+            stale = units if updated is None else [unit for unit in units if unit.index in updated]
             self._end_graphs(self._written(), self._expire, stale)
-
-    def begin_step(self) -> None:
-        """Starts to fetch the new version of replicas."""
-        self.passes.begin_step()
 
     def zero_grad(self) -> None:
         """Drops the gradients of the current work item, in this process and on the servers.
@@ -352,19 +351,20 @@ class Units:
             unit.free()
 
     def _written(self) -> list[tuple[Unit, str]]:
-        in_place = self._store.wrote_in_place()
-        found = [
-            (unit, unit.written_parameter() or (unit.written_page() if in_place else None))
-            for unit in self
-            if in_place or unit.state is UnitState.UNSHARDED
-        ]
-        return [(unit, name) for unit, name in found if name]
+        """Returns the units with a written parameter, and the parameter's name."""
+        in_place, found = self._store.wrote_in_place(), []
+        for unit in self.by_name.values():
+            if in_place or unit.state is UnitState.UNSHARDED:
+                name = unit.written_parameter() or (unit.written_page() if in_place else None)
+                if name:
+                    found.append((unit, name))
+        return found
 
     def _end_graphs(
-        self, written: Sequence[tuple[Unit, str]], leave: Callable[[Unit], None], stale: Iterable[Unit]
+        self, written: Sequence[tuple[Unit, str]], leave: Callable[[Unit], None], stale: Collection[Unit]
     ) -> None:
         # `written` was computed before: forget_graphs takes new fingerprints of the parameters, which hides writes.
-        self._forget_graphs(list(stale))
+        self._forget_graphs(stale)
         self.passes.abort(Unit.free if written else leave)
         self.policy.order.end_forward()
         for unit, name in written:
@@ -375,7 +375,7 @@ class Units:
             return
         for unit in stale:
             unit.forget_graphs()
-        if len(stale) == len(self):
+        if len(stale) == len(self.by_name):
             self.passes.graphs.clear()
 
 

@@ -462,7 +462,7 @@ class ShardedOptimizer(Optimizer):
         """Returns a message with the groups of all units' parameters. Must not be changed."""
         others = self._other_optimizers()
         kept = self._kept_parameters(others) if others else {}
-        parts = [[*self._session.units]]
+        parts: list[list[Any]] = [[*self._session.units.by_name.values()]]
         for group in self.param_groups:
             parts.append([*group["params"]])
         key = []

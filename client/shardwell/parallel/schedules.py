@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed import pipelining
 
 from shardwell.grid.replica import first_line, is_lost_peer
-from shardwell.membership.validity import START_AGAIN
+from shardwell.membership.membership import START_AGAIN
 from shardwell.parallel.description import ModelDescription, StageDescription, describe_model
 from shardwell.parallel.pipeline import PipelineStage, report_bubble
 from shardwell_wire.errors import ReplicaLostError, UsageError

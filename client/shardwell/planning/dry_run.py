@@ -192,7 +192,7 @@ class DryRun:
             for _ in range(_NUM_STEPS):
                 self.gathers.clear()
                 self._pushed.clear()
-                self.units.begin_step()
+                self.units.passes.begin_step()
                 outputs = []
                 for stage, accumulation in zip(self._stages, accumulations, strict=True):
                     if schedule is not None:  # one micro-batch: all others find the units gathered
@@ -211,6 +211,10 @@ class DryRun:
                 self.units.zero_grad()
 
     # See ParameterStore.
+
+    @property
+    def gradients(self) -> DryRun:
+        return self
 
     def declare(self, layout: UnitLayout, initial_values: object) -> int:
         index = len(self._layouts)
@@ -273,9 +277,6 @@ class DryRun:
         return False
 
     def drop(self, unit_index: int, parameter_indices: Iterable[int]) -> None:
-        pass
-
-    def drain(self) -> None:
         pass
 
     def abandons_work(self) -> bool:

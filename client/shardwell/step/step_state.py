@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -113,6 +113,8 @@ class WorkItemState:
 
     Attributes:
         item: The item as the coordinator has leased it: rank, epoch, attempt.
+        key: Epoch and attempt, which identify the computation of the item.
+        is_over: True if the gradients of the attempt do not count any more.
         state: See Note: [States of a work item on a trainer].
         parts: Number of pushes by unit index.
         pushed: Parameters with a pushed gradient, by unit index.
@@ -122,10 +124,12 @@ class WorkItemState:
         summed: Data ranks to whose gradients those of this attempt were added before they were pushed.
         shared_units: Units whose gradients other trainers of the node may have added to theirs.
         checksums: Checksums of the gradients that all tensor-parallel ranks compute.
+        headers: Makes the headers of the attempt's gradients. None: it has pushed none.
     """
 
     def __init__(self, item: coordinator_pb2.WorkItem) -> None:
-        self.item, self.state = item, ItemState.COMPUTING
+        self.item, self.state, self.is_over = item, ItemState.COMPUTING, False
+        self.key = item.epoch, item.attempt
         self.parts: Counter[int] = Counter()
         self.pushed: ParameterIndices = defaultdict(set)
         self.to_drop: ParameterIndices = defaultdict(set)
@@ -134,24 +138,15 @@ class WorkItemState:
         self.summed: frozenset[int] = frozenset()
         self.shared_units: set[int] = set()
         self.checksums = GradientChecksums()
+        self.headers: PartHeaders | None = None
         self._changing = threading.Lock()
 
     # ---- the state ----
 
     @property
-    def key(self) -> tuple[int, int]:
-        """Epoch and attempt, which identify the computation of the item."""
-        return self.item.epoch, self.item.attempt
-
-    @property
     def is_twin(self) -> bool:
         """True if the item is late at another trainer, which computes it, too."""
         return self.item.copy
-
-    @property
-    def is_over(self) -> bool:
-        """True if the gradients of the attempt do not count any more."""
-        return self.state in _OVER
 
     @property
     def is_finished(self) -> bool:
@@ -163,10 +158,13 @@ class WorkItemState:
         """True if this trainer must ask for another attempt."""
         return self.state is ItemState.SPOILED or self.state is ItemState.VOID
 
-    def _change(self, transitions: dict[ItemState, ItemState]) -> None:
+    def _change(self, transitions: dict[ItemState, ItemState], key: tuple[int, int] | None = None) -> None:
+        """Changes the state, if the item has the attempt of the key."""
         # The training thread may finish an item while the thread of a push abandons it.
         with self._changing:
-            self.state = transitions.get(self.state, self.state)
+            if key is None or key == self.key:
+                self.state = transitions.get(self.state, self.state)
+                self.is_over = self.state in _OVER
 
     def finish(self) -> None:
         """Records that all gradients of the attempt are pushed."""
@@ -174,15 +172,11 @@ class WorkItemState:
 
     def abandon(self, key: tuple[int, int]) -> None:
         """Records that an attempt is over. Harmless if the item has a later attempt. Thread-safe."""
-        with self._changing:
-            if key == self.key:
-                self.state = _ABANDON.get(self.state, self.state)
+        self._change(_ABANDON, key)
 
     def spoil(self, key: tuple[int, int]) -> None:
         """Records that an attempt cannot be finished and the item is restarted. Harmless for a later attempt."""
-        with self._changing:
-            if key == self.key:
-                self.state = _SPOIL.get(self.state, self.state)
+        self._change(_SPOIL, key)
 
     def give_up(self) -> None:
         """Records that the item cannot be restarted: another trainer has it, or its step is committed."""
@@ -196,7 +190,10 @@ class WorkItemState:
         """Forgets all pushes, because the coordinator has granted another attempt."""
         with self._changing:
             self.item.CopyFrom(item)
+            self.key = item.epoch, item.attempt
             self.state = _RESTART.get(self.state, self.state)
+            self.is_over = self.state in _OVER
+        self.headers = None
         self.summed = frozenset()
         self.shared_units.clear()
         self.parts.clear()
@@ -221,17 +218,25 @@ class WorkItemState:
         pushed.update(parameter_indices)
         return part, sorted(dropped) if dropped else []
 
-    def headers(self, context: common_pb2.RequestContext, pp_rank: int = 0) -> PartHeaders:
-        """Returns the headers of the present attempt's pushes. ``context`` has the prefix of their request ids."""
+    def make_headers(
+        self, context: common_pb2.RequestContext, excuse: Callable[[BaseException], bool], pp_rank: int = 0
+    ) -> PartHeaders:
+        """Returns the headers of the present attempt's pushes.
+
+        Args:
+            context: Has the prefix of their request ids.
+            excuse: See ``PartHeaders.excuse``.
+            pp_rank: Pipeline rank of the gradients.
+        """
         request_id, context.request_id = context.request_id, ""
         common = shard_pb2.ReduceScatterHeader(
             context=context,
             dp_rank=self.item.dp_rank,
             attempt=self.item.attempt,
-            copy=self.is_twin,
+            copy=self.item.copy,
             pp_rank=pp_rank,
         )
-        return PartHeaders(self, common, request_id)
+        return PartHeaders(self, common, request_id, excuse)
 
     def drop(self, unit_index: int, parameter_indices: Iterable[int]) -> None:
         """Drops the gradients that earlier steps and this item have pushed for some parameters of a unit."""
@@ -265,6 +270,8 @@ class PartHeaders:
     """See ``PartHeader``."""
     request_id: str
     """Prefix of all request ids of the attempt."""
+    excuse: Callable[[BaseException], bool]
+    """Returns whether a failed push does not matter, because the attempt is over. Called in any thread."""
 
     def start_part(self, unit_index: int, parameter_indices: Iterable[int] = ()) -> PartHeader:
         """Counts one push of a unit; returns its header."""
@@ -298,10 +305,8 @@ class ItemAttempt:
 class StepState:
     """The step in flight on one trainer.
 
-    This object owns the state: other classes read it and call its methods, and set ``in_batches``,
-    ``skips_gradients`` and ``item_limit``. Each session has one such object, which ``advance`` moves to the next step.
-    The phases follow each other as in ``StepPhase``; ``restart_item``, ``repeat_item`` and ``restart`` return to
-    COMPUTING, and ``abandon_commit`` to the phase before ``start_commit``.
+    Each session has one such object, which ``advance`` moves to the next step. The phases follow each other as in
+    ``StepPhase``; ``restart_item``, ``repeat_item`` and ``restart`` return to COMPUTING.
 
     Used by the training thread, and by autograd's threads while the training thread waits for a backward.
 
@@ -325,9 +330,10 @@ class StepState:
         self.asynchronous, self._spare_hint = asynchronous, spare_hint
         self.item_limit: int | None = None
         """Number of items that the training loop of an asynchronous run has for each data rank. None: no loop runs."""
-        self._start(number, items, position)
+        self.restart(number, items, position)
 
-    def _start(self, number: int, items: Iterable[coordinator_pb2.WorkItem], position: int | None) -> None:
+    def restart(self, number: int, items: Iterable[coordinator_pb2.WorkItem], position: int | None = None) -> None:
+        """Starts a step from the beginning, for example after this trainer has joined the run again."""
         self.number = number
         self.position = number if position is None else position
         self.items: dict[int, WorkItemState] = {}
@@ -339,7 +345,8 @@ class StepState:
         self.dropped_late: ParameterIndices = defaultdict(set)
         """Parameters whose gradients the commit drops, by unit index, because the items were finished before."""
         self.pending_update: StepUpdate | None = None
-        """The update of an ``optimizer.step()`` that has not returned."""
+        """The update of an ``optimizer.step()`` that has not returned. None again once the step is certainly not
+        committed."""
         self._dropped_for_all: ParameterIndices = defaultdict(set)
         """Parameters whose gradients of earlier steps every item drops, by unit index."""
         self.work_finished = False
@@ -387,26 +394,18 @@ class StepState:
             return None if only.is_finished else only
         return self._current
 
+    @current.setter
+    def current(self, state: WorkItemState | None) -> None:
+        self._current = state
+
     def start_item(self, state: WorkItemState) -> None:
         """Makes an item the current one in a loop over ``step.batches``."""
         self.in_batches, self._current = True, state
-
-    def select_item(self, state: WorkItemState) -> None:
-        """Makes an item the current one in a plain loop."""
-        self._current = state
 
     def finish_item(self) -> None:
         """Finishes the current item: all its gradients are pushed."""
         if (current := self.current) is not None:
             current.finish()
-        self._current = None
-
-    def finish_work(self) -> None:
-        """Records that all trainers' work items are finished."""
-        self.work_finished = True
-
-    def leave_item(self) -> None:
-        """Leaves the current item without a result, because its attempt is over."""
         self._current = None
 
     def repeat_item(self, state: WorkItemState, item: coordinator_pb2.WorkItem) -> None:
@@ -459,29 +458,19 @@ class StepState:
 
     # ---- the commit ----
 
-    def start_commit(self, update: StepUpdate) -> None:
-        """Enters COMMITTING. ``update`` stays pending until ``advance`` or ``abandon_commit``."""
-        self.pending_update = update
-
-    def abandon_commit(self) -> None:
-        """Leaves COMMITTING: the step is certainly not committed."""
-        self.pending_update = None
-
-    def restart(self, number: int, items: Iterable[coordinator_pb2.WorkItem], position: int | None = None) -> None:
-        """Starts a step from the beginning, for example after this trainer has joined the run again."""
-        self._start(number, items, position)
-
     def advance(
         self, number: int, items: Iterable[coordinator_pb2.WorkItem], position: int | None = None
     ) -> FinishedStep:
         """Moves to the next step after the commit; returns a summary of the committed step."""
         pushed_units, dp_ranks, follows = set[int](), set[int](), number == self.number + 1
         for state in self.items.values():
-            pushed_units.update(unit for unit, indices in state.pushed.items() if indices)
+            for unit_index, indices in state.pushed.items():
+                if indices:
+                    pushed_units.add(unit_index)
             if follows and state.state is ItemState.FINISHED:
                 dp_ranks.add(state.item.dp_rank)
         finished = FinishedStep(frozenset(self.items), frozenset(pushed_units), frozenset(dp_ranks))
-        self._start(number, items, position)
+        self.restart(number, items, position)
         return finished
 
     # ---- checks ----

@@ -293,9 +293,9 @@ class RemoteBuffers:
             return
         unit = self.units[unit_index]
         with uninterrupted:  # the servers wait for every part that is counted
-            header = item.headers(self._membership.context(step, item.item)).start_part(unit_index)
-            values = [(index, tensor.reshape(-1)) for index, tensor in buffers]
-            self._pushes.push(unit, header, values, partial(self._excuse, item, item.key))
+            excuse = partial(self._excuse, item, item.key)
+            header = item.make_headers(self._membership.context(step, item.item), excuse).start_part(unit_index)
+            self._pushes.push(unit, header, [(index, tensor.reshape(-1)) for index, tensor in buffers], excuse)
 
     def read(self, unit_index: int, version: int, wanted: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Waits for a version and copies buffers from it.

@@ -23,7 +23,7 @@ import torch
 
 from shardwell.data_plane.error_feedback import CapturedResiduals
 from shardwell.membership.membership import Membership
-from shardwell.store.item_transfers import ItemPushes
+from shardwell.store.item_pushes import ItemPushes
 from shardwell_wire.checkpoints.format import FilePlan, Piece, residual_state
 from shardwell_wire.checkpoints.manifest import RESIDUAL_RANKS
 from shardwell_wire.checkpoints.opening import open_storage
@@ -124,6 +124,7 @@ class CheckpointResiduals:
         self._early: coordinator_pb2.WantedResiduals | None = None
         """A checkpoint of a step that this trainer has not started."""
         self._thread: threading.Thread | None = None
+        membership.when_residuals_wanted = self.note_wanted
 
     def restore(self, url: str, dp_ranks: Collection[int]) -> None:
         """Continues with the residuals of a checkpoint. Called when this trainer has joined at the checkpoint's step.

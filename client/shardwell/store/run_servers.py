@@ -68,8 +68,9 @@ class ShardRelocations(ResendPolicy):
         """Placement and time of the last list of owners. Used in the thread only."""
 
     def attach(self, move: MoveShards) -> None:
-        """Sets the function that moves the shards. Called in the background thread."""
+        """Sets the function that moves the shards, which is called in the background thread from now on."""
         self._move = move
+        self._membership.when_news, self._membership.when_lapsed = self.wake, self.refresh
 
     def wake(self) -> None:
         """Called when the coordinator has reported another placement. Returns at once."""
@@ -202,6 +203,8 @@ class ShardServers:
         self._former_moved: dict[str, tuple[int, int]] = {}
         """Bytes that closed connections have moved; see ``moved_bytes``."""
         self._probe = ReachabilityProbe(self._in_use, membership.credentials)
+        membership.reports.transports, membership.reports.unreachable = self.transport_reports, self._probe.report
+        membership.when_ended = self.disconnect
 
     @property
     def received_bytes(self) -> int:
@@ -223,7 +226,10 @@ class ShardServers:
 
         The transport ``shm`` counts gradients that were copied to shared memory and weights that were copied from it.
         """
-        return _added(self._former_moved, *(server.moved_bytes() for server in self._present))
+        total = dict(self._former_moved)
+        for server in list(self._connections.values()):
+            _add(total, server.moved_bytes())
+        return total
 
     def describe(self) -> list[dict[str, Any]]:
         """Returns each server's transport and its statistics; see ``Session.transports``."""
@@ -252,10 +258,6 @@ class ShardServers:
         opening = self._opening
         used = [(server.address, server.waiting_since) for server in self._present]
         return used if opening is None else [*used, opening]
-
-    def unreachable(self) -> list[coordinator_pb2.UnreachableServer]:
-        """Returns the servers that did not answer the last probe, for a heartbeat. Thread-safe."""
-        return self._probe.report()
 
     def shards(
         self, wire: Wire, layout: UnitLayout, declared: coordinator_pb2.DeclareUnitResponse
@@ -310,12 +312,12 @@ class ShardServers:
         for server in former:
             self._former_received_bytes += server.counter.received_bytes
             self._former_sent_bytes += server.counter.sent_bytes
-            self._former_moved = _added(self._former_moved, server.moved_bytes())
+            _add(self._former_moved, server.moved_bytes())
             server.close()
 
     def release_gradient_buffers(self, dp_rank: int | None = None) -> None:
         """Releases the shared gradient buffers of a dp rank for reuse; None: of all dp ranks."""
-        for server in self._present:
+        for server in list(self._connections.values()):
             server.release(dp_rank)
 
     def free_gradient_buffers(self, kept: int, of: int) -> None:
@@ -339,14 +341,11 @@ class ShardServers:
         self._probe.close()
 
 
-def _added(*counts: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
-    """Returns the sums of received and sent bytes, by transport."""
-    total: dict[str, tuple[int, int]] = {}
-    for moved in counts:
-        for name, (received, sent) in moved.items():
-            before = total.get(name, (0, 0))
-            total[name] = before[0] + received, before[1] + sent
-    return total
+def _add(total: dict[str, tuple[int, int]], moved: Mapping[str, tuple[int, int]]) -> None:
+    """Adds received and sent bytes, by transport."""
+    for name, (received, sent) in moved.items():
+        before = total.get(name, (0, 0))
+        total[name] = before[0] + received, before[1] + sent
 
 
 class ReachabilityProbe:

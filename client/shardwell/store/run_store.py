@@ -1,23 +1,24 @@
-"""The ``ParameterStore`` of a run: gathers units, and pushes gradients under the work items of the step in flight."""
+"""The ``ParameterStore`` of a run: declares units and gathers them for the work items of the step in flight.
+
+``item_pushes.py`` pushes their gradients. An item that does not count any more gathers the newest version.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-import torch
-
 from shardwell.data_plane.error_feedback import ErrorFeedback
-from shardwell.data_plane.fetch import Fetches
+from shardwell.data_plane.fetch import Alternative, Fetches, read_newest, wait_for_any
 from shardwell.data_plane.kept_streams import DeltaCache
 from shardwell.data_plane.partition_updates import PartitionUpdates
 from shardwell.data_plane.push import Pushes
-from shardwell.data_plane.shard import RemoteUnit, Wire
+from shardwell.data_plane.shard import RemoteShard, RemoteUnit, Wire
 from shardwell.data_plane.transfers import TrafficStats
 from shardwell.grid.replica import form_node_group
 from shardwell.membership.membership import Membership
@@ -26,7 +27,7 @@ from shardwell.module.parameter_store import InitialValues
 from shardwell.options import ADAPTIVE, JoinConfig, TransferOptions
 from shardwell.peers.node_gathers import NodeGathers
 from shardwell.step.step_state import FinishedStep, StepState
-from shardwell.store.item_transfers import ItemGathers, ItemPushes
+from shardwell.store.item_pushes import ItemPushes
 from shardwell.store.module_buffers import RemoteBuffers
 from shardwell.store.residuals import CheckpointResiduals
 from shardwell.store.run_servers import ShardServers
@@ -36,7 +37,7 @@ from shardwell.transport.partition_transfers import PartitionSegment
 from shardwell.transport.route_stats import ALLREDUCE, DIRECT, HIERARCHICAL
 from shardwell.transport.shared_vector import SharedVector, WrittenPages
 from shardwell_wire.encoding import wire_dtypes
-from shardwell_wire.errors import ShardwellError, UsageError
+from shardwell_wire.errors import ShardwellError, StaleEpochError, UsageError, VersionGoneError
 from shardwell_wire.model.layout import UnitLayout
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
@@ -66,20 +67,19 @@ class RunStore:
         self.join_again: Callable[[], object] = lambda: None
         """Joins the run again after the membership has lapsed. Set by ``Rejoining``."""
         self._units: dict[int, RemoteUnit] = {}
-        self._stats = TrafficStats()
-        self._fetches = Fetches(self._stats)
+        self.traffic = TrafficStats()
+        """What this trainer has transferred."""
+        self._fetches = Fetches(self.traffic)
         self._written_pages = WrittenPages()
-        background = self._background_pushes = Pushes(self._stats, push_bytes=config.transfers.push_bytes)
+        background = self._background_pushes = Pushes(self.traffic, push_bytes=config.transfers.push_bytes)
         self._partition_updates = PartitionUpdates(membership.world.dp, config.waits.wait_limit_s)
         self._deltas = DeltaCache(config.transfers.delta_cache_bytes)
         self._wire = self._make_wire()
         self._rollback_count = membership.joined.rollback_count
         self._servers = ShardServers(membership, config)
-        self.pushes = ItemPushes(membership, state, self._units, background, self._servers)
+        self.gradients = ItemPushes(membership, state, self._units, background, self._servers)
         """Pushes gradients under the work items of the step."""
-        self.gathers = ItemGathers(membership, state, self._units, self._fetches, config.waits.wait_limit_s)
-        """Gathers units for the work items of the step."""
-        self.residuals = CheckpointResiduals(membership, self.pushes)
+        self.residuals = CheckpointResiduals(membership, self.gradients)
         """Saves the rounding errors of pushes with checkpoints."""
         self._start_error_feedback()
         self._declarations = UnitDeclarations(membership, config.waits.wait_limit_s)
@@ -92,7 +92,7 @@ class RunStore:
             partial(self._servers.shards, self._buffer_wire),
             background,
             self._mappings,
-            self.pushes.excuses,
+            self.gradients.excuses,
         )
         """Stores the run's buffers."""
         self._relocations = self._servers.relocations
@@ -104,18 +104,11 @@ class RunStore:
             ),
         )
         self._relocations.attach(moves.move)
-        membership.attach(
-            transports=self._servers.transport_reports,
-            unreachable=self._servers.unreachable,
-            when_ended=self._servers.disconnect,
-            when_news=self._relocations.wake,
-            when_residuals_wanted=self.residuals.note_wanted,
-            when_lapsed=self._relocations.refresh,
-        )
         group = form_node_group(membership, config) if config.transfers.node_group != "none" else None
-        self.gathers.node = NodeGathers(group, self._fetches) if group is not None else None
+        self._node = NodeGathers(group, self._fetches) if group is not None else None
+        """Gathers units together with the other trainers of the node, if ``node_group`` is set."""
         if config.transfers.gradient_reduction != DIRECT:
-            self.pushes.sums = ItemSums(membership, state, self._form_routes(background))
+            self.gradients.sums = ItemSums(membership, state, self._form_routes(background))
 
     def _form_routes(self, pushes: Pushes) -> GradientRoutes:
         """Connects this trainer with those with which it adds gradients."""
@@ -141,20 +134,20 @@ class RunStore:
     @property
     def routes(self) -> dict[str, dict[str, str]]:
         """Route and reason of each unit whose gradient was pushed; see ``GradientRoutes.describe``."""
-        return self.pushes.sums.routes.describe() if self.pushes.sums is not None else {}
+        return self.gradients.sums.routes.describe() if self.gradients.sums is not None else {}
 
     @property
     def stats(self) -> dict[str, float]:
         """Counts and bytes of gathers and pushes, and seconds that the training thread waited for them."""
         return {
-            **self._stats.as_dict(),
+            **self.traffic.as_dict(),
             "received_bytes": self._servers.received_bytes,
             "sent_bytes": self._servers.sent_bytes,
             "corrupt_transfer_count": sum(self.corrupt_transfers.values()),
             **self._deltas.stats(),
             "cache_hit_bytes": self._mappings.cache_hit_bytes,
-            "node_shared_bytes": self.gathers.node.shared_bytes if self.gathers.node is not None else 0,
-            "node_summed_bytes": self.pushes.sums.node_summed_bytes if self.pushes.sums is not None else 0,
+            "node_shared_bytes": self._node.shared_bytes if self._node is not None else 0,
+            "node_summed_bytes": self.gradients.sums.node_summed_bytes if self.gradients.sums is not None else 0,
         }
 
     @property
@@ -166,11 +159,6 @@ class RunStore:
     def has_lapsed(self) -> bool:
         """True if this trainer is no member of the run now, and may join again."""
         return self._membership.lapsed
-
-    @property
-    def traffic(self) -> TrafficStats:
-        """What this trainer has transferred."""
-        return self._stats
 
     def moved_bytes(self) -> dict[str, tuple[int, int]]:
         """Returns the bytes received and sent over each transport; see ``ShardServers.moved_bytes``."""
@@ -220,7 +208,7 @@ class RunStore:
     def _start_error_feedback(self) -> None:
         """Starts error feedback for the dtype in which gradients travel, if it is asked for."""
         if self._config.transfers.push_error_feedback:
-            self.pushes.feedback = ErrorFeedback(self._wire.push_dtype, self._wire.encoded, self._state.number)
+            self.gradients.feedback = ErrorFeedback(self._wire.push_dtype, self._wire.encoded, self._state.number)
             self._restore_residuals()
 
     def _restore_residuals(self) -> None:
@@ -234,8 +222,9 @@ class RunStore:
             finished: The step that was committed.
             kept_units: Units whose gradients the commit kept for another optimizer, if there are any.
         """
-        self.pushes.start_step(finished, kept_units)
-        self.residuals.start_step()
+        self.gradients.start_step(finished, kept_units)
+        if self.gradients.feedback is not None:
+            self.residuals.start_step()
         kept, before = len(self._state.items), len(finished.global_ranks)
         if kept < before:
             self._partition_updates.drop_cache()
@@ -298,15 +287,36 @@ class RunStore:
         vector: FlatVector | None = None,
     ) -> Future[int]:
         """See ``ParameterStore.gather``."""
-        return self.gathers.gather(unit_index, target, exact=exact, layout=layout, vector=vector)
+        if not self._membership.valid:
+            self._membership.check()
+        if self._computes_in_vain():
+            return self._gather_newest(unit_index, target, exact=exact, layout=layout)
+        version = self._state.number
+
+        def alternative(error: BaseException) -> Future[int] | None:
+            if isinstance(error, VersionGoneError | StaleEpochError) and self._loses_version():
+                return self._gather_newest(unit_index, target, exact=exact, layout=layout)
+            return None
+
+        def start(alternative: Alternative | None) -> Future[int]:
+            unit = self._units[unit_index]
+            if self._node is not None and vector is not None and not exact and self._is_shared_in_node(unit):
+                return self._node.gather(unit, version, target, layout or unit.layout, vector, alternative)
+            return self._fetches.gather(unit, version, target, layout, exact=exact, alternative=alternative)
+
+        if not self._state.asynchronous:
+            return start(alternative)
+
+        def again(error: BaseException) -> Future[int] | None:
+            # The commit of another item can break a read of the newest version while the servers move it to the
+            # versions that they hold. They have it there.
+            return start(alternative) if isinstance(error, VersionGoneError | StaleEpochError) else None
+
+        return start(again)
 
     def gathering_together(self) -> AbstractContextManager[None]:
         """See ``ParameterStore.gathering_together``."""
         return self._fetches.together()
-
-    def abandons_work(self) -> bool:
-        """See ``ParameterStore.abandons_work``."""
-        return self.gathers.abandons_work()
 
     def gather_average(self, unit_index: int, target: memoryview, version: int | None = None) -> None:
         """See ``ParameterStore.gather_average``."""
@@ -341,9 +351,11 @@ class RunStore:
 
     def wrote_in_place(self) -> bool:
         """See ``ParameterStore.wrote_in_place``."""
-        return self._written_pages.exist(
-            [unit.vector.pages for unit in self._units.values() if unit.vector is not None]
-        )
+        pages = []
+        for unit in self._units.values():
+            if unit.vector is not None:
+                pages.append(unit.vector.pages)
+        return self._written_pages.exist(pages)
 
     def fetches_in_place(self) -> bool:
         """See ``ParameterStore.fetches_in_place``."""
@@ -351,37 +363,78 @@ class RunStore:
 
     def await_version(self, unit_index: int) -> Callable[[], int]:
         """See ``ParameterStore.await_version``."""
-        return self.gathers.await_version(unit_index)
+        self._membership.check()
+        unit, limit_s = self._units[unit_index], self._config.waits.wait_limit_s
+        assert unit.vector is not None
+        any_version = partial(wait_for_any, unit.vector, self._membership.check, limit_s)
+        if self._computes_in_vain():
+            return any_version
+        version = self._fetches.await_version(unit, self._state.number)
 
-    # ---- pushes ----
+        def version_or_any() -> int:
+            try:
+                return version()
+            except (VersionGoneError, StaleEpochError):
+                if not self._loses_version():
+                    raise
+            return any_version()
 
-    def streams_gradients(self, unit_index: int) -> bool:
-        """See ``ParameterStore.streams_gradients``."""
-        return not all(shard.server.copies_gradients for shard in self._units[unit_index].shards)
+        return version_or_any
 
-    def compare(self, unit_index: int, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """See ``ParameterStore.compare``."""
-        self._state.require_current().checksums.add(unit_index, gradients)
+    def abandons_work(self) -> bool:
+        """See ``ParameterStore.abandons_work``."""
+        self._membership.ask()
+        if self._membership.lapsed:
+            return True
+        current = self._state.current
+        if not self._state.in_batches or current is None:
+            return False
+        if self._membership.committed_step > self._state.number:
+            current.abandon(current.key)  # its step was committed with the work of another trainer
+        else:
+            # The shard has moved, and its former owner has released the memory that was read.
+            current.spoil(current.key)
+        return True
 
-    def push(self, unit_index: int, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """See ``ParameterStore.push``."""
-        self.pushes.push(unit_index, gradients)
+    def _computes_in_vain(self) -> bool:
+        """True if what the training thread computes now does not count: its work item or membership is over."""
+        return self._membership.lapsed or ((current := self._state.current) is not None and current.is_over)
 
-    def may_keep(self, unit_index: int) -> bool:
-        """See ``ParameterStore.may_keep``."""
-        return self.pushes.may_keep(unit_index)
+    def _loses_version(self) -> bool:
+        """Called when a gather failed: returns whether its version is gone because the work item does not count."""
+        if self._computes_in_vain():
+            return True
+        return self.abandons_work()
 
-    def drop(self, unit_index: int, parameter_indices: Iterable[int]) -> None:
-        """See ``ParameterStore.drop``."""
-        self._state.drop(unit_index, parameter_indices)
+    def _gather_newest(
+        self, unit_index: int, target: memoryview, *, exact: bool, layout: UnitLayout | None
+    ) -> Future[int]:
+        """Starts to fetch the newest version, for a work item that does not count any more."""
 
-    def drain(self) -> None:
-        """See ``ParameterStore.drain``."""
-        self.pushes.drain()
+        def read(shard: RemoteShard, version: int | None) -> int:
+            if layout is None or layout == self._units[unit_index].layout:
+                return shard.fetch(version, target[shard.start_bytes : shard.stop_bytes], exact=exact)
+            return shard.prepare_fetch_cast(version, layout, target)()
 
-    def discard(self) -> None:
-        """See ``ParameterStore.discard``."""
-        self.pushes.discard()
+        def gather() -> int:
+            return read_newest(
+                lambda: self._units[unit_index], read, self._membership.check, self._config.waits.wait_limit_s
+            )
+
+        return self._fetches.run(gather)
+
+    def _is_shared_in_node(self, unit: RemoteUnit) -> bool:
+        """True if the other trainers of the node are expected to gather the unit now.
+
+        False for work items of lost trainers, for later attempts, and where an exchange would save nothing.
+        """
+        current, (rank_assignment, *_) = self._state.current, self._membership.rank_assignments
+        return (
+            current is not None
+            and current.item.global_rank == rank_assignment.coordinates.global_rank
+            and current.item.attempt == 0
+            and all(shard.is_streamed for shard in unit.shards)
+        )
 
     # ---- steps ----
 
@@ -410,12 +463,12 @@ class RunStore:
             if rolled_back:
                 # Not before: until now, a former owner that is cut off may have sent versions that do not count.
                 self._forget_streams()
-        self.pushes.rejoin(moved=moved)
+        self.gradients.rejoin(moved=moved)
         if moved:
             self._restore_residuals()
         self._partition_updates.drop_cache()
-        if self.gathers.node is not None:
-            self.gathers.node.leave("this trainer has joined the run again")
+        if self._node is not None:
+            self._node.leave("this trainer has joined the run again")
 
     def _forget_streams(self) -> None:
         for unit in self._units.values():
@@ -460,10 +513,10 @@ class RunStore:
         self._partition_updates.close()
         self._servers.disconnect()
         self._mappings.close()
-        if self.gathers.node is not None:
-            self.gathers.node.close()
-        if self.pushes.sums is not None:
-            self.pushes.sums.close()
+        if self._node is not None:
+            self._node.close()
+        if self.gradients.sums is not None:
+            self.gradients.sums.close()
         self._fetches.join(_CLOSE_LIMIT_S)
         self._background_pushes.join(_CLOSE_LIMIT_S)
         self._partition_updates.join(_CLOSE_LIMIT_S)

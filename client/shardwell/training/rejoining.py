@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 
-from shardwell.membership.validity import START_AGAIN
+from shardwell.membership.membership import START_AGAIN
 from shardwell.training.tracked_objects import TrackedObjects
 from shardwell.training.training import Training
 from shardwell_wire.errors import ReplicaLostError, StepRestartedError
@@ -175,7 +175,7 @@ class Rejoining:
             self._units.invalidate()
         finally:
             self._buffers.rejoin(state if moved else None, self._state.number, has_work=bool(self._state.items))
-        self._units.begin_step()
+        self._units.passes.begin_step()
         return moved
 
     def _restart_step(self) -> bool:

@@ -54,7 +54,6 @@ class StepInFlight:
         self.items = WorkItems(training, self.rejoining, self.iteration)
         self.several_optimizers = False
         """Whether several optimizers update the session's parameters in turn."""
-        training.units.passes.before_use = self.settle
 
     def share_between_optimizers(self, several: bool) -> None:
         """Sets whether several optimizers update the session's parameters in turn.
@@ -133,14 +132,14 @@ class StepInFlight:
             return
         pushed = {unit.index for unit in self._units if unit.pushes}
         for unit_index in pushed & parameters.keys():
-            self._store.drop(unit_index, parameters[unit_index])
+            self._store.gradients.drop(unit_index, parameters[unit_index])
         if self.state.current is None and self.state.dropped_late and self.state.all_dropped:
             self._reopen_items()
 
     def _reopen_items(self) -> None:
         """Drops the gradients of all finished items and, in a plain loop, makes the items unfinished."""
         try:
-            self._store.pushes.discard(include_empty=not self.state.in_batches)
+            self._store.gradients.discard(include_empty=not self.state.in_batches)
         except VersionGoneError:
             if self.state.phase is not StepPhase.COMMITTING:
                 raise
@@ -148,9 +147,9 @@ class StepInFlight:
         except StaleEpochError:
             if not self._membership.lapsed:
                 raise
-            self.state.abandon_commit()  # this trainer joins again before the next commit, without the gradients
+            self.state.pending_update = None  # this trainer joins again before the next commit, without the gradients
         else:
-            self.state.abandon_commit()
+            self.state.pending_update = None
             self.state.reopen_items()
             for item in self.state.items.values():
                 if item.is_finished:  # the buffers were withdrawn together with the gradients
@@ -217,14 +216,15 @@ class StepInFlight:
             DeadlineError: Other trainers did not finish in time.
             ReplicaLostError: Another trainer of this trainer's replica was lost.
         """
-        self._membership.check()
+        if not self._membership.valid:
+            self._membership.check()
         try:
             with self._units.passes.guard:
                 if self.iteration.voided or (self._membership.lapsed and not self.rejoining.join_again()):
                     return False
                 return self._commit(step, update)
         except (StepRestartedError, StaleEpochError) as error:
-            self.state.abandon_commit()
+            self.state.pending_update = None
             self._restarted(error)
             return False
 
@@ -237,7 +237,8 @@ class StepInFlight:
         if state.pending_update is None and not (state.in_batches or state.skips_gradients):
             self._require_work(optimizer)
         self._store.check_model()
-        state.start_commit(update)
+        self._units.passes.before_use = self.settle  # the next forward completes the commit if it is interrupted
+        state.pending_update = update
         try:
             current = state.current
             if current is None:
@@ -252,7 +253,7 @@ class StepInFlight:
         except (DeadlineError, ReplicaLostError, UnavailableError):
             raise  # the other trainers may still commit the step, so the commit stays pending
         except Exception:
-            state.abandon_commit()
+            state.pending_update = None
             raise
         self._advance(response, optimizer)
         return not response.skipped
@@ -302,7 +303,8 @@ class StepInFlight:
             work = response.next_work
             finished = self.state.advance(work.step, work.items, work.position)
             self._store.start_step(finished, kept)
-        self._units.begin_step()
+        self._units.passes.before_use = None
+        self._units.passes.begin_step()
         self._buffers.commit(response.state, step, self.state.number, has_work=bool(self.state.items))
         gather_waits = self._store.traffic.take_gather_waits()
         self.monitor.end_step(step, self._committer.take_facts(response), training.sample(), gather_waits)
@@ -324,7 +326,7 @@ class StepInFlight:
     def _uses_kept_gradients(self, optimizer: common_pb2.OptimizerStep) -> bool:
         """True if the servers may hold gradients of earlier steps for the optimizer."""
         return self.several_optimizers and any(
-            self._store.pushes.may_keep(unit.unit_index) and _updates(unit) for unit in optimizer.units
+            self._store.gradients.may_keep(unit.unit_index) and _updates(unit) for unit in optimizer.units
         )
 
     def _finish_plain_loop(self, current: WorkItemState | None) -> None:
@@ -357,7 +359,7 @@ class StepInFlight:
         """
         while not self.state.work_finished and self.state.items:
             for item in self.state.unfinished:
-                self.state.select_item(item)
+                self.state.current = item
                 self.items.end_item()
             self.items.finish_work(accept_work=True)
 

@@ -78,10 +78,10 @@ class WorkItems:
             self._buffers.start_item(self._state.number, item)
         except VersionGoneError:  # the step was committed with the work of another trainer
             item.abandon(item.key)
-            self._state.leave_item()
+            self._state.current = None
             return False
         item.written = self._buffers.written()
-        if self._store.pushes.may_have_twins:
+        if self._store.gradients.may_have_twins:
             self._membership.start_item(self._state.number, item.item.global_rank)
         self._training.replica.require_same_item(item.item)
         return True
@@ -98,15 +98,15 @@ class WorkItems:
         current = self._state.current
         if current is not None and self._state.in_batches and (current.is_over or self._membership.lapsed):
             self._units.zero_grad()
-            self._store.pushes.abandon_sums()
+            self._store.gradients.abandon_sums()
             self._buffers.abandon_item()
-            self._state.leave_item()
+            self._state.current = None
             self._restart_spoiled()
             self._end_time()
             return
         self._units.finish_item(keeps_graphs=self.keeps_graphs and not self._state.in_batches)
         if current is not None:
-            self._store.pushes.push_drops(current)
+            self._store.gradients.push_drops(current)
             self._buffers.end_item(self._state.number, current)
         self._state.finish_item()
         self._end_time()
@@ -118,7 +118,7 @@ class WorkItems:
         spoiled = [item for item in self._state.items.values() if item.is_spoiled]
         for item in spoiled:
             try:
-                self._store.pushes.restart(item)
+                self._store.gradients.restart(item)
             except (StaleEpochError, VersionGoneError):
                 item.give_up()
             else:
@@ -132,7 +132,7 @@ class WorkItems:
             self._item_s = time.monotonic() - started
         if self.is_last:
             self.is_last = False
-            self._store.pushes.drain()
+            self._store.gradients.drain()
             counted = [item for item in self._state.items.values() if item.state is ItemState.FINISHED]
             self._committer.report_finished(self._state.number, [item.to_proto() for item in counted])
             raise SystemExit(EXIT_CODE)
@@ -158,7 +158,7 @@ class WorkItems:
             if todo := [item for item in self._state.unfinished if not item.is_over]:
                 return todo  # this trainer has joined again, or it has restarted items itself
             try:
-                self._store.pushes.drain()
+                self._store.gradients.drain()
                 self._membership.end_item()  # not before: an item is late too if its pushes take long
                 if self._restart_spoiled():
                     continue
@@ -168,7 +168,7 @@ class WorkItems:
                     raise
                 continue
             if response.all_finished:
-                self._state.finish_work()
+                self._state.work_finished = True
             elif self._state.asynchronous and not response.work.items:
                 self._state.restart(response.work.step, [], response.work.position)
                 self._iteration.voided = True  # there is no work item for the rest of it
@@ -215,18 +215,18 @@ class WorkItems:
         It reads a later version.
         """
         for item in self._state.items.values():
-            self._store.pushes.forget_pushes(item)
+            self._store.gradients.forget_pushes(item)
         self._state.restart(work.step, work.items, work.position)
         self._state.in_batches = True
         self._units.invalidate()
-        self._units.begin_step()
+        self._units.passes.begin_step()
         return self._state.unfinished
 
     @property
     def _accepts_twins(self) -> bool:
         """True if this trainer may compute the twin of an item that is late, and none has failed in this step."""
         failed = any(item.is_twin and item.is_over for item in self._state.items.values())
-        return self._state.in_batches and self._store.pushes.can_compute_twins and not failed
+        return self._state.in_batches and self._store.gradients.can_compute_twins and not failed
 
     def _take(self, items: Iterable[coordinator_pb2.WorkItem]) -> list[WorkItemState]:
         """Adds work items that the coordinator has leased to this trainer; returns those to compute.
@@ -251,7 +251,7 @@ class WorkItems:
             item.global_rank,
             item.attempt,
         )
-        self._store.pushes.forget_pushes(state)
+        self._store.gradients.forget_pushes(state)
         self._state.repeat_item(state, item)
 
 

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from shardwell.grid.replica import end_connections, open_connections
-from shardwell.membership.membership import Membership
-from shardwell.membership.validity import ReplicaEpoch
+from shardwell.membership.membership import Membership, ReplicaEpoch
 from shardwell.options import JoinConfig
 from shardwell.step.step_commit import StepCommitter
 from shardwell_wire.connection.protocol_versions import own_versions

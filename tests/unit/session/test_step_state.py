@@ -27,9 +27,9 @@ def test_phases_lead_to_the_next_step() -> None:
     state.require_current().record_push(5, [0, 2])
     state.finish_item()
     assert state.phase is StepPhase.COMPUTING, "other trainers may have unfinished items"
-    state.finish_work()
+    state.work_finished = True
     assert state.phase is StepPhase.WORK_FINISHED
-    state.start_commit(update)
+    state.pending_update = update
     assert (state.phase, state.pending_update) == (StepPhase.COMMITTING, update)
     finished = state.advance(4, items(0, 1))
     assert finished == FinishedStep(frozenset({1}), frozenset({5}), frozenset({1}))
@@ -42,9 +42,9 @@ def test_restarted_item_and_abandoned_commit_return_to_the_earlier_phase() -> No
     item = state.require_current()
     item.record_push(5, [1])
     state.finish_item()
-    state.finish_work()
-    state.start_commit(StepUpdate(common_pb2.OptimizerStep()))
-    state.abandon_commit()
+    state.work_finished = True
+    state.pending_update = StepUpdate(common_pb2.OptimizerStep())
+    state.pending_update = None
     assert state.phase is StepPhase.WORK_FINISHED
     state.restart_item(item, WorkItem(global_rank=0, epoch=7, attempt=1))
     assert state.phase is StepPhase.COMPUTING
