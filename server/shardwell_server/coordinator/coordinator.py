@@ -13,13 +13,11 @@ from shardwell_server.coordinator.checkpoints.restoring import RunRestorer, Unit
 from shardwell_server.coordinator.checkpoints.saving import CheckpointSaver
 from shardwell_server.coordinator.commit.committer import Committer, UpdateSender
 from shardwell_server.coordinator.commit.preparation import StepPreparer
-from shardwell_server.coordinator.commit.requests import CommitRequests, WorkRequests
 from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.leases.server_leases import ServerLeases
 from shardwell_server.coordinator.leases.trainer_leases import TrainerLeases
 from shardwell_server.coordinator.placement import UnitPlacer
 from shardwell_server.coordinator.promotion import Promoter
-from shardwell_server.coordinator.relocation.backup_keeper import RunVerifier
 from shardwell_server.coordinator.relocation.keeper import BackupKeeper
 from shardwell_server.coordinator.relocation.relocator import Relocator
 from shardwell_server.coordinator.run import Run
@@ -59,13 +57,8 @@ class Coordinator:
         self.updates = UpdateSender(state, self.servers, self.checkpoints, self.promoter)
         items = self.trainers.items
         self.committer = Committer(state, self.servers, items, self.promoter, self.preparer, self.updates)
-        self.work_requests = WorkRequests(state, self.servers, self.trainers, self.preparer)
-        self.commit_requests = CommitRequests(
-            state, self.servers, self.trainers, self.preparer, self.committer, self.filler
-        )
         self.relocator = Relocator(state, self.servers, self.promoter, items, self.updates, self.restorer)
         self.backups = BackupKeeper(state, self.servers, self.promoter, items, self.updates)
-        self.verifier = RunVerifier(state, self.servers)
 
     @classmethod
     async def load(

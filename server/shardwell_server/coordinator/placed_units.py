@@ -106,7 +106,6 @@ class Relocations:
                 if key == (start_bytes, server_id) and backup.is_wanted:
                     any_in_sync = any_in_sync or backup.in_sync
                     self._units.set_backup_state(units[index], backup, state if backup.in_sync else backup.state)
-                    self._changes.touch()
         return any_in_sync
 
     def note_confirmed(self, server_id: str, count: int) -> None:
@@ -191,10 +190,11 @@ class DeclaredUnits:
 
     Args:
         run: Name of the run, for messages.
+        changes: Counts the changes of the run.
     """
 
-    def __init__(self, run: str) -> None:
-        self._run = run
+    def __init__(self, run: str, changes: RunChanges) -> None:
+        self._run, self._changes = run, changes
         self._units: list[Unit] = []
         self._by_name: dict[str, Unit] = {}
         self._units_of_parameter: dict[str, list[Unit]] = {}
@@ -356,6 +356,7 @@ class DeclaredUnits:
     def _note_relocated(self, unit: Unit) -> None:
         self._processes = self._holders = self._former = None
         self.unsaved.add(unit.index)
+        self._changes.touch()
 
     def set_initializer(self, global_rank: int, initializer: Initializer | None) -> None:
         """Sets the trainer that sends the initial values of a rank's units. None: there is none."""

@@ -304,8 +304,7 @@ class UnitPlacer:
         return tuple(sorted(shards, key=lambda shard: shard.start_bytes))
 
     def _note_free(self, server_id: str, free_bytes: int) -> None:
-        if (server := self._state.cluster.servers.get(server_id)) is not None:  # otherwise it left after it answered
-            server.note_free(free_bytes)
+        self._state.cluster.note_free(server_id, free_bytes)
 
     async def _release(self, run: Run, unit: str, placement: int, shard: ShardRecord) -> None:
         """Releases a reservation. If the server is unavailable, the release is retried in the background."""

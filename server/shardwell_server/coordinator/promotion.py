@@ -186,10 +186,9 @@ class Promoter:
             shards=[reference(unit, backup) for unit, backup in found],
         )
         response = await self._servers.call(process[0], "ReleaseShards", request, retry_for_s=0.0)
-        if (server := self._cluster.servers.get(process[0])) is not None and response.free_bytes:
-            server.note_free(response.free_bytes)
+        if response.free_bytes:
+            self._cluster.note_free(process[0], response.free_bytes)
         for unit, backup in found:
             if any(each is backup for each in unit.backups):
                 run.units.remove_backup(unit, backup)
-                run.changes.touch()
         run.relocations.note_released(process)

@@ -56,7 +56,7 @@ class Run:
         """Addresses that trainers exchange, by name."""
         self.parallel_plan: coordinator_pb2.ParallelPlan | None = None
         """How the models are divided over tensor and pipeline ranks. None: no trainer has reported it."""
-        self.units = DeclaredUnits(identity.name)
+        self.units = DeclaredUnits(identity.name, self.changes)
         self.commits = CommittedSteps()
         self.checkpoints = RunCheckpoints()
         self.relocations = Relocations(self.units, self.checkpoints, self.changes)

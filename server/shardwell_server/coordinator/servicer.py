@@ -5,7 +5,8 @@ from __future__ import annotations
 from shardwell_server.coordinator.rpcs.operators import AdministrationRpcs, InspectionRpcs
 from shardwell_server.coordinator.rpcs.rendezvous_rpcs import RendezvousRpcs
 from shardwell_server.coordinator.rpcs.server_rpcs import ServerRpcs
-from shardwell_server.coordinator.rpcs.trainer_rpcs import DeclarationRpcs, StepRpcs, TrainerRpcs
+from shardwell_server.coordinator.rpcs.step_rpcs import StepRpcs
+from shardwell_server.coordinator.rpcs.trainer_rpcs import DeclarationRpcs, TrainerRpcs
 
 
 class CoordinatorServicer(

@@ -362,7 +362,7 @@ async def test_copies_are_neither_built_nor_released_while_the_run_is_loaded(tmp
         run.checkpoints.begin_restore(RESTORE, 0.0)
         before = [shard.calls.copy() for shard in cluster.shards.values()]
         with pytest.raises(StepStateError, match="is being loaded"):
-            await cluster.coordinator.backups._builder.build(run, unit, backup)
+            await cluster.coordinator.backups._copy(run, unit, backup)
         await cluster.coordinator.promoter.release(run, backup.process)
         answer = await cluster.call("HeartbeatServer", server_id=server.server_id, epoch=server.epoch)
         assert not answer.retired_shards

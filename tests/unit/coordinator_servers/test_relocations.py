@@ -24,7 +24,8 @@ class OneShard:
     """A unit with its primary on server a, and backups on others."""
 
     def __init__(self, **backups: BackupState) -> None:
-        self.units, self.changes = DeclaredUnits("r"), RunChanges()
+        self.changes = RunChanges()
+        self.units = DeclaredUnits("r", self.changes)
         records = tuple(BackupRecord(0, 256, name, "1", state=state) for name, state in backups.items())
         self.units.add(Unit(0, layout(), (ShardRecord(0, 256, "a", "1"),), published=True, backups=records))
         self.relocations = Relocations(self.units, RunCheckpoints(), self.changes)

@@ -410,7 +410,7 @@ async def test_servers_release_a_unit_that_was_placed_on_others(tmp_path: Path, 
             with pytest.raises(StepStateError):
                 await a.publish("u", declared.epoch)
         cluster.shards["s0"].budget_bytes = 0
-        cluster.state.cluster.servers["s0"].note_free(0)  # gets no shard any more
+        cluster.state.cluster.note_free("s0", 0)  # gets no shard any more
         cluster.shards["s1"].restart("2")
         await cluster.register("s1", "2")
         declared = await a.declare(unit("u", (64, 64)))

@@ -13,6 +13,7 @@ import shardwell
 from shardwell.weights.checkpoint_conversion import checkpoint_to_dcp, dcp_to_checkpoint
 from shardwell.weights.pinned_version import PinnedVersion, PlacedUnit, StoredParameter
 from shardwell_server.coordinator.placed_units import DeclaredUnits, Unit, require_same_layout
+from shardwell_server.coordinator.signals import RunChanges
 from shardwell_server.optimizer_checks import check_fit
 from shardwell_wire.checkpoints.format import Piece
 from shardwell_wire.checkpoints.manifest import message_to_dict
@@ -83,7 +84,7 @@ def test_boxes_overlap_where_they_share_elements() -> None:
 
 
 def declared(*layouts: UnitLayout) -> DeclaredUnits:
-    units = DeclaredUnits("r")
+    units = DeclaredUnits("r", RunChanges())
     for index, layout in enumerate(layouts):
         units.require_new_tensors(layout)
         units.add(Unit(index, layout, ()))

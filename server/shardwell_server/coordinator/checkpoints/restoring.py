@@ -364,7 +364,7 @@ class RunRestorer:
         emptied = {server.server_id: server.incarnation for server in self._state.cluster.live}
         answers = await self._servers.call_all(emptied, "BeginRestore", begin)
         for server_id, answer in answers.items():
-            self._state.cluster.servers[server_id].note_free(answer.free_bytes)
+            self._state.cluster.note_free(server_id, answer.free_bytes)
         # Otherwise the run has the units that its trainers have declared so far. See Note: [Resuming in another grid].
         same_units = not restore.rewrap and has_units_of(manifest, run.settings.world, run.units.layouts)
         units = [

@@ -28,21 +28,22 @@ from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.leases.item_leases import ItemLeases
 from shardwell_server.coordinator.placed_units import Unit
 from shardwell_server.coordinator.promotion import Promoter
-from shardwell_server.coordinator.relocation.backup_keeper import BackupBuilder
 from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.servers.cluster import Cluster, Server
-from shardwell_server.coordinator.servers.shard_servers import ShardServers
+from shardwell_server.coordinator.servers.shard_servers import ShardServers, reference
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.storage.records import BackupRecord, BackupState, ShardRecord
+from shardwell_wire import fault_points
 from shardwell_wire.errors import (
     CapacityError,
     DeadlineError,
     InvalidRequestError,
     ShardwellError,
     StaleEpochError,
+    StepStateError,
     UnavailableError,
 )
-from shardwell_wire.v1 import coordinator_pb2
+from shardwell_wire.v1 import coordinator_pb2, shard_pb2
 
 ShardKey = tuple[int, int]
 """A shard of a run: unit index and first byte."""
@@ -183,8 +184,7 @@ class BackupKeeper:
         updates: UpdateSender,
     ) -> None:
         self._state, self._servers, self._promoter, self._items = state, servers, promoter, items
-        self._copies = servers.copies
-        self._builder = BackupBuilder(state, servers, updates)
+        self._copies, self._updates = servers.copies, updates
         self._notes: dict[str, _Notes] = {}
         """By run id."""
         self._drained: set[tuple[str, str]] = set()
@@ -378,7 +378,6 @@ class BackupKeeper:
                     continue  # it is to be released already, or may have to replace its primary
                 if backup in unit.backups and self._copies.is_confirmed(run, primary):
                     run.units.set_backup_state(unit, backup, BackupState.RELEASING)
-                    run.changes.touch()
             if (server := self._state.cluster.servers.get(process[0])) is None or not server.live:
                 continue
             problems = self._note(run).release_problems
@@ -394,13 +393,12 @@ class BackupKeeper:
     async def _build(self, run: Run, unit: Unit, backup: BackupRecord) -> bool:
         notes, key = self._note(run), (unit.index, backup.start_bytes)
         try:
-            done = await self._builder.build(run, unit, backup)
+            done = await self._copy(run, unit, backup)
         except ShardwellError as error:
             if isinstance(error, CapacityError):
                 notes.refused[key, backup.server_id] = self._state.clock() + _REFUSED_FOR_S
                 if any(each is backup for each in unit.backups):
                     run.units.remove_backup(unit, backup)
-                    run.changes.touch()
             elif isinstance(error, UnavailableError | DeadlineError):  # after repetitions for a lease
                 self._give_up(run, unit, backup)
             self._add_problem(run, f"a copy of unit {unit.layout.unit!r} on {backup.server_id!r}: {error}")
@@ -415,13 +413,99 @@ class BackupKeeper:
         if any(each is backup for each in unit.backups) and self._choose(run, unit, shard) is not None:
             self._note(run).refused[key, backup.server_id] = self._state.clock() + _REFUSED_FOR_S
             run.units.set_backup_state(unit, backup, BackupState.RELEASING)
-            run.changes.touch()
 
     def _add_problem(self, run: Run, problem: str) -> None:
         notes = self._note(run)
         if problem != notes.problem:
             notes.problem = problem
             self._state.events.add(EventKind.BACKUPS_DELAYED, problem, run=run.name)
+
+    async def _copy(self, run: Run, unit: Unit, backup: BackupRecord) -> bool:
+        """Copies a shard from its primary to a backup, which is in sync afterwards. Replaces an outdated copy.
+
+        Returns:
+            False if the primary is not confirmed, or the backup missed a step meanwhile, or the shard has another
+            primary. It must be built again.
+
+        Raises:
+            CapacityError: The server has no memory for the backup.
+            ShardwellError: A server is unavailable, or refused.
+        """
+        primary, relocations = unit.shard_at(backup.start_bytes), run.relocations.count
+        if not self._copies.is_confirmed(run, primary):
+            return False
+        # First drop what an earlier attempt has left. A reservation with a higher number is then a new one.
+        release = shard_pb2.ReleaseShardsRequest(
+            context=self._servers.context(run, run.committed_step),
+            placement=await self._next_number(run),
+            shards=[reference(unit, backup)],
+        )
+        released = await self._servers.call(backup.server_id, "ReleaseShards", release, retry_for_s=0.0)
+        if released.free_bytes:
+            self._state.cluster.note_free(backup.server_id, released.free_bytes)
+        placement = await self._next_number(run)
+        reserved = await self._servers.call(
+            backup.server_id,
+            "ReserveUnit",
+            shard_pb2.ReserveUnitRequest(
+                context=self._servers.context(run, 0),
+                unit=unit.layout.to_proto(),
+                unit_index=unit.index,
+                start_bytes=backup.start_bytes,
+                stop_bytes=backup.stop_bytes,
+                dp=run.settings.world.dp,
+                reduction_groups=run.settings.reduction_groups,
+                placement=placement,
+                role=shard_pb2.SHARD_ROLE_BACKUP,
+                asynchronous=run.asynchronous,
+            ),
+        )
+        target = self._state.cluster.require(backup.server_id)
+        self._state.cluster.note_free(backup.server_id, reserved.free_bytes)
+        await run.wait_until_updated()  # copies while trainers compute, not while servers update
+        if not self._is_current(run, unit, primary, backup):
+            return False
+        copied = await self._servers.call(
+            primary.server_id,
+            "CopyShard",
+            shard_pb2.CopyShardRequest(
+                context=self._servers.context(run, run.committed_step),
+                shard=reference(unit, backup),
+                placement=placement,
+                target_server_id=backup.server_id,
+                target_address=target.address,
+            ),
+        )
+        fault_points.reach("coordinator.backup.copied", unit=unit.layout.unit, server=backup.server_id)
+        # A relocation meanwhile may have told the primary which backups it has, without this one.
+        if not self._is_current(run, unit, primary, backup) or run.relocations.count != relocations:
+            return False
+        if copied.version < run.committed_step:
+            # The commit of this step came before the copy, so the backup's server may have acknowledged the update
+            # without it.
+            self._updates.repeat(run, backup.process)
+        run.units.set_backup_state(unit, backup, BackupState.IN_SYNC, placement=placement)
+        await self._state.save(run)
+        run.changed.notify()
+        return True
+
+    def _is_current(self, run: Run, unit: Unit, primary: ShardRecord, backup: BackupRecord) -> bool:
+        """True if the primary and the backup are as they were when the build started."""
+        unchanged = any(each is backup for each in unit.backups) and any(each is primary for each in unit.shards)
+        return unchanged and not run.deleted
+
+    async def _next_number(self, run: Run) -> int:
+        """Returns the number of a reservation or release. No other gets it, even after a restart. All of them are lower
+        than that of a later restore, whose shards they must not affect.
+
+        Raises:
+            StepStateError: The run is being loaded from a checkpoint, which drops all copies.
+        """
+        if run.checkpoints.restore is not None:
+            raise StepStateError(f"run {run.name!r} is being loaded from a checkpoint", run=run.name)
+        number = run.changes.next_epoch()
+        await self._state.save(run)
+        return number
 
     # What is wanted
 

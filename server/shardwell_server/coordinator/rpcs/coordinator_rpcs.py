@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from shardwell_server.coordinator.coordinator import Coordinator
+from shardwell_server.coordinator.inspection.stall import Stall, explain_stall
 from shardwell_server.coordinator.ranks.members import Member
 from shardwell_server.coordinator.rendezvous import TORCHRUN, Stores
 from shardwell_server.coordinator.run import Run
@@ -88,6 +89,10 @@ class CoordinatorRpcs:
         if not request.run_id:
             raise InvalidRequestError(f"run_id is empty: send the id of run {request.run!r} that Join returned")
         return self._state.require_run(request.run, request.run_id)
+
+    def _explain_stall(self, run: Run) -> Stall:
+        """Returns what a run waits for."""
+        return explain_stall(run, self._state.cluster, self._state.clock(), self._state.settings.min_servers)
 
     def _member(self, request: Any, *, membership_epoch: bool = True) -> tuple[Run, Member]:
         """Returns the run and the live trainer that sent a request.

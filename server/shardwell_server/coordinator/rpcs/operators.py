@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Mapping
 
 from shardwell_server.coordinator.checkpoints.saving import add_report
 from shardwell_server.coordinator.inspection import describe
-from shardwell_server.coordinator.inspection.stall import explain_stall
+from shardwell_server.coordinator.placed_units import Unit
 from shardwell_server.coordinator.rpcs.coordinator_rpcs import CoordinatorRpcs, check_seconds, fingerprint, wait_limit
+from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.settings import check_backups, check_layers
 from shardwell_server.coordinator.signals import poll
+from shardwell_server.coordinator.storage.records import BackupRecord, ShardRecord
 from shardwell_server.serving.rpc import Call
-from shardwell_wire.errors import InvalidRequestError, NotFoundError
+from shardwell_wire.errors import InvalidRequestError, NotFoundError, StepStateError, UnavailableError
 from shardwell_wire.model.topology import World
-from shardwell_wire.v1 import coordinator_pb2
+from shardwell_wire.v1 import coordinator_pb2, shard_pb2
+
+_Hashes = Mapping[tuple[str, str, int], shard_pb2.ShardHash]
+"""Hashes by server, unit and first byte."""
+
+_VERIFY_S = 20.0
+"""Longest wait for the servers to reach the committed version, and for shards that move, in seconds."""
+_VERIFY_PAUSE_S = 0.05
 
 
 class AdministrationRpcs(CoordinatorRpcs):
@@ -68,7 +78,67 @@ class AdministrationRpcs(CoordinatorRpcs):
     async def VerifyRun(
         self, request: coordinator_pb2.VerifyRunRequest, call: Call
     ) -> coordinator_pb2.VerifyRunResponse:
-        return await self._coordinator.verifier.verify(self._state.require_run(request.run))
+        run, give_up_s = self._state.require_run(request.run), self._state.clock() + _VERIFY_S
+        while (response := await self._compare_copies(run)) is None:
+            if self._state.clock() >= give_up_s:
+                raise UnavailableError(
+                    f"run {run.name!r}: its shards moved during every comparison for {_VERIFY_S:g} s: try again later",
+                    run=run.name,
+                )
+            await run.changed.wait(_VERIFY_PAUSE_S)
+        return response
+
+    async def _compare_copies(self, run: Run) -> coordinator_pb2.VerifyRunResponse | None:
+        """Compares all backups that are in sync with their primaries, at one version. No step is committed meanwhile.
+
+        Returns:
+            None if shards moved meanwhile.
+
+        Raises:
+            UnavailableError: The servers did not reach the committed version.
+        """
+        async with run.checkpoints.boundary:  # no commit record is written while this is held
+            try:
+                async with asyncio.timeout(_VERIFY_S):
+                    await run.wait_until_updated()
+            except TimeoutError:
+                raise UnavailableError(
+                    f"run {run.name!r}: its servers did not reach version {run.committed_step} within {_VERIFY_S:g} s: "
+                    "see shardwell stall, and try again",
+                    run=run.name,
+                ) from None
+            version, placement = run.committed_step, run.relocations.count
+            request = shard_pb2.HashShardsRequest(
+                context=self._coordinator.servers.context(run, version), version=version
+            )
+            pairs = [
+                (unit, unit.shard_at(backup.start_bytes), backup)
+                for unit in run.units
+                for backup in unit.backups
+                if backup.in_sync and unit.published
+            ]
+            servers = {shard.server_id for _, primary, backup in pairs for shard in (primary, backup)}
+            try:
+                answers = await self._coordinator.servers.call_all(sorted(servers), "HashShards", request)
+            except StepStateError:
+                if run.relocations.count == placement:
+                    raise
+        if run.relocations.count != placement:
+            return None
+        hashes = {
+            (server_id, each.unit, each.start_bytes): each
+            for server_id, answer in answers.items()
+            for each in answer.shards
+        }
+        differences = [line for pair in pairs for line in _differences(hashes, version, *pair)]
+        protected = {(unit.index, backup.start_bytes) for unit, _, backup in pairs}
+        return coordinator_pb2.VerifyRunResponse(
+            version=version,
+            compared_shards=len(pairs),
+            compared_bytes=sum(primary.size_bytes for _, primary, _ in pairs),
+            differences=differences,
+            unprotected_shards=sum(len(unit.shards) for unit in run.units) - len(protected),
+        )
 
     async def RebalanceRun(
         self, request: coordinator_pb2.RebalanceRunRequest, call: Call
@@ -86,6 +156,30 @@ class AdministrationRpcs(CoordinatorRpcs):
     ) -> coordinator_pb2.ForgetServerResponse:
         await self._coordinator.server_leases.forget(request.server_id)
         return coordinator_pb2.ForgetServerResponse()
+
+
+def _differences(hashes: _Hashes, version: int, unit: Unit, primary: ShardRecord, backup: BackupRecord) -> list[str]:
+    """Returns one line per difference between a backup and its primary."""
+    where = (
+        f"unit {unit.layout.unit!r}, bytes {backup.start_bytes} to {backup.stop_bytes}: the backup on server "
+        f"{backup.server_id!r}"
+    )
+    found = [hashes.get((at.server_id, unit.layout.unit, at.start_bytes)) for at in (primary, backup)]
+    ours, theirs = found
+    if ours is None or theirs is None:
+        missing = primary if ours is None else backup
+        return [f"{where} cannot be compared: server {missing.server_id!r} does not have the shard"]
+    if (ours.version, theirs.version) != (version, version):
+        return [f"{where} has version {theirs.version}, the primary {ours.version}: expected {version}"]
+    left, right = ({(tensor.parameter, tensor.name): tensor.xxh3 for tensor in each.tensors} for each in (ours, theirs))
+    different = [
+        f"{parameter} {name}"
+        for parameter, name in left | right
+        if left.get((parameter, name)) != right.get((parameter, name))
+    ]
+    if not different:
+        return []
+    return [f"{where} differs from the primary on {primary.server_id!r} in {', '.join(different[:8])}"]
 
 
 class InspectionRpcs(CoordinatorRpcs):
@@ -142,7 +236,7 @@ class InspectionRpcs(CoordinatorRpcs):
         self, request: coordinator_pb2.ExplainStallRequest, call: Call
     ) -> coordinator_pb2.ExplainStallResponse:
         run = self._state.require_run(request.run)
-        stall = explain_stall(run, self._state.cluster, self._state.clock(), self._state.settings.min_servers)
+        stall = self._explain_stall(run)
         return coordinator_pb2.ExplainStallResponse(
             step=run.committed_step, phase=stall.phase, phase_s=round(stall.phase_s, 3), waiting_for=stall.lines
         )

@@ -1,4 +1,4 @@
-"""Rpcs of trainers: membership, the declared model, and the end of a step."""
+"""Rpcs of trainers: membership, and the declared model. ``step_rpcs.py`` has those that end a step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 from shardwell_server.coordinator.inspection import describe
-from shardwell_server.coordinator.inspection.stall import explain_stall
 from shardwell_server.coordinator.ranks.members import ItemInProgress, Member, TransportReport
 from shardwell_server.coordinator.ranks.rank_assignment import Applicant
 from shardwell_server.coordinator.rpcs.coordinator_rpcs import CoordinatorRpcs, check_seconds, wait_limit
@@ -14,10 +13,8 @@ from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.servers.shard_servers import check_recoverable
 from shardwell_server.coordinator.settings import RunSettings
 from shardwell_server.coordinator.steps.plan_comparison import check_plan, require_same_plan
-from shardwell_server.coordinator.steps.proposals import NormKind, StepProposal
 from shardwell_server.serving.rpc import Call
 from shardwell_wire.connection.protocol_versions import negotiate
-from shardwell_wire.errors import InvalidRequestError
 from shardwell_wire.model.layout import UnitLayout
 from shardwell_wire.model.names import check_name
 from shardwell_wire.model.topology import World
@@ -80,9 +77,7 @@ class TrainerRpcs(CoordinatorRpcs):
                 response.waiting_for.append(
                     f"{member} cannot start before its replica is complete: it waits for {names}"
                 )
-            response.waiting_for.extend(
-                explain_stall(run, self._state.cluster, self._state.clock(), self._state.settings.min_servers).lines
-            )
+            response.waiting_for.extend(self._explain_stall(run).lines)
             return response
         describer = describe.RankDescriber(run.settings.world)
         response.rank_assignments.extend(map(describer.describe, run.owners.ranks_of(member.name)))
@@ -215,103 +210,3 @@ class DeclarationRpcs(CoordinatorRpcs):
             require_same_plan(run.name, run.parallel_plan, member.name, request.plan)
             await self._state.save(run)  # before any trainer trains by it
         return coordinator_pb2.DeclareParallelPlanResponse()
-
-
-class StepRpcs(CoordinatorRpcs):
-    """Rpcs with which trainers end a step."""
-
-    async def ResetWork(
-        self, request: coordinator_pb2.ResetWorkRequest, call: Call
-    ) -> coordinator_pb2.ResetWorkResponse:
-        run, member = self._member(request, membership_epoch=False)
-        with member.serving_rpc(self._state.clock):
-            response = await self._coordinator.work_requests.reset_work(
-                run, member, request, wait_limit(call, request.wait_s)
-            )
-        if response.HasField("item"):
-            self._issuer.prove_leases(run, [response.item])
-        return response
-
-    async def FinishWork(
-        self, request: coordinator_pb2.FinishWorkRequest, call: Call
-    ) -> coordinator_pb2.FinishWorkResponse:
-        run, member = self._member(request)
-        if request.HasField("item_limit"):
-            member.item_limit = request.item_limit
-        with member.serving_rpc(self._state.clock):
-            response = await self._coordinator.work_requests.finish_work(
-                run,
-                member,
-                request.context.step,
-                request.items,
-                accept_work=request.accept_work,
-                accept_twins=request.accept_copies and request.accept_work,
-                wait_s=wait_limit(call, request.wait_s),
-            )
-        self._issuer.prove_leases(run, response.work.items)
-        return response
-
-    async def PrepareGradients(
-        self, request: coordinator_pb2.PrepareGradientsRequest, call: Call
-    ) -> coordinator_pb2.PrepareGradientsResponse:
-        run, member = self._member(request)
-        with member.serving_rpc(self._state.clock):
-            return await self._coordinator.commit_requests.prepare_gradients(
-                run,
-                member,
-                request.context.step,
-                _item_name(run, request),
-                kind=_norm_kind(request),
-                wait_s=wait_limit(call, request.wait_s),
-                counted=request.unit_indices,
-                kept=request.kept_unit_indices,
-            )
-
-    async def CommitStep(
-        self, request: coordinator_pb2.CommitStepRequest, call: Call
-    ) -> coordinator_pb2.CommitStepResponse:
-        run, member = self._member(request)
-        proposal = StepProposal(
-            trainer=member.name,
-            trainer_and_ranks=run.work.describe_trainer(member.name),
-            optimizer=request.optimizer,
-            clip_coefficient=request.clip_coefficient,
-            unit_order=tuple(request.unit_order),
-            state=request.state if request.HasField("state") else None,
-            norm_attempts=request.norm_attempts if request.HasField("norm_attempts") else None,
-        )
-        if request.HasField("item_limit"):
-            member.item_limit = request.item_limit
-        with member.serving_rpc(self._state.clock):
-            response = await self._coordinator.commit_requests.commit_step(
-                run,
-                member,
-                request.context.step,
-                proposal,
-                wait_limit(call, request.wait_s),
-                request.staged_partitions,
-                _item_name(run, request),
-            )
-        self._issuer.prove_leases(run, response.next_work.items)
-        self._issuer.prove_leases(run, response.partitions)
-        return response
-
-
-def _item_name(
-    run: Run, request: coordinator_pb2.PrepareGradientsRequest | coordinator_pb2.CommitStepRequest
-) -> coordinator_pb2.ItemName | None:
-    """Returns the caller's item in an asynchronous run. None: it is not named, or the run is synchronous."""
-    return request.item if run.asynchronous and request.HasField("item") else None
-
-
-def _norm_kind(request: coordinator_pb2.PrepareGradientsRequest) -> NormKind | None:
-    """Returns the norm that a request asks for besides the Euclidean norm. None: there is none."""
-    norm_type, bound = request.norm_type, request.norm_bound
-    if not norm_type >= 0:
-        raise InvalidRequestError(f"norm_type is {norm_type}: expected a number above 0, infinity, or 0 for none")
-    if not bound >= 0 or (bound and not norm_type):
-        raise InvalidRequestError(
-            f"norm_bound is {bound} with norm_type {norm_type}: expected a number above 0 together with a norm_type, "
-            "or 0 for no bound"
-        )
-    return NormKind(norm_type, bound) if norm_type else None

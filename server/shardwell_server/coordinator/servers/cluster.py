@@ -105,10 +105,6 @@ class Server:
     def free_bytes(self) -> int:
         return max(0, self.budget_bytes - self.reserved_bytes)
 
-    def note_free(self, free_bytes: int) -> None:
-        """Records the free memory that the server reported."""
-        self.reserved_bytes = max(0, self.budget_bytes - free_bytes)
-
     def note_use(self, *, reserved_bytes: int, used_bytes: int, replicated_bytes: int) -> None:
         """Records the memory and the traffic to backups that a heartbeat reported."""
         self.reserved_bytes, self.used_bytes = reserved_bytes, used_bytes
@@ -352,6 +348,11 @@ class Cluster:
         for server in self.servers.values():
             if server.may_be_alive:
                 server.last_seen_s = self._clock()
+
+    def note_free(self, server_id: str, free_bytes: int) -> None:
+        """Records the free memory that a server reported in an answer. It may have left since."""
+        if (server := self.servers.get(server_id)) is not None:
+            server.reserved_bytes = max(0, server.budget_bytes - free_bytes)
 
     def require(self, server_id: str) -> Server:
         """Returns a server by id. Raises NotFoundError if it is not registered."""

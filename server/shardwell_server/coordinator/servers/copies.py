@@ -77,7 +77,6 @@ class Copies:
         for unit, backup in run.units.former:
             if self._is_live(backup) and self.is_confirmed(run, unit.shard_at(backup.start_bytes)):
                 run.units.set_backup_state(unit, backup, BackupState.RELEASING)
-                run.changes.touch()
 
     def end_former(self, run: Run) -> None:
         """Ends the time of all former copies, because a step is committed that they do not have."""
@@ -94,7 +93,6 @@ class Copies:
             run.units.remove_backup(unit, backup)
         else:
             run.units.set_backup_state(unit, backup, state)
-        run.changes.touch()
 
     # Replacing
 
@@ -185,7 +183,6 @@ class Copies:
                     ):
                         continue
                     run.units.adopt(unit, copy, incarnation)
-                    run.changes.touch()
                 elif isinstance(copy, BackupRecord) and copy.state is not BackupState.FORMER:
                     continue
                 # Also if the step was committed since the first answer. PromoteShards makes a former backup a primary.

@@ -6,19 +6,13 @@ restarted coordinator receives everything it needs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Awaitable, Callable, Sequence, Set
 
-from shardwell_server.coordinator.checkpoints.restoring import UnitFiller
-from shardwell_server.coordinator.commit.committer import Committer
-from shardwell_server.coordinator.commit.preparation import StepPreparer
 from shardwell_server.coordinator.inspection.events import EventKind
-from shardwell_server.coordinator.inspection.stall import explain_stall
-from shardwell_server.coordinator.leases.trainer_leases import TrainerLeases
 from shardwell_server.coordinator.ranks.members import Member
+from shardwell_server.coordinator.rpcs.coordinator_rpcs import CoordinatorRpcs, wait_limit
 from shardwell_server.coordinator.run import Run
-from shardwell_server.coordinator.servers.shard_servers import ShardServers
 from shardwell_server.coordinator.signals import poll
-from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.steps.committed_steps import check_written_buffers
 from shardwell_server.coordinator.steps.proposals import (
     NormKind,
@@ -35,99 +29,44 @@ from shardwell_server.coordinator.steps.reports import find_differences, newly_f
 from shardwell_server.coordinator.steps.step import FinishedWork, Step, WorkItem
 from shardwell_server.coordinator.steps.work import AsynchronousWork
 from shardwell_server.coordinator.storage.records import CommitRecord
+from shardwell_server.serving.rpc import Call
 from shardwell_wire.errors import InvalidRequestError, StepRestartedError, StepStateError, VersionGoneError
 from shardwell_wire.v1 import coordinator_pb2
 
 
-def step_in_flight(run: Run, number: int) -> Step | None:
-    """Returns the step in flight of a synchronous run, or None if step ``number`` is committed.
+class StepRpcs(CoordinatorRpcs):
+    """Rpcs with which trainers end a step."""
 
-    Raises:
-        StepStateError: The step has not started.
-    """
-    require_started(run, number)
-    return run.work.steps[0] if number == run.committed_step else None
+    # Work items
 
+    async def FinishWork(
+        self, request: coordinator_pb2.FinishWorkRequest, call: Call
+    ) -> coordinator_pb2.FinishWorkResponse:
+        run, member = self._member(request)
+        if request.HasField("item_limit"):
+            member.item_limit = request.item_limit
+        with member.serving_rpc(self._state.clock):
+            response = await self._finish_work(run, member, request, wait_limit(call, request.wait_s))
+        response.placement = run.relocations.announced
+        self._issuer.prove_leases(run, response.work.items)
+        return response
 
-def step_of(run: Run, member: Member, number: int, dp_rank: int, item_number: int) -> Step | None:
-    """Returns the step in flight that has an item, or None if it is committed.
-
-    Args:
-        run: The run.
-        member: The trainer that computes the item.
-        number: Number of the step, which is the version that the item reads.
-        dp_rank: Data rank of the item, in an asynchronous run.
-        item_number: Number of the item, in an asynchronous run.
-
-    Raises:
-        StepStateError: The step has not started.
-        StepRestartedError: In an asynchronous run, the item is computed again from another version.
-    """
-    if not isinstance(run.work, AsynchronousWork):
-        return step_in_flight(run, number)
-    require_started(run, number)
-    return run.work.find_step(member.name, number, dp_rank, item_number)
-
-
-def named_step(run: Run, member: Member, number: int, item: coordinator_pb2.ItemName | None) -> Step | None:
-    """As ``step_of``. Raises InvalidRequestError if an item is required and not named."""
-    if item is None and run.asynchronous:
-        raise InvalidRequestError(
-            f"item is not set: run {run.name!r} has consistency={run.settings.consistency}, in which the request names "
-            "the work item"
-        )
-    return step_of(run, member, number, item.dp_rank if item else 0, item.number if item else 0)
-
-
-def require_started(run: Run, number: int) -> None:
-    """Raises StepStateError if a step has not started."""
-    if not run.started:
-        raise StepStateError(f"run {run.name!r} has not started: wait until Join returns started=True")
-    if number > run.committed_step:
-        raise StepStateError(
-            f"step {number} of run {run.name!r} has not started: step {run.committed_step} is in flight",
-            step=run.committed_step,
-        )
-
-
-class WorkRequests:
-    """Serves FinishWork and ResetWork of every run.
-
-    Args:
-        state: State of the coordinator.
-        servers: The shard servers.
-        trainers: Leases and fences work items.
-        preparer: Prepares steps.
-    """
-
-    def __init__(
-        self, state: CoordinatorState, servers: ShardServers, trainers: TrainerLeases, preparer: StepPreparer
-    ) -> None:
-        self._state, self._servers, self._trainers, self._preparer = state, servers, trainers, preparer
-
-    async def finish_work(
-        self,
-        run: Run,
-        member: Member,
-        number: int,
-        reports: Sequence[coordinator_pb2.FinishedItem],
-        *,
-        accept_work: bool,
-        accept_twins: bool,
-        wait_s: float,
+    async def _finish_work(
+        self, run: Run, member: Member, request: coordinator_pb2.FinishWorkRequest, wait_s: float
     ) -> coordinator_pb2.FinishWorkResponse:
         """Marks items as finished. Waits until all items are finished, or the caller has to compute an item.
 
         Reports of former attempts have no effect. If the caller's items were restarted, the response contains them.
         """
+        number, reports, accept_work = request.context.step, request.items, request.accept_work
         if isinstance(run.work, AsynchronousWork):
             step, is_committed = _reported_step(run, run.work, member, number, reports)
             if step is None and not is_committed:
                 return await self._start_item(run, run.work, member, wait_s)
         else:
-            step = step_in_flight(run, number)
+            step = _step_of(run, member, number)
         if step is None:
-            return coordinator_pb2.FinishWorkResponse(all_finished=True, placement=run.relocations.announced)
+            return coordinator_pb2.FinishWorkResponse(all_finished=True)
         if member.note_behind(False):
             run.changes.touch()
         reported = {report.global_rank for report in reports}
@@ -139,27 +78,34 @@ class WorkRequests:
         if are_last:
             run.changed.notify()
             if not run.asynchronous:  # otherwise steps wait for their turn, and may not need the norm
-                self._preparer.start(run, step)
-        self._trainers.items.start_fencing(run)
+                self._coordinator.preparer.start(run, step)
+        self._coordinator.trainers.items.start_fencing(run)
         if member.note_accepts_reassigned_work(accept_work):
             run.changes.touch()
-        accept_twins = accept_twins and not run.asynchronous
+        accept_twins = accept_work and request.accept_copies and not run.asynchronous
         if not accept_twins:
             step.drop_twin(member.name)
 
         async def check() -> coordinator_pb2.FinishWorkResponse | None:
-            return await self._find_work(
-                run, member, step, reported, accept_work=accept_work, accept_twins=accept_twins
-            )
+            return self._find_work(run, member, step, reported, accept_work=accept_work, accept_twins=accept_twins)
 
+        response = await self._poll_work(run, member, check, wait_s)
+        return response or coordinator_pb2.FinishWorkResponse(waiting_for=step.waiting_for())
+
+    async def _poll_work(
+        self,
+        run: Run,
+        member: Member,
+        check: Callable[[], Awaitable[coordinator_pb2.FinishWorkResponse | None]],
+        wait_s: float,
+    ) -> coordinator_pb2.FinishWorkResponse | None:
+        """Waits until a trainer has work, or need not wait for it."""
         try:
             response = await poll(run.changed, check, wait_s)
         finally:
             run.members.waiting_for_work.pop(member.name, None)
         # The response may reveal new leases and epochs. They must survive a restart, so store them first.
         await self._state.save(run)
-        response = response or coordinator_pb2.FinishWorkResponse(waiting_for=step.waiting_for())
-        response.placement = run.relocations.announced
         return response
 
     def _compare_gradients(self, run: Run, step: Step, finished: Sequence[FinishedWork]) -> None:
@@ -169,7 +115,7 @@ class WorkRequests:
                 unit.gradients_differed = True
                 self._state.events.add(EventKind.GRADIENTS_DIFFER, message, run=run.name)
 
-    async def _find_work(
+    def _find_work(
         self,
         run: Run,
         member: Member,
@@ -182,17 +128,17 @@ class WorkRequests:
         run.require_member(member.name, member.epoch)
         if not run.work.is_in_flight(step):
             return coordinator_pb2.FinishWorkResponse(all_finished=True)
-        self._servers.require_available(run)
+        self._coordinator.servers.require_available(run)
         if step.all_finished:
             return coordinator_pb2.FinishWorkResponse(all_finished=True, last_finished=step.last_finished)
         # Items that are leased to the caller and not reported as finished are its work, even if the response that
         # granted them was lost.
         if accept_work and not step.leased_to(member.name):
             run.members.waiting_for_work[member.name] = None
-            self._trainers.revoke_unfinished(run)
-            self._trainers.items.lease_vacant_items(run)
+            self._coordinator.trainers.revoke_unfinished(run)
+            self._coordinator.trainers.items.lease_vacant_items(run)
             if accept_twins and not step.leased_to(member.name):
-                self._trainers.items.start_twin(run, member)
+                self._coordinator.trainers.items.start_twin(run, member)
         # A server that has not fenced the former attempt of a restarted item would mix its parts with those of the new
         # attempt.
         leased = step.leased_to(member.name)
@@ -209,24 +155,35 @@ class WorkRequests:
 
         async def check() -> coordinator_pb2.FinishWorkResponse | None:
             run.require_member(member.name, member.epoch)
-            self._servers.require_available(run)
+            self._coordinator.servers.require_available(run)
             if work.start_item(member.name) or work.has_all_items(member):
                 return coordinator_pb2.FinishWorkResponse(work=work.assigned_to(member.name))
             run.members.waiting_for_work[member.name] = None
             return None
 
-        try:
-            response = await poll(run.changed, check, wait_s)
-        finally:
-            run.members.waiting_for_work.pop(member.name, None)
-        await self._state.save(run)
-        response = response or coordinator_pb2.FinishWorkResponse(waiting_for=self._explain(run))
-        response.placement = run.relocations.announced
+        response = await self._poll_work(run, member, check, wait_s)
+        return response or coordinator_pb2.FinishWorkResponse(waiting_for=self._explain_stall(run).lines)
+
+    async def ResetWork(
+        self, request: coordinator_pb2.ResetWorkRequest, call: Call
+    ) -> coordinator_pb2.ResetWorkResponse:
+        run, member = self._member(request, membership_epoch=False)
+
+        async def check() -> WorkItem | None:
+            run.require_member(member.name)
+            return None if run.commits.writing else await self._reset_item(run, member, request)
+
+        with member.serving_rpc(self._state.clock):
+            item = await poll(run.changed, check, wait_limit(call, request.wait_s))
+        if item is None:
+            servers = ", ".join(map(repr, run.units.servers))
+            drop = f"servers {servers}: they drop the contributions of the former attempt"
+            return coordinator_pb2.ResetWorkResponse(waiting_for=[*self._explain_stall(run).lines, drop])
+        response = coordinator_pb2.ResetWorkResponse(item=item.to_proto(request.global_rank))
+        self._issuer.prove_leases(run, [response.item])
         return response
 
-    async def reset_work(
-        self, run: Run, member: Member, request: coordinator_pb2.ResetWorkRequest, wait_s: float
-    ) -> coordinator_pb2.ResetWorkResponse:
+    async def _reset_item(self, run: Run, member: Member, request: coordinator_pb2.ResetWorkRequest) -> WorkItem:
         """Starts a new attempt of the item that a rank belongs to. Servers drop the contributions of former attempts.
 
         Raises:
@@ -234,25 +191,13 @@ class WorkRequests:
             StaleEpochError: The item was leased to another trainer.
             StepRestartedError: In an asynchronous run, the item is computed again from another version.
         """
-
-        async def check() -> WorkItem | None:
-            run.require_member(member.name)
-            return None if run.commits.writing else await self._reset_item(run, member, request)
-
-        item = await poll(run.changed, check, wait_s)
-        if item is None:
-            servers = ", ".join(map(repr, run.units.servers))
-            lines = [*self._explain(run), f"servers {servers}: they drop the contributions of the former attempt"]
-            return coordinator_pb2.ResetWorkResponse(waiting_for=lines)
-        return coordinator_pb2.ResetWorkResponse(item=item.to_proto(request.global_rank))
-
-    async def _reset_item(self, run: Run, member: Member, request: coordinator_pb2.ResetWorkRequest) -> WorkItem:
         number = request.context.step
         if number < run.committed_step and not run.asynchronous:
             raise VersionGoneError(
                 f"step {number} is committed, so its work cannot be reset", step=number, version=run.committed_step
             )
-        step = step_of(run, member, number, request.global_rank, request.item_number)
+        named = coordinator_pb2.ItemName(dp_rank=request.global_rank, number=request.item_number)
+        step = _step_of(run, member, number, named)
         if step is None:
             raise VersionGoneError(f"step {number} is committed, so its work cannot be reset", step=number)
         item = step.require_leased(member.name, request.global_rank, request.context.epoch)
@@ -261,109 +206,59 @@ class WorkRequests:
             # Expired trainers cannot reset their finished items, which the reset of this item invalidates too. Those of
             # this item's replica get the new attempt.
             expired = [each for each in run.members.expired if each.name not in item.trainers]
-            self._trainers.revoke(run, expired)
+            self._coordinator.trainers.revoke(run, expired)
             run.work.reset_item(step, item, request.context.request_id)
             message = f"{item} of step {number}: trainer {member.name!r} starts attempt {item.attempt}"
             self._state.events.add(EventKind.WORK_RESET, message, run=run.name)
         # Store the attempt before any server sees it: a restarted coordinator must not reuse its number.
         await self._state.save(run)
-        await self._trainers.items.fence(run, [item])
-        self._trainers.items.start_fencing(run)
+        await self._coordinator.trainers.items.fence(run, [item])
+        self._coordinator.trainers.items.start_fencing(run)
         return item
 
-    def _explain(self, run: Run) -> list[str]:
-        return explain_stall(run, self._state.cluster, self._state.clock(), self._state.settings.min_servers).lines
+    # The commit
 
+    async def PrepareGradients(
+        self, request: coordinator_pb2.PrepareGradientsRequest, call: Call
+    ) -> coordinator_pb2.PrepareGradientsResponse:
+        run, member = self._member(request)
+        with member.serving_rpc(self._state.clock):
+            return await self._prepare_gradients(run, member, request, wait_limit(call, request.wait_s))
 
-def _reported_step(
-    run: Run, work: AsynchronousWork, member: Member, number: int, reports: Sequence[coordinator_pb2.FinishedItem]
-) -> tuple[Step | None, bool]:
-    """Returns the step in flight of a reported item, and whether the item is committed.
-
-    Returns:
-        None and False if no item is reported, or if the reported one is computed again: the trainer wants an item.
-    """
-    require_started(run, number)
-    try:
-        steps = [work.find_step(member.name, number, report.global_rank, report.number) for report in reports]
-    except StepRestartedError:
-        return None, False
-    return (steps[0], steps[0] is None) if steps else (None, False)
-
-
-class CommitRequests:
-    """Serves PrepareGradients and CommitStep of every run.
-
-    Args:
-        state: State of the coordinator.
-        servers: The shard servers.
-        trainers: Leases and fences work items.
-        preparer: Prepares steps.
-        committer: Commits steps.
-        filler: Knows the checkpoint that a run continues from.
-    """
-
-    def __init__(
-        self,
-        state: CoordinatorState,
-        servers: ShardServers,
-        trainers: TrainerLeases,
-        preparer: StepPreparer,
-        committer: Committer,
-        filler: UnitFiller,
-    ) -> None:
-        self._state, self._servers, self._trainers = state, servers, trainers
-        self._preparer, self._committer, self._filler = preparer, committer, filler
-
-    async def prepare_gradients(
-        self,
-        run: Run,
-        member: Member,
-        number: int,
-        item: coordinator_pb2.ItemName | None = None,
-        *,
-        kind: NormKind | None,
-        wait_s: float,
-        counted: Sequence[int] = (),
-        kept: Sequence[int] = (),
+    async def _prepare_gradients(
+        self, run: Run, member: Member, request: coordinator_pb2.PrepareGradientsRequest, wait_s: float
     ) -> coordinator_pb2.PrepareGradientsResponse:
         """Returns the norms of a step's gradient once every item is finished.
 
-        Args:
-            run: The run.
-            member: The trainer that sent the request.
-            number: Number of the step.
-            item: The trainer's item, in an asynchronous run.
-            kind: Another norm to compute besides the Euclidean norm. None: none.
-            wait_s: Longest time to wait in seconds.
-            counted: Units of this trainer over which to compute the norms. Empty: all units of the run.
-            kept: Units of this trainer whose gradients another optimizer will use. If there are any, the norms wait
-                until trainers of all tp ranks and pp ranks have named their units.
+        If another optimizer will use the gradients of some units, the norms wait until trainers of all tp ranks and pp
+        ranks have named their units.
 
         Raises:
             NonFiniteError: A gradient is not finite.
             StepRestartedError: The caller must still compute work of the step.
             VersionGoneError: The step is committed, and its norms are no longer kept or no trainer asked for this one.
         """
-        step = named_step(run, member, number, item)
-        if step is not None and kept and step.note_counted(counted, kept):
+        number, kept = request.context.step, request.kept_unit_indices
+        item, kind = _item_of(run, request), _norm_kind(request)
+        step = _step_of(run, member, number, item)
+        if step is not None and kept and step.note_counted(request.unit_indices, kept):
             run.changed.notify()
 
         async def check() -> PreparedGradients | None:
             run.require_member(member.name, member.epoch)
             if step is None or not run.work.is_in_flight(step):
                 return _committed_norms(run, number, item, kind)
-            self._servers.require_available(run)
+            self._coordinator.servers.require_available(run)
             step.require_finished(member.name)
             _require_workers(run, member, step)
             if not step.all_finished or (kept and step.uncounted(run.units.layouts)):
                 return None
-            prepared = await self._preparer.prepare(run, step, kind=kind)
+            prepared = await self._coordinator.preparer.prepare(run, step, kind=kind)
             return prepared if prepared is None or not kept else prepared.restricted_to(step.counted)
 
         prepared = await poll(run.changed, check, wait_s)
         if prepared is None:
-            lines = self._explain(run)
+            lines = self._explain_stall(run).lines
             if kept and step is not None and (missing := step.uncounted(run.units.layouts)):
                 lines = [*lines, f"clip_grad_norm_ in the trainers that hold unit {missing[0]!r}"]
             return coordinator_pb2.PrepareGradientsResponse(waiting_for=lines)
@@ -374,40 +269,59 @@ class CommitRequests:
             attempts=step.attempts if step is not None else 0,
         )
 
-    async def commit_step(
+    async def CommitStep(
+        self, request: coordinator_pb2.CommitStepRequest, call: Call
+    ) -> coordinator_pb2.CommitStepResponse:
+        run, member = self._member(request)
+        proposal = StepProposal(
+            trainer=member.name,
+            trainer_and_ranks=run.work.describe_trainer(member.name),
+            optimizer=request.optimizer,
+            clip_coefficient=request.clip_coefficient,
+            unit_order=tuple(request.unit_order),
+            state=request.state if request.HasField("state") else None,
+            norm_attempts=request.norm_attempts if request.HasField("norm_attempts") else None,
+        )
+        if request.HasField("item_limit"):
+            member.item_limit = request.item_limit
+        with member.serving_rpc(self._state.clock):
+            response = await self._commit_step(run, member, request, proposal, wait_limit(call, request.wait_s))
+        self._issuer.prove_leases(run, response.next_work.items)
+        self._issuer.prove_leases(run, response.partitions)
+        return response
+
+    async def _commit_step(
         self,
         run: Run,
         member: Member,
-        number: int,
+        request: coordinator_pb2.CommitStepRequest,
         proposal: StepProposal,
         wait_s: float,
-        staged: Sequence[coordinator_pb2.PartitionWork] = (),
-        item: coordinator_pb2.ItemName | None = None,
     ) -> coordinator_pb2.CommitStepResponse:
         """Adds a trainer's proposal and waits until the step is committed.
 
         If the optimizer runs on the trainers, the response may instead contain optimizer partitions for the caller to
-        update. ``staged`` names the partitions that the caller has already staged, ``item`` the caller's item in an
-        asynchronous run.
+        update.
 
         Raises:
             HyperparameterMismatchError: The proposal differs from the leader's.
             StepRestartedError: The caller's own work is not finished, or it clips by an outdated norm.
         """
-        step = named_step(run, member, number, item)
+        number, item = request.context.step, _item_of(run, request)
+        step = _step_of(run, member, number, item)
         proposal.optimizer.new_state = starts_anew(run.commits.state, proposal.optimizer.generation)
         if is_new := step is None or not step.proposals.prove_valid(proposal):
             validate_proposal(proposal, run.units.layouts, run.units.cuts)
             if run.asynchronous:
                 check_asynchronous(proposal, run.settings.consistency)
         if step is not None:
-            await self._filler.check_step(run, proposal.optimizer)
+            await self._coordinator.filler.check_step(run, proposal.optimizer)
         if step is not None and run.work.is_in_flight(step):
             run.commits.check_algorithms(proposal.optimizer, run.units.layouts)
             step.check_ready(proposal)
             step.proposals.add(proposal)
             names_units = is_new and proposal.norm_attempts is not None and step.note_counted(*proposal.norm_units)
-            if step.partitions.note(staged) or names_units:
+            if step.partitions.note(request.staged_partitions) or names_units:
                 run.changed.notify()
 
         async def check() -> coordinator_pb2.CommitStepResponse | None:
@@ -418,7 +332,7 @@ class CommitRequests:
 
         response = await poll(run.changed, check, wait_s)
         await self._state.save(run)
-        return response or coordinator_pb2.CommitStepResponse(waiting_for=self._explain(run))
+        return response or coordinator_pb2.CommitStepResponse(waiting_for=self._explain_stall(run).lines)
 
     async def _try_commit(
         self,
@@ -429,11 +343,11 @@ class CommitRequests:
         proposal: StepProposal,
     ) -> coordinator_pb2.CommitStepResponse | None:
         """Commits the step if all work is finished and the leader has proposed. Otherwise returns None."""
-        self._servers.require_available(run)
+        self._coordinator.servers.require_available(run)
         step.check_ready(proposal)  # a work item may have been reset while the request waited
         _require_workers(run, member, step)
         if step.all_finished:
-            self._trainers.revoke_for_commit(run, step, updates_on_trainers=proposal.updates_on_trainers)
+            self._coordinator.trainers.revoke_for_commit(run, step, updates_on_trainers=proposal.updates_on_trainers)
         # Repeat this after every change: the leader may have proposed since, and a reset drops all proposals.
         step.proposals.restore(proposal)
         leaders, layouts = run.work.leaders(step), run.units.layouts
@@ -444,14 +358,14 @@ class CommitRequests:
                     return coordinator_pb2.CommitStepResponse(partitions=work, new_state=proposal.optimizer.new_state)
                 if not step.partitions.all_staged:
                     return None
-            await self._committer.commit(run, step)
+            await self._coordinator.committer.commit(run, step)
         if run.work.is_in_flight(step):
             return None
         return self._committed_response(run, member, step.number, item, proposal)
 
     async def _partitions_for(self, run: Run, member: Member, step: Step) -> list[coordinator_pb2.PartitionWork]:
         """Returns the optimizer partitions that a trainer must update, once the gradients are reduced."""
-        if await self._preparer.prepare_or_skip(run, step) is None or not run.work.is_in_flight(step):
+        if await self._coordinator.preparer.prepare_or_skip(run, step) is None or not run.work.is_in_flight(step):
             return []
         run.require_member(member.name, member.epoch)
         position = run.owners.position_of(member.name)
@@ -495,8 +409,63 @@ class CommitRequests:
             response.state.ClearField("tracked_json")
         return response
 
-    def _explain(self, run: Run) -> list[str]:
-        return explain_stall(run, self._state.cluster, self._state.clock(), self._state.settings.min_servers).lines
+
+def _require_started(run: Run, number: int) -> None:
+    """Raises StepStateError if a step has not started."""
+    if not run.started:
+        raise StepStateError(f"run {run.name!r} has not started: wait until Join returns started=True")
+    if number > run.committed_step:
+        raise StepStateError(
+            f"step {number} of run {run.name!r} has not started: step {run.committed_step} is in flight",
+            step=run.committed_step,
+        )
+
+
+def _step_of(run: Run, member: Member, number: int, item: coordinator_pb2.ItemName | None = None) -> Step | None:
+    """Returns a step in flight, or None if it is committed.
+
+    Args:
+        run: The run.
+        member: The trainer that computes the item.
+        number: Number of the step, which is the version that the item reads.
+        item: In an asynchronous run: the item.
+
+    Raises:
+        StepStateError: The step has not started.
+        StepRestartedError: In an asynchronous run, the item is computed again from another version.
+    """
+    _require_started(run, number)
+    if item is not None and isinstance(run.work, AsynchronousWork):
+        return run.work.find_step(member.name, number, item.dp_rank, item.number)
+    return run.work.steps[0] if number == run.committed_step else None
+
+
+def _item_of(
+    run: Run, request: coordinator_pb2.PrepareGradientsRequest | coordinator_pb2.CommitStepRequest
+) -> coordinator_pb2.ItemName | None:
+    """Returns the caller's item in an asynchronous run, which must be named. None: the run is synchronous."""
+    if run.asynchronous and not request.HasField("item"):
+        raise InvalidRequestError(
+            f"item is not set: run {run.name!r} has consistency={run.settings.consistency}, in which the request names "
+            "the work item"
+        )
+    return request.item if run.asynchronous else None
+
+
+def _reported_step(
+    run: Run, work: AsynchronousWork, member: Member, number: int, reports: Sequence[coordinator_pb2.FinishedItem]
+) -> tuple[Step | None, bool]:
+    """Returns the step in flight of a reported item, and whether the item is committed.
+
+    Returns:
+        None and False if no item is reported, or if the reported one is computed again: the trainer wants an item.
+    """
+    _require_started(run, number)
+    try:
+        steps = [work.find_step(member.name, number, report.global_rank, report.number) for report in reports]
+    except StepRestartedError:
+        return None, False
+    return (steps[0], steps[0] is None) if steps else (None, False)
 
 
 def _require_workers(run: Run, member: Member, step: Step) -> None:
@@ -536,3 +505,16 @@ def _committed_norms(
             step=number,
         )
     return prepared
+
+
+def _norm_kind(request: coordinator_pb2.PrepareGradientsRequest) -> NormKind | None:
+    """Returns the norm that a request asks for besides the Euclidean norm. None: there is none."""
+    norm_type, bound = request.norm_type, request.norm_bound
+    if not norm_type >= 0:
+        raise InvalidRequestError(f"norm_type is {norm_type}: expected a number above 0, infinity, or 0 for none")
+    if not bound >= 0 or (bound and not norm_type):
+        raise InvalidRequestError(
+            f"norm_bound is {bound} with norm_type {norm_type}: expected a number above 0 together with a norm_type, "
+            "or 0 for no bound"
+        )
+    return NormKind(norm_type, bound) if norm_type else None
