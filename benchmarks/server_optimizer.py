@@ -74,7 +74,7 @@ class ServedShard:
         """Sets the shard's initial values."""
         shard = self.shard
         room = store.memory.incoming(shard.size_bytes, shard.initial_quota, wait_s=1.0, what=shard.what)
-        async with room as received:
+        with await room as received:
             shard.views(received.buffer)[0].fill_(0.01)
             shard.values.accept_initial(0, received)
         shard.values.publish(0)

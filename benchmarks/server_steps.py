@@ -16,7 +16,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -99,7 +98,7 @@ class Server:
             spec = ShardSpec(run=RUN, layout=layout, index=index, start_bytes=0, stop_bytes=size_bytes, dp=self._dp)
             shard = self._store.reserve(spec)
             room = self._store.memory.incoming(size_bytes, shard.initial_quota, wait_s=1.0, what=shard.what)
-            async with room as received:
+            with await room as received:
                 received.buffer.view(torch.float32).normal_()
                 shard.values.accept_initial(0, received)
             self._run.publish(layout.unit, 0)
@@ -155,9 +154,17 @@ class Server:
         times.push.append(await _cpu_ms(lambda: self._push(batches)))
         times.reduce.append(await _cpu_ms(reduce))
         run, in_thread = self._run, self._store.in_thread
-        prepares = partial(steps.prepare, run, in_thread, prepare, self._replicator)
-        times.prepare.append(await _cpu_ms(lambda: run.exclusively(prepares)))
-        times.update.append(await _cpu_ms(lambda: run.exclusively(partial(steps.update, run, in_thread, update))))
+
+        async def prepare_step() -> None:
+            async with run.exclusively():
+                await steps.prepare(run, in_thread, prepare, self._replicator)
+
+        async def update_step() -> None:
+            async with run.exclusively():
+                await steps.update(run, in_thread, update)
+
+        times.prepare.append(await _cpu_ms(prepare_step))
+        times.update.append(await _cpu_ms(update_step))
 
 
 async def _cpu_ms(work: Callable[[], Awaitable[object]]) -> float:

@@ -291,6 +291,6 @@ def test_staged_memory_counts_against_the_budget_until_it_is_released() -> None:
         assert small.unreserved_bytes() == 2 * SIZE
         update(one)
         assert small.unreserved_bytes() == 0
-        assert small.evaluate(lambda: one.shard.applied.size_bytes) == SIZE
+        assert small.evaluate(lambda: one.shard.optimizer_bytes) == SIZE
         one.drop()
         assert small.evaluate(lambda: small.store.memory.used_bytes) == 0

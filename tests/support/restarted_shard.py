@@ -101,7 +101,7 @@ class Program:
             )
             shard = store.reserve(spec)
             room = store.memory.incoming(shard.size_bytes, shard.initial_quota, wait_s=1.0, what=shard.what)
-            async with room as received:
+            with await room as received:
                 for view in shard.views(received.buffer):
                     view.copy_(torch.randn(view.numel(), generator=generator))
                 shard.values.accept_initial(0, received)

@@ -109,16 +109,14 @@ class OpenStreams:
     def __len__(self) -> int:
         return len(self._open)
 
-    async def replace(
-        self, key: Hashable, order: tuple[int, ...], what: str, receive: Callable[[], Awaitable[Result]]
-    ) -> Result:
-        """Receives a stream, after ending the open stream with the same key and numbers.
+    @asynccontextmanager
+    async def replace(self, key: Hashable, order: tuple[int, ...], what: str) -> AsyncIterator[None]:
+        """Runs a block that receives a stream, after ending the open stream with the same key and numbers.
 
         Args:
             key: What the stream contains, such as a dp rank.
             order: The stream's fencing numbers.
             what: Names the stream in errors.
-            receive: Receives the stream. Called after the older stream has ended.
 
         Raises:
             StaleEpochError: A newer stream replaced this one, or its numbers were fenced.
@@ -131,7 +129,7 @@ class OpenStreams:
                 older.end(StaleEpochError(f"{what}: a newer stream replaced this one"))
                 # Not interrupted: a successor of this stream must not start before the older stream has ended.
                 await uninterrupted(older.ended.wait())
-            return await receive()
+            yield
         except asyncio.CancelledError:
             if not own.was_ended():
                 raise

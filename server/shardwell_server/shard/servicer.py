@@ -121,35 +121,37 @@ class ShardServicer:
 
     async def Fence(self, request: shard_pb2.FenceRequest, call: Call) -> shard_pb2.FenceResponse:
         run = await self._coordinated(request, call)
-
-        async def work() -> None:
+        async with run.exclusively():
             steps.fence(run, request)
-
-        await run.exclusively(work)
         return shard_pb2.FenceResponse()
 
     async def PrepareStep(self, request: shard_pb2.PrepareStepRequest, call: Call) -> shard_pb2.PrepareStepResponse:
         run = await self._coordinated(request, call)
-        return await run.exclusively(lambda: steps.prepare(run, self._store.in_thread, request, self._replicator))
+        async with run.exclusively():
+            return await steps.prepare(run, self._store.in_thread, request, self._replicator)
 
     async def ConfirmPartitions(
         self, request: shard_pb2.ConfirmPartitionsRequest, call: Call
     ) -> shard_pb2.ConfirmPartitionsResponse:
         run = await self._coordinated(request, call)
-        return await run.exclusively(lambda: partition_requests.confirm(run, request, self._replicator))
+        async with run.exclusively():
+            return await partition_requests.confirm(run, request, self._replicator)
 
     async def PrepareUpdate(
         self, request: shard_pb2.PrepareUpdateRequest, call: Call
     ) -> shard_pb2.PrepareUpdateResponse:
         run = await self._coordinated(request, call)
-        return await run.exclusively(
-            lambda: steps.prepare_update(run, self._store.in_thread, request, self._replicator)
-        )
+        async with run.exclusively():
+            return await steps.prepare_update(run, self._store.in_thread, request, self._replicator)
 
     async def Update(self, request: shard_pb2.UpdateRequest, call: Call) -> shard_pb2.UpdateResponse:
         run = await self._coordinated(request, call)
-        # A started update is finished even if the coordinator cancels the rpc.
-        response = await uninterrupted(run.exclusively(lambda: steps.update(run, self._store.in_thread, request)))
+
+        async def update() -> shard_pb2.UpdateResponse:
+            async with run.exclusively():
+                return await steps.update(run, self._store.in_thread, request)
+
+        response = await uninterrupted(update())  # a started update is finished even if the rpc is cancelled
         for backup in response.stale_backups:
             backup.server_id = self._process.server_id
         return response
@@ -163,11 +165,8 @@ class ShardServicer:
         self, request: shard_pb2.PromoteShardsRequest, call: Call
     ) -> shard_pb2.PromoteShardsResponse:
         run = await self._coordinated(request, call)
-
-        async def work() -> None:
+        async with run.exclusively():
             await backups.promote(run, self._store.in_thread, request)
-
-        await run.exclusively(work)
         return shard_pb2.PromoteShardsResponse()
 
     async def ReleaseShards(
@@ -177,16 +176,14 @@ class ShardServicer:
             run = await self._coordinated(request, call)
         except NotFoundError:  # nothing of the run is here
             return shard_pb2.ReleaseShardsResponse(free_bytes=self._store.memory.free_bytes)
-
-        async def work() -> None:
+        async with run.exclusively():
             backups.release(self._store, run, request)
-
-        await run.exclusively(work)
         return shard_pb2.ReleaseShardsResponse(free_bytes=self._store.memory.free_bytes)
 
     async def HashShards(self, request: shard_pb2.HashShardsRequest, call: Call) -> shard_pb2.HashShardsResponse:
         run = await self._coordinated(request, call)
-        return await run.exclusively(lambda: backups.hash_shards(run, self._store.in_thread, request))
+        async with run.exclusively():
+            return await backups.hash_shards(run, self._store.in_thread, request)
 
     async def DropRun(self, request: shard_pb2.DropRunRequest, call: Call) -> shard_pb2.DropRunResponse:
         await self._term.check(request.context.epoch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -54,6 +55,13 @@ async def test_cancelled_caller_waits_for_its_thread() -> None:
             await task
 
 
+async def replace(
+    streams: OpenStreams, order: tuple[int, ...], what: str, receive: Callable[[], Awaitable[None]]
+) -> None:
+    async with streams.replace("key", order, what):
+        await receive()
+
+
 def test_newer_stream_starts_after_the_older_has_ended() -> None:
     async def scenario() -> list[str]:
         streams, notes, clean_up = OpenStreams(), [], asyncio.Event()
@@ -68,16 +76,16 @@ def test_newer_stream_starts_after_the_older_has_ended() -> None:
         async def newer() -> None:
             notes.append("newer begins")
 
-        first = asyncio.ensure_future(streams.replace("key", (1,), "the first", older))
+        first = asyncio.ensure_future(replace(streams, (1,), "the first", older))
         # Each sleep lets every ready task run once.
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        following = [asyncio.ensure_future(streams.replace("key", (1,), f"number {n}", newer)) for n in range(2)]
+        following = [asyncio.ensure_future(replace(streams, (1,), f"number {n}", newer)) for n in range(2)]
         for _ in range(10):
             await asyncio.sleep(0)
         # Streams with other numbers start at once.
         for other in ((0,), (2,)):
-            await streams.replace("key", other, "of another lease", newer)
+            await replace(streams, other, "of another lease", newer)
         assert not first.done()
         clean_up.set()
         for ended in (first, following[0]):
@@ -96,7 +104,7 @@ async def test_fencing_ends_streams_with_lower_numbers() -> None:
     async def receive() -> None:
         await asyncio.Event().wait()
 
-    running = asyncio.ensure_future(streams.replace("key", (3, 1), "it", receive))
+    running = asyncio.ensure_future(replace(streams, (3, 1), "it", receive))
     await asyncio.sleep(0)
     streams.end("key", (3, 1), reason)
     streams.end("other", (9, 9), reason)

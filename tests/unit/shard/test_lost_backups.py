@@ -65,7 +65,7 @@ async def add_unit(store: ShardStore, index: int) -> None:
     spec = ShardSpec(run=RUN, layout=layout, index=index, start_bytes=0, stop_bytes=layout.size_bytes, dp=1)
     shard = store.reserve(spec)
     room = store.memory.incoming(shard.size_bytes, shard.initial_quota, wait_s=1.0, what=shard.what)
-    async with room as received:
+    with await room as received:
         shard.values.accept_initial(0, received)
     store.runs[RUN.run_id].publish(layout.unit, 0)
     buffer = torch.zeros(layout.size_bytes, dtype=torch.uint8)

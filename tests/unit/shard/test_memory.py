@@ -136,7 +136,7 @@ def test_a_failed_allocation_releases_its_grant() -> None:
     memory, quota = Memory(more_than_exists), BufferQuota(1)
 
     async def receive(quota: BufferQuota) -> None:
-        async with memory.incoming(more_than_exists, quota, wait_s=1.0, what="a push"):
+        with await memory.incoming(more_than_exists, quota, wait_s=1.0, what="a push"):
             raise AssertionError("no such buffer exists")
 
     async def scenario() -> None:

@@ -132,7 +132,7 @@ class Frozen(Counted):
         await super().update(run, store, step)
         for shard in run.published:
             if not shard.layout.holds_buffers:
-                shard.applied.check_averaged()
+                shard.check_averaged()
 
 
 def test_averages_of_parameters_without_an_optimizer_begin_with_the_first_averaged_step(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from shardwell_server.shard.arithmetic.reduction import Reduced, reduce_small
 from shardwell_server.shard.memory.budget import Memory
 from shardwell_server.shard.shard_spec import segment_views
 from shardwell_server.shard.unit.contributions import Contribution
-from shardwell_server.shard.unit.mean_gradient import MeanGradient
+from shardwell_server.shard.unit.step_gradient import MeanGradient
 from shardwell_wire.model.layout import Parameter, UnitLayout
 from shardwell_wire.model.sum_order import SumOrder
 

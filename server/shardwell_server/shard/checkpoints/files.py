@@ -138,7 +138,8 @@ class ShardLoading:
     async def _load_or_fail(self) -> None:
         try:
             # The lock is held throughout: nothing may drop the shards while a thread fills their memory.
-            await self._run.exclusively(self._load)
+            async with self._run.exclusively():
+                await self._load()
         except NotFoundError as error:
             self.error = CorruptDataError(str(error), **error.data)
         except ShardwellError as error:

@@ -6,8 +6,7 @@ cgroups.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -113,6 +112,10 @@ class Grant:
             self.release()
             raise
 
+    def incoming(self, size_bytes: int) -> IncomingBuffer:
+        """As ``acquire_buffer``, with a buffer whose release also ends the grant."""
+        return IncomingBuffer(self.acquire_buffer(size_bytes), self)
+
     def release(self) -> None:
         """Ends the grant."""
         if self.reserved:
@@ -129,6 +132,13 @@ class IncomingBuffer:
     """uint8. [size_bytes]"""
     grant: Grant
     claimed: bool = False
+
+    def __enter__(self) -> IncomingBuffer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self.claimed:
+            self.release()
 
     @property
     def views(self) -> None:
@@ -329,8 +339,7 @@ class Memory:
 
     # ---- buffers ----
 
-    @asynccontextmanager
-    async def incoming_spare(self, size_bytes: int, what: str) -> AsyncIterator[IncomingBuffer]:
+    def incoming_spare(self, size_bytes: int, what: str) -> IncomingBuffer:
         """Acquires a buffer that nothing depends on, such as that of a copy of a work item.
 
         The buffer uses unreserved memory only. It leaves enough for one buffer of the largest shard, which the streams
@@ -345,18 +354,9 @@ class Memory:
         """
         if not self.unreserved.try_acquire(size_bytes, keep_bytes=self._largest_bytes()):
             raise CapacityError(f"{what}: {size_bytes} bytes beyond the reservations are not free")
-        grant = Grant(self, BufferQuota(0), size_bytes, reserved=False)
-        incoming = IncomingBuffer(grant.acquire_buffer(size_bytes), grant)
-        try:
-            yield incoming
-        finally:
-            if not incoming.claimed:
-                incoming.release()
+        return Grant(self, BufferQuota(0), size_bytes, reserved=False).incoming(size_bytes)
 
-    @asynccontextmanager
-    async def incoming(
-        self, size_bytes: int, quota: BufferQuota, *, wait_s: float, what: str
-    ) -> AsyncIterator[IncomingBuffer]:
+    async def incoming(self, size_bytes: int, quota: BufferQuota, *, wait_s: float, what: str) -> IncomingBuffer:
         """Acquires a buffer for one stream.
 
         Args:
@@ -371,22 +371,15 @@ class Memory:
         reserved = quota.try_acquire()
         if not reserved:
             await self.unreserved.acquire(size_bytes, wait_s, what)
-        grant = Grant(self, quota, size_bytes, reserved)
-        incoming = IncomingBuffer(grant.acquire_buffer(size_bytes), grant)
-        try:
-            yield incoming
-        finally:
-            if not incoming.claimed:
-                incoming.release()
+        return Grant(self, quota, size_bytes, reserved).incoming(size_bytes)
 
     def incoming_at_once(self, size_bytes: int, quota: BufferQuota) -> IncomingBuffer | None:
         """As ``incoming``, without waiting. The caller releases the buffer unless it is claimed. None: none is free."""
         reserved = quota.try_acquire()
         if not reserved and not self.unreserved.try_acquire(size_bytes):
             return None
-        grant = Grant(self, quota, size_bytes, reserved)
         try:
-            return IncomingBuffer(grant.acquire_buffer(size_bytes), grant)
+            return Grant(self, quota, size_bytes, reserved).incoming(size_bytes)
         except CapacityError:
             return None
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shardwell_server.serving.limits import close_connection
+from shardwell_wire.encoding.chunk_streams import memory_at
 from shardwell_wire.errors import CapacityError
 
 
@@ -88,6 +89,12 @@ def _allocate(size_bytes: int) -> torch.Tensor:
             f"the operating system refused to allocate {size_bytes} bytes, which --memory-budget allows: lower the "
             "budget to what this process may use"
         ) from error
+
+
+def tensor_memory(tensor: torch.Tensor) -> memoryview:
+    """Returns the memory of a contiguous tensor, which keeps the tensor alive."""
+    assert tensor.is_contiguous()
+    return memory_at(tensor.data_ptr(), tensor.nbytes, owner=tensor)
 
 
 class UnreservedMemory:

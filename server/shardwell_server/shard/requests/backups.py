@@ -6,25 +6,24 @@ See Note: [When a backup has a step] in ``replication.py``. Receiving and confir
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 
-import torch
 import xxhash
 
 from shardwell_server import optimizer_checks
 from shardwell_server.shard.concurrency import InThread
-from shardwell_server.shard.memory.budget import BufferQuota, IncomingBuffer
+from shardwell_server.shard.memory.budget import Memory
+from shardwell_server.shard.memory.buffer_reuse import tensor_memory
 from shardwell_server.shard.requests.client_streams import IncomingStream
-from shardwell_server.shard.requests.peers import read_content, tensor_memory
 from shardwell_server.shard.requests.steps import fence
 from shardwell_server.shard.shard_spec import ROLES, Role
 from shardwell_server.shard.state.runs import HostedRun
 from shardwell_server.shard.state.shard_store import ShardStore
 from shardwell_server.shard.unit.contributions import Contribution
 from shardwell_server.shard.unit.partitions import StagedPartition
-from shardwell_server.shard.unit.portable_state import begin_import, export, finish_import
+from shardwell_server.shard.unit.portable_state import begin_import, export, finish_import, read_content
 from shardwell_server.shard.unit.unit_shard import Backup, ReceivedStep, UnitShard
 from shardwell_wire import fault_points
 from shardwell_wire.errors import (
@@ -35,8 +34,7 @@ from shardwell_wire.errors import (
     StepStateError,
 )
 from shardwell_wire.host.shared_memory import file_size, open_in_folder, opened, server_folder
-from shardwell_wire.model.layout import Segment
-from shardwell_wire.model.topology import runs_on_trainers, state_places
+from shardwell_wire.model.topology import runs_on_trainers
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
 _REPLICATED_EPOCH = 0
@@ -80,13 +78,10 @@ async def receive_state(
     store.memory.check_import(former.spec.memory_key, sum(tensor.nbytes for tensor in tensors), what)
     shard = store.empty(run, former)  # drops what an older stream fills, which ends that stream
     shard.backups.placement = header.target.placement
-
-    async def receive() -> None:
+    async with shard.streams.replace("state", (header.target.placement,), what):
         destination = begin_import(shard, content)
         await incoming.into([tensor_memory(tensor) for _, tensor in destination.tensors()], what)
         finish_import(shard, version)
-
-    await shard.streams.replace("state", (header.target.placement,), what, receive)
     return shard_pb2.ReceiveShardStateResponse(version=version)
 
 
@@ -133,24 +128,28 @@ async def receive_step(
     """
     run = store.exact_run(header.context)
     shard, step = find_backup(run, header.target), header.context.step
-    if header.content not in (_GRADIENT, _CONTRIBUTIONS, _PARTITIONS):
+    if header.content not in _ALLOCATE:
         raise InvalidRequestError(f"content is {header.content}, expected a StepContent")
     check_in_sync(shard)
     await shard.values.wait_for(step, wait_s)
     order = (header.target.placement, header.generation)
     what = f"step {step} of the backup of {shard.what}"
-
-    async def receive() -> None:
-        open_step(run, shard, header, step)
-        if header.content == _GRADIENT:
-            await _receive_gradient(store, run, shard, header, incoming, what)
-        elif header.content == _CONTRIBUTIONS:
-            await _receive_contributions(store, run, shard, header, incoming, what)
-        else:
-            await _receive_partitions(store, run, shard, header, incoming, what)
-
     # A retry ends the stream that it replaces. Different contents of one generation arrive concurrently.
-    await shard.streams.replace(f"step {header.content}", order, what, receive)
+    async with shard.streams.replace(f"step {header.content}", order, what):
+        open_step(run, shard, header, step)
+        with ExitStack() as undo:
+            memory, accept = _ALLOCATE[header.content](store.memory, shard, header, what, undo)
+            is_in_file = header.content == _GRADIENT and bool(header.path)
+            await incoming.into([] if is_in_file else memory, what)
+            if is_in_file:
+                numbers = _numbers(shard, header.gradient_indices, what)
+                starts = [shard.segments[number].start_bytes - shard.start_bytes for number in numbers]
+                await store.in_thread(partial(_read_file, header.path, shard.size_bytes, starts, memory))
+            arrived = open_step(run, shard, header, step)  # the content may not be wanted any more
+            arrived.confirmed = False
+            accept()
+            arrived.contents.add(header.content)
+            undo.pop_all()
     return shard_pb2.ReplicateStepResponse(generation=header.generation)
 
 
@@ -259,13 +258,6 @@ def _index_of(run: HostedRun, reference: shard_pb2.ShardReference) -> int:
 # ---- the contents of a step ----
 
 
-def _accept(run: HostedRun, shard: UnitShard, header: shard_pb2.ReplicateStepHeader) -> ReceivedStep:
-    """Checks again, after a stream was received, that its content is still wanted. Raises as ``open_step``."""
-    arrived = open_step(run, shard, header, header.context.step)
-    arrived.confirmed = False
-    return arrived
-
-
 def _numbers(shard: UnitShard, indices: Sequence[int], what: str) -> list[int]:
     """Returns the segments of parameters. Raises InvalidRequestError if one is unknown or the order is wrong."""
     found = [shard.segment_of[index] for index in indices if index in shard.segment_of]
@@ -275,30 +267,6 @@ def _numbers(shard: UnitShard, indices: Sequence[int], what: str) -> list[int]:
             "the shard"
         )
     return found
-
-
-async def _receive_gradient(
-    store: ShardStore,
-    run: HostedRun,
-    shard: UnitShard,
-    header: shard_pb2.ReplicateStepHeader,
-    incoming: IncomingStream,
-    what: str,
-) -> None:
-    numbers = _numbers(shard, header.gradient_indices, what)
-    buffer, views = shard.gradient.mean.acquire(numbers, shard.gradient.acquire_mean_file)
-    try:
-        memory = [tensor_memory(view) for view in views]
-        await incoming.into([] if header.path else memory, what)
-        if header.path:
-            starts = [shard.segments[number].start_bytes - shard.start_bytes for number in numbers]
-            await store.in_thread(partial(_read_file, header.path, shard.size_bytes, starts, memory))
-        arrived = _accept(run, shard, header)
-    except BaseException:
-        shard.gradient.mean.release(buffer)
-        raise
-    shard.gradient.mean.set(buffer, numbers)
-    arrived.contents.add(_GRADIENT)
 
 
 def _read_file(path: str, size_bytes: int, starts: Sequence[int], memory: Sequence[memoryview]) -> None:
@@ -323,92 +291,70 @@ def _read_file(path: str, size_bytes: int, starts: Sequence[int], memory: Sequen
         raise NotFoundError(f"cannot read {path!r}, a file of the primary's server: {error}") from error
 
 
-def _check_contributor(shard: UnitShard, contributor: int) -> None:
-    if contributor >= shard.gradient.max_contributions:
-        raise InvalidRequestError(
-            f"contributor is {contributor}, but {shard.what} has {shard.gradient.max_contributions} contributors"
-        )
+_Allocated = tuple[list[memoryview], Callable[[], None]]
+"""Memory that a stream fills, and a function that makes its content that of the step."""
 
 
-async def _receive_contributions(
-    store: ShardStore,
-    run: HostedRun,
-    shard: UnitShard,
-    header: shard_pb2.ReplicateStepHeader,
-    incoming: IncomingStream,
-    what: str,
-) -> None:
+def _allocate_gradient(
+    memory: Memory, shard: UnitShard, header: shard_pb2.ReplicateStepHeader, what: str, undo: ExitStack
+) -> _Allocated:
+    numbers, mean = _numbers(shard, header.gradient_indices, what), shard.gradient.mean
+    buffer, views = mean.acquire(numbers, shard.gradient.acquire_mean_file)
+    undo.callback(mean.release, buffer)
+    return [tensor_memory(view) for view in views], partial(mean.set, buffer, numbers)
+
+
+def _allocate_contributions(
+    memory: Memory, shard: UnitShard, header: shard_pb2.ReplicateStepHeader, what: str, undo: ExitStack
+) -> _Allocated:
     received: list[tuple[int, Contribution]] = []
-    memory: list[memoryview] = []
-    with ExitStack() as undo:
-        for sent in header.contributions:
-            _check_contributor(shard, sent.contributor)
-            numbers = _numbers(shard, sent.parameter_indices, what)
-            grant = store.memory.grant(shard.size_bytes, shard.gradient.quota, what)
-            incoming_buffer = IncomingBuffer(grant.acquire_buffer(shard.size_bytes), grant)
-            undo.callback(incoming_buffer.release)
-            buffer, release = incoming_buffer.buffer, incoming_buffer.release
-            views = shard.views(buffer)
-            contribution = Contribution(_REPLICATED_EPOCH, 0, buffer, views, release, set(numbers))
-            received.append((sent.contributor, contribution))
-            memory += [tensor_memory(views[number]) for number in numbers]
-        await incoming.into(memory, what)
-        arrived = _accept(run, shard, header)
+    count = shard.gradient.max_contributions
+    for sent in header.contributions:
+        if sent.contributor >= count:
+            raise InvalidRequestError(f"contributor is {sent.contributor}, but {shard.what} has {count} contributors")
+        numbers = _numbers(shard, sent.parameter_indices, what)
+        own = memory.grant(shard.size_bytes, shard.gradient.quota, what).incoming(shard.size_bytes)
+        undo.callback(own.release)
+        views = shard.views(own.buffer)
+        contribution = Contribution(_REPLICATED_EPOCH, 0, own.buffer, views, own.release, set(numbers))
+        received.append((sent.contributor, contribution))
+
+    def accept() -> None:
         shard.gradient.contributions.clear()
         for contributor, contribution in received:
             shard.gradient.contributions.add(contributor, contribution)
-        arrived.contents.add(_CONTRIBUTIONS)
-        undo.pop_all()
+
+    return [tensor_memory(each.views[number]) for _, each in received for number in sorted(each.present)], accept
 
 
-async def _receive_partitions(
-    store: ShardStore,
-    run: HostedRun,
-    shard: UnitShard,
-    header: shard_pb2.ReplicateStepHeader,
-    incoming: IncomingStream,
-    what: str,
-) -> None:
+def _allocate_partitions(
+    memory: Memory, shard: UnitShard, header: shard_pb2.ReplicateStepHeader, what: str, undo: ExitStack
+) -> _Allocated:
     staged: list[tuple[int, StagedPartition]] = []
-    memory: list[memoryview] = []
-    with ExitStack() as undo:
-        for sent in header.partitions:
-            shard.gradient.check_rank(sent.dp_rank)
-            segments = shard.layout.packed_segments(sent.parameter_indices, *shard.partitions.bounds(sent.dp_rank))
-            if [segment.parameter_index for segment in segments] != list(sent.parameter_indices):
-                raise InvalidRequestError(f"{what}: a parameter is not in the partition of data rank {sent.dp_rank}")
-            partition = _allocate_partition(store, shard, segments, sent, what)
-            undo.callback(partition.release)
-            undo.callback(shard.partitions.free_unsettled, partition.state)
-            staged.append((sent.dp_rank, partition))
-            memory += [tensor_memory(values) for values in partition.values]
-            memory += partition.state.pieces
-        await incoming.into(memory, what)
-        arrived = _accept(run, shard, header)
+    for sent in header.partitions:
+        shard.gradient.check_rank(sent.dp_rank)
+        segments = shard.layout.packed_segments(sent.parameter_indices, *shard.partitions.bounds(sent.dp_rank))
+        if [segment.parameter_index for segment in segments] != list(sent.parameter_indices):
+            raise InvalidRequestError(f"{what}: a parameter is not in the partition of data rank {sent.dp_rank}")
+        partition = shard.partitions.allocate(
+            _REPLICATED_EPOCH, segments, sent.state, sent.request_id, share=True, what=what
+        )
+        undo.callback(shard.partitions.free, partition)
+        staged.append((sent.dp_rank, partition))
+
+    def accept() -> None:
         shard.partitions.invalidate()
         for rank, partition in staged:
             shard.partitions.stage(rank, partition)
-        arrived.contents.add(_PARTITIONS)
-        undo.pop_all()
+
+    return [piece for _, partition in staged for piece in partition.memory], accept
 
 
-def _allocate_partition(
-    store: ShardStore,
-    shard: UnitShard,
-    segments: Sequence[Segment],
-    sent: shard_pb2.ReplicatedPartition,
-    what: str,
-) -> StagedPartition:
-    sizes = [segment.size_bytes for segment in segments]
-    grant = store.memory.grant(sum(sizes) + state_places(sent.state)[1], BufferQuota(0), what)
-    buffer = IncomingBuffer(grant.acquire_buffer(sum(sizes)), grant)
-    try:
-        state = shard.partitions.allocate_state(sent.state, sent.request_id, share=True)
-    except BaseException:
-        buffer.release()
-        raise
-    values = torch.split(buffer.buffer, sizes)
-    return StagedPartition(_REPLICATED_EPOCH, segments, values, state, buffer.release)
+_ALLOCATE = {
+    _GRADIENT: _allocate_gradient,
+    _CONTRIBUTIONS: _allocate_contributions,
+    _PARTITIONS: _allocate_partitions,
+}
 
 
 # ---- roles ----

@@ -41,9 +41,10 @@ class CheckpointRequests:
         Raises:
             StepStateError: A shard has another version, or another checkpoint is being written.
         """
-        await run.exclusively(lambda: self._begin(run, request))
+        async with run.exclusively():
+            self._begin(run, request)
 
-    async def _begin(self, run: HostedRun, request: shard_pb2.BeginCheckpointRequest) -> None:
+    def _begin(self, run: HostedRun, request: shard_pb2.BeginCheckpointRequest) -> None:
         former = self._writing.get(run.identity.run_id)
         if former is not None and former.checkpoint_id == request.checkpoint_id:
             return

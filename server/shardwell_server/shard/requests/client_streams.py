@@ -17,10 +17,10 @@ import xxhash
 from google.protobuf.message import Message
 
 from shardwell_server.shard.arithmetic import random_values
+from shardwell_server.shard.memory.buffer_reuse import tensor_memory
 from shardwell_server.shard.state.shard_store import ShardStore
-from shardwell_server.shard.unit.unit_shard import UnitShard, first_non_finite
+from shardwell_server.shard.unit.unit_shard import UnitShard
 from shardwell_wire import fault_points
-from shardwell_wire.encoding import chunk_streams
 from shardwell_wire.encoding.chunk_streams import AnyMessage, ChunkView, StreamReceiver, decode_message
 from shardwell_wire.errors import (
     CapacityError,
@@ -237,6 +237,9 @@ class StandingStreams:
 Draws = Mapping[int, initialization_pb2.ParameterDraw]
 """By parameter index."""
 
+_Parts = Sequence[tuple[Segment, torch.Tensor]]
+"""The segments of a shard, each with its values."""
+
 
 async def receive(
     store: ShardStore,
@@ -261,24 +264,20 @@ async def receive(
     epoch, what = header.context.epoch, f"initial values of {shard.what}"
     if shard.version is not None:
         return
-
-    async def receive_values() -> None:
+    async with shard.streams.replace("initial values", (epoch,), what):
         _check_epoch(shard, epoch)
-        buffer = store.memory.incoming(shard.size_bytes, shard.initial_quota, wait_s=wait_s, what=what)
-        async with buffer as received:
+        with await store.memory.incoming(shard.size_bytes, shard.initial_quota, wait_s=wait_s, what=what) as received:
             _clear_gaps(shard, received.buffer)
             views = shard.views(received.buffer)
-            await incoming.into(_streamed(shard.segments, views, draws), what)
-            await store.in_thread(partial(_draw, shard, views, draws))
-            number = None if shard.layout.holds_buffers else await store.in_thread(partial(first_non_finite, views))
-            if number is not None:
-                name = shard.layout.parameters[shard.segments[number].parameter_index].name
-                raise NonFiniteError(f"the initial value of parameter {name!r} has NaN or infinity", parameter=name)
+            parts = list(zip(shard.segments, views, strict=True))
+            streamed = [tensor_memory(view) for segment, view in parts if segment.parameter_index not in draws]
+            await incoming.into(streamed, what)
+            await store.in_thread(partial(_compute_draw, shard, parts, draws))
+            if not shard.layout.holds_buffers:
+                await store.in_thread(partial(_compute_check_finite, shard, parts))
             if shard.version is None:
                 _check_epoch(shard, epoch)  # a stream of a newer epoch may have ended meanwhile
                 shard.values.accept_initial(epoch, received)
-
-    await shard.streams.replace("initial values", (epoch,), what, receive_values)
 
 
 def _checked_draws(shard: UnitShard, header: shard_pb2.InitializeUnitHeader) -> Draws:
@@ -306,19 +305,18 @@ def _clear_gaps(shard: UnitShard, buffer: torch.Tensor) -> None:
     buffer[position:].zero_()
 
 
-def _streamed(segments: Sequence[Segment], views: Sequence[torch.Tensor], draws: Draws) -> list[memoryview]:
-    return [
-        chunk_streams.memory_at(view.data_ptr(), view.nbytes)
-        for segment, view in zip(segments, views, strict=True)
-        if segment.parameter_index not in draws
-    ]
-
-
-def _draw(shard: UnitShard, views: Sequence[torch.Tensor], draws: Draws) -> None:
-    for segment, view in zip(shard.segments, views, strict=True):
+def _compute_draw(shard: UnitShard, parts: _Parts, draws: Draws) -> None:
+    for segment, view in parts:
         if (draw := draws.get(segment.parameter_index)) is not None:
             box = shard.layout.parameters[segment.parameter_index].box
             random_values.fill(view, segment.start_element, draw, box)
+
+
+def _compute_check_finite(shard: UnitShard, parts: _Parts) -> None:
+    for segment, view in parts:
+        if not bool(torch.isfinite(view).all()):
+            name = shard.layout.parameters[segment.parameter_index].name
+            raise NonFiniteError(f"the initial value of parameter {name!r} has NaN or infinity", parameter=name)
 
 
 def _check_epoch(shard: UnitShard, epoch: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib.metadata import version as installed_version
 from typing import NamedTuple
 
@@ -67,7 +68,7 @@ def summarize(shard: UnitShard) -> shard_pb2.ShardSummary:
         dtypes=sorted({DTYPE_NUMBERS[parameter.dtype] for parameter in shard.layout.parameters}),
         version=shard.version,
         parameter_bytes=shard.size_bytes,
-        optimizer_bytes=shard.applied.size_bytes,
+        optimizer_bytes=shard.optimizer_bytes,
         contribution_bytes=shard.gradient.contributions.size_bytes + shard.gradient.twins.size_bytes,
         role=shard_pb2.SHARD_ROLE_PRIMARY if shard.role is Role.PRIMARY else shard_pb2.SHARD_ROLE_BACKUP,
         out_of_sync=shard.out_of_sync,
@@ -177,35 +178,28 @@ async def _peek_once(
 
     The tensor may be large. It is read in chunks, and other work on the run may proceed between two chunks.
     """
-    statistics, values, count = _Statistics(), [], request.count or DEFAULT_PEEK_COUNT
+    statistics, values, count = _Statistics(), list[float](), request.count or DEFAULT_PEEK_COUNT
     source, element, complete = None, 0, False
-
-    async def next_chunk() -> bool:
-        nonlocal source, element, complete
-        tensor, version = _peeked(shard, number, request), shard.version
-        if tensor.is_complex():
-            raise InvalidRequestError(f"parameter {request.parameter!r} is complex: only real values can be shown")
-        if request.start >= tensor.numel():
-            raise InvalidRequestError(
-                f"start is {request.start}, but this server has {tensor.numel()} elements of parameter "
-                f"{request.parameter!r}"
-            )
-        now = (tensor.data_ptr(), version, shard.partitions.generation)
-        if source is None:
-            source = now
-            values.extend(tensor[request.start : request.start + count].double().tolist())
-        if source != now:
-            return False
-        part = tensor[element : element + _PEEKED_ELEMENTS]
-        await store.in_thread(lambda: statistics.add(part))
-        element += part.numel()
-        complete = element == tensor.numel()
-        return not complete
-
-    while await run.exclusively(next_chunk):  # no update changes the values within a chunk
-        pass
-    if not complete:
-        return None
+    while not complete:
+        async with run.exclusively():  # no update changes the values within a chunk
+            tensor, version = _peeked(shard, number, request), shard.version
+            if tensor.is_complex():
+                raise InvalidRequestError(f"parameter {request.parameter!r} is complex: only real values can be shown")
+            if request.start >= tensor.numel():
+                raise InvalidRequestError(
+                    f"start is {request.start}, but this server has {tensor.numel()} elements of parameter "
+                    f"{request.parameter!r}"
+                )
+            now = (tensor.data_ptr(), version, shard.partitions.generation)
+            if source is None:
+                source = now
+                values = tensor[request.start : request.start + count].double().tolist()
+            if source != now:
+                return None
+            part = tensor[element : element + _PEEKED_ELEMENTS]
+            await store.in_thread(partial(statistics.add, part))
+            element += part.numel()
+            complete = element == tensor.numel()
     segment = shard.segments[number]
     assert source is not None
     response = statistics.response()

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import ExitStack
 from functools import partial
 
 import torch
 
 from shardwell_server.shard.concurrency import uninterrupted
-from shardwell_server.shard.memory.budget import BufferQuota
+from shardwell_server.shard.memory.buffer_reuse import tensor_memory
 from shardwell_server.shard.requests.client_streams import IncomingStream
 from shardwell_server.shard.requests.replication import Replicator
 from shardwell_server.shard.state.runs import HostedRun
 from shardwell_server.shard.state.shard_store import ShardStore
-from shardwell_server.shard.unit.partitions import PartitionState, StagedPartition
+from shardwell_server.shard.unit.partitions import PartitionState
 from shardwell_server.shard.unit.unit_shard import UnitShard
 from shardwell_server.shard.unit.values import VersionBytes
 from shardwell_wire.encoding import chunk_streams
 from shardwell_wire.errors import InvalidRequestError, NonFiniteError, StaleEpochError, StepStateError
 from shardwell_wire.model.layout import Segment
-from shardwell_wire.model.topology import TRAINER_PREFIX, check_state_tensor, state_places
+from shardwell_wire.model.topology import TRAINER_PREFIX, check_state_tensor
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
 MAX_NAME_LENGTH = 200
@@ -176,37 +177,25 @@ async def stage(
     check_current(run, shard, header, what)
     segments = updated_segments(shard, header, what)
     check_state(shard, header, what)
+    context = header.context
+    async with shard.streams.replace(f"partition {header.dp_rank}", (context.epoch,), what):
+        staged = shard.partitions.allocate(
+            context.epoch, segments, header.state, context.request_id, share=header.share_state, what=what
+        )
+        with ExitStack() as undo:
+            undo.callback(shard.partitions.free, staged)
 
-    async def receive() -> None:
-        sizes = [segment.size_bytes for segment in segments]
-        grant = store.memory.grant(sum(sizes) + state_places(header.state)[1], BufferQuota(0), what)
-        buffer, is_staged = grant.acquire_buffer(sum(sizes)), False
-        state, values = PartitionState(), torch.split(buffer, sizes)
+            async def accept() -> None:
+                async with run.exclusively():
+                    # Checked again: the lease or the gradient may have changed while the stream was received.
+                    check_current(run, shard, header, what)
+                    shard.partitions.stage(header.dp_rank, staged)
+                    undo.pop_all()
 
-        def release() -> None:
-            store.memory.pool.release(buffer)
-            grant.release()
-
-        async def accept() -> None:
-            nonlocal is_staged
-            # Checked again: the lease or the gradient may have changed while the stream was received.
-            check_current(run, shard, header, what)
-            staged = StagedPartition(header.context.epoch, segments, values, state, release)
-            shard.partitions.stage(header.dp_rank, staged)
-            is_staged = True
-
-        try:
-            state = shard.partitions.allocate_state(header.state, header.context.request_id, share=header.share_state)
-            await incoming.into([chunk_streams.memory_at(buffer.data_ptr(), buffer.numel()), *state.pieces], what)
-            await store.in_thread(partial(compute_check_finite, shard, segments, values, what))
-            await uninterrupted(run.exclusively(accept))
-        finally:
-            if not is_staged:
-                shard.partitions.free_unsettled(state)
-                release()
-
-    await shard.streams.replace(f"partition {header.dp_rank}", (header.context.epoch,), what, receive)
-    return shard_pb2.StagePartitionResponse(version=header.context.step)
+            await incoming.into(staged.memory, what)
+            await store.in_thread(partial(compute_check_finite, shard, segments, staged.values, what))
+            await uninterrupted(accept())
+    return shard_pb2.StagePartitionResponse(version=context.step)
 
 
 async def confirm(
@@ -236,7 +225,7 @@ def _content(
     state = shard.partitions.states.get(request.dp_rank, PartitionState())
     held = bool(request.cached_request_id) and request.cached_request_id == state.request_id
     present = mean_gradients(shard, segments)
-    gradients = [chunk_streams.memory_at(piece.data_ptr(), piece.nbytes) for _, piece in present]
+    gradients = [tensor_memory(piece) for _, piece in present]
     header = shard_pb2.ReadPartitionHeader(
         version=version,
         generation=shard.partitions.generation,

@@ -69,19 +69,13 @@ class Push:
         self._check_current()
         if self._is_duplicate():
             return await self._acknowledge(incoming)
-        memory, shard = self._store.memory, self._shard
-
-        async def receive() -> bool:
+        shard, what = self._shard, self._what
+        async with shard.streams.replace(self._contributor, (self._epoch, self._attempt), what):
             # The rank's earlier contribution stays until this stream is complete; then one of the two is dropped.
-            if self._header.copy:
-                buffer = memory.incoming_spare(shard.size_bytes, self._what)
-            else:
-                buffer = memory.incoming(shard.size_bytes, shard.gradient.quota, wait_s=wait_s, what=self._what)
-            async with buffer as received:
+            with await self._acquire(wait_s) as received:
                 checksum = await self._receive(incoming, received)
-                return await self._run.exclusively(partial(self.accept_now, received, checksum))
-
-        return await self._shard.streams.replace(self._contributor, (self._epoch, self._attempt), self._what, receive)
+                async with self._run.exclusively():
+                    return await self.accept(received, checksum)
 
     async def adopt(self, source: ContributionMemory, wait_s: float) -> bool:
         """Makes memory that a trainer wrote a contribution without a copy; returns as ``receive`` does.
@@ -98,7 +92,8 @@ class Push:
         self.check_adoption()
         await self.await_due_update(wait_s)
         self._check_current()
-        return await self._run.exclusively(lambda: self.adopt_now(source))
+        async with self._run.exclusively():
+            return await self.accept(source, None)
 
     def check_adoption(self) -> None:
         """Raises InvalidRequestError if the push of a trainer's memory does not fit the shard."""
@@ -109,12 +104,8 @@ class Push:
                 "in the dtype of their parameters: leave wire_dtype unset"
             )
 
-    async def adopt_now(self, source: ContributionMemory) -> bool:
-        """As ``adopt``, after ``check_adoption`` and ``await_due_update``. Runs in ``HostedRun.exclusively``."""
-        return await self._accept(source, None)
-
     def copy_at_once(self, stream: ReceivedStream) -> IncomingBuffer | None:
-        """Copies a stream that has arrived as a whole, for ``accept_now``. Release the buffer unless it is claimed.
+        """Copies a stream that has arrived as a whole, for ``accept``. Release the buffer unless it is claimed.
 
         Returns:
             The copy. None: ``receive`` must receive the stream, because that has to wait, to decode, to add, or to end
@@ -137,11 +128,6 @@ class Push:
                 raise
         return received
 
-    async def accept_now(self, received: IncomingBuffer, checksum: int) -> bool:
-        """Accepts the copy that ``copy_at_once`` has made; returns as ``receive`` does. Runs in
-        ``HostedRun.exclusively``."""
-        return await self._accept(received, checksum)
-
     async def await_due_update(self, wait_s: float) -> None:
         """Waits for the update to the version that the push refers to, if this server has prepared that update.
 
@@ -155,6 +141,12 @@ class Push:
     def _is_update_due(self) -> bool:
         version = self._shard.version
         return version is not None and self._step == version + 1 and self._run.is_prepared(version)
+
+    async def _acquire(self, wait_s: float) -> IncomingBuffer:
+        memory, shard = self._store.memory, self._shard
+        if self._header.copy:
+            return memory.incoming_spare(shard.size_bytes, self._what)
+        return await memory.incoming(shard.size_bytes, shard.gradient.quota, wait_s=wait_s, what=self._what)
 
     async def _receive(self, incoming: IncomingStream, received: IncomingBuffer) -> int:
         shard, memory = self._shard, chunk_streams.memory_at(received.buffer.data_ptr(), self._shard.size_bytes)
@@ -255,8 +247,15 @@ class Push:
         self._count_duplicate(await incoming.checksum(self._plan().size_bytes, self._what))
         return True
 
-    async def _accept(self, source: ContributionMemory, checksum: int | None) -> bool:
-        """Accepts a complete part unless it is stale; returns True if the part had been accepted before."""
+    async def accept(self, source: ContributionMemory, checksum: int | None) -> bool:
+        """Accepts a complete part unless it is stale; returns True if the part had been accepted before.
+
+        Call within ``HostedRun.exclusively``, after ``copy_at_once``, or ``check_adoption`` and ``await_due_update``.
+
+        Args:
+            source: The memory with the part.
+            checksum: Checksum of the part's stream. None: a trainer wrote the memory.
+        """
         self._check_current()
         duplicate = self._is_duplicate()
         if duplicate:

@@ -18,14 +18,15 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 from shardwell_server.shard.concurrency import deadline_of
-from shardwell_server.shard.requests.peers import GrpcPeers, SilenceLimits, tensor_memory, unless_silent, write_content
+from shardwell_server.shard.memory.buffer_reuse import tensor_memory
+from shardwell_server.shard.requests.peers import GrpcPeers, SilenceLimits, unless_silent
 from shardwell_server.shard.shard_spec import Role
 from shardwell_server.shard.state.runs import HostedRun
 from shardwell_server.shard.state.shard_store import ShardStore
-from shardwell_server.shard.unit.portable_state import export
+from shardwell_server.shard.unit.portable_state import export, write_content
 from shardwell_server.shard.unit.unit_shard import Backup, BufferShard, StepContent, UnitShard
 from shardwell_wire import fault_points
 from shardwell_wire.connection.channel import MAX_CORRUPT, retry_async
@@ -104,7 +105,7 @@ class Replicator:
         await self._require_answer(run, backup.address)  # before updates of the shard have to wait
         size_bytes = 0
         async with deadline_of(wait_s, f"the copy of {shard.what}"), shard.unchanging:
-            known = shard.backups.on(backup.server_id)
+            known = shard.backups.by_server.get(backup.server_id)
             if known is None or known.reservation < backup.reservation:
                 size_bytes = await self._send_state(run, shard, backup, deadline)
             else:
@@ -129,7 +130,7 @@ class Replicator:
             backup: The backup, without values.
             deadline: Time of the event loop.
         """
-        shard.backups.forget(backup.server_id)
+        shard.backups.by_server.pop(backup.server_id, None)  # it is built anew
         state = export(shard)
         assert shard.version is not None
         size_bytes = state.size_bytes
@@ -176,8 +177,9 @@ class Replicator:
         while left := [entry for entry in _entries(run, step) if id(entry[1]) not in done]:
             done.update(id(backup) for _, backup in left)
             await self._bring(run, step, left, optimizer)
-        failed = [_status(shard, backup) for shard in run.published for backup in shard.backups.failed]
-        return failed, [_status(shard, backup) for shard in run.published for backup in shard.backups.in_sync]
+        backups = [(shard, backup) for shard in run.published for backup in shard.backups.by_server.values()]
+        statuses = [status_of(shard, each.reservation, each.failure, each.server_id) for shard, each in backups]
+        return [each for each in statuses if each.error], [each for each in statuses if not each.error]
 
     async def _bring(
         self, run: HostedRun, step: int, entries: Sequence[_Entry], optimizer: common_pb2.OptimizerStep | None
@@ -290,7 +292,7 @@ class Replicator:
             backup.server_id,
             error,
         )
-        shard.backups.fail(backup, str(error))
+        backup.failure = backup.failure or str(error)
 
     # ---- early ----
 
@@ -395,8 +397,11 @@ class Replicator:
         return common_pb2.RequestContext(run=run.name, run_id=run.identity.run_id, step=step)
 
     def _target(self, shard: UnitShard, backup: Backup) -> shard_pb2.BackupTarget:
+        reference = shard_pb2.ShardReference(
+            unit=shard.unit, start_bytes=shard.start_bytes, stop_bytes=shard.stop_bytes
+        )
         return shard_pb2.BackupTarget(
-            shard=_reference(shard), reservation=backup.reservation, placement=shard.backups.placement
+            shard=reference, reservation=backup.reservation, placement=shard.backups.placement
         )
 
 
@@ -409,19 +414,16 @@ def _entries(run: HostedRun, step: int) -> list[_Entry]:
     return [(shard, backup) for shard in run.published if shard.version == step for backup in shard.backups.in_sync]
 
 
-def _status(shard: UnitShard, backup: Backup) -> shard_pb2.BackupStatus:
+def status_of(shard: UnitShard, placement: int, error: str, server_id: str = "") -> shard_pb2.BackupStatus:
+    """Describes a backup of a shard, which has the reservation ``placement``."""
     return shard_pb2.BackupStatus(
         unit_index=shard.index,
         start_bytes=shard.start_bytes,
         stop_bytes=shard.stop_bytes,
-        server_id=backup.server_id,
-        placement=backup.reservation,
-        error=backup.failure,
+        server_id=server_id,
+        placement=placement,
+        error=error,
     )
-
-
-def _reference(shard: UnitShard) -> shard_pb2.ShardReference:
-    return shard_pb2.ShardReference(unit=shard.unit, start_bytes=shard.start_bytes, stop_bytes=shard.stop_bytes)
 
 
 def _check_repeated(shard: UnitShard, known: Backup, asked: Backup) -> None:
@@ -444,8 +446,6 @@ def _check_repeated(shard: UnitShard, known: Backup, asked: Backup) -> None:
 _GRADIENT = shard_pb2.STEP_CONTENT_GRADIENT
 _CONTRIBUTIONS = shard_pb2.STEP_CONTENT_CONTRIBUTIONS
 _PARTITIONS = shard_pb2.STEP_CONTENT_PARTITIONS
-
-_Writer: TypeAlias = Callable[[UnitShard, shard_pb2.ReplicateStepHeader, common_pb2.OptimizerStep | None], list[Buffer]]
 
 
 def contents_of(
@@ -477,55 +477,6 @@ def _replicated_numbers(shard: UnitShard, optimizer: common_pb2.OptimizerStep | 
     return wanted & present
 
 
-def _write_gradient(
-    shard: UnitShard, header: shard_pb2.ReplicateStepHeader, optimizer: common_pb2.OptimizerStep | None
-) -> list[Buffer]:
-    assert shard.gradient.reduced is not None
-    pieces: list[Buffer] = []
-    for segment, gradient in zip(shard.segments, shard.gradient.reduced.gradients, strict=True):
-        if gradient is not None:
-            header.gradient_indices.append(segment.parameter_index)
-            pieces.append(tensor_memory(gradient))
-    return pieces
-
-
-def _write_contributions(
-    shard: UnitShard, header: shard_pb2.ReplicateStepHeader, optimizer: common_pb2.OptimizerStep | None
-) -> list[Buffer]:
-    pieces: list[Buffer] = []
-    numbers = _replicated_numbers(shard, optimizer)
-    for contributor, contribution in sorted(shard.gradient.contributions.by_rank.items()):
-        own = sorted(numbers & contribution.present)
-        header.contributions.add(
-            contributor=contributor, parameter_indices=[shard.segments[number].parameter_index for number in own]
-        )
-        pieces += [tensor_memory(contribution.views[number]) for number in own]
-    return pieces
-
-
-def _write_partitions(
-    shard: UnitShard, header: shard_pb2.ReplicateStepHeader, optimizer: common_pb2.OptimizerStep | None
-) -> list[Buffer]:
-    pieces: list[Buffer] = []
-    for rank, staged in sorted(shard.partitions.staged.items()):
-        header.partitions.add(
-            dp_rank=rank,
-            parameter_indices=[segment.parameter_index for segment in staged.segments],
-            state=staged.state.tensors,
-            request_id=staged.state.request_id,
-        )
-        pieces += [tensor_memory(values) for values in staged.values]
-        pieces += staged.state.pieces
-    return pieces
-
-
-_WRITERS: dict[StepContent, _Writer] = {
-    _GRADIENT: _write_gradient,
-    _CONTRIBUTIONS: _write_contributions,
-    _PARTITIONS: _write_partitions,
-}
-
-
 def write_step(
     shard: UnitShard, header: shard_pb2.ReplicateStepHeader, optimizer: common_pb2.OptimizerStep | None
 ) -> list[Buffer]:
@@ -536,4 +487,27 @@ def write_step(
         header: Names the kind of content.
         optimizer: The optimizer that is expected to update the step. None: not known yet.
     """
-    return _WRITERS[header.content](shard, header, optimizer)
+    pieces: list[Buffer] = []
+    if header.content == _GRADIENT:
+        assert shard.gradient.reduced is not None
+        for segment, gradient in zip(shard.segments, shard.gradient.reduced.gradients, strict=True):
+            if gradient is not None:
+                header.gradient_indices.append(segment.parameter_index)
+                pieces.append(tensor_memory(gradient))
+    elif header.content == _CONTRIBUTIONS:
+        numbers = _replicated_numbers(shard, optimizer)
+        for contributor, contribution in sorted(shard.gradient.contributions.by_rank.items()):
+            own = sorted(numbers & contribution.present)
+            indices = [shard.segments[number].parameter_index for number in own]
+            header.contributions.add(contributor=contributor, parameter_indices=indices)
+            pieces += [tensor_memory(contribution.views[number]) for number in own]
+    else:
+        for rank, staged in sorted(shard.partitions.staged.items()):
+            header.partitions.add(
+                dp_rank=rank,
+                parameter_indices=[segment.parameter_index for segment in staged.segments],
+                state=staged.state.tensors,
+                request_id=staged.state.request_id,
+            )
+            pieces += staged.memory
+    return pieces

@@ -10,7 +10,7 @@ from functools import partial
 
 from shardwell_server import optimizer_checks
 from shardwell_server.shard.concurrency import InThread
-from shardwell_server.shard.requests.replication import Replicator
+from shardwell_server.shard.requests.replication import Replicator, status_of
 from shardwell_server.shard.shard_spec import Role
 from shardwell_server.shard.state.joint_updates import StepUpdate, reduce_shards
 from shardwell_server.shard.state.runs import HostedRun, PreparedStep
@@ -230,8 +230,8 @@ async def update(run: HostedRun, in_thread: InThread, request: shard_pb2.UpdateR
     if run.prepared is None or run.prepared.step <= step:  # a repeated request may arrive after the next PrepareStep
         run.clear_prepared()
     fault_points.reach("server.update.after", step=step)
-    stale = [shard for shard in run.backups if shard.out_of_sync]
-    return shard_pb2.UpdateResponse(version=step + 1, stale_backups=map(_stale_status, stale))
+    stale = [status_of(shard, shard.placement, shard.out_of_sync) for shard in run.backups if shard.out_of_sync]
+    return shard_pb2.UpdateResponse(version=step + 1, stale_backups=stale)
 
 
 async def _update_alone(run: HostedRun, in_thread: InThread, shard: UnitShard, asked: StepUpdate) -> None:
@@ -303,16 +303,6 @@ def _able_backups(
             shard.mark_out_of_sync(str(error))
             logger.warning("the backup of %s is out of sync: %s", shard.what, error)
     return able
-
-
-def _stale_status(shard: UnitShard) -> shard_pb2.BackupStatus:
-    return shard_pb2.BackupStatus(
-        unit_index=shard.index,
-        start_bytes=shard.start_bytes,
-        stop_bytes=shard.stop_bytes,
-        placement=shard.placement,
-        error=shard.out_of_sync,
-    )
 
 
 def _require_prepared(run: HostedRun, step: int) -> None:

@@ -212,19 +212,16 @@ async def _reading_averages(
     shard.values.release(source)
     # Acquired outside the run's lock: work that frees memory may need the lock.
     copy = await store.memory.acquire(shard.size_bytes, wait_s, f"{shard.what}, to read averages")
-
-    async def fill() -> None:
-        if shard.version != newest or shard.values.updating:
-            raise VersionGoneError(
-                f"version {newest} of {shard.what} has been overwritten", unit=shard.unit, version=newest
-            )
-        shard.applied.check_averaged()
-        await store.in_thread(lambda: shard.compute_averages(copy))
-        shard.reader_copies.add(averages)
-
     averages = VersionBytes(copy, newest, readers=1)
     try:
-        await run.exclusively(fill)
+        async with run.exclusively():
+            if shard.version != newest or shard.values.updating:
+                raise VersionGoneError(
+                    f"version {newest} of {shard.what} has been overwritten", unit=shard.unit, version=newest
+                )
+            shard.check_averaged()
+            await store.in_thread(lambda: shard.compute_averages(copy))
+            shard.reader_copies.add(averages)
     except BaseException:
         store.memory.release_buffer(copy)
         raise

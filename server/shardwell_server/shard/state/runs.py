@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 from shardwell_server.shard.restart.undo import UndoLog
 from shardwell_server.shard.shard_spec import Role
@@ -30,8 +30,6 @@ from shardwell_wire.model.names import RunIdentity
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
 logger = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -293,8 +291,11 @@ class HostedRun:
 
     # ---- exclusive work ----
 
-    async def exclusively(self, work: Callable[[], Awaitable[Result]]) -> Result:
-        """Does work on the run's gradients while no other such work runs. See Note: [Exclusive work on a run].
+    @asynccontextmanager
+    async def exclusively(self) -> AsyncIterator[None]:
+        """Runs a block that works on the run's gradients while no other such block runs.
+
+        See Note: [Exclusive work on a run].
 
         Raises:
             RunDeletedError: The run was deleted while the work waited for the lock.
@@ -305,7 +306,7 @@ class HostedRun:
                 raise RunDeletedError(f"run {self.name!r} was deleted", run=self.name)
             if self._stopping:
                 raise UnavailableError("this server is about to stop: try again")
-            return await work()
+            yield
 
     async def finish_work(self) -> None:
         """Waits for the work in progress, and rejects further work, because the process ends."""
@@ -313,12 +314,13 @@ class HostedRun:
         async with self._lock:
             pass
 
-    def schedule(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Starts ``exclusively`` in the background; logs errors."""
+    def schedule(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Starts work in the background, within ``exclusively``; logs errors."""
 
         async def run() -> None:
             try:
-                await self.exclusively(work)
+                async with self.exclusively():
+                    await work()
             except RunDeletedError:
                 return
             except UnavailableError:

@@ -19,7 +19,7 @@ from shardwell_server.shard.restart.undo import UndoLog
 from shardwell_server.shard.shard_spec import Role, ShardSpec
 from shardwell_server.shard.state.runs import HostedRun
 from shardwell_server.shard.state.taking_up import ShardsOfFormer
-from shardwell_server.shard.unit.unit_shard import BufferShard, UnitShard
+from shardwell_server.shard.unit.unit_shard import UnitShard, new_shard
 from shardwell_wire.errors import (
     InvalidRequestError,
     NotFoundError,
@@ -211,19 +211,10 @@ class ShardStore:
 
     def _new_shard(self, run: HostedRun, spec: ShardSpec, role: Role) -> UnitShard:
         """Reserves memory for a shard without content, and adds it to its run. Raises CapacityError."""
-        holds_buffers = spec.layout.holds_buffers
-        self.memory.reserve(
-            spec.memory_key,
-            spec.size_bytes,
-            spec.max_contributions,
-            holds_buffers=holds_buffers,
-            held_versions=spec.held_versions,
-        )
-        kind = BufferShard if holds_buffers else UnitShard
+        files = None if self._lasting is None else ShardFiles(spec, self.memory, self._lasting, run.undo)
+        shard = new_shard(spec, self.memory, self._shared, role, files)
         if spec.asynchronous:
             run.read_by_rank()
-        files = None if self._lasting is None else ShardFiles(spec, self.memory, self._lasting, run.undo)
-        shard = kind(spec, self.memory, self._shared, role, files)
         run.add_shard(shard)
         return shard
 
@@ -353,19 +344,15 @@ class ShardStore:
         identity = named_identity(request)
         self._check_not_dropped(identity)
         run = self.runs.setdefault(identity.run_id, self._new_run(identity))
-
-        async def begin() -> None:
+        async with run.exclusively():
             if restore < run.restore:
                 raise StaleEpochError(
                     f"attempt {restore} to load run {run.name!r} is over: attempt {run.restore} has begun", run=run.name
                 )
-            if restore == run.restore:
-                return
-            self._drop_copies(run, run.shards.values(), _unreserved)
-            self.memory.pool.trim()
-            run.begin_restore(restore, min_epoch)
-
-        await run.exclusively(begin)
+            if restore > run.restore:
+                self._drop_copies(run, run.shards.values(), _unreserved)
+                self.memory.pool.trim()
+                run.begin_restore(restore, min_epoch)
 
     async def drop(self, run_id: str) -> int:
         """Drops a run permanently; returns the bytes of the budget that became free."""
@@ -375,16 +362,13 @@ class ShardStore:
         run = self.runs.get(run_id)
         if run is None:
             return 0
-
-        async def drop() -> int:
-            freed = self._drop_copies(run, run.shards.values(), _deleted)
-            run.end()
-            del self.runs[run_id]
-            self.memory.pool.trim()
-            return freed
-
         try:
-            return await run.exclusively(drop)
+            async with run.exclusively():
+                freed = self._drop_copies(run, run.shards.values(), _deleted)
+                run.end()
+                del self.runs[run_id]
+                self.memory.pool.trim()
+                return freed
         except RunDeletedError:
             return 0  # a concurrent request dropped the run
 

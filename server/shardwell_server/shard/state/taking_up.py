@@ -17,7 +17,8 @@ from shardwell_server.shard.restart.undo import SUFFIX as UNDO_SUFFIX
 from shardwell_server.shard.restart.undo import UndoLog, restore_interrupted
 from shardwell_server.shard.shard_spec import ROLES, Role
 from shardwell_server.shard.state.runs import HostedRun
-from shardwell_server.shard.unit.unit_shard import BufferShard, UnitShard
+from shardwell_server.shard.unit.unit_shard import UnitShard, new_shard
+from shardwell_server.shard.unit.values import LiveBuffer
 from shardwell_wire.errors import ShardwellError
 from shardwell_wire.host.shared_memory import HEAD_BYTES, UPDATING
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2
@@ -116,16 +117,8 @@ class ShardsOfFormer:
             raise ValueError(f"{spec.what} shows version {values.shown}, expected {record.version}")
         undo = self._logs.setdefault(spec.run.run_id, UndoLog(self._memory, self._shared))
         files = ShardFiles(spec, self._memory, self._shared, undo)
-        kind = BufferShard if spec.layout.holds_buffers else UnitShard
-        shard = kind(spec, self._memory, self._shared, record.role, files)
+        shard = new_shard(spec, self._memory, self._shared, record.role, files)
         shard.backups.placement = record.relocation
-        self._memory.reserve(
-            spec.memory_key,
-            spec.size_bytes,
-            spec.max_contributions,
-            holds_buffers=spec.layout.holds_buffers,
-            held_versions=spec.held_versions,
-        )
         try:
             self._restore(shard, files, name, record, values)
         except BaseException:
@@ -141,7 +134,7 @@ class ShardsOfFormer:
             values.show(record.version)
         files.take_up(name, record, values)
         grant = Grant(self._memory, shard.initial_quota, shard.size_bytes, reserved=shard.initial_quota.try_acquire())
-        shard.take_up_values(values, record.version, grant)
+        shard.values.take_up(LiveBuffer.from_file(values, grant), record.version)
         parts = [_part(files, part) for part in record.parts]
         content = OptimizerContent(parts, record.averages_started)
         shard.take_up(content, None if files.mean is None else files.mean.tensor, record.prepared)

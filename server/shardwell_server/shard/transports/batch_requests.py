@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, nullcontext, suppress
-from functools import cached_property, partial
+from functools import cached_property
 
 from shardwell_server.serving.rpc import reported_error
 from shardwell_server.shard.memory.budget import IncomingBuffer
@@ -141,7 +141,8 @@ class _Batch:
         try:
             ready = [each for each in waiting if await self._may_begin(*each)]
             if ready:
-                await self._run.exclusively(partial(self._accept_all, ready))
+                async with self._run.exclusively():
+                    await self._accept_all(ready)
         except RunDeletedError as error:
             for number, _, _ in ready:
                 self._reject(number, error)
@@ -161,9 +162,9 @@ class _Batch:
             result = self._results[number]
             try:
                 if isinstance(gradients, IncomingBuffer):
-                    result.duplicate = await push.accept_now(gradients, self._request.parts[number].checksum)
+                    result.duplicate = await push.accept(gradients, self._request.parts[number].checksum)
                 else:
-                    result.duplicate = await push.adopt_now(gradients)
+                    result.duplicate = await push.accept(gradients, None)
                     result.adopted = gradients.claimed
             except Exception as error:
                 self._reject(number, error)

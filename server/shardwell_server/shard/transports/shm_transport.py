@@ -386,16 +386,17 @@ async def stage_staging_buffer(
     ]
 
     async def accept() -> None:
-        # Checked again: the lease or the gradient may have changed while the values were checked.
-        partition_requests.check_current(run, shard, header, what)
-        staging_buffer.check_open()
-        state = _written_state(shard, staging_buffer, header)
-        staged = StagedPartition(header.context.epoch, segments, values, state, staging_buffer.release)
-        shard.partitions.stage(header.dp_rank, staged)
-        staging_buffer.mark_staged()
+        async with run.exclusively():
+            # Checked again: the lease or the gradient may have changed while the values were checked.
+            partition_requests.check_current(run, shard, header, what)
+            staging_buffer.check_open()
+            state = _written_state(shard, staging_buffer, header)
+            staged = StagedPartition(header.context.epoch, segments, values, state, staging_buffer.release)
+            shard.partitions.stage(header.dp_rank, staged)
+            staging_buffer.mark_staged()
 
     await store.in_thread(partial(partition_requests.compute_check_finite, shard, segments, values, what))
-    await uninterrupted(run.exclusively(accept))
+    await uninterrupted(accept())
     return shard_pb2.StageStagingBufferResponse(version=header.context.step)
 
 

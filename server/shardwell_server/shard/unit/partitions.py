@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from shardwell_server.shard.memory.budget import BufferQuota, Grant, Memory
+from shardwell_server.shard.memory.buffer_reuse import tensor_memory
 from shardwell_server.shard.memory.mapped_memory import SharedBuffer, SharedMemory
 from shardwell_server.shard.shard_spec import ShardSpec
 from shardwell_wire.encoding.chunk_streams import memory_at
@@ -60,6 +61,11 @@ class StagedPartition:
     state: PartitionState
     release: Callable[[], None]
     """Releases the memory of the values. Called once."""
+
+    @property
+    def memory(self) -> list[memoryview]:
+        """The memory of the values, then that of the state."""
+        return [*map(tensor_memory, self.values), *self.state.pieces]
 
 
 class Partitions:
@@ -150,10 +156,51 @@ class Partitions:
 
     def _drop(self, dp_rank: int) -> None:
         if (staged := self._staged.pop(dp_rank, None)) is not None:
-            self.free_unsettled(staged.state)
-            staged.release()
+            self.free(staged)
 
     # ---- memory ----
+
+    def allocate(
+        self,
+        epoch: int,
+        segments: Sequence[Segment],
+        tensors: Sequence[shard_pb2.StateTensor],
+        request_id: str,
+        *,
+        share: bool,
+        what: str,
+    ) -> StagedPartition:
+        """Allocates memory for a partition that is about to be received. The caller stages or frees it.
+
+        Args:
+            epoch: Epoch of the sender's lease.
+            segments: Segments that have new values.
+            tensors: Descriptions of the state.
+            request_id: Id of the request.
+            share: Whether the state should be in shared memory if possible.
+            what: Names the partition in errors.
+
+        Raises:
+            CapacityError: There is no memory.
+        """
+        sizes = [segment.size_bytes for segment in segments]
+        grant = self._memory.grant(sum(sizes) + state_places(tensors)[1], BufferQuota(0), what)
+        buffer = grant.incoming(sum(sizes))
+        try:
+            state = self.allocate_state(tensors, request_id, share=share)
+        except BaseException:
+            buffer.release()
+            raise
+        return StagedPartition(epoch, segments, torch.split(buffer.buffer, sizes), state, buffer.release)
+
+    def free(self, staged: StagedPartition) -> None:
+        """Frees a partition that is not applied. State written in a staging buffer belongs to that buffer."""
+        state = staged.state
+        if state.pooled:
+            self._memory.pool.release(state.data)
+        elif state.writer is None and state.shared is not None:
+            state.shared.unlink()
+        staged.release()
 
     def allocate_state(
         self, tensors: Sequence[shard_pb2.StateTensor], request_id: str, *, share: bool
@@ -181,13 +228,6 @@ class Partitions:
         self.states[dp_rank] = state
         ranges, _ = state_places(tensors)
         return [state.data[start:stop] for start, stop in ranges]
-
-    def free_unsettled(self, state: PartitionState) -> None:
-        """Frees what ``allocate_state`` allocated. State written in a staging buffer belongs to that buffer."""
-        if state.pooled:
-            self._memory.pool.release(state.data)
-        elif state.writer is None and state.shared is not None:
-            state.shared.unlink()
 
     def _free_settled(self, state: PartitionState) -> None:
         if state.pooled:

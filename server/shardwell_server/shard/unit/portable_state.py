@@ -39,9 +39,10 @@ from shardwell_server.shard.memory.budget import Memory
 from shardwell_server.shard.unit.partitions import TrainerState, equal_tensor, merge_trainer_states
 from shardwell_server.shard.unit.unit_shard import UnitShard
 from shardwell_wire.errors import CapacityError, InvalidRequestError, ShardwellError, StepStateError, UnavailableError
-from shardwell_wire.model.layout import UnitLayout
+from shardwell_wire.model.layout import DTYPE_NAMES, DTYPE_NUMBERS, UnitLayout
 from shardwell_wire.model.optimizers import OPTIMIZERS, StateShape
-from shardwell_wire.model.topology import part_in, state_places
+from shardwell_wire.model.topology import check_state_tensor, part_in, state_places, state_size
+from shardwell_wire.v1 import shard_pb2
 
 _ELEMENTWISE = (StateShape.PARAMETER, StateShape.VECTOR)
 
@@ -239,6 +240,85 @@ def _merge_parts(layout: UnitLayout, parts: Sequence[PartState]) -> PartState:
     )
 
 
+# ---- in messages ----
+
+
+def write_content(state: ShardState, header: shard_pb2.ReceiveShardStateHeader) -> None:
+    """Describes a state in the header of a stream that has its tensors in the order of ``ShardState.tensors``."""
+    for part in state.parts:
+        header.parts.add(
+            algorithm=part.algorithm or "",
+            step_count=part.step_count,
+            state=[
+                shard_pb2.StateTensor(
+                    parameter_index=part.parameter_index,
+                    name=name,
+                    dtype=DTYPE_NUMBERS[str(tensor.dtype).removeprefix("torch.")],
+                    shape=tensor.shape,
+                )
+                for name, tensor in sorted(part.state.items())
+            ],
+            has_average=part.average is not None,
+            kept_contributors=sorted(part.kept),
+        )
+    header.averages_begun = state.averages_begun
+    for partition in sorted(state.partitions, key=lambda partition: partition.dp_rank):
+        header.partitions.add(dp_rank=partition.dp_rank, state=partition.tensors)
+
+
+def read_content(shard: UnitShard, header: shard_pb2.ReceiveShardStateHeader) -> ShardState:
+    """Returns the state that a header describes, with tensors on the meta device.
+
+    Raises:
+        InvalidRequestError: The header does not fit the shard.
+    """
+    if len(header.parts) != len(shard.segments):
+        raise InvalidRequestError(
+            f"{shard.what} has {len(shard.segments)} parts here, the header describes {len(header.parts)}"
+        )
+    parts = []
+    for segment, content in zip(shard.segments, header.parts, strict=True):
+        dtype = getattr(torch, shard.layout.parameters[segment.parameter_index].dtype)
+        values = torch.empty(segment.stop_element - segment.start_element, dtype=dtype, device="meta")
+        known = OPTIMIZERS.get(content.algorithm)
+        names = {tensor.name for tensor in known.state} if known is not None else set()
+        if (content.algorithm and known is None) or not names.issuperset(tensor.name for tensor in content.state):
+            raise InvalidRequestError(
+                f"{shard.what}: the state of optimizer {content.algorithm!r} has tensors that this server does not know"
+            )
+        parts.append(
+            PartState(
+                parameter_index=segment.parameter_index,
+                start_element=segment.start_element,
+                stop_element=segment.stop_element,
+                values=values,
+                algorithm=content.algorithm or None,
+                step_count=content.step_count,
+                state={tensor.name: _meta(tensor, shard.what) for tensor in content.state},
+                average=values if content.has_average else None,
+                kept=dict.fromkeys(content.kept_contributors, values),
+            )
+        )
+    ranks = [partition.dp_rank for partition in header.partitions]
+    if sorted(set(ranks)) != ranks or (ranks and ranks[-1] >= shard.dp):
+        raise InvalidRequestError(
+            f"{shard.what}: the header has partitions of ranks {ranks[:10]}, expected strictly rising ranks below "
+            f"{shard.dp}"
+        )
+    partitions = []
+    for partition in header.partitions:
+        for tensor in partition.state:
+            check_state_tensor(tensor, shard.what)
+        data = [torch.empty(state_size(tensor), dtype=torch.uint8, device="meta") for tensor in partition.state]
+        partitions.append(_trainer_state(shard, partition.dp_rank, partition.state, data))
+    return _state_of(shard, parts, partitions, averages_begun=header.averages_begun)
+
+
+def _meta(tensor: shard_pb2.StateTensor, what: str) -> torch.Tensor:
+    check_state_tensor(tensor, what)
+    return torch.empty(tuple(tensor.shape), dtype=getattr(torch, DTYPE_NAMES[tensor.dtype]), device="meta")
+
+
 # ---- shards ----
 
 
@@ -271,19 +351,30 @@ def export(shard: UnitShard) -> ShardState:
         parts.append(replace(part, state=flat))
     partitions = []
     for rank, state in sorted(shard.partitions.states.items()):
-        start, stop = shard.partitions.bounds(rank)
         ranges, _ = state_places(state.tensors)
         data = [state.data[low:high] for low, high in ranges]
-        partitions.append(
-            TrainerState(dp_rank=rank, start_bytes=start, stop_bytes=stop, tensors=list(state.tensors), data=data)
-        )
+        partitions.append(_trainer_state(shard, rank, state.tensors, data))
+    averages_begun = optimizer is not None and optimizer.averages.has_started
+    return _state_of(shard, parts, partitions, averages_begun=averages_begun)
+
+
+def _trainer_state(
+    shard: UnitShard, dp_rank: int, tensors: Sequence[shard_pb2.StateTensor], data: Sequence[torch.Tensor]
+) -> TrainerState:
+    start, stop = shard.partitions.bounds(dp_rank)
+    return TrainerState(dp_rank=dp_rank, start_bytes=start, stop_bytes=stop, tensors=list(tensors), data=data)
+
+
+def _state_of(
+    shard: UnitShard, parts: Sequence[PartState], partitions: Sequence[TrainerState], *, averages_begun: bool
+) -> ShardState:
     return ShardState(
         layout=shard.layout,
         start_bytes=shard.start_bytes,
         stop_bytes=shard.stop_bytes,
         dp=shard.dp,
         parts=parts,
-        averages_begun=optimizer is not None and optimizer.averages.has_started,
+        averages_begun=averages_begun,
         partitions=partitions,
     )
 
@@ -309,7 +400,7 @@ def begin_import(shard: UnitShard, description: ShardState) -> ShardState:
     shard.allocate_values()
     assert shard.values.live is not None
     views = shard.views(shard.values.live.buffer)
-    restored = shard.applied.restore(
+    restored = shard.allocate_optimizer(
         [RestoredPart(part.algorithm, part.step_count, part.state, part.average) for part in description.parts],
         averages_begun=description.averages_begun,
     )
@@ -333,7 +424,7 @@ def begin_import(shard: UnitShard, description: ShardState) -> ShardState:
         replace(state, data=shard.partitions.allocate_restored(state.dp_rank, state.tensors))
         for state in description.partitions
     ]
-    shard.applied.note_size()
+    shard.note_optimizer()
     return replace(description, parts=parts, partitions=partitions)
 
 

@@ -15,20 +15,25 @@ import torch
 
 from shardwell_server import optimizer_checks
 from shardwell_server.shard.arithmetic.reduction import MAX_BYTES
-from shardwell_server.shard.arithmetic.shard_optimizer import OptimizerContent, ShardOptimizer
+from shardwell_server.shard.arithmetic.shard_optimizer import (
+    OptimizerContent,
+    RestoredPart,
+    ShardOptimizer,
+    allocate_ordinary,
+)
 from shardwell_server.shard.concurrency import InThread, OpenStreams
-from shardwell_server.shard.memory.budget import BufferQuota, Grant, IncomingBuffer, Memory
+from shardwell_server.shard.memory.budget import BufferQuota, Memory
 from shardwell_server.shard.memory.mapped_memory import ShardFile, SharedMemory
 from shardwell_server.shard.restart.shard_files import RecordedState, ShardFiles
 from shardwell_server.shard.restart.shard_record import PreparedRecord
 from shardwell_server.shard.restart.undo import ChangedRange, locate, mapped, place_of
 from shardwell_server.shard.shard_spec import Role, Segments, ShardSpec, shaped
-from shardwell_server.shard.unit.applied_optimizer import AppliedOptimizer
 from shardwell_server.shard.unit.encoded_versions import EncodedVersions
 from shardwell_server.shard.unit.partitions import Partitions
 from shardwell_server.shard.unit.step_gradient import PushedBuffers, StepGradient
-from shardwell_server.shard.unit.values import LiveBuffer, Snapshots, Values
+from shardwell_server.shard.unit.values import Snapshots, Values
 from shardwell_wire.errors import (
+    CapacityError,
     InvalidRequestError,
     NotFoundError,
     ShardwellError,
@@ -85,7 +90,10 @@ class UnitShard:
         self.values = Values(self.what, self.unit, memory, shared, spec.held_versions)
         self.streams = OpenStreams()
         """Streams being received: initial values, contributions by rank, and optimizer partitions."""
-        self.applied = AppliedOptimizer(spec, memory, self.partitions, files, self._parameters)
+        self.optimizer: ShardOptimizer | None = None
+        """The optimizer with its state. None before the first update is prepared."""
+        self.optimizer_bytes = 0
+        """Size of the optimizer's state on this server, including that of optimizers that run on the trainers."""
         self.initial_quota = BufferQuota(1)
         self.reader_copies = Snapshots(self.what, self.unit, memory)
         """Averages and replaced encodings that still have readers. ``Values`` has the snapshots of older versions."""
@@ -95,11 +103,6 @@ class UnitShard:
     def version(self) -> int | None:
         """The newest published version. None before the initial values are published."""
         return self.values.version
-
-    @property
-    def optimizer(self) -> ShardOptimizer | None:
-        """The optimizer with its state. None before the first update is prepared."""
-        return self.applied.optimizer
 
     def check_range(self, start_bytes: int, stop_bytes: int) -> None:
         """Raises NotFoundError if the range of a stream differs from the shard's."""
@@ -191,14 +194,45 @@ class UnitShard:
             return  # staged values have their memory already
         assert gradient.reduced is not None
         present, chosen = [each is not None for each in gradient.reduced.gradients], self._chosen_groups(groups)
-        if await self.applied.prepare(present, optimizer, chosen, key, partial(gradient.compute, in_thread)):
-            self.record()
+        applied, state_bytes = self._require_optimizer(), 0
+        if applied.is_prepared(present, chosen, key):
+            return
+        try:
+            state_bytes, workspace_bytes = applied.needs(present, optimizer, chosen)
+            reserved_bytes = self.partitions.state_bytes + state_bytes
+            self._memory.reserve_optimizer(self.spec.memory_key, reserved_bytes, workspace_bytes)
+            await gradient.compute(in_thread, lambda: applied.prepare(present, optimizer, chosen, key))
+            if self._files is not None:
+                self._files.reserve_undo(applied.piece_bytes)
+        except (RuntimeError, MemoryError) as error:
+            if isinstance(error, RuntimeError) and "allocate" not in str(error):
+                raise
+            raise CapacityError(
+                f"the operating system refused to allocate {state_bytes or 'some'} bytes for the optimizer's state of "
+                f"{self.what}, which --memory-budget allows. The step is not committed: lower the budget to what "
+                "this process may use, add shard servers, or use an optimizer with less state",
+                unit=self.unit,
+                needed_bytes=state_bytes,
+            ) from error
+        finally:
+            self.note_optimizer()
+        self.record()
 
-    def _parameters(self) -> list[torch.Tensor]:
-        """Returns the parameters in their shapes, by segment number."""
-        assert self.values.live is not None
-        views = zip(self.views(self.values.live.buffer), self.segments, strict=True)
-        return [shaped(part, self.layout, segment) for part, segment in views]
+    def _require_optimizer(self) -> ShardOptimizer:
+        """Returns the optimizer. Makes it when it is needed first."""
+        if self.optimizer is None:
+            assert self.values.live is not None
+            views = zip(self.views(self.values.live.buffer), self.segments, strict=True)
+            parameters = [shaped(part, self.layout, segment) for part, segment in views]
+            allocate = allocate_ordinary if self._files is None else self._files.allocate
+            self.optimizer = ShardOptimizer(parameters, allocate)
+        return self.optimizer
+
+    def note_optimizer(self) -> None:
+        """Records the size of the optimizer's state in the memory budget."""
+        own_bytes = 0 if self.optimizer is None else self.optimizer.size_bytes
+        self.optimizer_bytes = self.partitions.state_bytes + own_bytes
+        self._memory.note_optimizer(self.spec.memory_key, self.optimizer_bytes)
 
     async def update(
         self,
@@ -228,7 +262,7 @@ class UnitShard:
             self.partitions.settle()
         self._end_step()
         self.updated_by_trainers = runs_on_trainers(optimizer.algorithm)
-        self.applied.note_size()
+        self.note_optimizer()
 
     def _end_step(self) -> None:
         self.gradient.end_step()
@@ -372,16 +406,6 @@ class UnitShard:
         values = [] if self.values_file is None else [self.values_file.name]
         return values if self._files is None else [*values, *self._files.names]
 
-    def take_up_values(self, file: ShardFile, version: int, grant: Grant) -> None:
-        """Continues with the values of a former process; see ``Values.take_up``.
-
-        Args:
-            file: The values.
-            version: Their version.
-            grant: The memory's grant in the server's budget.
-        """
-        self.values.take_up(LiveBuffer.from_file(file, grant), version)
-
     def take_up(self, content: OptimizerContent, mean: torch.Tensor | None, prepared: PreparedRecord | None) -> None:
         """Continues with the state of a former process, after its values.
 
@@ -390,7 +414,9 @@ class UnitShard:
             mean: The mean gradient's file. uint8. [size_bytes]
             prepared: The prepared step. None: there was none.
         """
-        self.applied.take_up(content)
+        if content.parts:
+            self._require_optimizer().take_up(content)
+            self.note_optimizer()
         if prepared is not None:
             self.gradient.take_up(mean, prepared)
             self._confirm_step()
@@ -400,11 +426,20 @@ class UnitShard:
         if self.role is Role.BACKUP and self.version is not None:
             self.received_step = ReceivedStep(self.version, self.backups.placement, generation=0, confirmed=True)
 
+    def check_averaged(self) -> None:
+        """Raises StepStateError if there are no averages to read."""
+        if self.optimizer is None or not self.optimizer.averages.has_started:
+            raise StepStateError(
+                f"{self.what} has no moving average: set optimizer.ema_decay before a step", unit=self.unit
+            )
+
     def compute_averages(self, out: torch.Tensor) -> None:
-        """Writes the shard's bytes with averages in place of values. [size_bytes]"""
-        assert self.values.live is not None
+        """Writes the shard's bytes with averages in place of values, where there are any. [size_bytes]"""
+        assert self.values.live is not None and self.optimizer is not None
         out.copy_(self.values.live.buffer)
-        self.applied.compute_averages(self.views(out))
+        for number, view in enumerate(self.views(out)):
+            if (average := self.optimizer.averages[number]) is not None:
+                view.copy_(average.reshape(-1))
 
     def _chosen_groups(self, groups: Sequence[int] | None) -> list[int]:
         """The group of each segment's parameter. -1: not optimised."""
@@ -466,9 +501,28 @@ class UnitShard:
             CapacityError: The operating system has no memory.
         """
         grant = self._memory.grant(self.size_bytes, self.initial_quota, f"imported values of {self.what}")
-        received = IncomingBuffer(grant.acquire_buffer(self.size_bytes), grant)
+        received = grant.incoming(self.size_bytes)
         received.buffer.zero_()
         self.values.accept_initial(self.values.initial_epoch, received)
+
+    def allocate_optimizer(self, parts: Sequence[RestoredPart], *, averages_begun: bool) -> list[RestoredPart]:
+        """Allocates state that is imported; returns its memory, which the caller fills.
+
+        Args:
+            parts: The state of each segment. Tensors may be on the meta device.
+            averages_begun: Whether a step has updated moving averages.
+
+        Raises:
+            CapacityError: The state does not fit the memory budget.
+        """
+        if not averages_begun and all(part.algorithm is None for part in parts):
+            return [RestoredPart() for _ in parts]
+        tensors = [tensor for part in parts for tensor in (*part.state.values(), part.average) if tensor is not None]
+        self._memory.reserve_optimizer(self.spec.memory_key, sum(tensor.nbytes for tensor in tensors), 0)
+        optimizer = self._require_optimizer()
+        made = optimizer.allocate_like(parts)
+        optimizer.restore(made, averages_begun=averages_begun)
+        return made
 
 
 class BufferShard(UnitShard):
@@ -503,6 +557,25 @@ class BufferShard(UnitShard):
             self._files.save(self._state(self.version + 1))
 
 
+def new_shard(
+    spec: ShardSpec, memory: Memory, shared: SharedMemory | None, role: Role, files: ShardFiles | None
+) -> UnitShard:
+    """Returns a shard without content, and reserves its memory. Arguments as in ``UnitShard``.
+
+    Raises:
+        CapacityError: The shard does not fit the memory budget.
+    """
+    shard = (BufferShard if spec.layout.holds_buffers else UnitShard)(spec, memory, shared, role, files)
+    memory.reserve(
+        spec.memory_key,
+        spec.size_bytes,
+        spec.max_contributions,
+        holds_buffers=spec.layout.holds_buffers,
+        held_versions=spec.held_versions,
+    )
+    return shard
+
+
 @dataclass(eq=False)
 class Backup:
     """A backup on another server, as its primary sees it. Used on the event loop."""
@@ -532,38 +605,22 @@ class Backups:
     def __init__(self) -> None:
         self.placement = 0
         """Number of the relocation that made this server the primary. 0: the shard was declared here."""
-        self._by_server: dict[str, Backup] = {}
+        self.by_server: dict[str, Backup] = {}
+        """The backups by server id, also those that are out of sync."""
 
     @property
     def in_sync(self) -> list[Backup]:
         """Backups that have the committed state and everything that was sent since."""
-        return [backup for backup in self._by_server.values() if not backup.failure]
-
-    @property
-    def failed(self) -> list[Backup]:
-        """Backups that are out of sync."""
-        return [backup for backup in self._by_server.values() if backup.failure]
-
-    def on(self, server_id: str) -> Backup | None:
-        """Returns the backup on a server, also if it is out of sync."""
-        return self._by_server.get(server_id)
+        return [backup for backup in self.by_server.values() if not backup.failure]
 
     def add(self, backup: Backup) -> None:
         """Adds a backup that has the committed state. Replaces an earlier one on the same server."""
-        self._by_server[backup.server_id] = backup
-
-    def fail(self, backup: Backup, reason: str) -> None:
-        """Records that a backup has missed something."""
-        backup.failure = backup.failure or reason
-
-    def forget(self, server_id: str) -> None:
-        """Forgets the backup on a server, because it is about to be built anew."""
-        self._by_server.pop(server_id, None)
+        self.by_server[backup.server_id] = backup
 
     def take_over(self, placement: int, backups: list[Backup]) -> None:
         """Sets the backups, because a relocation has made this server the primary."""
         self.placement = placement
-        self._by_server = {backup.server_id: backup for backup in backups}
+        self.by_server = {backup.server_id: backup for backup in backups}
 
 
 @dataclass(eq=False)
@@ -584,8 +641,3 @@ class ReceivedStep:
     def order(self) -> tuple[int, int]:
         """Later content has a higher order."""
         return self.placement, self.generation
-
-
-def first_non_finite(views: Sequence[torch.Tensor]) -> int | None:
-    """Returns the number of the first tensor that has NaN or infinity. None: all are finite."""
-    return next((number for number, view in enumerate(views) if not bool(torch.isfinite(view).all())), None)
