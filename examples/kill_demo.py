@@ -20,7 +20,7 @@ from pathlib import Path
 
 import shardwell
 from shardwell.processes.launch import TrainerProcess
-from shardwell.sizes import format_size
+from shardwell.tables import format_size
 from shardwell.transport.service_client import CoordinatorClient
 from shardwell_wire.errors import ShardwellError
 from shardwell_wire.security.credentials import TOKEN_FILE_VARIABLE

@@ -20,7 +20,7 @@ from shardwell.command.inspect_commands import to_json
 from shardwell.command.inspect_tables import ParameterPiece
 from shardwell.processes import launch
 from shardwell.processes.launch import describe_exit
-from shardwell.sizes import format_size
+from shardwell.tables import format_size
 from shardwell_server import cli as server_cli
 from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2

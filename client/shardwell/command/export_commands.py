@@ -23,7 +23,7 @@ from shardwell.command.arguments import (
     open_coordinator,
     progress_bar,
 )
-from shardwell.sizes import format_size
+from shardwell.tables import format_size
 from shardwell.weights.checkpoint_conversion import checkpoint_to_dcp, dcp_to_checkpoint
 from shardwell.weights.checkpoint_reader import open_checkpoint
 from shardwell.weights.dcp import METADATA_NAME

@@ -18,7 +18,7 @@ from rich.console import Console, RenderableType
 
 from shardwell.command import inspect_tables as tables
 from shardwell.command.arguments import PIPE_WIDTH, Subparsers, add_command, add_coordinator_arguments, open_coordinator
-from shardwell.sizes import format_size
+from shardwell.tables import format_size
 from shardwell.transport.service_client import CoordinatorClient, ServiceClient
 from shardwell_wire.errors import NotFoundError, ShardwellError, UnavailableError, UsageError
 from shardwell_wire.model.names import nearest

@@ -14,8 +14,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from shardwell.planning import division_tables
-from shardwell.sizes import format_size
+from shardwell.tables import division_tables, format_size, listing_table
 from shardwell_wire.model.topology import AXES, AXIS_NAMES, Consistency, World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 
@@ -62,7 +61,7 @@ def runs(response: coordinator_pb2.ListRunsResponse) -> RenderableType:
     """Renders ``shardwell runs``."""
     if not response.runs:
         return "no runs"
-    table = _table("RUN", "ID", "DP x TP x PP", "STEP", "TRAINERS", "UNITS", "PARAMETERS", "LAST COMMIT")
+    table = listing_table("RUN", "ID", "DP x TP x PP", "STEP", "TRAINERS", "UNITS", "PARAMETERS", "LAST COMMIT")
     for summary in response.runs:
         table.add_row(*_run_row(summary))
     return table
@@ -98,7 +97,7 @@ def run(response: coordinator_pb2.DescribeRunResponse) -> RenderableType:
 
 
 def _trainers(trainers: Sequence[coordinator_pb2.TrainerSummary]) -> RenderableType:
-    table = _table("TRAINER", "HOST", "RANKS", "EPOCH", "STATE", "LAST HEARTBEAT")
+    table = listing_table("TRAINER", "HOST", "RANKS", "EPOCH", "STATE", "LAST HEARTBEAT")
     for trainer in trainers:
         state = "live" if trainer.live else Text("gone", "red")
         ranks = _ranks(trainer.global_ranks) or "spare"
@@ -108,7 +107,7 @@ def _trainers(trainers: Sequence[coordinator_pb2.TrainerSummary]) -> RenderableT
 
 def _transports(trainers: Sequence[coordinator_pb2.TrainerSummary]) -> Sequence[RenderableType]:
     """Returns a table of the trainers' transports and an empty line; nothing if no transport is open."""
-    table = _table("TRAINER", "SERVER", "TRANSPORT", "MEASURED SPEED")
+    table = listing_table("TRAINER", "SERVER", "TRANSPORT", "MEASURED SPEED")
     for trainer in trainers:
         for transport in trainer.transports:
             kind = common_pb2.TransportKind.Name(transport.kind).removeprefix("TRANSPORT_KIND_").lower()
@@ -127,7 +126,7 @@ def _work(response: coordinator_pb2.DescribeRunResponse) -> RenderableType:
     """Returns a table of the work items. In an asynchronous run, each has its own number and version."""
     newest, is_asynchronous = response.summary.committed_step, bool(_consistency(response.summary))
     progress = ("ITEM", "READS VERSION", "COMMITS SINCE") if is_asynchronous else ()
-    table = _table("WORK ITEM OF RANK", "DP RANK", *progress, "STATE", "TRAINER", "EPOCH", "ATTEMPT")
+    table = listing_table("WORK ITEM OF RANK", "DP RANK", *progress, "STATE", "TRAINER", "EPOCH", "ATTEMPT")
     for entry in response.work:
         item, state = entry.item, _WORK_STATES.get(entry.state, "unknown")
         numbers = (item.number, entry.version, newest - entry.version) if is_asynchronous else ()
@@ -183,7 +182,7 @@ def checkpoint_lines(checkpoints: coordinator_pb2.CheckpointSummary) -> list[str
 
 def world(response: coordinator_pb2.DescribeWorldResponse) -> RenderableType:
     """Renders ``shardwell world``."""
-    table = _table("RANK", "DP", "TP", "PP", "DP GROUP", "TP GROUP", "PP GROUP", "STAGES", "TRAINER", "HOST")
+    table = listing_table("RANK", "DP", "TP", "PP", "DP GROUP", "TP GROUP", "PP GROUP", "STAGES", "TRAINER", "HOST")
     for summary in response.rank_assignments:
         at, rank_assignment = summary.rank_assignment.coordinates, summary.rank_assignment
         groups = {AXIS_NAMES[group.axis]: _ranks(group.global_ranks) for group in rank_assignment.groups}
@@ -199,7 +198,7 @@ def world(response: coordinator_pb2.DescribeWorldResponse) -> RenderableType:
         f"{World.from_proto(response.world)}: {response.world_size} ranks",
         table,
         *_replicas(response),
-        *division_tables.of_models(response.parallel_plan.models, response.world.tp),
+        *division_tables(response.parallel_plan.models, response.world.tp),
     )
 
 
@@ -207,7 +206,7 @@ def _replicas(response: coordinator_pb2.DescribeWorldResponse) -> list[Renderabl
     """Returns a table of the trainers that compute work items together, if there are replicas of several trainers."""
     if not response.replicas:
         return []
-    table = _table("DP RANKS", "EPOCH", "TRAINERS", "MISSING")
+    table = listing_table("DP RANKS", "EPOCH", "TRAINERS", "MISSING")
     for replica in response.replicas:
         table.add_row(
             _ranks(replica.dp_ranks),
@@ -228,7 +227,7 @@ def units(response: coordinator_pb2.ListUnitsResponse) -> RenderableType:
     """Renders ``shardwell units``."""
     in_grid = any(any(unit.pp_ranks) or unit.HasField("tp_rank") for unit in response.units)
     places = ("STAGE", "TP RANK") if in_grid else ()
-    table = _table("UNIT", "NAME", *places, "PARAMETERS", "ELEMENTS", "SIZE", "PRIMARY", "BYTE RANGE", "BACKUPS")
+    table = listing_table("UNIT", "NAME", *places, "PARAMETERS", "ELEMENTS", "SIZE", "PRIMARY", "BYTE RANGE", "BACKUPS")
     for unit in response.units:
         backups: dict[int, list[str]] = {}
         for each in unit.backups:
@@ -276,7 +275,7 @@ def servers(response: coordinator_pb2.ListServersResponse) -> RenderableType:
 
 def _server_table(response: coordinator_pb2.ListServersResponse) -> Table:
     headings = ("IN USE", "RESERVED", "BUDGET", "PRIMARIES", "BACKUPS", "SENT TO BACKUPS", "LAST HEARTBEAT")
-    table = _table("SERVER", "ADDRESS", "STATE", *headings)
+    table = listing_table("SERVER", "ADDRESS", "STATE", *headings)
     for server in response.servers:
         state = _SERVER_STATES.get(server.state, "live" if server.live else "lost")
         table.add_row(
@@ -316,7 +315,7 @@ def event(message: coordinator_pb2.WatchEventsResponse) -> RenderableType:
 
 def peek(parameter: str, pieces: Sequence[ParameterPiece]) -> RenderableType:
     """Renders ``shardwell peek``."""
-    table = _table("SERVER", "ELEMENTS", "VERSION", "NORM", "MIN", "MAX", "NON-FINITE", "VALUES")
+    table = listing_table("SERVER", "ELEMENTS", "VERSION", "NORM", "MIN", "MAX", "NON-FINITE", "VALUES")
     for piece in pieces:
         seen = piece.response
         table.add_row(
@@ -335,13 +334,6 @@ def peek(parameter: str, pieces: Sequence[ParameterPiece]) -> RenderableType:
 def _part(offsets: Sequence[int]) -> str:
     """Returns which part of a split parameter is meant; nothing for a whole parameter."""
     return f" of the part at ({', '.join(map(str, offsets))})" if offsets else ""
-
-
-def _table(*headings: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    for heading in headings:
-        table.add_column(heading, overflow="fold")
-    return table
 
 
 def _ranks(global_ranks: Sequence[int]) -> str:

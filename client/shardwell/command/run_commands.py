@@ -25,7 +25,7 @@ from shardwell.command.arguments import (
     progress_bar,
 )
 from shardwell.session.checkpoint_requests import follow_checkpoint, is_writing, request_checkpoint, require_not_failed
-from shardwell.sizes import format_size
+from shardwell.tables import format_size
 from shardwell_wire.checkpoints.folder import Entry, entries_below, verify
 from shardwell_wire.checkpoints.opening import absolute, local_path, open_storage
 from shardwell_wire.errors import NotFoundError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -13,16 +13,9 @@ from shardwell_wire.errors import StaleEpochError
 from shardwell_wire.model.names import MAX_PLAN_BYTES, MAX_PLAN_ROWS
 from shardwell_wire.v1 import coordinator_pb2
 
-Describe = Callable[[], coordinator_pb2.ModelPlan]
-"""Returns how one model is divided over tensor and pipeline ranks. Equal for all trainers of a run."""
-
-_plans: WeakKeyDictionary[nn.Module, Describe] = WeakKeyDictionary()
-"""By the module that is the model, or a stage of it in this process."""
-
-
-def attach_plan(module: nn.Module, describe: Describe) -> None:
-    """Sets what describes the model that a module is, or is a stage of."""
-    _plans[module] = describe
+descriptions: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+"""The ``ModelDescription`` of each divided model, by the module that is the model, or a stage of it in this process.
+Descriptions are equal for all trainers of a run."""
 
 
 class PlanReport:
@@ -65,7 +58,7 @@ class PlanReport:
         return True
 
     def _plan(self) -> coordinator_pb2.ParallelPlan:
-        plans = [describe() for module, describe in _plans.items() if self._has(module)]
+        plans = [description.to_proto() for module, description in descriptions.items() if self._has(module)]
         models = {model.SerializeToString(deterministic=True): model for model in plans}
         plan = coordinator_pb2.ParallelPlan(models=[models[key] for key in sorted(models)])
         _shorten(plan)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from shardwell.monitor.step_times import MonitoredSetup, StepPart, StepTimes
-from shardwell.sizes import format_size
+from shardwell.tables import format_seconds, format_size
 
 
 class Severity(enum.IntEnum):
@@ -303,10 +303,3 @@ def _memory_advice(setup: MonitoredSetup) -> str:
             f"{setup.prefetch_bytes}."
         )
     return "Split the model into smaller units (auto_wrap, TiledLinear): a unit is gathered as a whole."
-
-
-def format_seconds(seconds: float) -> str:
-    """Returns a duration in a unit that keeps the number short, such as ``1.5 ms``."""
-    if seconds >= 1:
-        return f"{seconds:.2f} s"
-    return f"{1e3 * seconds:.1f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.0f} us"

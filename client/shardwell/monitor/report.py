@@ -6,19 +6,16 @@ import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from io import StringIO
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from shardwell.monitor.bottlenecks import Bottleneck, find_bottlenecks, format_seconds
+from shardwell.monitor.bottlenecks import Bottleneck, find_bottlenecks
 from shardwell.monitor.step_times import MonitoredSetup, StepPart, StepTimes
-from shardwell.sizes import format_size
+from shardwell.tables import format_seconds, format_size, report_table, report_text
 from shardwell.transport.route_stats import ROUTES, RouteTotals
-
-_WIDTH = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +151,7 @@ class PerformanceReport:
         return Group(Text(self._headline()), "", *tables, *self._traffic(), "", *self._advice())
 
     def __str__(self) -> str:
-        console = Console(file=StringIO(), width=_WIDTH, color_system=None, highlight=False)
-        with console.capture() as capture:
-            console.print(self)
-        return "\n".join(line.rstrip() for line in capture.get().splitlines())
+        return report_text(self)
 
     def _headline(self) -> str:
         first, last = self.steps[0].step, self.steps[-1].step
@@ -170,22 +164,21 @@ class PerformanceReport:
         return f"trainer {self.trainer!r}, steps {first} to {last}: {', '.join([times, *rates])}"
 
     def _parts_table(self) -> Table:
-        table = Table("PART", box=None, pad_edge=False, header_style="bold")
-        for heading in ("PER STEP", "SHARE"):
-            table.add_column(heading, justify="right")
-        for part, seconds in self.parts.items():
-            if seconds or part is StepPart.COMPUTE:
-                share = seconds / self.step_s if self.step_s else 0.0
-                table.add_row(part.value.replace("_", " "), format_seconds(seconds), f"{share:.1%}")
-        return table
+        rows = [
+            (
+                part.value.replace("_", " "),
+                format_seconds(seconds),
+                f"{seconds / self.step_s if self.step_s else 0.0:.1%}",
+            )
+            for part, seconds in self.parts.items()
+            if seconds or part is StepPart.COMPUTE
+        ]
+        return report_table(("PART", "PER STEP", "SHARE"), rows, numbers=("PER STEP", "SHARE"))
 
     def _staleness_table(self) -> Table:
-        table = Table("STALENESS", box=None, pad_edge=False, header_style="bold")
-        for heading in ("STEPS", "SHARE"):
-            table.add_column(heading, justify="right")
-        for commits, count in self.staleness.items():
-            table.add_row(str(commits), str(count), f"{count / sum(self.staleness.values()):.1%}")
-        return table
+        total = sum(self.staleness.values())
+        rows = [(str(commits), str(count), f"{count / total:.1%}") for commits, count in self.staleness.items()]
+        return report_table(("STALENESS", "STEPS", "SHARE"), rows, numbers=("STEPS", "SHARE"))
 
     def _traffic(self) -> list[RenderableType]:
         received, sent = self.received_bytes, self.sent_bytes

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardwell.parallel.description import ActivationShape
-    from shardwell.parallel.pipeline import PipelineStage
-    from shardwell.parallel.schedules import SCHEDULES, PipelineSchedule, SchedulePlan
+    from shardwell.parallel.pipeline import SCHEDULES, PipelineSchedule, PipelineStage, SchedulePlan
     from shardwell.parallel.splitting import ModelSplit, split_model
     from shardwell.parallel.tensor import TensorParallelPlan, plan_tensor_parallel
 
@@ -25,12 +24,12 @@ __all__ = [
 ]
 
 _MODULES = {
-    "SCHEDULES": "shardwell.parallel.schedules",
+    "SCHEDULES": "shardwell.parallel.pipeline",
     "ActivationShape": "shardwell.parallel.description",
     "ModelSplit": "shardwell.parallel.splitting",
-    "PipelineSchedule": "shardwell.parallel.schedules",
+    "PipelineSchedule": "shardwell.parallel.pipeline",
     "PipelineStage": "shardwell.parallel.pipeline",
-    "SchedulePlan": "shardwell.parallel.schedules",
+    "SchedulePlan": "shardwell.parallel.pipeline",
     "TensorParallelPlan": "shardwell.parallel.tensor",
     "plan_tensor_parallel": "shardwell.parallel.tensor",
     "split_model": "shardwell.parallel.splitting",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from weakref import WeakKeyDictionary
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch import nn
 
-from shardwell.grid.parallel_plan import attach_plan
+from shardwell.grid.parallel_plan import descriptions
 from shardwell.parallel.transformer import Layer, LayerKind
 from shardwell_wire.v1 import coordinator_pb2
 
@@ -88,9 +88,9 @@ class StageDescription:
 
     def parameters_by_kind(self) -> dict[LayerKind, int]:
         """Returns the number of parameters for each kind of layer in the stage."""
-        found: dict[LayerKind, int] = {}
+        found = Counter[LayerKind]()
         for layer in self.layers:
-            found[layer.kind] = found.get(layer.kind, 0) + layer.num_parameters
+            found[layer.kind] += layer.num_parameters
         return found
 
 
@@ -109,63 +109,52 @@ class SplitLayer:
     """Collectives of one forward and backward that the module causes."""
 
 
+@dataclass(slots=True, eq=False)
 class ModelDescription:
-    """What is known of the division of one model. The plans of ``shardwell.parallel`` complete it step by step.
+    """What is known of the division of one model. The plans of ``shardwell.parallel`` add what they know."""
 
-    Attributes:
-        micro_batch: Size of a micro-batch. None: not known.
-
-    Args:
-        class_name: Class of the model.
-        stages: What each stage holds; one if the model is not divided.
-    """
-
-    def __init__(self, class_name: str, stages: Sequence[StageDescription]) -> None:
-        self.micro_batch: ActivationShape | None = None
-        self._class_name, self._stages = class_name, stages
-        self._styles: Mapping[str, SplitLayer] = {}
-        self._sequence_parallel = self._loss_parallel = False
-        self._schedule, self._num_micro_batches = "", 0
-        self._pp_ranks: Mapping[int, int] = {}
-
-    def note_tensor_parallelism(
-        self, layers: Iterable[SplitLayer], *, sequence_parallel: bool, loss_parallel: bool
-    ) -> None:
-        """Called when a tensor-parallel plan is applied to the model or to a stage."""
-        self._styles = {layer.name: layer for layer in layers}
-        self._sequence_parallel, self._loss_parallel = sequence_parallel, loss_parallel
-
-    def note_schedule(self, name: str, num_micro_batches: int, pp_ranks: Mapping[int, int]) -> None:
-        """Called when a schedule is made. ``pp_ranks`` has the pipeline rank of each stage, by the stage's index."""
-        self._schedule, self._num_micro_batches, self._pp_ranks = name, num_micro_batches, pp_ranks
+    class_name: str
+    """Class of the model."""
+    stages: Sequence[StageDescription]
+    """What each stage holds; one if the model is not divided."""
+    micro_batch: ActivationShape | None = None
+    """Size of a micro-batch. None: not known."""
+    styles: Mapping[str, SplitLayer] = field(default_factory=dict)
+    """How tensor parallelism splits modules, by their names."""
+    sequence_parallel: bool = False
+    loss_parallel: bool = False
+    schedule: str = ""
+    num_micro_batches: int = 0
+    pp_ranks: Mapping[int, int] = field(default_factory=dict)
+    """Pipeline rank of each stage, by the stage's index."""
 
     def to_proto(self) -> coordinator_pb2.ModelPlan:
         """Returns the description, with one row for the same layer of all blocks in a stage."""
         at = self.micro_batch
         return coordinator_pb2.ModelPlan(
-            model=self._class_name,
-            schedule=self._schedule,
-            num_micro_batches=self._num_micro_batches,
+            model=self.class_name,
+            schedule=self.schedule,
+            num_micro_batches=self.num_micro_batches,
             micro_batch_shape=() if at is None else (at.batch, at.length),
-            sequence_parallel=self._sequence_parallel,
-            loss_parallel=self._loss_parallel,
+            sequence_parallel=self.sequence_parallel,
+            loss_parallel=self.loss_parallel,
             stages=[
                 coordinator_pb2.PlannedStage(
-                    pp_rank=self._pp_ranks.get(stage.index, 0),
+                    pp_rank=self.pp_ranks.get(stage.index, 0),
                     first_layer=stage.calls[0] if stage.calls else "",
                     last_layer=stage.calls[-1] if stage.calls else "",
                     element_count=stage.num_parameters,
                     size_bytes=stage.size_bytes,
                     layers=self._rows(stage),
                 )
-                for stage in self._stages
+                for stage in self.stages
             ],
         )
 
     def _rows(self, stage: StageDescription) -> list[coordinator_pb2.PlannedLayers]:
         rows: dict[tuple[object, ...], coordinator_pb2.PlannedLayers] = {}
         for layer in (*stage.layers, *self._layers_without_parameters(stage)):
-            name, style = _BLOCK_NUMBER.sub("*", layer.name, count=1), self._styles.get(layer.name)
+            name, style = _BLOCK_NUMBER.sub("*", layer.name, count=1), self.styles.get(layer.name)
             key = (name, layer.kind, layer.class_name, style and (style.style, style.part, style.collectives))
             if key not in rows:
                 rows[key] = coordinator_pb2.PlannedLayers(
@@ -184,10 +173,10 @@ class ModelDescription:
 
     def _layers_without_parameters(self, stage: StageDescription) -> list[Layer]:
         """Returns the modules of a stage that have a style, but no parameters that the stage's layers do not have."""
-        listed = {layer.name for each in self._stages for layer in each.layers}
+        listed = {layer.name for each in self.stages for layer in each.layers}
         return [
             Layer(name, LayerKind.OTHER, "", 0, 0)
-            for name in self._styles
+            for name in self.styles
             if name not in listed
             and (any(f"{name}.".startswith(f"{call}.") for call in stage.calls) or not stage.calls)
         ]
@@ -207,17 +196,7 @@ class ModelDescription:
             return collective.payload_bytes(ActivationShape(batch=1, length=1))
         if self.micro_batch is None:
             return 0
-        return self._num_micro_batches * collective.payload_bytes(self.micro_batch)
-
-
-_descriptions: WeakKeyDictionary[nn.Module, ModelDescription] = WeakKeyDictionary()
-"""By the module that is the model, or a stage of it in this process."""
-
-
-def attach_description(module: nn.Module, description: ModelDescription) -> None:
-    """Sets the description of the model that a module is, or is a stage of."""
-    _descriptions[module] = description
-    attach_plan(module, description.to_proto)
+        return self.num_micro_batches * collective.payload_bytes(self.micro_batch)
 
 
 def describe_model(module: nn.Module, class_name: str, stages: Sequence[StageDescription]) -> ModelDescription:
@@ -228,8 +207,5 @@ def describe_model(module: nn.Module, class_name: str, stages: Sequence[StageDes
         class_name: For a new description: class of the whole model.
         stages: For a new description: what each stage of the whole model holds, as far as known.
     """
-    if (found := _descriptions.get(module)) is not None:
-        return found
-    description = ModelDescription(class_name, stages)
-    attach_description(module, description)
+    description: ModelDescription = descriptions.setdefault(module, ModelDescription(class_name, stages))
     return description

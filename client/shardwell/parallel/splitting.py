@@ -1,12 +1,13 @@
 """``split_model``: cuts a model into pipeline stages between its layers, and describes the stages.
 
-A cut is the first layer of a stage. ``even_starts`` and ``balanced_starts`` choose the cuts, ``tracing.py`` finds the
-layers and makes a module of each stage.
+A cut is the first layer of a stage. ``even_starts`` and ``balanced_starts`` choose the cuts. ``trace_layers`` finds the
+layers in a trace of the forward, ``cut_graph`` cuts the trace, and ``stage_module`` makes a module of each stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,10 +17,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
+from shardwell.grid.parallel_plan import descriptions
 from shardwell.module.fully_shard import ShardedModule
 from shardwell.module.naming import mark_ties
-from shardwell.parallel.description import ActivationShape, ModelDescription, StageDescription, attach_description
-from shardwell.parallel.tracing import cut_graph, stage_module, trace_layers
+from shardwell.parallel.description import ActivationShape, ModelDescription, StageDescription
 from shardwell.parallel.transformer import find_blocks, list_layers
 from shardwell_wire.errors import TiedParameterError, UsageError
 
@@ -57,7 +58,11 @@ class ModelSplit:
             module._no_split_modules = list(block_classes)  # type: ignore[assignment]  # read by auto_wrap
         self.ties = tuple(mark_ties(model, self._modules))
         self.stages = tuple(
-            StageDescription(index, tuple(_calls(graph)), tuple(list_layers(module)))
+            StageDescription(
+                index,
+                tuple(str(node.target) for node in graph.nodes if node.op == "call_module"),
+                tuple(list_layers(module)),
+            )
             for index, (graph, module) in enumerate(zip(graphs, self._modules, strict=True))
         )
         for stage in self.stages:
@@ -68,7 +73,7 @@ class ModelSplit:
                 )
         self._description = ModelDescription(self._class_name, self.stages)
         for module in self._modules:
-            attach_description(module, self._description)
+            descriptions[module] = self._description
 
     def module(self, index: int) -> nn.Module:
         """Returns the module of a stage. Its parameters are the model's, with the model's names.
@@ -288,12 +293,6 @@ def _number_of_parameters(_: str, layer: nn.Module) -> float:
     return 0.0 if isinstance(layer, nn.Embedding) else float(sum(map(torch.numel, layer.parameters())))
 
 
-def _calls(graph: torch.fx.Graph) -> Iterator[str]:
-    for node in graph.nodes:
-        if node.op == "call_module":
-            yield str(node.target)
-
-
 def _span(calls: Sequence[str]) -> str:
     """Returns names of layers as text; a long list is shortened to its ends."""
     return ", ".join(calls) if len(calls) <= 4 else f"{calls[0]}, {calls[1]}, ..., {calls[-1]} ({len(calls)} layers)"
@@ -337,3 +336,145 @@ def balanced_starts(costs: Sequence[float], num_stages: int) -> list[int]:
         stop = best[stage][stop][1]
         starts.append(stop)
     return starts[::-1]
+
+
+# ---- tracing ----
+
+
+class _LayerTracer(torch.fx.Tracer):
+    """Traces through the modules that contain layers, and records calls of the layers."""
+
+    proxy_buffer_attributes = True
+
+    def __init__(self, opened: set[int]) -> None:
+        super().__init__()
+        self._opened = opened
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return id(m) not in self._opened
+
+
+def trace_layers(model: nn.Module, opened: Iterable[nn.Module]) -> torch.fx.Graph:
+    """Returns the graph of a model's forward, in which each layer is one call.
+
+    Arguments of the forward with a default value keep it.
+
+    Args:
+        model: The model.
+        opened: Modules inside the model whose forward is traced. All others are layers.
+
+    Raises:
+        UsageError: The forward depends on values, or does something else that torch.fx cannot trace.
+    """
+    signature = inspect.signature(model.forward)
+    empty = inspect.Parameter.empty
+    defaults = {name: entry.default for name, entry in signature.parameters.items() if entry.default is not empty}
+    tracer = _LayerTracer({id(module) for module in opened})
+    try:
+        graph = tracer.trace(model, concrete_args=defaults)
+    except Exception as error:  # the tracer runs the user's forward
+        raise UsageError(
+            f"the forward of {type(model).__name__} cannot be traced by torch.fx, so its layers cannot be divided into "
+            f"stages: {error}. Move code that depends on values into the layers, or build the stages by hand and "
+            "pass them to shardwell.parallel.PipelineStage"
+        ) from error
+    # Arguments that keep their default are not inputs of the stages, and neither are the tracer's checks of them.
+    for node in [node for node in graph.nodes if node.op == "placeholder"]:
+        if str(node.target) in defaults or any(str(node.target).startswith(f"{name}_") for name in defaults):
+            _erase(graph, node)
+    return graph
+
+
+def _erase(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    """Removes a node and all nodes that use it."""
+    for user in list(node.users):
+        _erase(graph, user)
+    graph.erase_node(node)
+
+
+def cut_graph(graph: torch.fx.Graph, starts: Sequence[torch.fx.Node]) -> list[torch.fx.Graph]:
+    """Cuts a graph into consecutive stages.
+
+    A stage receives all values of earlier stages that it or a later stage uses, and returns those that later stages
+    use. The last stage returns the model's output. Parameters and buffers are read in the stage that uses them.
+
+    Args:
+        graph: The graph of the whole forward.
+        starts: The first node of each stage but the first.
+    """
+    begins = {node: number for number, node in enumerate(starts, start=1)}
+    stage, stage_of = 0, dict[torch.fx.Node, int]()
+    for node in graph.nodes:
+        stage = begins.get(node, stage)
+        stage_of[node] = 0 if node.op == "placeholder" else stage
+    for node in graph.nodes:
+        if node.op == "get_attr":  # read where it is used, in each of the stages
+            stage_of[node] = min((stage_of[user] for user in node.users), default=0)
+    return [_stage_graph(graph, stage_of, stage, is_last=stage == len(starts)) for stage in range(len(starts) + 1)]
+
+
+def _values_after(graph: torch.fx.Graph, stage_of: Mapping[torch.fx.Node, int], stage: int) -> list[torch.fx.Node]:
+    """Returns the values of a stage and of earlier stages that later stages use, in the graph's order."""
+    return [
+        node
+        for node in graph.nodes
+        if node.op not in ("get_attr", "output")
+        and stage_of[node] <= stage
+        and any(stage_of[user] > stage for user in node.users)
+    ]
+
+
+def _stage_graph(
+    graph: torch.fx.Graph, stage_of: Mapping[torch.fx.Node, int], stage: int, *, is_last: bool
+) -> torch.fx.Graph:
+    made = torch.fx.Graph()
+    copies: dict[torch.fx.Node, torch.fx.Node] = {}
+    received = _values_after(graph, stage_of, stage - 1) if stage else []
+    for node in received:
+        copies[node] = made.placeholder(node.name)
+
+    def copied(node: torch.fx.Node) -> torch.fx.Node:
+        if node not in copies:
+            assert node.op == "get_attr"
+            copies[node] = made.node_copy(node)
+        return copies[node]
+
+    for node in graph.nodes:
+        if stage_of[node] == stage and node.op not in ("get_attr", "output"):
+            copies[node] = made.node_copy(node, copied)
+    if is_last:
+        output = next(node for node in graph.nodes if node.op == "output")
+        made.output(torch.fx.map_arg(output.args[0], copied))
+    else:
+        sent = [copied(node) for node in _values_after(graph, stage_of, stage)]
+        made.output(sent[0] if len(sent) == 1 else tuple(sent))
+    made.lint()
+    return made
+
+
+def stage_module(model: nn.Module, graph: torch.fx.Graph, class_name: str) -> nn.Module:
+    """Returns a module that runs a stage's graph. Its layers are the model's, under the same names.
+
+    Args:
+        model: The whole model, which the graph was traced from.
+        graph: Graph of the stage.
+        class_name: Name of the module's class.
+    """
+    stage = torch.fx.GraphModule(model, graph, class_name)
+    _replace_containers(stage, model)
+    return stage.train(model.training)
+
+
+def _replace_containers(stage: nn.Module, model: nn.Module) -> None:
+    """Replaces the bare modules that torch.fx makes: by the model's own layer, or by a dictionary of layers."""
+    for name, child in list(stage.named_children()):
+        if type(child) is not nn.Module:
+            continue
+        original = model.get_submodule(name)
+        if any(True for _ in child.parameters(recurse=False)) or any(True for _ in child.buffers(recurse=False)):
+            stage._modules[name] = original  # the forward reads a parameter of a layer that it does not call
+            continue
+        _replace_containers(child, original)
+        layers = nn.ModuleDict()
+        layers.update(dict(child.named_children()))
+        stage._modules[name] = layers

@@ -87,8 +87,7 @@ class TensorParallelPlan:
         if any(isinstance(module, ShardedModule) for module in model.modules()):
             raise UsageError("the model is sharded already: apply the tensor-parallel plan before fully_shard")
         if self.layers:
-            whole = StageDescription(0, (), self.model_layers)
-            self.note_in(describe_model(model, self.model_class, (whole,)))
+            self.note_in(describe_model(model, self.model_class, [StageDescription(0, (), self.model_layers)]))
         modules = dict(model.named_modules())
         ties = _ties(model)
         for name, style in self.styles.items():
@@ -105,9 +104,8 @@ class TensorParallelPlan:
 
     def note_in(self, description: ModelDescription) -> None:
         """Adds the plan to the description of a model."""
-        description.note_tensor_parallelism(
-            self.layers, sequence_parallel=self.sequence_parallel, loss_parallel=self.loss_parallel
-        )
+        description.styles = {layer.name: layer for layer in self.layers}
+        description.sequence_parallel, description.loss_parallel = self.sequence_parallel, self.loss_parallel
 
     def local_shape(self, parameter: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of a parameter's part in one rank; the whole shape if the plan does not split it.

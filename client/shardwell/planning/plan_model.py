@@ -1,4 +1,8 @@
-"""Loads a model in shapes only, and records the activations that autograd saves in its example call."""
+"""The model of a plan: builds it in shapes only, records what autograd saves, and divides it over a world.
+
+``load`` builds the model, ``record_activations`` runs its example call, and ``divide`` cuts it for tensor and pipeline
+ranks, as a training script would.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +12,29 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from shardwell.planning.activations import SavedActivations, recording
+from shardwell.module.unit import Unit
+from shardwell.parallel.description import ModelDescription, StageDescription, describe_model
+from shardwell.parallel.pipeline import SchedulePlan
+from shardwell.parallel.splitting import micro_batch_of, split_model
+from shardwell.parallel.tensor import TensorParallelPlan, plan_tensor_parallel
+from shardwell.parallel.transformer import list_layers
+from shardwell.planning.plan_options import DivisionOptions
 from shardwell.wrapping.auto_wrap import choose_units
+from shardwell.wrapping.policies import supports_recomputation
 from shardwell_wire.errors import UsageError
+from shardwell_wire.model.topology import World
+from shardwell_wire.v1 import coordinator_pb2
 
 
 class ShapeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
@@ -88,33 +102,6 @@ def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-def record_activations(
-    shapes: ShapeModel, *, received: Iterable[torch.Tensor] = ()
-) -> tuple[SavedActivations | None, str]:
-    """Records what autograd saves in one call in training.
-
-    Args:
-        shapes: The model, or a stage of it.
-        received: Arguments of the call that are not counted.
-
-    Returns:
-        The activations, and if they are unknown the reason.
-    """
-    if not shapes.arguments and not shapes.keywords:
-        return None, "there is no example call"
-    chosen = [module for unit in choose_units(shapes.module) for module in unit.modules.values()]
-    inside = {id(part) for module in chosen for part in module.modules() if part is not module}
-    outermost = [module for module in chosen if id(module) not in inside]
-    try:
-        with shapes.mode, recording(shapes.module, outermost, received) as recorder:
-            output = shapes.module.train()(*shapes.arguments, **shapes.keywords)
-    except Exception as error:  # a user's forward may raise anything if it needs a value
-        message = str(error).strip().partition("\n")[0]
-        return None, f"the example call on shapes raised {type(error).__name__}: {message}"
-    outputs = tuple(value for value in tree_leaves(output) if isinstance(value, torch.Tensor))
-    return SavedActivations(tuple(recorder.regions), outputs), ""
 
 
 _Made = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
@@ -197,3 +184,253 @@ def _from_config(path: Path, sizes: Mapping[str, int], dtype: torch.dtype | None
     model = (named._from_config if named else transformers.AutoModelForCausalLM.from_config)(config)
     tokens = torch.zeros(sizes["batch"], sizes["length"], dtype=torch.long)
     return model, (), {"input_ids": tokens, "labels": tokens} if "CausalLM" in type(model).__name__ else {}
+
+
+# ---- activations ----
+
+Sizes = dict[int, int]
+"""Bytes of storages by identity: a storage that is saved twice counts once."""
+
+
+@dataclass(slots=True)
+class _Region:
+    """A call of one module, or the computation between two such calls."""
+
+    in_module: bool = False
+    can_recompute: bool = False
+    inputs: Sizes = field(default_factory=dict)
+    saved: Sizes = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActivationBytes:
+    """Size of the activations of one forward."""
+
+    held: int
+    """Between the forward and the backward."""
+    peak: int
+    """At most, until the end of the backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedActivations:
+    """The tensors that one forward in training saves, without parameters and buffers."""
+
+    regions: tuple[_Region, ...]
+    """Regions in the order of the forward."""
+    outputs: tuple[torch.Tensor, ...] = ()
+    """The tensors that the forward returned."""
+
+    def sizes(self, *, recomputes: bool = False, moved_min_bytes: int | None = None) -> ActivationBytes:
+        """Returns the size of the saved tensors.
+
+        Args:
+            recomputes: Whether modules save only their inputs and are recomputed in the backward, one at a time, if
+                they can be.
+            moved_min_bytes: Size from which the activations of modules are offloaded. None: they are not.
+        """
+        held: Sizes = {}
+        peak = 0
+        for region in self.regions:
+            kept = region.inputs if recomputes and region.can_recompute else region.saved
+            # In the backward of a region, its activations and those of all earlier regions are in memory.
+            peak = max(peak, sum((held | kept | region.saved).values()))
+            moves = region.in_module and moved_min_bytes is not None
+            held |= {key: size for key, size in kept.items() if not (moves and size >= (moved_min_bytes or 0))}
+        total = sum(held.values())
+        return ActivationBytes(held=total, peak=max(peak, total))
+
+
+def record_activations(
+    shapes: ShapeModel, *, received: Iterable[torch.Tensor] = ()
+) -> tuple[SavedActivations | None, str]:
+    """Records what autograd saves in one call in training.
+
+    Args:
+        shapes: The model, or a stage of it.
+        received: Arguments of the call that are not counted.
+
+    Returns:
+        The activations, and if they are unknown the reason.
+    """
+    if not shapes.arguments and not shapes.keywords:
+        return None, "there is no example call"
+    model = shapes.module
+    chosen = [module for unit in choose_units(model) for module in unit.modules.values()]
+    inside = {id(part) for module in chosen for part in module.modules() if part is not module}
+    recorder = _Recorder([*model.parameters(), *model.buffers(), *received])
+    with ExitStack() as stack:
+        for module in chosen:
+            if id(module) not in inside:
+                enter = module.register_forward_pre_hook(recorder.enter, with_kwargs=True)
+                leave = module.register_forward_hook(recorder.leave)
+                stack.callback(enter.remove)
+                stack.callback(leave.remove)
+        try:
+            with shapes.mode, saved_tensors_hooks(recorder.save, lambda tensor: tensor):
+                output = model.train()(*shapes.arguments, **shapes.keywords)
+        except Exception as error:  # a user's forward may raise anything if it needs a value
+            message = str(error).strip().partition("\n")[0]
+            return None, f"the example call on shapes raised {type(error).__name__}: {message}"
+    outputs = tuple(value for value in tree_leaves(output) if isinstance(value, torch.Tensor))
+    return SavedActivations(tuple(recorder.regions), outputs), ""
+
+
+class _Recorder:
+    """Divides a forward into regions.
+
+    Args:
+        own: Tensors that are not counted.
+    """
+
+    def __init__(self, own: Iterable[torch.Tensor]) -> None:
+        self._own = {tensor.untyped_storage()._cdata for tensor in own}
+        self._alive: list[torch.UntypedStorage] = []
+        """Keeps storages alive, so that no identity is reused."""
+        self.regions = [_Region()]
+
+    def save(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._add(tensor, self.regions[-1].saved)
+        return tensor
+
+    def enter(self, module: nn.Module, args: object, kwargs: object) -> None:
+        self.regions.append(_Region(in_module=True, can_recompute=supports_recomputation(module)))
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor):
+                self._add(leaf, self.regions[-1].inputs)
+
+    def leave(self, *_: object) -> None:
+        self.regions.append(_Region())
+
+    def _add(self, tensor: torch.Tensor, sizes: Sizes) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._own:
+            self._alive.append(storage)
+            sizes[storage._cdata] = storage.nbytes()
+
+
+# ---- division ----
+
+
+@dataclass(slots=True)
+class PlannedStage:
+    """One pipeline stage in one tensor-parallel rank, or the whole model."""
+
+    module: nn.Module
+    arguments: tuple[Any, ...] = ()
+    """Arguments of the call with one micro-batch."""
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+    saved: SavedActivations | None = None
+    """What autograd saves in the forward of one micro-batch. None: unknown."""
+    received_bytes: int = 0
+    """Activations of one micro-batch that the stage receives from other stages."""
+    sent_bytes: int = 0
+    """Activations of one micro-batch that the stage sends to other stages."""
+    output_bytes: int = 0
+    """What the forward of one micro-batch returns. Kept until the backward."""
+    units: Sequence[Unit] = ()
+    """In the order in which ``auto_wrap`` makes them, the root unit last. Set by ``DryRun``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """A model that is divided over tensor and pipeline ranks."""
+
+    stages: tuple[PlannedStage, ...]
+    mode: ShapeMode
+    """The mode in which the model was built."""
+    tensor_plan: TensorParallelPlan
+    schedule: SchedulePlan | None = None
+    """None: the model is one stage, and a step has one forward and one backward."""
+    description: coordinator_pb2.ModelPlan | None = None
+    """Layers, styles and collectives. None: the model is not divided."""
+    unknown: str = ""
+    """Why the activations are unknown; empty if they are known."""
+
+
+def divide(shapes: ShapeModel, world: World, options: DivisionOptions) -> Division:
+    """Divides a model over a world.
+
+    Args:
+        shapes: The model. Its example call is that of one micro-batch.
+        world: The grid of logical ranks.
+        options: How to divide.
+
+    Raises:
+        UsageError: The model cannot be divided in this way; the message says why.
+        TiedParameterError: Two stages of one trainer share a parameter.
+    """
+    schedule = options.schedule_plan(world)
+    tensor_plan = plan_tensor_parallel(
+        shapes.module,
+        world.tp,
+        vocabulary=options.vocabulary,
+        sequence_parallel=options.sequence_parallel,
+        loss_parallel=options.loss_parallel,
+        fused_by_head=options.fused_by_head,
+    )
+    if schedule is None:
+        saved, unknown = record_activations(shapes)
+        return Division(
+            (PlannedStage(shapes.module, shapes.arguments, shapes.keywords, saved),),
+            shapes.mode,
+            tensor_plan,
+            description=_describe_undivided(shapes, tensor_plan) if world.tp > 1 else None,
+            unknown=unknown,
+        )
+    return _divide_into_stages(shapes, schedule, tensor_plan, options.split_by)
+
+
+def _divide_into_stages(
+    shapes: ShapeModel, schedule: SchedulePlan, tensor_plan: TensorParallelPlan, by: Literal["layers", "cost"]
+) -> Division:
+    if shapes.keywords:
+        raise UsageError(
+            f"the example call passes {', '.join(shapes.keywords)} by keyword, but a pipeline schedule passes the "
+            "inputs of the first stage by position: use a function (module:callable) that returns (model, (inputs...))"
+        )
+    split = split_model(shapes.module, schedule.num_stages, by=by)
+    holders = schedule.holders
+    for tie in split.ties:
+        tie.check_holders(holders)
+    modules = [split.module(index) for index in range(schedule.num_stages)]
+    if shapes.arguments:
+        split.examples(*shapes.arguments)
+    # With sequence parallelism, each rank sends its part of the sequence.
+    parts = tensor_plan.tp if tensor_plan.sequence_parallel else 1
+    stages: list[PlannedStage] = []
+    unknown, values = "", shapes.arguments
+    for module in modules:
+        received = values if stages else ()
+        saved, reason = record_activations(replace(shapes, module=module, arguments=values), received=received)
+        unknown = unknown or reason
+        outputs = () if saved is None else saved.outputs
+        stages.append(
+            PlannedStage(
+                module,
+                values,
+                saved=saved,
+                received_bytes=_size_bytes(received) // parts,
+                sent_bytes=_size_bytes(outputs) // parts if module is not modules[-1] else 0,
+                output_bytes=_size_bytes(outputs) // parts,
+            )
+        )
+        values = tuple(value.detach().requires_grad_(value.requires_grad) for value in outputs)
+    description = describe_model(modules[0], type(shapes.module).__name__, split.stages)
+    schedule.note_in(description)
+    tensor_plan.note_in(description)
+    return Division(tuple(stages), shapes.mode, tensor_plan, schedule, description.to_proto(), unknown)
+
+
+def _describe_undivided(shapes: ShapeModel, tensor_plan: TensorParallelPlan) -> coordinator_pb2.ModelPlan:
+    model = shapes.module
+    description = ModelDescription(type(model).__name__, (StageDescription(0, (), tuple(list_layers(model))),))
+    tensor_plan.note_in(description)
+    description.num_micro_batches = 1
+    inputs = [value for value in (*shapes.arguments, *shapes.keywords.values()) if isinstance(value, torch.Tensor)]
+    description.micro_batch = micro_batch_of(inputs, model.parameters())
+    return description.to_proto()
+
+
+def _size_bytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

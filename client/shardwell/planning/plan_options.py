@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from shardwell.module.strategy import BackwardPrefetch, ShardingStrategy, check_strategy
-from shardwell.parallel.schedules import SchedulePlan
+from shardwell.parallel.pipeline import SchedulePlan
 from shardwell_wire.encoding.wire_dtypes import GATHER_NAMES, PUSH_NAMES
 from shardwell_wire.errors import UsageError
 from shardwell_wire.model.layout import UnitLayout

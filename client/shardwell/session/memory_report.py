@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from io import StringIO
 
 import torch
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
+from rich.console import Group, RenderableType
 from torch import nn
 
 from shardwell.module.mixed_precision import local_part
 from shardwell.module.residency import UnitState
 from shardwell.module.unit import Unit, owner_of
 from shardwell.module.units import Units
-from shardwell.sizes import format_size
-
-_WIDTH = 120
+from shardwell.tables import format_size, report_table, report_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,24 +90,16 @@ class MemoryReport:
         return here / self.num_parameters if self.num_parameters else 0.0
 
     def __rich__(self) -> RenderableType:
-        numbers = Table(box=None, show_header=False, pad_edge=False)
-        for name, value in self._rows():
-            numbers.add_row(name, value)
-        units = Table("UNIT", "STATE", box=None, pad_edge=False, header_style="bold")
-        for heading in ("SIZE", "PARAMETERS", "IN MEMORY", "GRADIENTS"):
-            units.add_column(heading, justify="right")
+        numbers = ("SIZE", "PARAMETERS", "IN MEMORY", "GRADIENTS")
+        rows = []
         for unit in self.units:
-            held, gradients = format_size(unit.held_bytes), format_size(unit.gradient_bytes)
-            units.add_row(
-                unit.name, unit.state.name, format_size(unit.size_bytes), f"{unit.num_parameters:,}", held, gradients
-            )
-        return Group(numbers, "", units)
+            size, held, gradients = map(format_size, (unit.size_bytes, unit.held_bytes, unit.gradient_bytes))
+            rows.append((unit.name, unit.state.name, size, f"{unit.num_parameters:,}", held, gradients))
+        units = report_table(("UNIT", "STATE", *numbers), rows, numbers=numbers)
+        return Group(report_table(("", ""), self._rows()), "", units)
 
     def __str__(self) -> str:
-        console = Console(file=StringIO(), width=_WIDTH, color_system=None)
-        with console.capture() as capture:
-            console.print(self)
-        return "\n".join(line.rstrip() for line in capture.get().splitlines())
+        return report_text(self)
 
     def _rows(self) -> Iterable[tuple[str, str]]:
         return (

@@ -28,12 +28,9 @@ def divided(**options: Any) -> coordinator_pb2.ModelPlan:
     schedule = SchedulePlan(schedule="1F1B", pp=2, num_micro_batches=MICRO_BATCHES)
     split, tensor = split_model(model, 2), plan_tensor_parallel(model, 2, fused_by_head=True, **options)
     split.examples(torch.zeros(SIZE.batch, SIZE.length, dtype=torch.int64))
-    descriptions = {parallel_plan._plans[split.module(index)].__self__ for index in (0, 1)}
-    (description,) = descriptions
+    (description,) = {parallel_plan.descriptions[split.module(index)] for index in (0, 1)}
     assert isinstance(description, ModelDescription)
-    description.note_tensor_parallelism(
-        tensor.layers, sequence_parallel=tensor.sequence_parallel, loss_parallel=tensor.loss_parallel
-    )
+    tensor.note_in(description)
     schedule.note_in(description)
     sums = {phase.value: found for phase, found in tensor.collectives(SIZE).items()}
     described: dict[str, dict[str, int]] = {phase: {} for phase in sums}

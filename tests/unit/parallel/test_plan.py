@@ -18,10 +18,9 @@ from shardwell import BackwardPrefetch, ShardingStrategy
 from shardwell.command.cli import build_parser, main
 from shardwell.module.unit import Unit
 from shardwell.planning.dry_run import wire_bytes
-from shardwell.planning.plan import Plan, TrainerPlan, plan_run
+from shardwell.planning.plan import Plan, TrainerPlan, assumptions, plan_run
 from shardwell.planning.plan_command import options_of, parse_bandwidth
 from shardwell.planning.plan_options import OPTIMIZER_CHOICES, PlanOptions
-from shardwell.planning.tables import assumptions
 from shardwell.wrapping.policies import BlockPolicy, ModuleTypePolicy, NoWrapPolicy, SizePolicy
 from shardwell_wire.errors import UsageError
 from shardwell_wire.model.layout import Parameter, UnitLayout

@@ -14,7 +14,7 @@ from examples.gpt import GPT, GPTConfig
 from shardwell import World
 from shardwell.command.cli import main
 from shardwell.parallel import SCHEDULES, SchedulePlan
-from shardwell.parallel.schedules import micro_batches_in_flight
+from shardwell.parallel.pipeline import micro_batches_in_flight
 from shardwell.planning import DivisionOptions, Plan, PlanOptions, describe, plan_run
 from shardwell_wire.errors import TiedParameterError, UsageError
 from tests.support.real_models import llama

@@ -19,9 +19,8 @@ from shardwell import (
     auto_wrap,
 )
 from shardwell.module.flat_vector import VectorMemory
-from shardwell.planning.division import divide
 from shardwell.planning.dry_run import DryRun, dry_run
-from shardwell.planning.plan_model import load
+from shardwell.planning.plan_model import divide, load
 from shardwell.planning.plan_options import DivisionOptions, PlanOptions
 from tests.support.module_parity import LENGTH, VOCABULARY, Block, Sharded, gpt, gpt_loss
 from tests.support.strategies import commit
