@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import uuid
 from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from tempfile import TemporaryDirectory
 
 import pytest
@@ -18,11 +19,22 @@ from tests.support.left_folders import discard, noted_servers
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Runs tests that are coroutines, each on an event loop of its own."""
+    """Runs tests that are coroutines, each on an event loop of its own.
+
+    A fixture that is an asynchronous context manager is entered there, and the test gets what it yields.
+    """
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
-    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**arguments), 30))
+
+    async def run() -> None:
+        async with AsyncExitStack() as stack:
+            for name, value in arguments.items():
+                if isinstance(value, AbstractAsyncContextManager):
+                    arguments[name] = await stack.enter_async_context(value)
+            await pyfuncitem.obj(**arguments)
+
+    asyncio.run(asyncio.wait_for(run(), 30))
     return True
 
 

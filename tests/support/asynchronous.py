@@ -8,7 +8,6 @@ from shardwell_wire.errors import StepRestartedError
 from shardwell_wire.model.topology import ASYNCHRONOUS, Consistency
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support.coordinator import Harness, Trainer
-from tests.support.coordinator_steps import team_with_unit
 
 
 async def take_item(trainer: Trainer) -> coordinator_pb2.CommitStepResponse:
@@ -37,7 +36,7 @@ async def take_restarted_item(trainer: Trainer) -> coordinator_pb2.CommitStepRes
 
 async def team(cluster: Harness, *names: str, consistency: Consistency = ASYNCHRONOUS) -> list[Trainer]:
     """Returns the trainers of a new run with one unit."""
-    return await team_with_unit(cluster, *names, consistency=consistency)
+    return await cluster.team_with_unit(*names, consistency=consistency)
 
 
 def commits(cluster: Harness) -> list[tuple[int, int, int, int]]:

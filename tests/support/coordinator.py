@@ -203,6 +203,12 @@ class Rpcs:
             for name, incarnation in zip(names, incarnations, strict=True)
         ]
 
+    async def team_with_unit(self, *names: str, **options: Any) -> list[Trainer]:
+        """As ``team``, with a unit that is published."""
+        trainers = await self.team(*names, **options)
+        await self.publish_unit(trainers)
+        return trainers
+
     async def publish_unit(self, trainers: Sequence[Trainer], name: str = "u", *shapes: tuple[int, ...]) -> None:
         """Declares a unit in every trainer and publishes it."""
         spec = unit(name, *(shapes or ((64, 64),)))
@@ -241,6 +247,12 @@ class Harness(Rpcs):
         """Replaces the coordinator by a new process with the same stored state."""
         await self.stop()
         await self.start()
+
+    async def restart_all(self) -> None:
+        """As ``restart``, and all shard servers register again."""
+        await self.restart()
+        for name in self.shards:
+            await self.register(name)
 
     async def add_server(self, name: str) -> None:
         """Adds a fake server and registers it."""

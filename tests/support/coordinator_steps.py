@@ -8,12 +8,6 @@ from shardwell_wire.v1 import coordinator_pb2
 from tests.support.coordinator import Harness, Trainer
 
 
-async def team_with_unit(cluster: Harness, *names: str, **options: Any) -> list[Trainer]:
-    trainers = await cluster.team(*names, **options)
-    await cluster.publish_unit(trainers)
-    return trainers
-
-
 def proposers(cluster: Harness) -> set[str]:
     """Returns the trainers that have proposed the step in flight."""
     (step,) = cluster.state.runs["r"].work.steps

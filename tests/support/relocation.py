@@ -8,20 +8,15 @@ from typing import Any
 
 import pytest
 
-from shardwell_server.coordinator.relocation import keeper
+from shardwell_server.coordinator.checkpoints import restoring
+from shardwell_server.coordinator.checkpoints.manifests import manifest_of
 from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.servers.cluster import ServerState
-from shardwell_server.coordinator.storage.records import BackupState
+from shardwell_server.coordinator.storage.records import BackupState, CheckpointRecord
 from shardwell_wire.errors import StepRestartedError
 from shardwell_wire.model.topology import SYNCHRONOUS, Consistency, World
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2
 from tests.support.coordinator import Harness, Trainer, config
-
-
-def remove_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets the coordinator repeat what failed at once."""
-    monkeypatch.setattr(keeper, "_TICK_S", 0.002)
-    monkeypatch.setattr(keeper, "_PAUSE_S", 0.002)
 
 
 async def started(
@@ -36,6 +31,23 @@ async def started(
         await cluster.publish_unit(trainers, f"u{index}", (64, 64))
     await in_sync(cluster, backups)
     return list(trainers)
+
+
+async def trained(cluster: Harness, **options: Any) -> list[Trainer]:
+    """As ``started``, after the first step."""
+    trainers = await started(cluster, **options)
+    await take_step(trainers, 0)
+    await cluster.settle()
+    return trainers
+
+
+def with_checkpoint(cluster: Harness, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Gives the run a checkpoint of step 0, which the servers can load. Returns the run."""
+    run = run_of(cluster)
+    manifest = manifest_of(run, "c0", 0.0, run.commits.records)
+    monkeypatch.setattr(restoring, "open_manifest", lambda url: manifest)
+    run.checkpoints.saved.append(CheckpointRecord("c0", 0, "somewhere", 1, 0.0, True))
+    return run
 
 
 def run_of(cluster: Harness) -> Run:
@@ -135,3 +147,9 @@ async def register(cluster: Harness, name: str, incarnation: str, **fields: Any)
         restartable=True,
         **fields,
     )
+
+
+async def register_all(cluster: Harness) -> None:
+    """Registers all servers as restartable."""
+    for name in cluster.shards:
+        await register(cluster, name, "1")

@@ -287,7 +287,7 @@ class UnitPlacer:
 
         responses = await self._servers.call_all(ranges, "ReserveUnit", request)
         for server_id, response in responses.items():
-            self._note_free(server_id, response.free_bytes)
+            self._state.cluster.note_free(server_id, response.free_bytes)
 
     def _choose_servers(self, layout: UnitLayout, among: Mapping[str, str] | None = None) -> tuple[ShardRecord, ...]:
         cluster, shards = self._state.cluster, []
@@ -303,9 +303,6 @@ class UnitPlacer:
             shards.append(ShardRecord(piece.start_bytes, piece.stop_bytes, piece.server_id, server.incarnation))
         return tuple(sorted(shards, key=lambda shard: shard.start_bytes))
 
-    def _note_free(self, server_id: str, free_bytes: int) -> None:
-        self._state.cluster.note_free(server_id, free_bytes)
-
     async def _release(self, run: Run, unit: str, placement: int, shard: ShardRecord) -> None:
         """Releases a reservation. If the server is unavailable, the release is retried in the background."""
         request = shard_pb2.ReleaseUnitRequest(context=self._servers.context(run, 0), unit=unit, placement=placement)
@@ -318,7 +315,7 @@ class UnitPlacer:
             except ShardwellError as error:
                 logger.warning("run %r: the reservation of unit %r was not released: %s", run.name, unit, error)
                 return True
-            self._note_free(shard.server_id, response.free_bytes)
+            self._state.cluster.note_free(shard.server_id, response.free_bytes)
             return True
 
         async def release_later() -> None:

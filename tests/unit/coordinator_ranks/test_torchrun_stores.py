@@ -13,7 +13,7 @@ from shardwell_server.coordinator.rendezvous import TORCHRUN, Stores
 from shardwell_server.coordinator.servicer import CoordinatorServicer
 from shardwell_wire.errors import CapacityError, ConflictError, InvalidRequestError
 from shardwell_wire.security.credentials import new_key
-from tests.support.coordinator import Clock, harness
+from tests.support.coordinator import Clock, Harness, harness
 
 
 def test_stores_are_separate_and_end_when_nobody_uses_them() -> None:
@@ -44,29 +44,27 @@ async def test_stores_are_bounded(tmp_path: Path) -> None:
                 await cluster.call("StoreCheck", rendezvous=name)
 
 
-async def test_cluster_without_a_token_has_no_stores(tmp_path: Path) -> None:
-    async with harness(tmp_path) as cluster:
-        with pytest.raises(ConflictError, match="start the coordinator and the shard servers with --token-file"):
-            await cluster.call("StoreCheck", rendezvous="a")
+async def test_cluster_without_a_token_has_no_stores(cluster: Harness) -> None:
+    with pytest.raises(ConflictError, match="start the coordinator and the shard servers with --token-file"):
+        await cluster.call("StoreCheck", rendezvous="a")
 
 
-async def test_agents_use_the_store_without_a_run(tmp_path: Path) -> None:
-    async with harness(tmp_path) as cluster:
-        cluster.servicer = CoordinatorServicer(cluster.coordinator, new_key())
+async def test_agents_use_the_store_without_a_run(cluster: Harness) -> None:
+    cluster.servicer = CoordinatorServicer(cluster.coordinator, new_key())
 
-        async def call(rpc_name: str, request_id: str = "", **fields: Any) -> Any:
-            context = {"request_id": request_id}
-            return await cluster.call(f"Store{rpc_name}", rendezvous="job", context=context, **fields)
+    async def call(rpc_name: str, request_id: str = "", **fields: Any) -> Any:
+        context = {"request_id": request_id}
+        return await cluster.call(f"Store{rpc_name}", rendezvous="job", context=context, **fields)
 
-        waiting = asyncio.create_task(call("Get", keys=["x", "y"], wait_s=5))
-        assert (await call("Set", key="x", value=b"1", expected=b"")).value == b"1"
-        assert (await call("Set", key="x", value=b"2", expected=b"")).value == b"1"
-        assert (await call("Add", "first", key="y", amount=2)).value == 2
-        assert (await call("Add", "first", key="y", amount=2)).value == 2, "a repeated request adds nothing"
-        assert list((await waiting).values) == [b"1", b"2"]
-        assert list((await call("Get", keys=["x", "z"])).missing) == ["z"]
-        assert (await call("Delete", key="x")).deleted
-        checked = await call("Check", keys=["x", "y"])
-        assert (list(checked.missing), checked.key_count) == (["x"], 1)
-        with pytest.raises(InvalidRequestError, match="request_id has 129 characters, expected at most 128"):
-            await call("Set", "i" * 129, key="x", value=b"1")
+    waiting = asyncio.create_task(call("Get", keys=["x", "y"], wait_s=5))
+    assert (await call("Set", key="x", value=b"1", expected=b"")).value == b"1"
+    assert (await call("Set", key="x", value=b"2", expected=b"")).value == b"1"
+    assert (await call("Add", "first", key="y", amount=2)).value == 2
+    assert (await call("Add", "first", key="y", amount=2)).value == 2, "a repeated request adds nothing"
+    assert list((await waiting).values) == [b"1", b"2"]
+    assert list((await call("Get", keys=["x", "z"])).missing) == ["z"]
+    assert (await call("Delete", key="x")).deleted
+    checked = await call("Check", keys=["x", "y"])
+    assert (list(checked.missing), checked.key_count) == (["x"], 1)
+    with pytest.raises(InvalidRequestError, match="request_id has 129 characters, expected at most 128"):
+        await call("Set", "i" * 129, key="x", value=b"1")

@@ -18,16 +18,12 @@ from tests.support.relocation import (
     in_sync,
     kinds,
     owners,
-    remove_pauses,
     run_of,
     started,
     take_step,
 )
 
-
-@pytest.fixture(autouse=True)
-def _without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    remove_pauses(monkeypatch)
+pytestmark = pytest.mark.usefixtures("without_pauses")
 
 
 async def drained(cluster: Harness, trainers: list[Trainer], name: str, step: int) -> int:
@@ -63,68 +59,67 @@ async def test_shards_of_runs_without_copies_are_not_looked_at(
 
 
 @pytest.mark.parametrize("backups", [0, 1])
-async def test_drained_server_hands_over_its_shards_without_a_repeated_step(tmp_path: Path, backups: int) -> None:
-    async with harness(tmp_path, num_shards=3) as cluster:
-        trainers = await started(cluster, backups=backups)
-        step = await drained(cluster, trainers, "s0", 0)
-        assert "s0" not in owners(cluster)
-        await in_sync(cluster, backups)
-        assert not cluster.shards["s0"].runs["r"].shards
-        assert not cluster.shards["s0"].reserved_bytes
+@pytest.mark.harness(num_shards=3)
+async def test_drained_server_hands_over_its_shards_without_a_repeated_step(cluster: Harness, backups: int) -> None:
+    trainers = await started(cluster, backups=backups)
+    step = await drained(cluster, trainers, "s0", 0)
+    assert "s0" not in owners(cluster)
+    await in_sync(cluster, backups)
+    assert not cluster.shards["s0"].runs["r"].shards
+    assert not cluster.shards["s0"].reserved_bytes
+    await take_step(trainers, step)
+    await cluster.settle()
+    assert histories(cluster) == [list(range(step + 1))] * len(histories(cluster))
+    assert {item.attempt for trainer in trainers for item in trainer.items.values()} == {0}
+    await cluster.until(lambda: "server_drained" in kinds(cluster), "the event")
+    assert "server_drained" in kinds(cluster)
+
+
+@pytest.mark.harness(num_shards=1)
+async def test_server_without_successor_cannot_be_drained(cluster: Harness) -> None:
+    trainers = await started(cluster, backups=0)
+    answer = await cluster.call("DrainServer", server_id="s0")
+    await take_step(trainers, 0)
+    assert (answer.shard_count, list(answer.waiting_for)) == (
+        2,
+        ["no other live server can take the shards of run 'r': start more servers"],
+    )
+    await cluster.call("DrainServer", server_id="s0", cancel=True)
+    assert not cluster.state.cluster.servers["s0"].draining
+
+
+async def test_idle_run_is_moved_without_a_commit(cluster: Harness) -> None:
+    trainers = await started(cluster, backups=0)
+    await take_step(trainers, 0)
+    for trainer in trainers:
+        await trainer.leave()
+    await cluster.call("DrainServer", server_id="s0")
+    await cluster.until(lambda: owners(cluster) == {"s1"} and confirmed(cluster), "the move")
+    assert histories(cluster) == [[0]] * 4
+
+
+@pytest.mark.harness(num_shards=3)
+async def test_rebalanced_run_uses_new_servers(cluster: Harness) -> None:
+    for name in ("s1", "s2"):
+        await cluster.call("DrainServer", server_id=name)
+    trainers = await started(cluster, backups=0, units=6)
+    assert owners(cluster) == {"s0"}
+    for name in ("s1", "s2"):
+        await cluster.call("DrainServer", server_id=name, cancel=True)
+    await cluster.call("RebalanceRun", run="r")
+    step = 0
+    while (await cluster.call("RebalanceRun", run="r", report_only=True)).rebalancing:
         await take_step(trainers, step)
-        await cluster.settle()
-        assert histories(cluster) == [list(range(step + 1))] * len(histories(cluster))
-        assert {item.attempt for trainer in trainers for item in trainer.items.values()} == {0}
-        await cluster.until(lambda: "server_drained" in kinds(cluster), "the event")
-        assert "server_drained" in kinds(cluster)
-
-
-async def test_server_without_successor_cannot_be_drained(tmp_path: Path) -> None:
-    async with harness(tmp_path, num_shards=1) as cluster:
-        trainers = await started(cluster, backups=0)
-        answer = await cluster.call("DrainServer", server_id="s0")
-        await take_step(trainers, 0)
-        assert (answer.shard_count, list(answer.waiting_for)) == (
-            2,
-            ["no other live server can take the shards of run 'r': start more servers"],
-        )
-        await cluster.call("DrainServer", server_id="s0", cancel=True)
-        assert not cluster.state.cluster.servers["s0"].draining
-
-
-async def test_idle_run_is_moved_without_a_commit(tmp_path: Path) -> None:
-    async with harness(tmp_path, num_shards=2) as cluster:
-        trainers = await started(cluster, backups=0)
-        await take_step(trainers, 0)
-        for trainer in trainers:
-            await trainer.leave()
-        await cluster.call("DrainServer", server_id="s0")
-        await cluster.until(lambda: owners(cluster) == {"s1"} and confirmed(cluster), "the move")
-        assert histories(cluster) == [[0]] * 4
-
-
-async def test_rebalanced_run_uses_new_servers(tmp_path: Path) -> None:
-    async with harness(tmp_path, num_shards=3) as cluster:
-        for name in ("s1", "s2"):
-            await cluster.call("DrainServer", server_id=name)
-        trainers = await started(cluster, backups=0, units=6)
-        assert owners(cluster) == {"s0"}
-        for name in ("s1", "s2"):
-            await cluster.call("DrainServer", server_id=name, cancel=True)
-        await cluster.call("RebalanceRun", run="r")
-        step = 0
-        while (await cluster.call("RebalanceRun", run="r", report_only=True)).rebalancing:
-            await take_step(trainers, step)
-            step += 1
-            assert step < 40
-        counts = sorted(
-            sum(shard.server_id == name for unit in run_of(cluster).units for shard in unit.shards)
-            for name in cluster.shards
-        )
-        assert counts == [2, 2, 2]
-        await take_step(trainers, step)
-        await cluster.settle()
-        assert histories(cluster) == [list(range(step + 1))] * 6
+        step += 1
+        assert step < 40
+    counts = sorted(
+        sum(shard.server_id == name for unit in run_of(cluster).units for shard in unit.shards)
+        for name in cluster.shards
+    )
+    assert counts == [2, 2, 2]
+    await take_step(trainers, step)
+    await cluster.settle()
+    assert histories(cluster) == [list(range(step + 1))] * 6
 
 
 @pytest.mark.parametrize("how", ["drain", "rebalance"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from shardwell_server.coordinator.servers.shard_servers import ShardServers
 from shardwell_wire.errors import DeadlineError, UnavailableError
 from shardwell_wire.v1 import shard_pb2
-from tests.support.coordinator import Harness, harness
+from tests.support.coordinator import Harness
 
 PROCESS = ("s0", "1")
 
@@ -39,41 +38,38 @@ async def start_call(servers: ShardServers, calls: HangingCalls) -> asyncio.Task
     return task
 
 
-async def test_calls_in_flight_end_when_their_server_is_gone(tmp_path: Path) -> None:
-    async with harness(tmp_path) as cluster:
-        calls = HangingCalls(asyncio.Event().wait)
-        servers = servers_with(cluster, calls)
-        both = [await start_call(servers, calls), await start_call(servers, calls)]
-        servers.abandon(("s0", "another process"))
-        await asyncio.sleep(0)
-        assert not any(task.done() for task in both)
-        servers.abandon(PROCESS)
-        servers.abandon(PROCESS)
-        for task in both:
-            with pytest.raises(UnavailableError, match="server 's0': DescribeServer: the server is gone"):
-                await task
-        assert not servers._in_flight
+async def test_calls_in_flight_end_when_their_server_is_gone(cluster: Harness) -> None:
+    calls = HangingCalls(asyncio.Event().wait)
+    servers = servers_with(cluster, calls)
+    both = [await start_call(servers, calls), await start_call(servers, calls)]
+    servers.abandon(("s0", "another process"))
+    await asyncio.sleep(0)
+    assert not any(task.done() for task in both)
+    servers.abandon(PROCESS)
+    servers.abandon(PROCESS)
+    for task in both:
+        with pytest.raises(UnavailableError, match="server 's0': DescribeServer: the server is gone"):
+            await task
+    assert not servers._in_flight
 
 
-async def test_cancelled_caller_ends_its_own_call_only(tmp_path: Path) -> None:
-    async with harness(tmp_path) as cluster:
-        answered = asyncio.Event()
-        calls = HangingCalls(answered.wait)
-        servers = servers_with(cluster, calls)
-        cancelled, other = await start_call(servers, calls), await start_call(servers, calls)
-        cancelled.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await cancelled
-        answered.set()
-        assert await other
-        assert not servers._in_flight
+async def test_cancelled_caller_ends_its_own_call_only(cluster: Harness) -> None:
+    answered = asyncio.Event()
+    calls = HangingCalls(answered.wait)
+    servers = servers_with(cluster, calls)
+    cancelled, other = await start_call(servers, calls), await start_call(servers, calls)
+    cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    answered.set()
+    assert await other
+    assert not servers._in_flight
 
 
-async def test_deadline_of_the_server_stays_a_deadline(tmp_path: Path) -> None:
+async def test_deadline_of_the_server_stays_a_deadline(cluster: Harness) -> None:
     async def fail() -> None:
         raise DeadlineError("too late")
 
-    async with harness(tmp_path) as cluster:
-        servers = servers_with(cluster, HangingCalls(fail))
-        with pytest.raises(DeadlineError, match="too late"):
-            await servers.call("s0", "DescribeServer", shard_pb2.DescribeServerRequest())
+    servers = servers_with(cluster, HangingCalls(fail))
+    with pytest.raises(DeadlineError, match="too late"):
+        await servers.call("s0", "DescribeServer", shard_pb2.DescribeServerRequest())

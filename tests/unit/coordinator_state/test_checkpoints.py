@@ -67,7 +67,7 @@ def test_folders_are_opened_in_threads(tmp_path: Path, monkeypatch: pytest.Monke
     assert threading.main_thread() not in threads
 
 
-def test_folder_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_folder_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next step could be committed while a folder is opened. The checkpoint would then have its version."""
     opened, open_run = [], CheckpointFiles.open_run
 
@@ -77,61 +77,52 @@ def test_folder_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(CheckpointFiles, "open_run", open_and_note)
 
-    async def test() -> None:
-        async with run_with_checkpoints(tmp_path) as (running, a, b):
-            checkpoints = running.state.runs["r"].checkpoints
-            checkpoints.set_options(replace(checkpoints.options, every_commits=1))
-            await take_step([a, b], 1)
-            await running.until(lambda: checkpoints.saved_at(2) is not None, "the checkpoint")
-            await take_step([a, b], 2)
-            await running.until(lambda: checkpoints.saved_at(3) is not None, "the next checkpoint")
-            assert opened == [checkpoints.options.directory]
-            checkpoints.set_options(replace(checkpoints.options, directory=str(tmp_path / "other")))
-            await take_step([a, b], 3)
-            await running.until(lambda: checkpoints.saved_at(4) is not None, "the checkpoint in the other folder")
-            assert len(opened) == 2
-
-    run_async(test())
+    async with run_with_checkpoints(tmp_path) as (running, a, b):
+        checkpoints = running.state.runs["r"].checkpoints
+        checkpoints.set_options(replace(checkpoints.options, every_commits=1))
+        await take_step([a, b], 1)
+        await running.until(lambda: checkpoints.saved_at(2) is not None, "the checkpoint")
+        await take_step([a, b], 2)
+        await running.until(lambda: checkpoints.saved_at(3) is not None, "the next checkpoint")
+        assert opened == [checkpoints.options.directory]
+        checkpoints.set_options(replace(checkpoints.options, directory=str(tmp_path / "other")))
+        await take_step([a, b], 3)
+        await running.until(lambda: checkpoints.saved_at(4) is not None, "the checkpoint in the other folder")
+        assert len(opened) == 2
 
 
-def test_a_folder_that_cannot_be_written_is_refused_at_join_and_leaves_no_run(tmp_path: Path) -> None:
+async def test_a_folder_that_cannot_be_written_is_refused_at_join_and_leaves_no_run(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 
-    async def test() -> None:
-        async with harness(tmp_path) as running:
-            settings = config(World(dp=2), min_trainers=1)
-            settings.checkpoint_dir = str(tmp_path / "file" / "checkpoints")
-            refusal = f"checkpoints of run 'r' cannot be saved: cannot create {tmp_path}/file/checkpoints"
-            with pytest.raises(InvalidRequestError, match=refusal):
-                await running.join("a", config=settings)
-            assert not running.state.runs
-            settings.checkpoint_dir = str(tmp_path / "checkpoints")
+    async with harness(tmp_path) as running:
+        settings = config(World(dp=2), min_trainers=1)
+        settings.checkpoint_dir = str(tmp_path / "file" / "checkpoints")
+        refusal = f"checkpoints of run 'r' cannot be saved: cannot create {tmp_path}/file/checkpoints"
+        with pytest.raises(InvalidRequestError, match=refusal):
             await running.join("a", config=settings)
-            assert not [kind for kind, _ in running.events() if kind == "checkpoint_failed"]
+        assert not running.state.runs
+        settings.checkpoint_dir = str(tmp_path / "checkpoints")
+        await running.join("a", config=settings)
+        assert not [kind for kind, _ in running.events() if kind == "checkpoint_failed"]
 
-    run_async(test())
 
-
-def test_a_trainer_that_joins_again_is_not_refused_for_a_folder_that_was_lost(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with harness(tmp_path) as running:
-            settings = config(World(dp=1))
-            settings.checkpoint_dir = str(tmp_path / "checkpoints")
-            trainer = await running.join("a", config=settings)
-            await running.settle()
-            await running.call("Leave", **membership(trainer))
-            shutil.rmtree(tmp_path / "checkpoints")
-            (tmp_path / "checkpoints").write_text("")
-            running.state.runs["r"].checkpoints.checked_directory = ""  # as after a restart of the coordinator
-            again = await running.join("a", config=settings)
-            await running.until(lambda: "checkpoint_failed" in dict(running.events()), "the event")
-            news = await anext(aiter(running.stream("KeepMembership", **membership(again))))
-            (notice,) = news.notices
-            assert notice.message.startswith("checkpoints cannot be saved: cannot create")
-            stall = await running.call("ExplainStall", run="r")
-            assert any(line.startswith("no checkpoint is saved") for line in stall.waiting_for)
-
-    run_async(test())
+async def test_a_trainer_that_joins_again_is_not_refused_for_a_folder_that_was_lost(tmp_path: Path) -> None:
+    async with harness(tmp_path) as running:
+        settings = config(World(dp=1))
+        settings.checkpoint_dir = str(tmp_path / "checkpoints")
+        trainer = await running.join("a", config=settings)
+        await running.settle()
+        await running.call("Leave", **membership(trainer))
+        shutil.rmtree(tmp_path / "checkpoints")
+        (tmp_path / "checkpoints").write_text("")
+        running.state.runs["r"].checkpoints.checked_directory = ""  # as after a restart of the coordinator
+        again = await running.join("a", config=settings)
+        await running.until(lambda: "checkpoint_failed" in dict(running.events()), "the event")
+        news = await anext(aiter(running.stream("KeepMembership", **membership(again))))
+        (notice,) = news.notices
+        assert notice.message.startswith("checkpoints cannot be saved: cannot create")
+        stall = await running.call("ExplainStall", run="r")
+        assert any(line.startswith("no checkpoint is saved") for line in stall.waiting_for)
 
 
 def test_url_with_one_slash_is_no_local_folder() -> None:
@@ -203,60 +194,52 @@ async def add_residuals(
     )
 
 
-def test_checkpoint_waits_for_the_residuals_of_live_trainers(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with run_with_checkpoints(tmp_path) as (running, a, b):
-            wanted = [await keep_with_residuals(running, trainer) for trainer in (a, b)]
-            progress = (await running.call("SaveCheckpoint", run="r")).checkpoint
-            first, second = [await queue.get() for queue in wanted]
-            assert first == second
-            assert (first.step, first.checkpoint_id) == (1, progress.checkpoint_id)
-            assert (await a.heartbeat()).residuals == first
-            await add_residuals(running, a, first, dp_ranks=[0], file_json=write_residual(first.url, a, "residual.0"))
-            assert not (await a.heartbeat()).HasField("residuals"), "it has done its part"
-            assert running.state.runs["r"].checkpoints.in_flight is not None, "the checkpoint waits for b"
-            await b.leave()
-            saved = await running.call("SaveCheckpoint", run="r", checkpoint_id=first.checkpoint_id, wait_s=5.0)
-            assert saved.checkpoint.state == coordinator_pb2.CHECKPOINT_STATE_SAVED
-            manifest = read_manifest(opening.open_storage(first.url))
-            assert [file.name for file in manifest.files if file.server_id == "trainer"] == [
-                f"residuals-{a.epoch}.safetensors"
-            ]
-            assert manifest.extra[RESIDUAL_RANKS] == [0]
-            assert (
-                "lacks the residuals of error feedback of data ranks [1]" in dict(running.events())["residuals_missing"]
-            )
-            with pytest.raises(StepStateError, match="is not being written"):
-                await add_residuals(running, a, first, dp_ranks=[0])
-            assert (await running.try_join("c", config=config(World(dp=2), min_trainers=2))).checkpoint_url == first.url
-
-    run_async(test())
+async def test_checkpoint_waits_for_the_residuals_of_live_trainers(tmp_path: Path) -> None:
+    async with run_with_checkpoints(tmp_path) as (running, a, b):
+        wanted = [await keep_with_residuals(running, trainer) for trainer in (a, b)]
+        progress = (await running.call("SaveCheckpoint", run="r")).checkpoint
+        first, second = [await queue.get() for queue in wanted]
+        assert first == second
+        assert (first.step, first.checkpoint_id) == (1, progress.checkpoint_id)
+        assert (await a.heartbeat()).residuals == first
+        await add_residuals(running, a, first, dp_ranks=[0], file_json=write_residual(first.url, a, "residual.0"))
+        assert not (await a.heartbeat()).HasField("residuals"), "it has done its part"
+        assert running.state.runs["r"].checkpoints.in_flight is not None, "the checkpoint waits for b"
+        await b.leave()
+        saved = await running.call("SaveCheckpoint", run="r", checkpoint_id=first.checkpoint_id, wait_s=5.0)
+        assert saved.checkpoint.state == coordinator_pb2.CHECKPOINT_STATE_SAVED
+        manifest = read_manifest(opening.open_storage(first.url))
+        assert [file.name for file in manifest.files if file.server_id == "trainer"] == [
+            f"residuals-{a.epoch}.safetensors"
+        ]
+        assert manifest.extra[RESIDUAL_RANKS] == [0]
+        assert "lacks the residuals of error feedback of data ranks [1]" in dict(running.events())["residuals_missing"]
+        with pytest.raises(StepStateError, match="is not being written"):
+            await add_residuals(running, a, first, dp_ranks=[0])
+        assert (await running.try_join("c", config=config(World(dp=2), min_trainers=2))).checkpoint_url == first.url
 
 
-def test_residuals_are_wanted_for_the_next_checkpoint_while_the_last_one_is_written(tmp_path: Path) -> None:
+async def test_residuals_are_wanted_for_the_next_checkpoint_while_the_last_one_is_written(tmp_path: Path) -> None:
     """A trainer that leaves after the last step waits for the checkpoint of that step."""
 
-    async def test() -> None:
-        async with run_with_checkpoints(tmp_path) as (running, a, b):
-            checkpoints = running.state.runs["r"].checkpoints
-            checkpoints.set_options(replace(checkpoints.options, every_commits=1))
-            wanted = [await keep_with_residuals(running, trainer) for trainer in (a, b)]
-            await running.call("SaveCheckpoint", run="r")
-            first = await wanted[0].get()
-            await add_residuals(running, a, first, dp_ranks=[0])
-            assert not (await a.heartbeat()).HasField("residuals")
-            await take_step([a, b], 1)
-            news = (await a.heartbeat()).residuals
-            assert (news.step, news.checkpoint_id) == (2, ""), "its checkpoint has not begun"
-            assert (await b.heartbeat()).residuals == first, "the first checkpoint waits for b"
-            await add_residuals(running, b, first, dp_ranks=[1])
-            second = await wanted[0].get()
-            assert (second.step, second.checkpoint_id == first.checkpoint_id) == (2, False)
-
-    run_async(test())
+    async with run_with_checkpoints(tmp_path) as (running, a, b):
+        checkpoints = running.state.runs["r"].checkpoints
+        checkpoints.set_options(replace(checkpoints.options, every_commits=1))
+        wanted = [await keep_with_residuals(running, trainer) for trainer in (a, b)]
+        await running.call("SaveCheckpoint", run="r")
+        first = await wanted[0].get()
+        await add_residuals(running, a, first, dp_ranks=[0])
+        assert not (await a.heartbeat()).HasField("residuals")
+        await take_step([a, b], 1)
+        news = (await a.heartbeat()).residuals
+        assert (news.step, news.checkpoint_id) == (2, ""), "its checkpoint has not begun"
+        assert (await b.heartbeat()).residuals == first, "the first checkpoint waits for b"
+        await add_residuals(running, b, first, dp_ranks=[1])
+        second = await wanted[0].get()
+        assert (second.step, second.checkpoint_id == first.checkpoint_id) == (2, False)
 
 
-def test_residuals_are_wanted_when_the_folder_of_the_checkpoint_exists(
+async def test_residuals_are_wanted_when_the_folder_of_the_checkpoint_exists(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begins, goes_on, begin = threading.Event(), threading.Event(), RunFolder.begin
@@ -268,62 +251,53 @@ def test_residuals_are_wanted_when_the_folder_of_the_checkpoint_exists(
 
     monkeypatch.setattr(RunFolder, "begin", begin_late)
 
-    async def test() -> None:
-        async with run_with_checkpoints(tmp_path) as (running, a, _):
-            queue = await keep_with_residuals(running, a)
-            await running.call("SaveCheckpoint", run="r")
-            try:
-                assert await asyncio.to_thread(begins.wait, 10.0)
-                wanted = (await a.heartbeat()).residuals
-                assert (wanted.step, wanted.checkpoint_id) == (1, "")
-            finally:
-                goes_on.set()
-            wanted = await queue.get()
-            await add_residuals(running, a, wanted, dp_ranks=[0, 1])
-            saved = await running.call("SaveCheckpoint", run="r", checkpoint_id=wanted.checkpoint_id, wait_s=5.0)
-            assert saved.checkpoint.state == coordinator_pb2.CHECKPOINT_STATE_SAVED
-
-    run_async(test())
+    async with run_with_checkpoints(tmp_path) as (running, a, _):
+        queue = await keep_with_residuals(running, a)
+        await running.call("SaveCheckpoint", run="r")
+        try:
+            assert await asyncio.to_thread(begins.wait, 10.0)
+            wanted = (await a.heartbeat()).residuals
+            assert (wanted.step, wanted.checkpoint_id) == (1, "")
+        finally:
+            goes_on.set()
+        wanted = await queue.get()
+        await add_residuals(running, a, wanted, dp_ranks=[0, 1])
+        saved = await running.call("SaveCheckpoint", run="r", checkpoint_id=wanted.checkpoint_id, wait_s=5.0)
+        assert saved.checkpoint.state == coordinator_pb2.CHECKPOINT_STATE_SAVED
 
 
-def test_file_with_other_tensors_than_residuals_is_left_out(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with run_with_checkpoints(tmp_path) as (running, a, _):
-            queue = await keep_with_residuals(running, a)
-            await running.call("SaveCheckpoint", run="r")
-            wanted = await queue.get()
-            with pytest.raises(InvalidRequestError, match="expected ranks below 2"):
-                await add_residuals(running, a, wanted, dp_ranks=[2])
-            with pytest.raises(InvalidRequestError, match="is not the entry of a file"):
-                await add_residuals(running, a, wanted, dp_ranks=[0], file_json="{}")
-            await add_residuals(running, a, wanted, dp_ranks=[0, 1], file_json=write_residual(wanted.url, a, "values"))
-            await running.call("SaveCheckpoint", run="r", checkpoint_id=wanted.checkpoint_id, wait_s=5.0)
-            assert len(read_manifest(opening.open_storage(wanted.url)).files) == 1
-            message = dict(running.events())["residuals_missing"]
-            assert "data ranks [0, 1] (trainer 'a': its file has other tensors than the residuals" in message
-
-    run_async(test())
+async def test_file_with_other_tensors_than_residuals_is_left_out(tmp_path: Path) -> None:
+    async with run_with_checkpoints(tmp_path) as (running, a, _):
+        queue = await keep_with_residuals(running, a)
+        await running.call("SaveCheckpoint", run="r")
+        wanted = await queue.get()
+        with pytest.raises(InvalidRequestError, match="expected ranks below 2"):
+            await add_residuals(running, a, wanted, dp_ranks=[2])
+        with pytest.raises(InvalidRequestError, match="is not the entry of a file"):
+            await add_residuals(running, a, wanted, dp_ranks=[0], file_json="{}")
+        await add_residuals(running, a, wanted, dp_ranks=[0, 1], file_json=write_residual(wanted.url, a, "values"))
+        await running.call("SaveCheckpoint", run="r", checkpoint_id=wanted.checkpoint_id, wait_s=5.0)
+        assert len(read_manifest(opening.open_storage(wanted.url)).files) == 1
+        message = dict(running.events())["residuals_missing"]
+        assert "data ranks [0, 1] (trainer 'a': its file has other tensors than the residuals" in message
 
 
-def test_checkpoint_of_steps_that_were_rolled_back_is_removed(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with run_with_checkpoints(tmp_path) as (running, a, b):
-            checkpoints = running.state.runs["r"].checkpoints
-            await running.call("SaveCheckpoint", run="r", wait_s=5.0)
-            (before,) = checkpoints.saved
-            await take_step([a, b], 1)
-            await running.settle()
-            queue = await keep_with_residuals(running, a)
-            await running.call("SaveCheckpoint", run="r")
-            wanted = await queue.get()  # the file of the server is complete, and that of the trainer is not
-            assert await running.coordinator.restorer.roll_back(running.state.runs["r"], "a test")
-            await running.until(lambda: checkpoints.in_flight is None, "the end of the checkpoint")
-            assert checkpoints.saved == [before]
-            failed = checkpoints.failed[wanted.checkpoint_id]
-            assert failed.error == "the run was rolled back while step 2 was being saved"
-            await running.until(lambda: not Path(wanted.url).exists(), "the folder is removed")
-
-    run_async(test())
+async def test_checkpoint_of_steps_that_were_rolled_back_is_removed(tmp_path: Path) -> None:
+    async with run_with_checkpoints(tmp_path) as (running, a, b):
+        checkpoints = running.state.runs["r"].checkpoints
+        await running.call("SaveCheckpoint", run="r", wait_s=5.0)
+        (before,) = checkpoints.saved
+        await take_step([a, b], 1)
+        await running.settle()
+        queue = await keep_with_residuals(running, a)
+        await running.call("SaveCheckpoint", run="r")
+        wanted = await queue.get()  # the file of the server is complete, and that of the trainer is not
+        assert await running.coordinator.restorer.roll_back(running.state.runs["r"], "a test")
+        await running.until(lambda: checkpoints.in_flight is None, "the end of the checkpoint")
+        assert checkpoints.saved == [before]
+        failed = checkpoints.failed[wanted.checkpoint_id]
+        assert failed.error == "the run was rolled back while step 2 was being saved"
+        await running.until(lambda: not Path(wanted.url).exists(), "the folder is removed")
 
 
 async def roll_back(running: Harness, a: Trainer, b: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,44 +312,38 @@ async def roll_back(running: Harness, a: Trainer, b: Trainer, monkeypatch: pytes
     await running.until(lambda: run.checkpoints.restore is None, "the end of the rollback")
 
 
-def test_a_rolled_back_run_continues_when_its_trainers_are_back(
+async def test_a_rolled_back_run_continues_when_its_trainers_are_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def test() -> None:
-        async with run_with_checkpoints(tmp_path) as (running, *former):
-            await roll_back(running, *former, monkeypatch)
-            settings = config(World(dp=2), min_trainers=2)
-            early = await running.try_join("a", incarnation="a2", config=settings)
-            assert not early.started
-            assert "trainer 'b': has not joined again since the rollback" in early.waiting_for
-            b = await running.join("b", config=settings, wait_s=5.0)
-            a = await running.join("a", incarnation="a2", config=settings, wait_s=5.0)
-            assert a.joined.started and b.joined.started
-            assert [item.dp_rank for item in a.joined.work.items] == [0]
-            assert [item.dp_rank for item in b.joined.work.items] == [1]
-            assert not (await a.finish(1)).work.items, "the item of the other trainer is not taken over"
-
-    run_async(test())
+    async with run_with_checkpoints(tmp_path) as (running, *former):
+        await roll_back(running, *former, monkeypatch)
+        settings = config(World(dp=2), min_trainers=2)
+        early = await running.try_join("a", incarnation="a2", config=settings)
+        assert not early.started
+        assert "trainer 'b': has not joined again since the rollback" in early.waiting_for
+        b = await running.join("b", config=settings, wait_s=5.0)
+        a = await running.join("a", incarnation="a2", config=settings, wait_s=5.0)
+        assert a.joined.started and b.joined.started
+        assert [item.dp_rank for item in a.joined.work.items] == [0]
+        assert [item.dp_rank for item in b.joined.work.items] == [1]
+        assert not (await a.finish(1)).work.items, "the item of the other trainer is not taken over"
 
 
 @pytest.mark.parametrize("ended", [False, True])
-def test_a_rolled_back_run_does_not_wait_for_a_lost_trainer(
+async def test_a_rolled_back_run_does_not_wait_for_a_lost_trainer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: bool
 ) -> None:
-    async def test() -> None:
-        async with run_with_checkpoints(tmp_path) as (running, *former):
-            await roll_back(running, *former, monkeypatch)
-            if ended:
-                monkeypatch.setattr(trainer_leases, "has_ended", lambda process: process == former[1].name)
-                running.state.runs["r"].members.by_name["b"].process = former[1].name
-            settings = config(World(dp=2), min_trainers=2)
-            early = await running.join("a", incarnation="a2", config=settings)
-            assert not early.joined.started
-            if not ended:
-                await running.pass_time(running.settings.lease_s, early)
-            a = await running.join("a", incarnation="a2", config=settings, wait_s=5.0)
-            assert a.joined.started
-            await running.settle()
-            assert [item.dp_rank for item in (await a.finish(1)).work.items] == [1]
-
-    run_async(test())
+    async with run_with_checkpoints(tmp_path) as (running, *former):
+        await roll_back(running, *former, monkeypatch)
+        if ended:
+            monkeypatch.setattr(trainer_leases, "has_ended", lambda process: process == former[1].name)
+            running.state.runs["r"].members.by_name["b"].process = former[1].name
+        settings = config(World(dp=2), min_trainers=2)
+        early = await running.join("a", incarnation="a2", config=settings)
+        assert not early.joined.started
+        if not ended:
+            await running.pass_time(running.settings.lease_s, early)
+        a = await running.join("a", incarnation="a2", config=settings, wait_s=5.0)
+        assert a.joined.started
+        await running.settle()
+        assert [item.dp_rank for item in (await a.finish(1)).work.items] == [1]

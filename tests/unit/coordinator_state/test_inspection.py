@@ -11,7 +11,7 @@ from shardwell_server.coordinator.inspection.events import KEPT_EVENTS, EventKin
 from shardwell_wire.errors import InvalidRequestError, WorldError
 from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import coordinator_pb2
-from tests.support.coordinator import config, harness, unit
+from tests.support.coordinator import Harness, config, unit
 
 
 async def test_watch_yields_kept_events_then_new_ones() -> None:
@@ -59,38 +59,36 @@ async def test_watch_ends_after_its_duration_and_drops_the_oldest_events_of_a_sl
     assert rest == [str(index) for index in range(KEPT_EVENTS, 2 * KEPT_EVENTS)]
 
 
-async def test_events_of_a_run_are_in_order(tmp_path: Path) -> None:
-    async with harness(tmp_path) as cluster:
-        a, b = await cluster.team("a", "b")
-        await cluster.publish_unit([a, b])
-        await b.leave()
-        await a.finish(0, wait_s=5)
-        await a.finish(0, wait_s=5)
-        await a.commit(0, wait_s=5)
-        await cluster.call("DeleteRun", run="r", force=True)
-        watch = cluster.servicer.WatchEvents(
-            coordinator_pb2.WatchEventsRequest(run="r", duration_s=0.01),
+async def test_events_of_a_run_are_in_order(cluster: Harness) -> None:
+    a, b = await cluster.team_with_unit("a", "b")
+    await b.leave()
+    await a.finish(0, wait_s=5)
+    await a.finish(0, wait_s=5)
+    await a.commit(0, wait_s=5)
+    await cluster.call("DeleteRun", run="r", force=True)
+    watch = cluster.servicer.WatchEvents(
+        coordinator_pb2.WatchEventsRequest(run="r", duration_s=0.01),
+        None,
+    )
+    kinds = [event.kind async for event in watch if event.run == "r"]
+    assert kinds == [
+        "run_created",
+        "trainer_joined",
+        "trainer_joined",
+        "run_started",
+        "unit_placed",
+        "unit_published",
+        "trainer_left",
+        "work_leased",
+        "step_committed",
+        "run_deleted",
+    ]
+    with pytest.raises(InvalidRequestError, match="duration_s is -1"):
+        async for _ in cluster.servicer.WatchEvents(
+            coordinator_pb2.WatchEventsRequest(duration_s=-1),
             None,
-        )
-        kinds = [event.kind async for event in watch if event.run == "r"]
-        assert kinds == [
-            "run_created",
-            "trainer_joined",
-            "trainer_joined",
-            "run_started",
-            "unit_placed",
-            "unit_published",
-            "trainer_left",
-            "work_leased",
-            "step_committed",
-            "run_deleted",
-        ]
-        with pytest.raises(InvalidRequestError, match="duration_s is -1"):
-            async for _ in cluster.servicer.WatchEvents(
-                coordinator_pb2.WatchEventsRequest(duration_s=-1),
-                None,
-            ):
-                pass
+        ):
+            pass
 
 
 def test_every_kind_of_event_is_documented() -> None:
@@ -99,119 +97,113 @@ def test_every_kind_of_event_is_documented() -> None:
     assert all(f'= "{kind.value}"' in text for kind in EventKind)
 
 
-async def test_stall_names_the_phase_and_what_the_run_waits_for(tmp_path: Path) -> None:
-    async with harness(tmp_path) as cluster:
+async def test_stall_names_the_phase_and_what_the_run_waits_for(cluster: Harness) -> None:
 
-        async def stall() -> coordinator_pb2.ExplainStallResponse:
-            return await cluster.call("ExplainStall", run="r")
+    async def stall() -> coordinator_pb2.ExplainStallResponse:
+        return await cluster.call("ExplainStall", run="r")
 
-        await cluster.try_join("a", incarnation="a")
-        cluster.clock.now += 3
-        waiting = await stall()
-        assert (waiting.phase, waiting.phase_s) == ("starting", 3)
-        assert list(waiting.waiting_for) == [
-            "1 of 2 trainers have joined: 1 more must join",
-            "trainer 'a' on host h has joined",
-        ]
-        b = await cluster.join("b", config=config(World(dp=2)))
-        a = await cluster.join("a", incarnation="a")
-        await cluster.publish_unit([a, b])
-        await a.finish(0)
-        cluster.clock.now += 2
-        working = await stall()
-        assert (working.step, working.phase, working.phase_s) == (0, "working", 2)
-        assert list(working.waiting_for) == [
-            "rank 1: trainer 'b' on host h has been computing step 0 for 2.0 s (last request 2.0 s ago)"
-        ]
-        await b.leave()
-        await cluster.settle()
-        (vacant,) = (await stall()).waiting_for
-        assert vacant.startswith(
-            "rank 1: vacant for 0.0 s: trainer 'b' is gone; its work is leased to the first trainer"
-        )
-        await a.finish(0, wait_s=5)
-        await a.finish(0, wait_s=5)
-        await cluster.settle()
-        proposing = await stall()
-        assert proposing.phase == "awaiting commit"
-        assert list(proposing.waiting_for) == ["step proposal of rank 0: trainer 'a' has not called optimizer.step()"]
-        await a.leave()
-        idle = await stall()
-        assert idle.phase == "idle"
-        assert idle.waiting_for[0].startswith("no trainers: all have left or are gone. 0 steps are committed")
+    await cluster.try_join("a", incarnation="a")
+    cluster.clock.now += 3
+    waiting = await stall()
+    assert (waiting.phase, waiting.phase_s) == ("starting", 3)
+    assert list(waiting.waiting_for) == [
+        "1 of 2 trainers have joined: 1 more must join",
+        "trainer 'a' on host h has joined",
+    ]
+    b = await cluster.join("b", config=config(World(dp=2)))
+    a = await cluster.join("a", incarnation="a")
+    await cluster.publish_unit([a, b])
+    await a.finish(0)
+    cluster.clock.now += 2
+    working = await stall()
+    assert (working.step, working.phase, working.phase_s) == (0, "working", 2)
+    assert list(working.waiting_for) == [
+        "rank 1: trainer 'b' on host h has been computing step 0 for 2.0 s (last request 2.0 s ago)"
+    ]
+    await b.leave()
+    await cluster.settle()
+    (vacant,) = (await stall()).waiting_for
+    assert vacant.startswith("rank 1: vacant for 0.0 s: trainer 'b' is gone; its work is leased to the first trainer")
+    await a.finish(0, wait_s=5)
+    await a.finish(0, wait_s=5)
+    await cluster.settle()
+    proposing = await stall()
+    assert proposing.phase == "awaiting commit"
+    assert list(proposing.waiting_for) == ["step proposal of rank 0: trainer 'a' has not called optimizer.step()"]
+    await a.leave()
+    idle = await stall()
+    assert idle.phase == "idle"
+    assert idle.waiting_for[0].startswith("no trainers: all have left or are gone. 0 steps are committed")
 
 
-async def test_long_stall_explanation_is_truncated(tmp_path: Path) -> None:
-    async with harness(tmp_path) as cluster:
-        await cluster.publish_unit(await cluster.team("a", dp=200))
-        lines = (await cluster.call("ExplainStall", run="r")).waiting_for
-        assert len(lines) == 64
-        assert lines[-1] == "... and 137 more"
+async def test_long_stall_explanation_is_truncated(cluster: Harness) -> None:
+    await cluster.publish_unit(await cluster.team("a", dp=200))
+    lines = (await cluster.call("ExplainStall", run="r")).waiting_for
+    assert len(lines) == 64
+    assert lines[-1] == "... and 137 more"
 
 
-async def test_world_is_described_without_a_run(tmp_path: Path) -> None:
-    async with harness(tmp_path) as cluster:
-        world = World(dp=2, tp=2, pp=2)
-        described = await cluster.call("DescribeWorld", world=world.to_proto(), num_layers=4)
-        assert described.world_size == 8
-        assert [
-            rank_assignment.rank_assignment.coordinates.global_rank for rank_assignment in described.rank_assignments
-        ] == list(range(8))
-        assert list(described.rank_assignments[0].rank_assignment.groups[1].global_ranks) == [0, 2]
-        assert described.rank_assignments[0].rank_assignment.next_stage == 1
-        assert not described.rank_assignments[0].rank_assignment.HasField("previous_stage")
-        with pytest.raises(WorldError, match="3 layers cannot be split"):
-            await cluster.call("DescribeWorld", world=world.to_proto(), num_layers=3)
-        with pytest.raises(InvalidRequestError, match="name either a run or a world"):
-            await cluster.call("DescribeWorld")
-        with pytest.raises(InvalidRequestError, match="too large to be listed"):
-            await cluster.call("DescribeWorld", world=World(dp=1 << 16).to_proto())
+async def test_world_is_described_without_a_run(cluster: Harness) -> None:
+    world = World(dp=2, tp=2, pp=2)
+    described = await cluster.call("DescribeWorld", world=world.to_proto(), num_layers=4)
+    assert described.world_size == 8
+    assert [
+        rank_assignment.rank_assignment.coordinates.global_rank for rank_assignment in described.rank_assignments
+    ] == list(range(8))
+    assert list(described.rank_assignments[0].rank_assignment.groups[1].global_ranks) == [0, 2]
+    assert described.rank_assignments[0].rank_assignment.next_stage == 1
+    assert not described.rank_assignments[0].rank_assignment.HasField("previous_stage")
+    with pytest.raises(WorldError, match="3 layers cannot be split"):
+        await cluster.call("DescribeWorld", world=world.to_proto(), num_layers=3)
+    with pytest.raises(InvalidRequestError, match="name either a run or a world"):
+        await cluster.call("DescribeWorld")
+    with pytest.raises(InvalidRequestError, match="too large to be listed"):
+        await cluster.call("DescribeWorld", world=World(dp=1 << 16).to_proto())
 
 
-async def test_runs_are_summarized(tmp_path: Path) -> None:
-    async with harness(tmp_path) as cluster:
-        a, b = await cluster.team("a", "b")
-        await cluster.publish_unit([a, b], "u", (15, 17))
-        (run,) = (await cluster.call("ListRuns")).runs
-        assert (run.run, run.live_trainer_count, run.unit_count) == ("r", 2, 1)
-        assert run.parameter_bytes == 15 * 17 * 4
-        assert not run.HasField("last_commit")
-        await b.leave()
-        described = await cluster.call("DescribeRun", run="r")
-        assert [(at.trainer, at.live, list(at.global_ranks)) for at in described.trainers] == [
-            ("a", True, [0]),
-            ("b", False, [1]),
-        ]
-        assert [(work.trainer, work.state) for work in described.work] == [
-            ("a", coordinator_pb2.WORK_STATE_LEASED),
-            ("", coordinator_pb2.WORK_STATE_VACANT),
-        ]
-        rank_assignments = (await cluster.call("DescribeWorld", run="r")).rank_assignments
-        assert [(rank_assignment.trainer, rank_assignment.host) for rank_assignment in rank_assignments] == [
-            ("a", "h"),
-            ("", ""),
-        ]
+async def test_runs_are_summarized(cluster: Harness) -> None:
+    a, b = await cluster.team("a", "b")
+    await cluster.publish_unit([a, b], "u", (15, 17))
+    (run,) = (await cluster.call("ListRuns")).runs
+    assert (run.run, run.live_trainer_count, run.unit_count) == ("r", 2, 1)
+    assert run.parameter_bytes == 15 * 17 * 4
+    assert not run.HasField("last_commit")
+    await b.leave()
+    described = await cluster.call("DescribeRun", run="r")
+    assert [(at.trainer, at.live, list(at.global_ranks)) for at in described.trainers] == [
+        ("a", True, [0]),
+        ("b", False, [1]),
+    ]
+    assert [(work.trainer, work.state) for work in described.work] == [
+        ("a", coordinator_pb2.WORK_STATE_LEASED),
+        ("", coordinator_pb2.WORK_STATE_VACANT),
+    ]
+    rank_assignments = (await cluster.call("DescribeWorld", run="r")).rank_assignments
+    assert [(rank_assignment.trainer, rank_assignment.host) for rank_assignment in rank_assignments] == [
+        ("a", "h"),
+        ("", ""),
+    ]
 
 
-async def test_stall_of_a_run_without_weights_says_what_they_wait_for(tmp_path: Path) -> None:
-    async with harness(tmp_path, num_shards=2, min_servers=3) as cluster:
+@pytest.mark.harness(min_servers=3)
+async def test_stall_of_a_run_without_weights_says_what_they_wait_for(cluster: Harness) -> None:
 
-        async def stall() -> tuple[str, list[str]]:
-            answer = await cluster.call("ExplainStall", run="r")
-            return answer.phase, list(answer.waiting_for)
+    async def stall() -> tuple[str, list[str]]:
+        answer = await cluster.call("ExplainStall", run="r")
+        return answer.phase, list(answer.waiting_for)
 
-        a, _ = await cluster.team("a", "b")
-        phase, lines = await stall()
-        assert phase == "declaring"
-        assert lines == [
-            "the run waits for shard servers: 2 of 3 are live; start more (shardwell-server shard --coordinator "
-            "HOST:PORT), or lower --min-servers",
-            "trainer 'a' on host h has joined",
-            "trainer 'b' on host h has joined",
-        ]
-        await cluster.add_server("s2")
-        assert (await stall())[1][0] == "no unit is declared: no trainer has called fully_shard or auto_wrap yet"
-        declared = await a.declare(unit("u", (64,)))
-        assert (await stall())[1][0] == "the initial values of 1 units are not complete: the first is 'u'"
-        await a.publish("u", declared.epoch)
-        assert (await stall())[0] == "working"
+    a, _ = await cluster.team("a", "b")
+    phase, lines = await stall()
+    assert phase == "declaring"
+    assert lines == [
+        "the run waits for shard servers: 2 of 3 are live; start more (shardwell-server shard --coordinator "
+        "HOST:PORT), or lower --min-servers",
+        "trainer 'a' on host h has joined",
+        "trainer 'b' on host h has joined",
+    ]
+    await cluster.add_server("s2")
+    assert (await stall())[1][0] == "no unit is declared: no trainer has called fully_shard or auto_wrap yet"
+    declared = await a.declare(unit("u", (64,)))
+    assert (await stall())[1][0] == "the initial values of 1 units are not complete: the first is 'u'"
+    await a.publish("u", declared.epoch)
+    assert (await stall())[0] == "working"

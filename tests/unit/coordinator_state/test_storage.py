@@ -25,7 +25,7 @@ from shardwell_server.coordinator.storage.records import (
 )
 from shardwell_wire.errors import ConflictError, UnavailableError
 from shardwell_wire.model.topology import World
-from tests.support.coordinator import Harness, Trainer, config, harness, optimizer
+from tests.support.coordinator import Harness, Trainer, config, optimizer
 
 RUN = RunRecord(
     run="r",
@@ -131,25 +131,23 @@ def repair_disk(storage: Storage) -> None:
     storage._database._connection.execute("PRAGMA max_page_count = 1000000")
 
 
-async def test_commit_on_a_full_disk_changes_nothing_and_can_be_retried(tmp_path: Path) -> None:
-    async with harness(tmp_path) as cluster:
-        a, b = await cluster.team("a", "b")
-        await cluster.publish_unit([a, b])
-        await asyncio.gather(a.finish(0), b.finish(0, wait_s=1))
-        fill_disk(cluster.state.storage)
-        large = {f"beta{index}": 0.5 for index in range(1, 3)}
-        assert large
-        state = {"tracked_json": {"counter": "x" * 100_000}}
-        for _ in range(2):
-            with pytest.raises(UnavailableError, match=r"cannot write its state to .*: database or disk is full"):
-                await a.commit(0, wait_s=5, state=state)
-        await cluster.settle()
-        assert all(not shard.calls["Update"] for shard in cluster.shards.values())
-        assert cluster.events()[-1][0] == "step_failed"
-        assert (await a.heartbeat()).committed_step == 0
-        repair_disk(cluster.state.storage)
-        assert (await a.commit(0, wait_s=5, state=state)).committed
-        assert (await b.commit(0, wait_s=5)).committed
+async def test_commit_on_a_full_disk_changes_nothing_and_can_be_retried(cluster: Harness) -> None:
+    a, b = await cluster.team_with_unit("a", "b")
+    await asyncio.gather(a.finish(0), b.finish(0, wait_s=1))
+    fill_disk(cluster.state.storage)
+    large = {f"beta{index}": 0.5 for index in range(1, 3)}
+    assert large
+    state = {"tracked_json": {"counter": "x" * 100_000}}
+    for _ in range(2):
+        with pytest.raises(UnavailableError, match=r"cannot write its state to .*: database or disk is full"):
+            await a.commit(0, wait_s=5, state=state)
+    await cluster.settle()
+    assert all(not shard.calls["Update"] for shard in cluster.shards.values())
+    assert cluster.events()[-1][0] == "step_failed"
+    assert (await a.heartbeat()).committed_step == 0
+    repair_disk(cluster.state.storage)
+    assert (await a.commit(0, wait_s=5, state=state)).committed
+    assert (await b.commit(0, wait_s=5)).committed
 
 
 class FailingCommit:
@@ -174,109 +172,97 @@ class FailingCommit:
 
 
 async def ready_to_commit(cluster: Harness) -> tuple[Trainer, Trainer]:
-    a, b = await cluster.team("a", "b")
-    await cluster.publish_unit([a, b])
+    a, b = await cluster.team_with_unit("a", "b")
     await asyncio.gather(a.finish(0), b.finish(0, wait_s=1))
     return a, b
 
 
-async def test_record_in_the_log_is_committed_although_its_sync_failed(tmp_path: Path) -> None:
-    async with harness(tmp_path) as cluster:
-        a, b = await ready_to_commit(cluster)
-        database = cluster.state.storage._database
-        database._connection = FailingCommit(database._connection, logged=True)
-        assert (await a.commit(0, wait_s=5, optimizer=optimizer(lr=0.5))).committed
-        await cluster.restart()
-        assert (await b.commit(0, wait_s=5, optimizer=optimizer(lr=0.5))).committed
-        assert cluster.state.runs["r"].committed_step == 1
+async def test_record_in_the_log_is_committed_although_its_sync_failed(cluster: Harness) -> None:
+    a, b = await ready_to_commit(cluster)
+    database = cluster.state.storage._database
+    database._connection = FailingCommit(database._connection, logged=True)
+    assert (await a.commit(0, wait_s=5, optimizer=optimizer(lr=0.5))).committed
+    await cluster.restart()
+    assert (await b.commit(0, wait_s=5, optimizer=optimizer(lr=0.5))).committed
+    assert cluster.state.runs["r"].committed_step == 1
 
 
-async def test_record_reported_as_failed_is_absent_after_a_restart(tmp_path: Path) -> None:
-    async with harness(tmp_path) as cluster:
-        a, b = await ready_to_commit(cluster)
-        database = cluster.state.storage._database
-        database._connection = FailingCommit(database._connection, logged=False)
-        with pytest.raises(UnavailableError, match="disk I/O error: this request changed nothing"):
-            await a.commit(0, wait_s=5, optimizer=optimizer(lr=0.5))
-        await cluster.restart()
-        assert cluster.state.runs["r"].committed_step == 0
-        await asyncio.gather(a.finish(0), b.finish(0, wait_s=1))
-        assert (await a.commit(0, wait_s=5, optimizer=optimizer(lr=0.25))).committed
-        assert (await b.commit(0, wait_s=5, optimizer=optimizer(lr=0.25))).committed
+async def test_record_reported_as_failed_is_absent_after_a_restart(cluster: Harness) -> None:
+    a, b = await ready_to_commit(cluster)
+    database = cluster.state.storage._database
+    database._connection = FailingCommit(database._connection, logged=False)
+    with pytest.raises(UnavailableError, match="disk I/O error: this request changed nothing"):
+        await a.commit(0, wait_s=5, optimizer=optimizer(lr=0.5))
+    await cluster.restart()
+    assert cluster.state.runs["r"].committed_step == 0
+    await asyncio.gather(a.finish(0), b.finish(0, wait_s=1))
+    assert (await a.commit(0, wait_s=5, optimizer=optimizer(lr=0.25))).committed
+    assert (await b.commit(0, wait_s=5, optimizer=optimizer(lr=0.25))).committed
 
 
 @pytest.mark.parametrize("logged", [True, False])
-async def test_coordinator_stops_when_the_outcome_of_a_commit_is_unknown(tmp_path: Path, logged: bool) -> None:
-    async with harness(tmp_path) as cluster:
-        a, b = await ready_to_commit(cluster)
-        storage = cluster.state.storage
-        storage._database._connection = FailingCommit(storage._database._connection, logged=logged)
-        storage._database._open = unreadable
-        ending = asyncio.create_task(until_lost(storage))
-        for ask in (lambda: a.commit(0, wait_s=5), lambda: b.commit(0, wait_s=5), lambda: b.reset(0, 1)):
-            with pytest.raises(UnavailableError, match=r"outcome cannot be determined.* this coordinator stops"):
-                await ask()
-        with pytest.raises(
-            UnavailableError, match="this coordinator stops; fix the disk and start the coordinator again"
-        ):
-            await asyncio.wait_for(ending, 5)
-        assert all(not shard.calls["Update"] for shard in cluster.shards.values())
-        await cluster.restart()
-        assert cluster.state.runs["r"].committed_step == int(logged)
-        await asyncio.gather(a.finish(0), b.finish(0, wait_s=1))
-        assert (await a.commit(0, wait_s=5)).committed
-        assert (await b.commit(0, wait_s=5)).committed
+async def test_coordinator_stops_when_the_outcome_of_a_commit_is_unknown(cluster: Harness, logged: bool) -> None:
+    a, b = await ready_to_commit(cluster)
+    storage = cluster.state.storage
+    storage._database._connection = FailingCommit(storage._database._connection, logged=logged)
+    storage._database._open = unreadable
+    ending = asyncio.create_task(until_lost(storage))
+    for ask in (lambda: a.commit(0, wait_s=5), lambda: b.commit(0, wait_s=5), lambda: b.reset(0, 1)):
+        with pytest.raises(UnavailableError, match=r"outcome cannot be determined.* this coordinator stops"):
+            await ask()
+    with pytest.raises(UnavailableError, match="this coordinator stops; fix the disk and start the coordinator again"):
+        await asyncio.wait_for(ending, 5)
+    assert all(not shard.calls["Update"] for shard in cluster.shards.values())
+    await cluster.restart()
+    assert cluster.state.runs["r"].committed_step == int(logged)
+    await asyncio.gather(a.finish(0), b.finish(0, wait_s=1))
+    assert (await a.commit(0, wait_s=5)).committed
+    assert (await b.commit(0, wait_s=5)).committed
 
 
 def unreadable() -> sqlite3.Connection:
     raise UnavailableError("the disk is gone")
 
 
-async def test_join_writes_only_changed_rows(tmp_path: Path) -> None:
-    async with harness(tmp_path) as cluster:
-        settings = config(World(dp=1000), min_trainers=1)
-        first = await cluster.join("first", config=settings)
-        connection, run = cluster.state.storage._database._connection, cluster.state.runs["r"]
-        for number in range(3):
-            changes, rank_assignments = connection.total_changes, dict(run.owners.by_rank)
-            await cluster.join(f"later-{number}", config=settings)
-            moved = sum(owner != run.owners.by_rank[rank] for rank, owner in rank_assignments.items())
-            assert 0 < connection.total_changes - changes - moved <= 5, (
-                "rows of the run, a member and the write counter"
-            )
-        changes = connection.total_changes
-        await first.rpcs.call("ExchangeAddress", context=first.context(0), trainer="first", name="n", address="h:1")
-        assert connection.total_changes - changes == 3, "rows of the run, the address and the write counter"
-        await cluster.restart()
-        assert run.owners.by_rank == cluster.state.runs["r"].owners.by_rank
-        assert len(cluster.state.runs["r"].owners.by_rank) == 1000
-        assert len(cluster.state.runs["r"].members.live) == 4
+async def test_join_writes_only_changed_rows(cluster: Harness) -> None:
+    settings = config(World(dp=1000), min_trainers=1)
+    first = await cluster.join("first", config=settings)
+    connection, run = cluster.state.storage._database._connection, cluster.state.runs["r"]
+    for number in range(3):
+        changes, rank_assignments = connection.total_changes, dict(run.owners.by_rank)
+        await cluster.join(f"later-{number}", config=settings)
+        moved = sum(owner != run.owners.by_rank[rank] for rank, owner in rank_assignments.items())
+        assert 0 < connection.total_changes - changes - moved <= 5, "rows of the run, a member and the write counter"
+    changes = connection.total_changes
+    await first.rpcs.call("ExchangeAddress", context=first.context(0), trainer="first", name="n", address="h:1")
+    assert connection.total_changes - changes == 3, "rows of the run, the address and the write counter"
+    await cluster.restart()
+    assert run.owners.by_rank == cluster.state.runs["r"].owners.by_rank
+    assert len(cluster.state.runs["r"].owners.by_rank) == 1000
+    assert len(cluster.state.runs["r"].members.live) == 4
 
 
-async def test_join_is_not_acknowledged_before_it_is_stored(tmp_path: Path) -> None:
-    async with harness(tmp_path) as cluster:
-        fill_disk(cluster.state.storage)
-        name = "a" * 200
-        for index in range(40):
-            try:
-                await cluster.try_join(f"{name[:-2]}{index:02}", run=f"{name[:-2]}{index:02}", incarnation=name)
-            except UnavailableError:
-                break
-        else:
-            pytest.fail("the disk never became full")
-        repair_disk(cluster.state.storage)
-        again = await cluster.try_join(f"{name[:-2]}{index:02}", run=f"{name[:-2]}{index:02}", incarnation=name)
-        assert again.epoch == 1
-        await cluster.restart()
-        assert len(cluster.state.runs) == index + 1
+async def test_join_is_not_acknowledged_before_it_is_stored(cluster: Harness) -> None:
+    fill_disk(cluster.state.storage)
+    name = "a" * 200
+    for index in range(40):
+        try:
+            await cluster.try_join(f"{name[:-2]}{index:02}", run=f"{name[:-2]}{index:02}", incarnation=name)
+        except UnavailableError:
+            break
+    else:
+        pytest.fail("the disk never became full")
+    repair_disk(cluster.state.storage)
+    again = await cluster.try_join(f"{name[:-2]}{index:02}", run=f"{name[:-2]}{index:02}", incarnation=name)
+    assert again.epoch == 1
+    await cluster.restart()
+    assert len(cluster.state.runs) == index + 1
 
 
-async def test_optimizer_is_stored_unchanged(tmp_path: Path) -> None:
-    async with harness(tmp_path) as cluster:
-        a, b = await cluster.team("a", "b")
-        await cluster.publish_unit([a, b])
-        await asyncio.gather(a.finish(0), b.finish(0))
-        await a.commit(0, wait_s=5, optimizer=optimizer(lr=0.1 + 0.2))
-        await cluster.restart()
-        described = await cluster.call("DescribeRun", run="r")
-        assert described.optimizer == optimizer(lr=0.1 + 0.2)
+async def test_optimizer_is_stored_unchanged(cluster: Harness) -> None:
+    a, b = await cluster.team_with_unit("a", "b")
+    await asyncio.gather(a.finish(0), b.finish(0))
+    await a.commit(0, wait_s=5, optimizer=optimizer(lr=0.1 + 0.2))
+    await cluster.restart()
+    described = await cluster.call("DescribeRun", run="r")
+    assert described.optimizer == optimizer(lr=0.1 + 0.2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,7 @@ from shardwell_wire.errors import InvalidRequestError, RunMismatchError, StaleEp
 from shardwell_wire.model.names import MAX_PLAN_BYTES, MAX_PLAN_MODELS, MAX_PLAN_ROWS
 from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import coordinator_pb2
-from tests.support.coordinator import Trainer, harness
+from tests.support.coordinator import Harness, Trainer
 
 WORLD = World(dp=2, pp=2)
 
@@ -37,32 +36,30 @@ async def declare(trainer: Trainer, declared: coordinator_pb2.ParallelPlan) -> N
     await trainer.rpcs.call("DeclareParallelPlan", context=trainer.context(0), trainer=trainer.name, plan=declared)
 
 
-async def test_first_plan_belongs_to_the_run_and_survives_a_restart(tmp_path: Path) -> None:
-    async with harness(tmp_path) as cluster:
-        first, *others = await cluster.team(*"abcd", world=WORLD)
-        assert not (await cluster.call("DescribeWorld", run="r")).HasField("parallel_plan")
-        await declare(first, plan())
-        await cluster.restart()
-        assert (await cluster.call("DescribeWorld", run="r")).parallel_plan == plan()
-        for trainer in (first, *others):
-            await declare(trainer, plan())
-        with pytest.raises(RunMismatchError):
-            await declare(others[0], plan(8))
-        assert (await cluster.call("DescribeWorld", run="r")).parallel_plan == plan()
+async def test_first_plan_belongs_to_the_run_and_survives_a_restart(cluster: Harness) -> None:
+    first, *others = await cluster.team(*"abcd", world=WORLD)
+    assert not (await cluster.call("DescribeWorld", run="r")).HasField("parallel_plan")
+    await declare(first, plan())
+    await cluster.restart()
+    assert (await cluster.call("DescribeWorld", run="r")).parallel_plan == plan()
+    for trainer in (first, *others):
+        await declare(trainer, plan())
+    with pytest.raises(RunMismatchError):
+        await declare(others[0], plan(8))
+    assert (await cluster.call("DescribeWorld", run="r")).parallel_plan == plan()
 
 
-async def test_script_without_a_plan_is_refused_after_one_with_a_plan_and_the_other_way_round(tmp_path: Path) -> None:
-    async with harness(tmp_path) as cluster:
-        with_plan, without = await cluster.team("a", "b", world=World(dp=1, pp=2))
-        await declare(with_plan, plan())
-        with pytest.raises(RunMismatchError, match=r"models: expected GPT, found none; schedule: expected 1F1B"):
-            await declare(without, coordinator_pb2.ParallelPlan())
-        await cluster.call("DeleteRun", run="r", force=True, request_id="x")
-        without, with_plan = await cluster.team("a", "b", world=World(dp=1, pp=2))
+async def test_script_without_a_plan_is_refused_after_one_with_a_plan_and_the_other_way_round(cluster: Harness) -> None:
+    with_plan, without = await cluster.team("a", "b", world=World(dp=1, pp=2))
+    await declare(with_plan, plan())
+    with pytest.raises(RunMismatchError, match=r"models: expected GPT, found none; schedule: expected 1F1B"):
         await declare(without, coordinator_pb2.ParallelPlan())
-        await cluster.restart()
-        with pytest.raises(RunMismatchError, match=r"models: expected none, found GPT"):
-            await declare(with_plan, plan())
+    await cluster.call("DeleteRun", run="r", force=True, request_id="x")
+    without, with_plan = await cluster.team("a", "b", world=World(dp=1, pp=2))
+    await declare(without, coordinator_pb2.ParallelPlan())
+    await cluster.restart()
+    with pytest.raises(RunMismatchError, match=r"models: expected none, found GPT"):
+        await declare(with_plan, plan())
 
 
 def changed(change: Callable[[coordinator_pb2.ModelPlan], None]) -> coordinator_pb2.ParallelPlan:
@@ -117,26 +114,24 @@ def set_bytes(model: coordinator_pb2.ModelPlan) -> None:
     ],
 )
 async def test_error_names_what_differs(
-    tmp_path: Path, other: coordinator_pb2.ParallelPlan, message: str, name: str
+    cluster: Harness, other: coordinator_pb2.ParallelPlan, message: str, name: str
 ) -> None:
-    async with harness(tmp_path) as cluster:
-        first, second, *_ = await cluster.team(*"abcd", world=WORLD)
+    first, second, *_ = await cluster.team(*"abcd", world=WORLD)
+    await declare(first, plan())
+    with pytest.raises(RunMismatchError) as refused:
+        await declare(second, other)
+    text = str(refused.value)
+    assert text.startswith("trainer 'b' divides its model differently than run 'r': "), text
+    assert message in text, text
+    assert refused.value.data["name"] == name
+
+
+async def test_plan_of_a_former_membership_is_refused(cluster: Harness) -> None:
+    first, *_ = await cluster.team(*"abcd", world=WORLD)
+    first.epoch -= 1
+    with pytest.raises(StaleEpochError):
         await declare(first, plan())
-        with pytest.raises(RunMismatchError) as refused:
-            await declare(second, other)
-        text = str(refused.value)
-        assert text.startswith("trainer 'b' divides its model differently than run 'r': "), text
-        assert message in text, text
-        assert refused.value.data["name"] == name
-
-
-async def test_plan_of_a_former_membership_is_refused(tmp_path: Path) -> None:
-    async with harness(tmp_path) as cluster:
-        first, *_ = await cluster.team(*"abcd", world=WORLD)
-        first.epoch -= 1
-        with pytest.raises(StaleEpochError):
-            await declare(first, plan())
-        assert not (await cluster.call("DescribeWorld", run="r")).HasField("parallel_plan")
+    assert not (await cluster.call("DescribeWorld", run="r")).HasField("parallel_plan")
 
 
 def rows(count: int) -> coordinator_pb2.ParallelPlan:
@@ -168,11 +163,10 @@ def named(name: str, times: int = 1) -> coordinator_pb2.ParallelPlan:
     ],
 )
 async def test_plan_that_is_too_large_or_not_printable_leaves_no_trace(
-    tmp_path: Path, large: coordinator_pb2.ParallelPlan, message: str
+    cluster: Harness, large: coordinator_pb2.ParallelPlan, message: str
 ) -> None:
-    async with harness(tmp_path) as cluster:
-        first, *_ = await cluster.team(*"abcd", world=WORLD)
-        with pytest.raises(InvalidRequestError, match=message):
-            await declare(first, large)
-        assert not (await cluster.call("DescribeWorld", run="r")).HasField("parallel_plan")
-        await declare(first, rows(MAX_PLAN_ROWS))
+    first, *_ = await cluster.team(*"abcd", world=WORLD)
+    with pytest.raises(InvalidRequestError, match=message):
+        await declare(first, large)
+    assert not (await cluster.call("DescribeWorld", run="r")).HasField("parallel_plan")
+    await declare(first, rows(MAX_PLAN_ROWS))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from shardwell_wire.errors import (
     VersionGoneError,
 )
 from shardwell_wire.model.topology import World
-from tests.support.coordinator import Harness, Trainer, harness
+from tests.support.coordinator import Harness, Trainer
 
 ONE_EACH, GRID = World(dp=3), World(dp=2, tp=2)
 
@@ -147,47 +146,45 @@ class History:
 
 @pytest.mark.parametrize("world", [ONE_EACH, GRID], ids=str)
 @pytest.mark.parametrize("seed", range(8))
-async def test_random_history_commits_every_step_once(tmp_path: Path, seed: int, world: World) -> None:
-    async with harness(tmp_path) as cluster:
-        history = History(cluster, seed, world)
-        await history.begin()
-        for _ in range(120):
-            await history.execute_event()
-            history.check()
-        # Without further failures, and with all trainers back, the run must make progress.
-        await cluster.pass_time(12, *(process.trainer for process in history.processes.values()))
-        if world.replica_size > 1:
-            # All at once: a trainer waits in Join until its replica is complete.
-            absent = [name for name in history.names if name not in history.processes]
-            missing = absent[: world.size - len(history.processes)]
-            await asyncio.gather(*(history.join_again(name, wait_s=5.0) for name in missing))
-        target = cluster.state.runs["r"].committed_step + 3
-        for turn in range(400):
-            if cluster.state.runs["r"].committed_step >= target:
-                break
-            if world.replica_size == 1:
-                for name in list(history.processes):
-                    await history.advance(name)
-                continue
-            # A replica gets work while all its trainers wait, which they do not within 20 ms on a busy machine.
-            for process in history.processes.values():
-                process.wait_s = min(1.0, 0.02 * 1.1**turn)
-            await history.advance(*history.processes)
-        stall = await cluster.call("ExplainStall", run="r")
-        assert cluster.state.runs["r"].committed_step >= target, stall
-        await cluster.settle()
+async def test_random_history_commits_every_step_once(cluster: Harness, seed: int, world: World) -> None:
+    history = History(cluster, seed, world)
+    await history.begin()
+    for _ in range(120):
+        await history.execute_event()
         history.check()
+    # Without further failures, and with all trainers back, the run must make progress.
+    await cluster.pass_time(12, *(process.trainer for process in history.processes.values()))
+    if world.replica_size > 1:
+        # All at once: a trainer waits in Join until its replica is complete.
+        absent = [name for name in history.names if name not in history.processes]
+        missing = absent[: world.size - len(history.processes)]
+        await asyncio.gather(*(history.join_again(name, wait_s=5.0) for name in missing))
+    target = cluster.state.runs["r"].committed_step + 3
+    for turn in range(400):
+        if cluster.state.runs["r"].committed_step >= target:
+            break
+        if world.replica_size == 1:
+            for name in list(history.processes):
+                await history.advance(name)
+            continue
+        # A replica gets work while all its trainers wait, which they do not within 20 ms on a busy machine.
+        for process in history.processes.values():
+            process.wait_s = min(1.0, 0.02 * 1.1**turn)
+        await history.advance(*history.processes)
+    stall = await cluster.call("ExplainStall", run="r")
+    assert cluster.state.runs["r"].committed_step >= target, stall
+    await cluster.settle()
+    history.check()
 
 
-async def test_stale_trainer_stays_rejected(tmp_path: Path) -> None:
-    async with harness(tmp_path) as cluster:
-        history = History(cluster, 0, ONE_EACH)
-        await history.begin()
-        stale, run = history.processes.pop("a"), cluster.state.runs["r"]
-        await cluster.pass_time(12, *(process.trainer for process in history.processes.values()))
-        while run.started and run.work.steps[0].items[0].first_trainer == "a":
-            await history.advance("b")
-        for _ in range(60):
-            await history.execute_event()
-            with pytest.raises(StaleEpochError):
-                await stale.act(history.chance)
+async def test_stale_trainer_stays_rejected(cluster: Harness) -> None:
+    history = History(cluster, 0, ONE_EACH)
+    await history.begin()
+    stale, run = history.processes.pop("a"), cluster.state.runs["r"]
+    await cluster.pass_time(12, *(process.trainer for process in history.processes.values()))
+    while run.started and run.work.steps[0].items[0].first_trainer == "a":
+        await history.advance("b")
+    for _ in range(60):
+        await history.execute_event()
+        with pytest.raises(StaleEpochError):
+            await stale.act(history.chance)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from shardwell.data_plane.gradient_parts import GradientChecksums
 from shardwell_wire.errors import InvalidRequestError
 from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import coordinator_pb2
-from tests.support.coordinator import Harness, Trainer, harness, optimizer, run_async, unit
+from tests.support.coordinator import Harness, Trainer, optimizer, unit
 
 WORLD = World(dp=2, tp=2, pp=2)
 SHAPES = ((3,), (5,))
@@ -65,74 +64,58 @@ def differences(cluster: Harness) -> list[str]:
     return [message for kind, message in cluster.events() if kind == "gradients_differ"]
 
 
-def test_a_different_gradient_is_an_event_that_names_parameter_replica_and_step(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with harness(tmp_path) as cluster:
-            trainers = await cluster.team(*"abcdefgh", world=WORLD)
-            await cluster.publish_unit(trainers, "u", *SHAPES)
-            for trainer in trainers:
-                (rank,) = trainer.ranks
-                wrong = WORLD.coordinates(rank).dp_rank == 1 and WORLD.coordinates(rank).tp_rank == 1
-                await trainer.finish(0, report(trainer, {0: 5, 1: 8 if wrong else 7}))
-            (message,) = differences(cluster)
-            player = {trainer.ranks[0]: trainer.name for trainer in trainers}
-            assert message.startswith(
-                "step 0: tensor-parallel ranks of dp rank 1, pipeline rank 0, computed different gradients of "
-                "parameters of unit 'u' that all of them hold: "
-                f"'u.1': rank 6 (trainer {player[6]!r}) and rank 4 (trainer {player[4]!r}). "
-            )
-
-    run_async(main())
+async def test_a_different_gradient_is_an_event_that_names_parameter_replica_and_step(cluster: Harness) -> None:
+    trainers = await cluster.team(*"abcdefgh", world=WORLD)
+    await cluster.publish_unit(trainers, "u", *SHAPES)
+    for trainer in trainers:
+        (rank,) = trainer.ranks
+        wrong = WORLD.coordinates(rank).dp_rank == 1 and WORLD.coordinates(rank).tp_rank == 1
+        await trainer.finish(0, report(trainer, {0: 5, 1: 8 if wrong else 7}))
+    (message,) = differences(cluster)
+    player = {trainer.ranks[0]: trainer.name for trainer in trainers}
+    assert message.startswith(
+        "step 0: tensor-parallel ranks of dp rank 1, pipeline rank 0, computed different gradients of "
+        "parameters of unit 'u' that all of them hold: "
+        f"'u.1': rank 6 (trainer {player[6]!r}) and rank 4 (trainer {player[4]!r}). "
+    )
 
 
-def test_equal_gradients_are_no_event_and_stages_are_not_compared(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with harness(tmp_path) as cluster:
-            trainers = await cluster.team(*"abcdefgh", world=WORLD)
-            spec = unit("u", *SHAPES)
-            spec.pp_ranks.extend((0, 1))
-            for trainer in trainers:
-                await trainer.declare(spec)
-            for trainer in trainers:
-                at = WORLD.coordinates(trainer.ranks[0])
-                await trainer.finish(0, report(trainer, {0: 10 * at.dp_rank + at.pp_rank}))
-            assert differences(cluster) == []
-
-    run_async(main())
+async def test_equal_gradients_are_no_event_and_stages_are_not_compared(cluster: Harness) -> None:
+    trainers = await cluster.team(*"abcdefgh", world=WORLD)
+    spec = unit("u", *SHAPES)
+    spec.pp_ranks.extend((0, 1))
+    for trainer in trainers:
+        await trainer.declare(spec)
+    for trainer in trainers:
+        at = WORLD.coordinates(trainer.ranks[0])
+        await trainer.finish(0, report(trainer, {0: 10 * at.dp_rank + at.pp_rank}))
+    assert differences(cluster) == []
 
 
 @pytest.mark.parametrize("values", [{0: 5}, {}], ids=["other", "none"])
-def test_a_unit_is_reported_once(tmp_path: Path, values: dict[int, int]) -> None:
+async def test_a_unit_is_reported_once(cluster: Harness, values: dict[int, int]) -> None:
     """A gradient that one rank lacks differs, too."""
 
-    async def main() -> None:
-        async with harness(tmp_path) as cluster:
-            a, b = trainers = await cluster.team(*"ab", world=World(tp=2))
-            await cluster.publish_unit(trainers, "u", *SHAPES)
-            for step in range(2):
-                await a.finish(step, report(a, {0: 4}))
-                await b.finish(step, report(b, values))
-                assert len(differences(cluster)) == 1
-                proposed = optimizer(groups=(0, 0))
-                await asyncio.gather(*(each.commit(step, wait_s=5, optimizer=proposed) for each in trainers))
-
-    run_async(main())
+    a, b = trainers = await cluster.team(*"ab", world=World(tp=2))
+    await cluster.publish_unit(trainers, "u", *SHAPES)
+    for step in range(2):
+        await a.finish(step, report(a, {0: 4}))
+        await b.finish(step, report(b, values))
+        assert len(differences(cluster)) == 1
+        proposed = optimizer(groups=(0, 0))
+        await asyncio.gather(*(each.commit(step, wait_s=5, optimizer=proposed) for each in trainers))
 
 
 @pytest.mark.parametrize(
     ("index", "indices", "count"), [(1, [0], 1), (0, [2], 1), (0, [1, 0], 2), (0, [0, 0], 2), (0, [0], 2)]
 )
-def test_malformed_checksums_are_refused(tmp_path: Path, index: int, indices: list[int], count: int) -> None:
-    async def main() -> None:
-        async with harness(tmp_path) as cluster:
-            a, b = trainers = await cluster.team(*"ab", world=World(tp=2))
-            await cluster.publish_unit(trainers, "u", *SHAPES)
-            finished = a.finished()
-            finished[0].gradient_checksums.add(unit_index=index, parameter_indices=indices, checksums=[1] * count)
-            with pytest.raises(InvalidRequestError, match=rf"rank 0 reports {count} checksums of the gradients"):
-                await a.finish(0, finished)
-            await a.finish(0)
-            await b.finish(0)
-            assert differences(cluster) == []
-
-    run_async(main())
+async def test_malformed_checksums_are_refused(cluster: Harness, index: int, indices: list[int], count: int) -> None:
+    a, b = trainers = await cluster.team(*"ab", world=World(tp=2))
+    await cluster.publish_unit(trainers, "u", *SHAPES)
+    finished = a.finished()
+    finished[0].gradient_checksums.add(unit_index=index, parameter_indices=indices, checksums=[1] * count)
+    with pytest.raises(InvalidRequestError, match=rf"rank 0 reports {count} checksums of the gradients"):
+        await a.finish(0, finished)
+    await a.finish(0)
+    await b.finish(0)
+    assert differences(cluster) == []

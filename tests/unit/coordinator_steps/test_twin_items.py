@@ -54,8 +54,7 @@ async def spare(cluster: Harness, name: str) -> Trainer:
 
 async def practised(cluster: Harness, *names: str) -> list[Trainer]:
     """Returns trainers of a run that has committed two steps, in which every item took 0.1 s. The third is a spare."""
-    trainers = await cluster.team(*names[:2])
-    await cluster.publish_unit(trainers)
+    trainers = await cluster.team_with_unit(*names[:2])
     trainers += [await spare(cluster, name) for name in names[2:]]
     for step in range(2):
         cluster.clock.now += 0.1
@@ -116,103 +115,96 @@ def test_idle_trainer_computes_a_copy_and_the_first_finished_one_counts(tmp_path
     run_async(scenario(False, tmp_path / "original"))
 
 
-async def test_waiting_trainer_is_woken_when_an_item_becomes_late(tmp_path: Path) -> None:
-    async with harness(tmp_path) as cluster:
-        a, b = await practised(cluster, "a", "b")
-        waiting = asyncio.ensure_future(finish(a, 2, 0, wait_s=20))
-        await cluster.until(lambda: bool(cluster.state.runs["r"].members.waiting_for_work), "a to wait")
-        cluster.clock.now += 0.6
-        await compute(b, 2, 1, for_s=0.6)
-        await cluster.until(lambda: cluster.state.runs["r"].calls.waking.in_flight, "a timer")
-        cluster.clock.now += 0.2  # the timer sleeps for the rest of 0.7 s
-        assert [item.copy for item in (await waiting).work.items] == [True]
+async def test_waiting_trainer_is_woken_when_an_item_becomes_late(cluster: Harness) -> None:
+    a, b = await practised(cluster, "a", "b")
+    waiting = asyncio.ensure_future(finish(a, 2, 0, wait_s=20))
+    await cluster.until(lambda: bool(cluster.state.runs["r"].members.waiting_for_work), "a to wait")
+    cluster.clock.now += 0.6
+    await compute(b, 2, 1, for_s=0.6)
+    await cluster.until(lambda: cluster.state.runs["r"].calls.waking.in_flight, "a timer")
+    cluster.clock.now += 0.2  # the timer sleeps for the rest of 0.7 s
+    assert [item.copy for item in (await waiting).work.items] == [True]
 
 
-async def test_time_that_servers_take_to_update_makes_no_item_late(tmp_path: Path) -> None:
-    async with harness(tmp_path) as cluster:
-        a, b = await practised(cluster, "a", "b")
-        await finish(a, 2, 0)
-        await finish(b, 2, 1)
-        cluster.shards["s0"].fail = fail_times("Update", 10**6, UnavailableError("busy"))
-        for trainer in (a, b):
-            assert (await trainer.commit(2, wait_s=5)).committed
-        await compute(b, 3, 1)
-        cluster.clock.now += 5.0
-        assert not (await finish(a, 3, 0)).HasField("work"), "b waits for the server, as every trainer"
-        cluster.shards["s0"].fail = lambda rpc_name, request: None
-        await cluster.settle()
-        await compute(b, 3, 1, for_s=5.0)
-        cluster.clock.now += 0.65
-        assert not (await finish(a, 3, 0)).HasField("work"), "not late yet"
-        cluster.clock.now += 0.1
-        assert [item.copy for item in (await finish(a, 3, 0)).work.items] == [True]
+async def test_time_that_servers_take_to_update_makes_no_item_late(cluster: Harness) -> None:
+    a, b = await practised(cluster, "a", "b")
+    await finish(a, 2, 0)
+    await finish(b, 2, 1)
+    cluster.shards["s0"].fail = fail_times("Update", 10**6, UnavailableError("busy"))
+    for trainer in (a, b):
+        assert (await trainer.commit(2, wait_s=5)).committed
+    await compute(b, 3, 1)
+    cluster.clock.now += 5.0
+    assert not (await finish(a, 3, 0)).HasField("work"), "b waits for the server, as every trainer"
+    cluster.shards["s0"].fail = lambda rpc_name, request: None
+    await cluster.settle()
+    await compute(b, 3, 1, for_s=5.0)
+    cluster.clock.now += 0.65
+    assert not (await finish(a, 3, 0)).HasField("work"), "not late yet"
+    cluster.clock.now += 0.1
+    assert [item.copy for item in (await finish(a, 3, 0)).work.items] == [True]
 
 
 @pytest.mark.parametrize("reason", ["evaluates", "plain loop", "lossy pushes", "few steps"])
-async def test_no_copy_of_items_that_are_not_known_to_be_late(tmp_path: Path, reason: str) -> None:
-    async with harness(tmp_path) as cluster:
-        if reason == "few steps":
-            a, b = await cluster.team("a", "b")
-            await cluster.publish_unit([a, b])
-        else:
-            a, b = await practised(cluster, "a", "b")
-        step = cluster.state.runs["r"].committed_step
-        if reason == "plain loop":
-            cluster.state.runs["r"].members.by_name["b"].accepts_reassigned_work = False
-        if reason != "evaluates":  # between two steps, a trainer relies on the run to wait for it
-            await compute(b, step, 1)
-        cluster.clock.now += 5
-        response = await finish(a, step, 0, accept_copies=reason != "lossy pushes")
-        assert not response.HasField("work")
-
-
-async def test_only_one_item_is_copied_at_a_time(tmp_path: Path) -> None:
-    async with harness(tmp_path) as cluster:
-        a, b, c = await practised(cluster, "a", "b", "c")
-        await compute(a, 2, 0)
-        await compute(b, 2, 1)
-        d = await spare(cluster, "d")
-        cluster.clock.now += 5
-        assert [item.global_rank for item in (await finish(c, 2)).work.items] == [0]
-        assert not (await finish(d, 2)).HasField("work")
-        assert not (await finish(c, 2, accept_copies=False)).HasField("work"), "c gives its copy up"
-        (copy,) = (await finish(d, 2)).work.items
-        assert copy.attempt == 2, "no attempt number is used twice"
-        for trainer, ranks in ((a, [0]), (b, [1]), (c, []), (d, [copy.global_rank])):
-            assert (await finish(trainer, 2, *ranks, wait_s=5 * (trainer is not a))).all_finished == (trainer is not a)
-        await cluster.settle()
-        assert manifest(cluster, 2) == {0: 0, 1: 0}
-
-
-async def test_copy_becomes_the_item_if_its_trainer_is_lost(tmp_path: Path) -> None:
-    async with harness(tmp_path) as cluster:
+async def test_no_copy_of_items_that_are_not_known_to_be_late(cluster: Harness, reason: str) -> None:
+    if reason == "few steps":
+        a, b = await cluster.team_with_unit("a", "b")
+    else:
         a, b = await practised(cluster, "a", "b")
-        await compute(b, 2, 1)
-        cluster.clock.now += 1
-        (copy,) = (await finish(a, 2, 0)).work.items
-        await b.leave()
-        await cluster.settle()
-        assert cluster.shards["s0"].runs["r"].attempts[1] == copy.attempt, "the former trainer is fenced"
-        assert (await finish(a, 2, 0, 1, wait_s=5)).all_finished
-        await commit(cluster, 2, a)
-        assert manifest(cluster, 2) == {0: 0, 1: copy.attempt}
+    step = cluster.state.runs["r"].committed_step
+    if reason == "plain loop":
+        cluster.state.runs["r"].members.by_name["b"].accepts_reassigned_work = False
+    if reason != "evaluates":  # between two steps, a trainer relies on the run to wait for it
+        await compute(b, step, 1)
+    cluster.clock.now += 5
+    response = await finish(a, step, 0, accept_copies=reason != "lossy pushes")
+    assert not response.HasField("work")
 
 
-async def test_lost_copy_is_dropped_and_a_reset_of_the_item_ends_its_copy(tmp_path: Path) -> None:
-    async with harness(tmp_path) as cluster:
-        a, b, c = await practised(cluster, "a", "b", "c")
-        await compute(b, 2, 1)
-        cluster.clock.now += 1
-        assert not (await finish(a, 2, 0, accept_copies=False)).HasField("work")
-        (copy,) = (await finish(c, 2)).work.items
-        await c.leave()
-        (copy,) = (await finish(a, 2, 0)).work.items
-        assert copy.attempt == 2
-        assert (await b.reset(2, 1)).attempt == 3
-        assert not (await finish(a, 2, 0, 1)).all_finished, "the copy has no effect"
-        assert (await finish(b, 2, 1, wait_s=5)).all_finished
-        await cluster.settle()
-        assert manifest(cluster, 2) == {0: 0, 1: 3}
+async def test_only_one_item_is_copied_at_a_time(cluster: Harness) -> None:
+    a, b, c = await practised(cluster, "a", "b", "c")
+    await compute(a, 2, 0)
+    await compute(b, 2, 1)
+    d = await spare(cluster, "d")
+    cluster.clock.now += 5
+    assert [item.global_rank for item in (await finish(c, 2)).work.items] == [0]
+    assert not (await finish(d, 2)).HasField("work")
+    assert not (await finish(c, 2, accept_copies=False)).HasField("work"), "c gives its copy up"
+    (copy,) = (await finish(d, 2)).work.items
+    assert copy.attempt == 2, "no attempt number is used twice"
+    for trainer, ranks in ((a, [0]), (b, [1]), (c, []), (d, [copy.global_rank])):
+        assert (await finish(trainer, 2, *ranks, wait_s=5 * (trainer is not a))).all_finished == (trainer is not a)
+    await cluster.settle()
+    assert manifest(cluster, 2) == {0: 0, 1: 0}
+
+
+async def test_copy_becomes_the_item_if_its_trainer_is_lost(cluster: Harness) -> None:
+    a, b = await practised(cluster, "a", "b")
+    await compute(b, 2, 1)
+    cluster.clock.now += 1
+    (copy,) = (await finish(a, 2, 0)).work.items
+    await b.leave()
+    await cluster.settle()
+    assert cluster.shards["s0"].runs["r"].attempts[1] == copy.attempt, "the former trainer is fenced"
+    assert (await finish(a, 2, 0, 1, wait_s=5)).all_finished
+    await commit(cluster, 2, a)
+    assert manifest(cluster, 2) == {0: 0, 1: copy.attempt}
+
+
+async def test_lost_copy_is_dropped_and_a_reset_of_the_item_ends_its_copy(cluster: Harness) -> None:
+    a, b, c = await practised(cluster, "a", "b", "c")
+    await compute(b, 2, 1)
+    cluster.clock.now += 1
+    assert not (await finish(a, 2, 0, accept_copies=False)).HasField("work")
+    (copy,) = (await finish(c, 2)).work.items
+    await c.leave()
+    (copy,) = (await finish(a, 2, 0)).work.items
+    assert copy.attempt == 2
+    assert (await b.reset(2, 1)).attempt == 3
+    assert not (await finish(a, 2, 0, 1)).all_finished, "the copy has no effect"
+    assert (await finish(b, 2, 1, wait_s=5)).all_finished
+    await cluster.settle()
+    assert manifest(cluster, 2) == {0: 0, 1: 3}
 
 
 def test_copies_survive_a_coordinator_restart_or_have_no_effect(tmp_path: Path) -> None:
@@ -235,23 +227,22 @@ def test_copies_survive_a_coordinator_restart_or_have_no_effect(tmp_path: Path) 
     run_async(scenario(False, tmp_path / "lost"))
 
 
-async def test_trainer_whose_copy_won_gets_no_work_until_it_is_back(tmp_path: Path) -> None:
-    async with harness(tmp_path) as cluster:
-        a, b, c = await practised(cluster, "a", "b", "c")
-        await compute(b, 2, 1)
-        cluster.clock.now += 1
-        await finish(a, 2, 0)
-        await finish(a, 2, 0, accept_copies=False)
-        assert [item.copy for item in (await finish(c, 2)).work.items] == [True]
-        await finish(c, 2, 1, wait_s=5)
-        await commit(cluster, 2, a, c)
-        assert sorted(c.items) == [1], "b is still busy with step 2"
-        late = await b.commit(2)
-        assert late.committed
-        assert list(late.next_work.items) == []
-        cluster.clock.now += 0.1
-        for trainer in (b, a, c):
-            await finish(trainer, 3, *trainer.items)
-        await commit(cluster, 3, a, c, b)
-        assert sorted(b.items) == [1], "b is back"
-        assert sorted(c.items) == []
+async def test_trainer_whose_copy_won_gets_no_work_until_it_is_back(cluster: Harness) -> None:
+    a, b, c = await practised(cluster, "a", "b", "c")
+    await compute(b, 2, 1)
+    cluster.clock.now += 1
+    await finish(a, 2, 0)
+    await finish(a, 2, 0, accept_copies=False)
+    assert [item.copy for item in (await finish(c, 2)).work.items] == [True]
+    await finish(c, 2, 1, wait_s=5)
+    await commit(cluster, 2, a, c)
+    assert sorted(c.items) == [1], "b is still busy with step 2"
+    late = await b.commit(2)
+    assert late.committed
+    assert list(late.next_work.items) == []
+    cluster.clock.now += 0.1
+    for trainer in (b, a, c):
+        await finish(trainer, 3, *trainer.items)
+    await commit(cluster, 3, a, c, b)
+    assert sorted(b.items) == [1], "b is back"
+    assert sorted(c.items) == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,7 @@ from shardwell_wire.connection import protocol_versions
 from shardwell_wire.errors import ConflictError
 from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import coordinator_pb2
-from tests.support.coordinator import config, harness
+from tests.support.coordinator import Harness, config
 
 NEXT = protocol_versions.NEWEST + 1
 
@@ -20,39 +19,39 @@ def versions(oldest: int, newest: int) -> coordinator_pb2.ProtocolVersions:
     return coordinator_pb2.ProtocolVersions(oldest=oldest, newest=newest)
 
 
-async def test_server_and_trainer_of_the_next_version_speak_the_version_of_the_coordinator(tmp_path: Path) -> None:
-    async with harness(tmp_path, num_shards=1) as cluster:
-        both = versions(protocol_versions.NEWEST, NEXT)
-        answer = await cluster.call(
+@pytest.mark.harness(num_shards=1)
+async def test_server_and_trainer_of_the_next_version_speak_the_version_of_the_coordinator(cluster: Harness) -> None:
+    both = versions(protocol_versions.NEWEST, NEXT)
+    answer = await cluster.call(
+        "RegisterServer",
+        server_id="s0",
+        address="s0:1",
+        budget_bytes=1 << 30,
+        incarnation="1",
+        protocol=both,
+    )
+    assert answer.protocol_version == protocol_versions.NEWEST
+    joined = await cluster.try_join("a", config=config(World(dp=1)), protocol=both)
+    assert (joined.started, joined.protocol_version) == (True, protocol_versions.NEWEST)
+
+
+@pytest.mark.harness(num_shards=1)
+async def test_process_without_a_common_version_is_rejected_and_told_what_to_update(cluster: Harness) -> None:
+    only_next = versions(NEXT, NEXT)
+    expected = f"speaks protocol versions {NEXT} to {NEXT}, but this coordinator speaks 1 to 1: update the older"
+    with pytest.raises(ConflictError, match=re.escape("shard server 's9' " + expected)):
+        await cluster.call(
             "RegisterServer",
-            server_id="s0",
-            address="s0:1",
+            server_id="s9",
+            address="s9:1",
             budget_bytes=1 << 30,
             incarnation="1",
-            protocol=both,
+            protocol=only_next,
         )
-        assert answer.protocol_version == protocol_versions.NEWEST
-        joined = await cluster.try_join("a", config=config(World(dp=1)), protocol=both)
-        assert (joined.started, joined.protocol_version) == (True, protocol_versions.NEWEST)
-
-
-async def test_process_without_a_common_version_is_rejected_and_told_what_to_update(tmp_path: Path) -> None:
-    async with harness(tmp_path, num_shards=1) as cluster:
-        only_next = versions(NEXT, NEXT)
-        expected = f"speaks protocol versions {NEXT} to {NEXT}, but this coordinator speaks 1 to 1: update the older"
-        with pytest.raises(ConflictError, match=re.escape("shard server 's9' " + expected)):
-            await cluster.call(
-                "RegisterServer",
-                server_id="s9",
-                address="s9:1",
-                budget_bytes=1 << 30,
-                incarnation="1",
-                protocol=only_next,
-            )
-        assert "s9" not in cluster.state.cluster.servers
-        with pytest.raises(ConflictError, match=re.escape("trainer 'a' " + expected)):
-            await cluster.try_join("a", config=config(World(dp=1)), protocol=only_next)
-        assert not cluster.state.runs
+    assert "s9" not in cluster.state.cluster.servers
+    with pytest.raises(ConflictError, match=re.escape("trainer 'a' " + expected)):
+        await cluster.try_join("a", config=config(World(dp=1)), protocol=only_next)
+    assert not cluster.state.runs
 
 
 def test_version_of_a_coordinator_that_does_not_negotiate_is_the_first() -> None:
