@@ -144,6 +144,8 @@ class FakeShard:
             raise UnavailableError("fake: not available")
         if rpc_name == "DescribeServer":
             return shard_pb2.DescribeServerResponse(incarnation=self.incarnation)
+        if rpc_name == "ListShards":
+            return self.ListShards(request)
         term = request.coordinator_epoch if rpc_name == "PublishUnit" else request.context.epoch
         if term < self.term:
             raise StaleEpochError(f"term {term} is stale: the current term is {self.term}")
@@ -331,6 +333,19 @@ class FakeShard:
             if unit is not None and unit.placement <= request.placement:
                 self._release(run, (unit.index, unit.start_bytes))
         return shard_pb2.ReleaseShardsResponse(free_bytes=self.budget_bytes - self.reserved_bytes)
+
+    def ListShards(self, request: shard_pb2.ListShardsRequest) -> shard_pb2.ListShardsResponse:
+        run = self.runs.get(request.run)
+        if run is None:
+            raise NotFoundError(f"this server has no run {request.run!r}")
+        names = {index: name for name, index in run.names.items()}
+        shards = [
+            shard_pb2.ShardSummary(
+                unit=names[index], start_bytes=at.start_bytes, stop_bytes=at.stop_bytes, version=at.version
+            )
+            for (index, _), at in run.shards.items()
+        ]
+        return shard_pb2.ListShardsResponse(shards=shards)
 
     def HashShards(self, request: shard_pb2.HashShardsRequest) -> shard_pb2.HashShardsResponse:
         run = self._run(request)

@@ -653,7 +653,8 @@ class ShardServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListShards(self, request, context):
-        """Inspection: lists the shards of a run on this server.
+        """Inspection: lists the shards of a run on this server. A coordinator that starts calls it, too, to find shards that
+        the former one has not recorded.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.placed_units import Unit, require_same_layout
@@ -96,21 +97,22 @@ class UnitPlacer:
 
     def __init__(self, state: CoordinatorState, servers: ShardServers) -> None:
         self._state, self._servers = state, servers
-        self._continued: set[str] = set()
-        """Ids of runs that a former coordinator has placed units of."""
 
     def resume(self, run: Run) -> None:
-        """Releases, in the background, reservations that the former coordinator has not released.
+        """Continues the work of a former coordinator, which may have been killed while it placed any unit of a run.
 
-        The former coordinator may have been placing any of the units without values again, so they are placed again. A
-        reservation that was never recorded is released when its unit is placed.
+        Units without values are placed again. Shards that the former coordinator has reserved and not recorded, or
+        moved away and not released, are released in the background.
         """
-        self._continued.add(run.identity.run_id)
+        if run.checkpoints.restore is not None:
+            return  # the restore places all units anew, on servers that drop all other shards
         for unit in run.units:
-            if not unit.published:
-                unit.reserved = False
-                if run.checkpoints.restore is None:
-                    self._release_elsewhere(run, unit.layout.unit, unit.shards)
+            unit.reserved = False
+        for server in self._state.cluster.servers.values():
+            if not server.ended:
+                process = server.server_id, server.incarnation
+                release = partial(self._release_unrecorded, run, process, run.changes.last_epoch)
+                self._state.tasks.start(self._until_released(run, process, release))
 
     # Declaration
 
@@ -186,8 +188,6 @@ class UnitPlacer:
                     return None
                 unit = Unit(len(run.units), layout, shards)
                 run.units.add(unit)
-                if run.identity.run_id in self._continued:
-                    self._release_elsewhere(run, layout.unit, shards)
             elif not self._is_reserved(unit):
                 # Servers release and replace reservations before the new placement is durable. Whatever a trainer has
                 # sent is void: it gets another epoch with the new placement, and sends the values again.
@@ -203,14 +203,6 @@ class UnitPlacer:
         message = f"unit {unit.layout.unit!r}: {unit.layout.size_bytes} bytes on {owners}"
         self._state.events.add(EventKind.UNIT_PLACED, message, run=run.name)
         return unit
-
-    def _release_elsewhere(self, run: Run, unit: str, shards: tuple[ShardRecord, ...]) -> None:
-        """Releases what servers may have reserved for a unit, except those that have its shards."""
-        owners = {shard.server_id for shard in shards}
-        for server in self._state.cluster.servers.values():
-            reservation = ShardRecord(0, 0, server.server_id, server.incarnation)
-            if server.server_id not in owners and not self.has_ended(reservation):
-                self._state.tasks.start(self._release(run, unit, run.changes.last_epoch, reservation))
 
     # Reservation
 
@@ -307,26 +299,60 @@ class UnitPlacer:
         """Releases a reservation. If the server is unavailable, the release is retried in the background."""
         request = shard_pb2.ReleaseUnitRequest(context=self._servers.context(run, 0), unit=unit, placement=placement)
 
-        async def release() -> bool:
-            try:
-                response = await self._servers.call(shard.server_id, "ReleaseUnit", request, retry_for_s=0.0)
-            except UnavailableError:
-                return False
-            except ShardwellError as error:
-                logger.warning("run %r: the reservation of unit %r was not released: %s", run.name, unit, error)
-                return True
+        async def release() -> None:
+            response = await self._servers.call(shard.server_id, "ReleaseUnit", request, retry_for_s=0.0)
             self._state.cluster.note_free(shard.server_id, response.free_bytes)
-            return True
-
-        async def release_later() -> None:
-            while not (run.deleted or self.has_ended(shard)):
-                await asyncio.sleep(self._state.settings.lease_s / 3)
-                if await release():
-                    return
 
         server = self._state.cluster.servers.get(shard.server_id)
-        if server is None or not server.live or not await release():
-            self._state.tasks.start(release_later())
+        if server is None or not server.live or not await self._try_release(run, shard.server_id, release):
+            self._state.tasks.start(self._until_released(run, shard.process, release))
+
+    async def _release_unrecorded(self, run: Run, process: tuple[str, str], last_placement: int) -> None:
+        """Releases reservations of a run that a server process has, but not according to the run's records.
+
+        Shards that were reserved after placement ``last_placement`` stay: they may not be recorded yet. So do those that
+        the records name with a former process of the server, which this one may take up, and all that were updated.
+        """
+        listed = await self._servers.call(
+            process[0], "ListShards", shard_pb2.ListShardsRequest(run=run.name), retry_for_s=0.0
+        )
+        recorded = {
+            (unit.layout.unit, copy.start_bytes, copy.stop_bytes)
+            for unit in run.units
+            for copy in (*unit.shards, *unit.backups)
+            if copy.server_id == process[0]
+        }
+        found = [
+            shard_pb2.ShardReference(unit=at.unit, start_bytes=at.start_bytes, stop_bytes=at.stop_bytes)
+            for at in listed.shards
+            if not at.version and (at.unit, at.start_bytes, at.stop_bytes) not in recorded
+        ]
+        if found:
+            request = shard_pb2.ReleaseShardsRequest(
+                context=self._servers.context(run, run.committed_step), placement=last_placement, shards=found
+            )
+            response = await self._servers.call(process[0], "ReleaseShards", request, retry_for_s=0.0)
+            self._state.cluster.note_free(process[0], response.free_bytes)
+
+    async def _try_release(self, run: Run, server_id: str, release: Callable[[], Awaitable[None]]) -> bool:
+        """Returns False if the server is unavailable. Other errors are logged."""
+        try:
+            await release()
+        except UnavailableError:
+            return False
+        except NotFoundError:
+            pass  # the server has no shard of the run
+        except ShardwellError as error:
+            logger.warning("run %r: reservations on server %r were not released: %s", run.name, server_id, error)
+        return True
+
+    async def _until_released(self, run: Run, process: tuple[str, str], release: Callable[[], Awaitable[None]]) -> None:
+        """Calls ``release`` until the server process has answered, has ended, or the run is deleted."""
+        reservation = ShardRecord(0, 0, *process)
+        while not (run.deleted or self.has_ended(reservation)):
+            if await self._try_release(run, process[0], release):
+                return
+            await asyncio.sleep(self._state.settings.lease_s / 3)
 
     # Publication
 

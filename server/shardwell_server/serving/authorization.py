@@ -275,7 +275,8 @@ SHARD_RPCS: Mapping[str, Rule] = {
         _TRAINER,
     ),
     **dict.fromkeys(("Gather", "GatherBatch", "PinVersion", "OpenTransport", "LocateShard"), _READERS),
-    **dict.fromkeys(("ListShards", "DescribeShard", "DescribeStep", "Peek"), _READERS),
+    **dict.fromkeys(("DescribeShard", "DescribeStep", "Peek"), _READERS),
+    "ListShards": _rule(Role.READER, Role.TRAINER, Role.OPERATOR, Role.COORDINATOR),
     **dict.fromkeys(("MeasureTransport", "DescribeServer"), _HARMLESS),
 }
 

@@ -188,13 +188,16 @@ async def test_a_live_server_releases_the_former_placement_of_a_unit_that_is_pla
     assert reserved(cluster)[stays] == []
 
 
+@pytest.mark.parametrize("published", [False, True])
 @pytest.mark.harness(num_shards=3)
-async def test_restarted_coordinator_releases_reservations_that_the_former_one_left(cluster: Harness) -> None:
+async def test_restarted_coordinator_releases_reservations_that_the_former_one_left(
+    cluster: Harness, published: bool
+) -> None:
     def refuse(rpc_name: str, request: Any) -> None:
         if rpc_name == "ReleaseUnit":
             raise UnavailableError("fake: no answer")
 
-    _, b = await cluster.team("a", "b")
+    a, b = await cluster.team("a", "b")
     declared = await b.declare(unit("u", (64, 64)))
     assert [at.server_id for at in declared.shards] == ["s0", "s1", "s2"]
     cluster.shards["s0"].fail = refuse
@@ -203,6 +206,8 @@ async def test_restarted_coordinator_releases_reservations_that_the_former_one_l
     await cluster.call("DrainServer", server_id="s0")
     again = await b.declare(unit("u", (64, 64)))
     assert [at.server_id for at in again.shards] == ["s1"]
+    if published:
+        await a.publish("u", (await a.declare(unit("u", (64, 64)))).epoch)
     assert reserved(cluster)["s0"], "the release has failed"
     await cluster.restart()
     cluster.shards["s0"].fail = lambda rpc_name, request: None
