@@ -357,8 +357,8 @@ def test_a_closed_transport_is_unusable_but_not_broken(server: ShardServer, name
 def test_a_transport_breaks_with_its_connection(server: ShardServer, name: str) -> None:
     with Opened(unit(server), name) as opened:
         transport: Any = opened.transport
-        transport._rpc._call.cancel()
-        assert transport._rpc.broke_within(20.0)
+        transport.session.cut()
+        assert transport.session.broke_within(20.0)
         assert transport.broke
 
 

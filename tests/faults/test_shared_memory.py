@@ -109,4 +109,4 @@ def test_stopping_server_ends_its_transport_sessions_first() -> None:
         # Otherwise the rpc lasts for the server's grace period and is then cancelled.
         shared = server.transport
         assert isinstance(shared, ShmTransport)
-        assert shared._rpc._call.code() is grpc.StatusCode.OK
+        assert shared.session.status is grpc.StatusCode.OK

@@ -51,7 +51,7 @@ def variants(text: str) -> st.SearchStrategy[str]:
 @given(choice=st.data())
 def test_only_the_exact_name_opens_a_session(connected: ConnectedUnit, choice: st.DataObject) -> None:
     FAILURES.last = ""
-    own = connected.transport._session
+    own = connected.transport.session_id
     name = choice.draw(variants(own).filter(lambda text: text != own))
     error = error_of(lambda: connected.open_gradient_buffer(transport_id=name))
     assert isinstance(error, ConflictError | InvalidRequestError)
@@ -102,7 +102,7 @@ def test_trainer_maps_only_the_file_with_the_proof(
                 closed.bind(f"/proc/self/fd/{os.open(folder, os.O_RDONLY)}/{name}")
     shm = connected.server.shm
     honest, offer = shm.open, shard_pb2.SharedMemoryOffer()
-    offer.CopyFrom(connected.transport._rpc.answer.shm)
+    offer.CopyFrom(connected.transport.session.answer.shm)
     path, file, proof = choice.draw(offers(offer, folder))
 
     @asynccontextmanager

@@ -12,6 +12,7 @@ import pytest
 import torch
 import xxhash
 
+from shardwell.transport.grpc_transport import GrpcTransport
 from shardwell_server.shard.memory.budget import Memory
 from shardwell_server.shard.transports.batch_requests import MAX_GATHERED_BYTES, MAX_PARTS, MAX_RANGES
 from shardwell_wire.errors import (
@@ -189,7 +190,7 @@ class Answers:
 def gather(server: ShardServer, *ranges: shard_pb2.GatherRequest, timeout_s: float = 20.0) -> Answers:
     request = shard_pb2.GatherBatchRequest(run="r", run_id="id-of-r", ranges=ranges)
     answers = Answers(len(ranges))
-    server.client.fetch_batch(request, answers, timeout_s=timeout_s)
+    GrpcTransport(server.client).fetch_batch(request, answers, timeout_s=timeout_s)
     return answers
 
 

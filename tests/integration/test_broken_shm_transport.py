@@ -70,7 +70,7 @@ class Trainer:
 
     def break_session(self) -> None:
         """Simulates a lost connection; returns when the server has closed the session."""
-        self.transport._rpc._call.cancel()
+        self.transport.session.cut()
         self.server.until(lambda: not self.server.shm._open, "the transport is closed")
 
     def prepare(self, step: int, part: int) -> Callable[[], None]:
@@ -136,14 +136,14 @@ def test_gradient_of_a_broken_session_is_pushed_over_the_next(
 
 def break_once(trainer: Trainer, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     """Breaks the session while the server answers the next ReduceGradientBuffer."""
-    adopt, shm, calls = Push.adopt, trainer.server.shm, [trainer.transport._rpc._call]
+    adopt, shm, calls = Push.adopt, trainer.server.shm, [trainer.transport.session]
 
     async def breaking(push: Push, gradient_buffer: SharedGradientBuffer, wait_s: float) -> bool:
         if not calls:
             return await adopt(push, gradient_buffer, wait_s)
         if when == "the answer is lost":
             await adopt(push, gradient_buffer, wait_s)
-        calls.pop().cancel()
+        calls.pop().cut()
         async with asyncio.timeout(20.0):
             # The session ends when the server sees its stream cancelled.
             while shm._open:

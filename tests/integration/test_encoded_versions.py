@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from shardwell.transport.base import into
+from shardwell.transport.grpc_transport import GrpcTransport
 from shardwell.transport.shm_transport import ShmTransport
 from shardwell_server.shard.memory.mapped_memory import SharedMemory
 from shardwell_server.shard.unit.encoded_versions import EncodedVersions
@@ -64,7 +65,7 @@ def encoded_size(one: OneUnit, wire_dtype: int) -> int:
 def gather(one: OneUnit, wire_dtype: int = BFLOAT16, version: int | None = None) -> tuple[int, torch.Tensor]:
     """Returns the version and the encoded bytes."""
     encoded = torch.empty(encoded_size(one, wire_dtype), dtype=torch.uint8)
-    got = one.server.client.fetch_stream(
+    got = GrpcTransport(one.server.client).fetch_stream(
         one.gather_request(version, wire_dtype=wire_dtype),
         into(memory_at(encoded.data_ptr(), encoded.numel())),
         timeout_s=20.0,
@@ -167,7 +168,7 @@ def test_gradient_buffer_evicts_an_encoding_without_readers() -> None:
         with closing(ShmTransport(server.client, one.identity, server.client.control, timeout_s=20.0)) as transport:
             for _ in range(2):
                 request = shard_pb2.OpenGradientBufferRequest(
-                    run=one.run, run_id=one.identity.run_id, unit=one.layout.unit, transport_id=transport._session
+                    run=one.run, run_id=one.identity.run_id, unit=one.layout.unit, transport_id=transport.session_id
                 )
                 server.call("OpenGradientBuffer", request)
             assert server.unreserved_bytes() == one.size

@@ -8,6 +8,7 @@ import torch
 import shardwell
 from shardwell import init
 from shardwell.transport.base import into
+from shardwell.transport.grpc_transport import GrpcTransport
 from shardwell_server.shard.arithmetic import random_values
 from shardwell_wire.encoding.chunk_streams import memory_at
 from shardwell_wire.errors import InvalidRequestError, NonFiniteError
@@ -49,7 +50,7 @@ def test_drawn_and_streamed_values_fill_one_unit(server: ShardServer, cut: int) 
         one.publish()
         got.append(torch.empty(one.size, dtype=torch.uint8))
         target = memory_at(got[-1].data_ptr(), one.size)
-        server.client.fetch_stream(one.gather_request(0), into(target), timeout_s=20.0)
+        GrpcTransport(server.client).fetch_stream(one.gather_request(0), into(target), timeout_s=20.0)
     flat = torch.cat(got)
     whole = torch.zeros(LAYOUT.size_bytes, dtype=torch.uint8)
     parts = expected(0, init.normal()), torch.full((7,), 2.0, dtype=torch.bfloat16), expected(2, init.uniform(-1, 1))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shardwell.transport.base import into
-from shardwell.transport.grpc_transport import ShardClient
+from shardwell.transport.grpc_transport import GrpcTransport, ShardClient
 from shardwell_server.shard.arithmetic.shard_optimizer import ShardOptimizer
 from shardwell_server.shard.memory import buffer_reuse
 from shardwell_server.shard.memory import buffer_reuse as sending_module
@@ -371,7 +371,7 @@ def test_unread_messages_stay_within_limits_and_other_readers_are_served(server:
     with closing(ShardClient(server.client.address)) as other:
         flat = torch.empty(one.size, dtype=torch.uint8)
         target = chunk_streams.memory_at(flat.data_ptr(), one.size)
-        assert other.fetch_stream(one.gather_request(), into(target), timeout_s=20) == 0
+        assert GrpcTransport(other).fetch_stream(one.gather_request(), into(target), timeout_s=20) == 0
     for call in stalled:
         call.cancel()
     server.until(lambda: sending.used_bytes == 0 and not sending._waiting, "all memory is released")

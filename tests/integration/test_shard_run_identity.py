@@ -125,7 +125,7 @@ def test_session_of_a_deleted_run_ends_and_cannot_serve_its_successor(server: Sh
         new = unit(server, run_id="new")
         header = shm.header(context=new.context())
         request = shard_pb2.ReduceGradientBufferRequest(
-            header=header, transport_id=shm.transport._session, gradient_buffer_id=gradient_buffer
+            header=header, transport_id=shm.transport.session_id, gradient_buffer_id=gradient_buffer
         )
         assert isinstance(error_of(lambda: server.call("ReduceGradientBuffer", request)), ShardwellError)
         push = partial(sockets.push_stream, header, [memoryview(bytes(new.size))], timeout_s=20.0)

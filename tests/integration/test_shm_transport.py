@@ -210,7 +210,7 @@ def test_buffer_of_another_unit_or_session_is_rejected(connected: ConnectedUnit)
     server, gradient_buffer = connected.server, connected.open_gradient_buffer()
     with ConnectedUnit(unit(server, layout_of("other", a=((60_000,), "float32")), index=1)) as other:
         error = error_of(
-            lambda: other.reduce(gradient_buffer.gradient_buffer_id, transport_id=connected.transport._session)
+            lambda: other.reduce(gradient_buffer.gradient_buffer_id, transport_id=connected.transport.session_id)
         )
         assert isinstance(error, InvalidRequestError)
         assert "belongs to unit 'u' of run 'r', not to unit 'other'" in str(error)
@@ -222,11 +222,11 @@ def test_requests_for_another_run_are_rejected(connected: ConnectedUnit) -> None
     with ConnectedUnit(unit(connected.server, run="other")) as other:
         for use in (
             lambda: connected.open_gradient_buffer(run="other", run_id="id-of-other"),
-            lambda: other.reduce(1, transport_id=connected.transport._session),
+            lambda: other.reduce(1, transport_id=connected.transport.session_id),
             lambda: connected.server.call(
                 "LocateShard",
                 shard_pb2.LocateShardRequest(
-                    run="other", run_id="id-of-other", unit="u", transport_id=connected.transport._session
+                    run="other", run_id="id-of-other", unit="u", transport_id=connected.transport.session_id
                 ),
             ),
         ):
@@ -311,9 +311,9 @@ def test_sessions_share_one_proof_file_removed_with_the_last(connected: Connecte
 
 def test_client_that_cannot_read_the_servers_files_uses_no_session(connected: ConnectedUnit) -> None:
     """Such as one on another host, or of another user: it gets the answer of OpenTransport, but not the nonce."""
-    answer, proof = connected.transport._rpc.answer, connected.transport._rpc.answer.shm.proof
+    answer, proof = connected.transport.session.answer, connected.transport.session.answer.shm.proof
     used_bytes = connected.server.evaluate(lambda: connected.server.store.memory.used_bytes)
-    name, _, nonce = connected.transport._session.partition(".")
+    name, _, nonce = connected.transport.session_id.partition(".")
     assert (name, len(bytes.fromhex(nonce))) == (answer.transport_id, NONCE_BYTES)
     assert bytes.fromhex(nonce) not in answer.SerializeToString()
     for guess in (name, f"{name}.", f"{name}.{proof[:NONCE_BYTES].hex()}", f"{name}.{nonce[:-1]}", f".{nonce}"):
@@ -391,7 +391,9 @@ def test_control_connection_survives_rejections_and_serves_its_own_run_only(serv
         assert type(error_of(lambda: connected.reduce(99))) is ConflictError
         context = other.one.context(0, 1)
         error = error_of(
-            lambda: connected.reduce(theirs.gradient_buffer_id, transport_id=other.transport._session, context=context)
+            lambda: connected.reduce(
+                theirs.gradient_buffer_id, transport_id=other.transport.session_id, context=context
+            )
         )
         assert type(error) is AccessError
         assert (

@@ -163,7 +163,7 @@ def test_trainers_with_one_and_two_ranks_share_a_server(server: ShardServer) -> 
     one = unit(server, dp=3)
     with ExitStack() as stack:
         first, second = (stack.enter_context(ConnectedUnit(one)) for _ in range(2))
-        assert first.transport._session != second.transport._session
+        assert first.transport.session_id != second.transport.session_id
         for step in range(2):
             first.push(one.filled(1.0), step=step, rank=0)
             second.push(one.filled(2.0), step=step, rank=1)

@@ -396,12 +396,12 @@ def test_invalid_reads_and_stages_are_rejected(server: ShardServer) -> None:
         assert isinstance(transport, ShmTransport)
         wrong = shard_pb2.OpenStagingBufferRequest(
             partition=shard_pb2.ReadPartitionRequest(context=one.context(1), unit="u", stop_bytes=4096),
-            transport_id=transport._session,
+            transport_id=transport.session_id,
         )
         assert isinstance(error_of(lambda: server.call("OpenStagingBuffer", wrong)), InvalidRequestError)
         unknown = shard_pb2.StageStagingBufferRequest(
             header=shard_pb2.StagePartitionHeader(context=one.context(1), unit="u", stop_bytes=one.size),
-            transport_id=transport._session,
+            transport_id=transport.session_id,
             staging_buffer_id=999,
         )
         error = error_of(lambda: server.call("StageStagingBuffer", unknown))

@@ -277,7 +277,7 @@ def test_broken_transport_is_reopened(single: str, transports: str, when: str) -
                 if when == "after the backward":
                     model(tokens).backward()
                 broken.append(server.transport)
-                broken[-1]._rpc._call.cancel()  # simulates a lost connection
+                broken[-1].session.cut()  # simulates a lost connection
                 if when == "before the forward":
                     model(tokens).backward()
             optimizer.step()

@@ -18,7 +18,7 @@ import grpc.aio
 import torch
 
 from shardwell.transport.base import into
-from shardwell.transport.grpc_transport import ShardClient
+from shardwell.transport.grpc_transport import GrpcTransport, ShardClient
 from shardwell_server.serving.limits import grpc_port
 from shardwell_server.serving.rpc import add_service
 from shardwell_server.shard.memory.mapped_memory import SharedMemory
@@ -388,7 +388,7 @@ class OneUnit:
 
     def gather(self, version: int | None = None, *, timeout_s: float = 20.0) -> tuple[int, list[torch.Tensor]]:
         flat = torch.empty(self.size, dtype=torch.uint8)
-        got = self.server.client.fetch_stream(
+        got = GrpcTransport(self.server.client).fetch_stream(
             self.gather_request(version),
             into(chunk_streams.memory_at(flat.data_ptr(), self.size)),
             timeout_s=timeout_s,

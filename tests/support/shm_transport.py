@@ -85,7 +85,7 @@ class ConnectedUnit:
             "run": identity.name,
             "run_id": identity.run_id,
             "unit": self.one.layout.unit,
-            "transport_id": self.transport._session,
+            "transport_id": self.transport.session_id,
         }
         answer: shard_pb2.OpenGradientBufferResponse = self.server.call(
             "OpenGradientBuffer", shard_pb2.OpenGradientBufferRequest(**{**fields, **changes})
@@ -97,7 +97,7 @@ class ConnectedUnit:
     ) -> shard_pb2.ReduceGradientBufferResponse:
         request = shard_pb2.ReduceGradientBufferRequest(
             header=self.header(**changes),
-            transport_id=self.transport._session if transport_id is None else transport_id,
+            transport_id=self.transport.session_id if transport_id is None else transport_id,
             gradient_buffer_id=gradient_buffer,
         )
         return self._control(request)
@@ -105,7 +105,7 @@ class ConnectedUnit:
     def gradient_buffers(self) -> list[SharedGradientBuffer]:
         """Returns the server's gradient buffers of the session."""
         return self.server.evaluate(
-            lambda: list(self.server.shm._open[self.transport._session]._gradient_buffers.values())
+            lambda: list(self.server.shm._open[self.transport.session_id]._gradient_buffers.values())
         )
 
 

@@ -5,16 +5,11 @@ A message costs each side about as much time as the bytes of several small units
 batch is full, until somebody waits for them, or until the next push finds them older than ``_MAX_AGE_S``. A thread
 starts with a full batch: a push by itself wakes none.
 
-Note: [Rejected fetches]
-    A batch is requested once. Each fetch that it does not complete is fetched by itself, with the retries, the
-    explanations and the moves that a single fetch has. These may take as long as the session waits for a server, so
-    they delay neither the other fetches of the batch nor each other.
-
-Note: [Rejected pushes]
-    A batch is sent once. If it fails, or the server rejects some of its parts, each of these parts is pushed by itself,
-    with the retries, the explanations and the moves that a single push has. These may take as long as the session waits
-    for a server, so they delay neither the other results of the batch nor each other. Only parts with the same key are
-    pushed in order, and all of them before the next batch.
+Note: [Rejected transfers]
+    A batch is sent once. Each fetch that it does not complete, and each part that the server rejects or does not
+    answer, is transferred by itself, with the retries, the explanations and the moves that a single transfer has. These
+    may take as long as the session waits for a server, so they delay neither the other results of the batch nor each
+    other. Only pushes with the same key are made in order, and all of them before the next batch of pushes.
 """
 
 from __future__ import annotations
@@ -22,15 +17,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from contextlib import suppress
 from itertools import islice
-from typing import TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 from shardwell.data_plane.shard import ShardFetch, ShardPush
-from shardwell.data_plane.transfers import closed_error
+from shardwell.data_plane.transfers import DaemonThreads, closed_error
 from shardwell_wire.errors import ShardwellError
 
 logger = logging.getLogger(__name__)
@@ -85,7 +81,7 @@ def take_batch(waiting: deque[Transfer], ready_count: int, *, max_count: int, us
     return batch
 
 
-def run_all(tasks: deque[Task], run: Callable[[Task], None], threads: Executor, max_threads: int) -> None:
+def run_all(tasks: deque[Task], run: Callable[[Task], None], threads: DaemonThreads, max_threads: int) -> None:
     """Runs tasks in this thread and in others. Returns when all have ended.
 
     Args:
@@ -113,80 +109,129 @@ def run_all(tasks: deque[Task], run: Callable[[Task], None], threads: Executor, 
             helper.result()
 
 
-class FetchBatches:
-    """The small fetches from one server, in order. Thread-safe.
+class _Batches(ABC, Generic[Transfer]):
+    """The small transfers of one server that share messages, in order. Thread-safe.
 
     Args:
-        threads: Run the fetches. They must start calls in the order in which they are submitted.
-        send: Requests fetches in one message. Calls its second argument with the position and the version of each shard
-            as soon as it has arrived. See Note: [Rejected fetches].
+        threads: Run the transfers. They must start calls in the order in which they are submitted.
         max_in_flight: Limit of messages in flight.
     """
 
-    def __init__(
-        self,
-        threads: Executor,
-        send: Callable[[Sequence[ShardFetch], Callable[[int, int], None]], None],
-        *,
-        max_in_flight: int,
-    ) -> None:
-        self._threads, self._send_message, self._max_in_flight = threads, send, max_in_flight
+    max_count: ClassVar[int]
+    """Most transfers of a message."""
+    usual_bytes: ClassVar[int]
+    """Usual size of a message's values; see ``take_batch``."""
+
+    def __init__(self, threads: DaemonThreads, max_in_flight: int) -> None:
+        self._threads, self._max_in_flight = threads, max_in_flight
         self._lock = threading.Lock()
         """Protects the next fields."""
-        self._waiting: deque[ShardFetch] = deque()
+        self._waiting: deque[Transfer] = deque()
         self._ready_count = self._in_flight = 0
-        """Fetches at the front of the queue that were flushed, and messages in flight."""
+        """Transfers at the front of the queue that are not held back, and messages in flight."""
         self._closed = False
 
-    def add(self, fetch: ShardFetch) -> None:
-        """Adds a fetch, which waits for ``flush``. Raises UnavailableError if the session was closed."""
+    def add(self, transfer: Transfer) -> None:
+        """Adds a transfer, which may wait for ``flush``. Raises UnavailableError if the session was closed."""
         with self._lock:
             if self._closed:
                 raise closed_error()
-            self._waiting.append(fetch)
+            self._waiting.append(transfer)
+            if self._is_full(transfer):
+                self._start()
 
     def flush(self) -> None:
-        """Starts the fetches that wait."""
-        if not self._waiting:
-            return
-        with self._lock:
-            self._ready_count = len(self._waiting)
-            if self._ready_count and self._in_flight < self._max_in_flight:
-                self._threads.submit(self._run)
-                self._in_flight += 1
+        """Starts the transfers that are held back."""
+        if self._waiting:
+            with self._lock:
+                self._start()
 
     def close(self) -> None:
-        """Fails the fetches that wait, and those in flight that would have to be fetched again."""
+        """Fails the transfers that wait, and those in flight that would have to be repeated."""
         with self._lock:
             self._closed = True
             waiting = list(self._waiting)
             self._waiting.clear()
             self._ready_count = 0
-        for fetch in waiting:
-            fetch.end(0, closed_error())
+        for transfer in waiting:
+            self._end(transfer, 0, closed_error())
+
+    @abstractmethod
+    def _is_full(self, transfer: Transfer) -> bool:
+        """Whether the transfers that are held back are sent without a flush. ``transfer`` is the last of them."""
+
+    @abstractmethod
+    def _send(self, batch: Sequence[Transfer]) -> None:
+        """Sends a batch of several transfers in one message, once. All have ended when the method returns."""
+
+    @abstractmethod
+    def _end(self, transfer: Transfer, result: int, error: BaseException | None = None) -> None:
+        """Reports the end of a transfer."""
+
+    def _start(self) -> None:
+        """Starts the transfers that wait. The lock must be held."""
+        self._ready_count = len(self._waiting)
+        if self._ready_count and self._in_flight < self._max_in_flight:
+            self._threads.start(self._run)
+            self._in_flight += 1
 
     def _run(self) -> None:
         while batch := self._next_batch():
-            if len(batch) == 1:
-                self._fetch_alone(batch[0])
-            elif left := self._send(batch):
-                alone = max(1, _MAX_ALONE // self._max_in_flight)
-                run_all(deque(left), self._fetch_alone, self._threads, alone)
+            if len(batch) > 1:
+                self._send(batch)
+            else:
+                self._run_alone(batch[0])
 
-    def _next_batch(self) -> list[ShardFetch]:
+    def _next_batch(self) -> list[Transfer]:
         with self._lock:
-            batch = take_batch(self._waiting, self._ready_count, max_count=_MAX_FETCHES, usual_bytes=_USUAL_FETCH_BYTES)
+            batch = take_batch(self._waiting, self._ready_count, max_count=self.max_count, usual_bytes=self.usual_bytes)
             self._ready_count -= len(batch)
             if not batch:
                 self._in_flight -= 1
             elif self._ready_count and self._in_flight < self._max_in_flight:
                 with suppress(RuntimeError):  # the threads were shut down
-                    self._threads.submit(self._run)
+                    self._threads.start(self._run)
                     self._in_flight += 1
             return batch
 
-    def _send(self, batch: Sequence[ShardFetch]) -> list[ShardFetch]:
-        """Requests a batch; returns the fetches that have not ended."""
+    def _run_alone(self, transfer: Transfer) -> None:
+        """Runs a transfer by itself. See Note: [Rejected transfers]."""
+        try:
+            if self._closed:
+                raise closed_error()
+            result = transfer() or 0  # type: ignore[func-returns-value]  # a push has no result
+        except BaseException as error:
+            self._end(transfer, 0, error)
+        else:
+            self._end(transfer, result)
+
+
+class FetchBatches(_Batches[ShardFetch]):
+    """The small fetches from one server, in order. Thread-safe.
+
+    Args:
+        threads: See ``_Batches``.
+        send: Requests fetches in one message. Calls its second argument with the position and the version of each shard
+            as soon as it has arrived. See Note: [Rejected transfers].
+        max_in_flight: See ``_Batches``.
+    """
+
+    max_count, usual_bytes = _MAX_FETCHES, _USUAL_FETCH_BYTES
+
+    def __init__(
+        self,
+        threads: DaemonThreads,
+        send: Callable[[Sequence[ShardFetch], Callable[[int, int], None]], None],
+        *,
+        max_in_flight: int,
+    ) -> None:
+        super().__init__(threads, max_in_flight)
+        self._send_message = send
+
+    def _is_full(self, transfer: ShardFetch) -> bool:
+        return False
+
+    def _send(self, batch: Sequence[ShardFetch]) -> None:
         left = dict(enumerate(batch))
 
         def arrived(number: int, version: int) -> None:
@@ -197,105 +242,50 @@ class FetchBatches:
         except Exception as error:  # the fetches must end in any case
             defect = None if isinstance(error, ShardwellError | OSError) else error
             logger.info("%d of %d fetches are made one by one: %s", len(left), len(batch), error, exc_info=defect)
-        return list(left.values())
+        if left:
+            alone = max(1, _MAX_ALONE // self._max_in_flight)
+            run_all(deque(left.values()), self._run_alone, self._threads, alone)
 
-    def _fetch_alone(self, fetch: ShardFetch) -> None:
-        """See Note: [Rejected fetches]."""
-        try:
-            if self._closed:
-                raise closed_error()
-            version = fetch()
-        except BaseException as error:
-            fetch.end(0, error)
-        else:
-            fetch.end(version)
+    def _end(self, transfer: ShardFetch, result: int, error: BaseException | None = None) -> None:
+        transfer.end(result, error)
 
 
-class PushBatches:
+class PushBatches(_Batches[ShardPush]):
     """The small pushes to one server, in order. Thread-safe.
 
     Args:
-        threads: Run the pushes. They must start calls in the order in which they are submitted.
+        threads: See ``_Batches``.
         send: Sends pushes in one message; returns for each whether it was accepted.
         ended: Called in any thread with pushes that have ended.
     """
 
+    max_count, usual_bytes = _MAX_PARTS, _USUAL_PUSH_BYTES
+
     def __init__(
         self,
-        threads: Executor,
+        threads: DaemonThreads,
         send: Callable[[Sequence[ShardPush]], Sequence[bool]],
         ended: Callable[[Sequence[ShardPush]], None],
     ) -> None:
-        self._threads, self._send_message, self._ended = threads, send, ended
-        self._lock = threading.Lock()
-        """Protects the next fields."""
-        self._waiting: deque[ShardPush] = deque()
-        self._ready_count = self._held_bytes = 0
-        """Pushes at the front of the queue that are not held back, and bytes of the others."""
-        self._oldest_s = 0.0
-        """When the first push that is held back was added."""
-        self._is_sending = self._closed = False
+        super().__init__(threads, max_in_flight=1)
+        self._send_message, self._ended = send, ended
+        self._held_bytes, self._oldest_s = 0, 0.0
+        """Bytes of the pushes that are held back, and when the first of them was added."""
 
-    def add(self, push: ShardPush) -> None:
-        """Adds a push to the present batch. Raises UnavailableError if the session was closed."""
-        with self._lock:
-            if self._closed:
-                raise closed_error()
-            self._waiting.append(push)
-            self._held_bytes += push.size_bytes
-            held_count, now = len(self._waiting) - self._ready_count, time.monotonic()
-            if held_count == 1:
-                self._oldest_s = now
-            if self._held_bytes >= _FULL_BYTES or held_count >= _MAX_PARTS or now - self._oldest_s > _MAX_AGE_S:
-                self._start()
+    def _is_full(self, transfer: ShardPush) -> bool:
+        held_count, now = len(self._waiting) - self._ready_count, time.monotonic()
+        if held_count == 1:
+            self._held_bytes, self._oldest_s = 0, now
+        self._held_bytes += transfer.size_bytes
+        return self._held_bytes >= _FULL_BYTES or held_count >= _MAX_PARTS or now - self._oldest_s > _MAX_AGE_S
 
-    def flush(self) -> None:
-        """Starts the pushes that are held back."""
-        if self._waiting:
-            with self._lock:
-                self._start()
-
-    def close(self) -> None:
-        """Fails the waiting pushes, and the parts of the batch in flight that would have to be pushed again."""
-        with self._lock:
-            self._closed = True
-            waiting = list(self._waiting)
-            self._waiting.clear()
-            self._ready_count = 0
-        for push in waiting:
-            push.error = closed_error()
-        self._ended(waiting)
-
-    def _start(self) -> None:
-        self._ready_count, self._held_bytes = len(self._waiting), 0
-        if self._ready_count and not self._is_sending:
-            self._threads.submit(self._run)
-            self._is_sending = True
-
-    def _run(self) -> None:
-        while batch := self._next_batch():
-            if len(batch) > 1:
-                self._finish(batch, self._send(batch))
-            else:
-                self._push_alone(batch[0])
-
-    def _next_batch(self) -> list[ShardPush]:
-        with self._lock:
-            batch = take_batch(self._waiting, self._ready_count, max_count=_MAX_PARTS, usual_bytes=_USUAL_PUSH_BYTES)
-            self._ready_count -= len(batch)
-            self._is_sending = bool(batch)
-            return batch
-
-    def _send(self, batch: Sequence[ShardPush]) -> Sequence[bool]:
+    def _send(self, batch: Sequence[ShardPush]) -> None:
+        accepted: Sequence[bool] = [False] * len(batch)
         try:
-            return self._send_message(batch)
+            accepted = self._send_message(batch)
         except Exception as error:  # the pushes must be reported in any case
             defect = None if isinstance(error, ShardwellError | OSError) else error
             logger.info("%d parts of a batch are pushed one by one: %s", len(batch), error, exc_info=defect)
-            return [False] * len(batch)
-
-    def _finish(self, batch: Sequence[ShardPush], accepted: Sequence[bool]) -> None:
-        """Reports the pushes of a batch. See Note: [Rejected pushes]."""
         rejected = dict[tuple[int, int], list[ShardPush]]()
         ended = list[ShardPush]()
         for push, is_accepted in zip(batch, accepted, strict=True):
@@ -309,13 +299,8 @@ class PushBatches:
 
     def _push_in_order(self, pushes: Sequence[ShardPush]) -> None:
         for push in pushes:
-            self._push_alone(push)
+            self._run_alone(push)
 
-    def _push_alone(self, push: ShardPush) -> None:
-        try:
-            if self._closed:
-                raise closed_error()
-            push()
-        except BaseException as error:
-            push.error = error
-        self._ended([push])
+    def _end(self, transfer: ShardPush, result: int, error: BaseException | None = None) -> None:
+        transfer.error = error
+        self._ended([transfer])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
@@ -51,8 +51,11 @@ class Gather(Future[int]):
     def result(self, timeout: float | None = None) -> int:
         if self.done():
             return super().result()
-        with self._stats.waiting_for_gather():
+        started = time.perf_counter()
+        try:
             return super().result(timeout)
+        finally:
+            self._stats.add_gather_wait(started)
 
     def finish_as(self, other: Future[int]) -> None:
         """Takes the outcome of another gather that is done."""
@@ -135,7 +138,8 @@ class Fetches:
                 yield
             finally:
                 self._collects = False
-                self._flush()
+                if self._batches:
+                    self._flush()
 
     def _flush(self) -> None:
         for batches in list(self._batches.values()):  # another thread may add one
@@ -164,14 +168,15 @@ class Fetches:
         self.stats.gather_count += 1
         if layout is None or layout == unit.layout:
             self.stats.gathered_bytes += unit.layout.size_bytes
-            return self._fetch_shards(
-                unit,
-                lambda shard: shard.prepare_fetch(version, target[shard.start_bytes : shard.stop_bytes], exact=exact),
-                alternative,
-            )
-        assert not exact
-        self.stats.gathered_bytes += layout.size_bytes
-        return self._fetch_shards(unit, lambda shard: shard.prepare_fetch_cast(version, layout, target), alternative)
+            fetches: list[Callable[[NearlyDone], int]] = [
+                shard.prepare_fetch(version, target[shard.start_bytes : shard.stop_bytes], exact=exact)
+                for shard in unit.shards
+            ]
+        else:
+            assert not exact
+            self.stats.gathered_bytes += layout.size_bytes
+            fetches = [shard.prepare_fetch_cast(version, layout, target) for shard in unit.shards]
+        return self._fetch_shards(unit, fetches, alternative)
 
     def run(self, action: Callable[[], int]) -> Future[int]:
         """Runs an action in a fetch thread."""
@@ -203,7 +208,7 @@ class Fetches:
         in_place = partial(wait_in_place, unit, version, self.stats)
         if all(shard.cached is None for shard in unit.shards):
             return in_place
-        cached = self._fetch_shards(unit, lambda shard: partial(_await_version, shard, version))
+        cached = self._fetch_shards(unit, [partial(_await_version, shard, version) for shard in unit.shards])
 
         def both() -> int:
             cached.result()
@@ -226,42 +231,40 @@ class Fetches:
     def _fetch_shards(
         self,
         unit: RemoteUnit,
-        work_of: Callable[[RemoteShard], Callable[[NearlyDone], int]],
+        fetches: Sequence[Callable[[NearlyDone], int]],
         alternative: Alternative | None = None,
     ) -> Future[int]:
+        """Starts to fetch all shards of a unit, each by one of the fetches."""
         with uninterrupted:
-            whole, started_count = _UnitGather(len(unit.shards), self.stats, alternative), 0
+            whole, started_count = _UnitGather(len(fetches), self.stats, alternative), 0
             try:
-                for shard in unit.shards:
-                    self._start(shard, work_of(shard), whole)
+                for shard, fetch in zip(unit.shards, fetches, strict=True):
+                    size_bytes, limit_bytes = shard.stop_bytes - shard.start_bytes, self._max_batched_bytes
+                    is_small = limit_bytes is not None and 0 < size_bytes <= limit_bytes
+                    if is_small and isinstance(fetch, ShardFetch) and fetch.may_be_batched:
+                        fetch.end = whole.end_shard
+                        self._batches_of(shard.owner.server).add(fetch)
+                    else:
+                        future = self._queues[shard.owner.server].submit(size_bytes, fetch)
+                        future.add_done_callback(whole.end_shard_as)
                     started_count += 1
             except BaseException as error:
                 self._flush()
-                for _ in unit.shards[started_count:]:
+                for _ in fetches[started_count:]:
                     whole.end_shard(0, error)
                 wait([whole])  # without a future, the caller may reuse the target at once
                 raise
-            if not self._collects:
+            if self._batches and not self._collects:
                 self._flush()
             return whole
 
-    def _start(self, shard: RemoteShard, fetch: Callable[[NearlyDone], int], whole: _UnitGather) -> None:
-        server, size_bytes, limit_bytes = (
-            shard.owner.server,
-            shard.stop_bytes - shard.start_bytes,
-            self._max_batched_bytes,
-        )
-        is_small = limit_bytes is not None and 0 < size_bytes <= limit_bytes
-        if not is_small or not isinstance(fetch, ShardFetch) or not fetch.may_be_batched:
-            self._queues[server].submit(size_bytes, fetch).add_done_callback(whole.end_shard_as)
-            return
+    def _batches_of(self, server: ServerConnection) -> FetchBatches:
         batches = self._batches.get(server)
         if batches is None:
             batches = self._batches[server] = FetchBatches(
                 self._threads, partial(fetch_together, server), max_in_flight=_MAX_BATCHES
             )
-        fetch.end = whole.end_shard
-        batches.add(fetch)
+        return batches
 
 
 def _await_version(shard: RemoteShard, version: int, _: NearlyDone) -> int:
@@ -287,8 +290,11 @@ def wait_in_place(unit: RemoteUnit, version: int, stats: TrafficStats) -> int:
         VersionGoneError: A later version has replaced it.
         DeadlineError: The servers have the version, but the memory does not show it.
     """
-    with stats.waiting_for_gather():
+    started = time.perf_counter()
+    try:
         return _poll(unit, version)
+    finally:
+        stats.add_gather_wait(started)
 
 
 def _poll(unit: RemoteUnit, version: int) -> int:

@@ -56,7 +56,8 @@ class FlatGradients:
     def stream(self) -> AbstractContextManager[Sequence[memoryview]]:
         if self.wire_dtype != AS_STORED:
             return self._encoding()
-        return nullcontext([_memory_in(self.flats[at.parameter_index], at) for at in self.plans.segments(self.indices)])
+        segments = self.plans.segments(self.indices)
+        return nullcontext([_memory_in(self.flats[at.parameter_index], at) for at in segments])
 
     @contextmanager
     def _encoding(self) -> Iterator[Sequence[memoryview]]:

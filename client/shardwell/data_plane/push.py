@@ -27,46 +27,36 @@ Excuse = Callable[[BaseException], bool]
 
 
 class Held:
-    """Gradients that count as in flight."""
+    """Gradients that may count as in flight; see ``PushesInFlight.hold``."""
 
-    __slots__ = ("_pushes", "active", "size_bytes")
+    __slots__ = ("held_bytes", "is_held")
 
-    def __init__(self, pushes: PushesInFlight, size_bytes: int) -> None:
-        self._pushes, self.size_bytes, self.active = pushes, size_bytes, True
-
-    def grow(self, size_bytes: int) -> None:
-        """Counts more bytes, without a wait. Has no effect after ``release``."""
-        self._pushes.grow(self, size_bytes)
-
-    def release(self) -> None:
-        """Called in any thread when the gradients are pushed or dropped. Harmless to repeat."""
-        self._pushes.release([self])
+    def __init__(self) -> None:
+        self.held_bytes, self.is_held = 0, False
 
 
-class UnitPush:
+class UnitPush(Held):
     """A push of one part of a contribution, until all shards have it.
 
     Args:
         excuse: See ``Pushes.push``.
-        held: Released when the push has ended, if it is given.
+        size_bytes: Size of the gradients.
         when_pushed: Called when the push has ended.
         route: See ``Pushes.push``.
-        size_bytes: Size of the gradients.
     """
 
-    __slots__ = ("excuse", "held", "missing", "route", "size_bytes", "started_s", "when_pushed")
+    __slots__ = ("excuse", "missing", "route", "size_bytes", "started_s", "when_pushed")
 
     def __init__(
         self,
         excuse: Excuse,
         size_bytes: int,
         *,
-        held: Held | None = None,
         when_pushed: Callable[[], None] | None = None,
         route: str | None = None,
     ) -> None:
-        self.excuse, self.size_bytes, self.held = excuse, size_bytes, held
-        self.when_pushed, self.route = when_pushed, route
+        self.held_bytes, self.is_held = 0, False
+        self.excuse, self.size_bytes, self.when_pushed, self.route = excuse, size_bytes, when_pushed, route
         self.missing = 0
         """Shards that do not have their part yet."""
         self.started_s = time.perf_counter() if route is not None else 0.0
@@ -86,20 +76,17 @@ class PushesInFlight:
         self._lock = threading.Lock()
         """Protects the next fields."""
         self._changed = threading.Condition(self._lock)
-        self._bytes_in_flight, self._pushes_in_flight, self._waiter_count = 0, 0, 0
+        self._bytes_in_flight, self._pushes_in_flight = 0, 0
+        self.waiter_count = 0
+        """Threads that wait for pushes. Meanwhile no push waits for others."""
         self._error: BaseException | None = None
         self._ordered_count = 0
         """Parts that wait for the part before them."""
 
-    @property
-    def are_awaited(self) -> bool:
-        """True while a thread waits for pushes: then no push waits for others."""
-        return bool(self._waiter_count)
-
     # ---- room and errors ----
 
-    def hold(self, size_bytes: int) -> Held:
-        """Waits until the limit of bytes in flight admits the gradients, and adds their bytes.
+    def hold(self, held: Held, size_bytes: int) -> None:
+        """Waits until the limit of bytes in flight admits gradients, and adds their bytes until ``release``.
 
         Call it within ``uninterrupted``.
         """
@@ -108,7 +95,8 @@ class PushesInFlight:
                 if not self._bytes_in_flight or self._has_room(size_bytes):
                     self._bytes_in_flight += size_bytes
                     self._pushes_in_flight += 1
-                    return Held(self, size_bytes)
+                    held.held_bytes, held.is_held = size_bytes, True
+                    return
             self._wait_for(lambda: self._has_room(size_bytes))
 
     def _has_room(self, size_bytes: int) -> bool:
@@ -116,23 +104,23 @@ class PushesInFlight:
         return not self._bytes_in_flight or self._bytes_in_flight + size_bytes <= self._push_limit
 
     def grow(self, held: Held, size_bytes: int) -> None:
-        """See ``Held.grow``."""
+        """Counts more bytes, without a wait. Has no effect after ``release``."""
         with self._lock:
-            if held.active:
-                held.size_bytes += size_bytes
+            if held.is_held:
+                held.held_bytes += size_bytes
                 self._bytes_in_flight += size_bytes
 
     def release(self, held: Iterable[Held]) -> None:
-        """See ``Held.release``."""
+        """Called in any thread when gradients are pushed or dropped. Harmless to repeat."""
         with self._lock:
             freed_bytes = 0
             for each in held:
-                if each.active:
-                    each.active = False
-                    freed_bytes += each.size_bytes
+                if each.is_held:
+                    each.is_held = False
+                    freed_bytes += each.held_bytes
                     self._pushes_in_flight -= 1
             self._bytes_in_flight -= freed_bytes
-            if self._waiter_count and (freed_bytes or not self._pushes_in_flight):
+            if self.waiter_count and (freed_bytes or not self._pushes_in_flight):
                 self._changed.notify_all()
 
     def wait(self) -> None:
@@ -141,16 +129,18 @@ class PushesInFlight:
 
     def _wait_for(self, is_true: Callable[[], bool]) -> None:
         """Waits for the end of pushes. Meanwhile no push waits for others."""
-        with self._stats.waiting_for_push(), uninterrupted:
+        started = time.perf_counter()
+        with uninterrupted:
             with self._lock:
-                self._waiter_count += 1
+                self.waiter_count += 1
             try:
                 self._flush()
                 with self._changed:
                     uninterrupted.wait_for(self._changed, is_true)
             finally:
                 with self._lock:
-                    self._waiter_count -= 1
+                    self.waiter_count -= 1
+                self._stats.push_wait_s += time.perf_counter() - started
 
     def fail(self, error: BaseException) -> None:
         """Makes the next ``raise_error`` raise an error. Called in any thread."""
@@ -181,7 +171,7 @@ class PushesInFlight:
         with self._lock:
             self._error = self._error or error
             for part in parts:
-                part.end()
+                part.done, part.prepared, part.prepare = True, None, None  # the gradients are not needed any more
                 part.of.missing -= 1
                 if not part.of.missing:
                     ended.append(part.of)
@@ -210,7 +200,7 @@ class PushesInFlight:
                     when_pushed()
                 except Exception as error:
                     self.fail(error)
-        self.release([push.held for push in ended if push.held is not None])
+        self.release(ended)
 
     def await_part(self, part: ShardPush) -> None:
         """Waits until a part has ended. Raises its error."""
@@ -330,10 +320,10 @@ class Pushes:
         size = push.size_bytes if held_bytes is None else held_bytes
         copies = copies and _copies_all(unit)
         with uninterrupted:
-            push.held = self._in_flight.hold(0 if copies else size)
+            self._in_flight.hold(push, 0 if copies else size)
             self._start(unit, prepare, push)
             if copies and not _copies_all(unit):  # a server had no memory for a copy
-                push.held.grow(size)
+                self._in_flight.grow(push, size)
 
     def start_copies(
         self, gradients: Sequence[tuple[int, torch.Tensor]]
@@ -354,7 +344,8 @@ class Pushes:
             A function to call in any thread when the gradients are pushed or dropped. Harmless to repeat.
         """
         with uninterrupted:
-            return self._in_flight.hold(size_bytes).release
+            self._in_flight.hold(held := Held(), size_bytes)
+        return lambda: self._in_flight.release([held])
 
     def push_held(
         self,
@@ -436,7 +427,7 @@ class Pushes:
             finally:
                 if started_count < count or not count:  # wait only for the parts that were started
                     self._in_flight.count_ended(push, count - started_count)
-            if self._in_flight.are_awaited:
+            if self._in_flight.waiter_count:
                 self._flush()
 
     def _submit(self, part: ShardPush) -> None:
@@ -451,9 +442,11 @@ class Pushes:
                 batches.add(part)
                 self._last_part[key] = part
                 return
-        self._flush()  # the push may wait for one of them
+        if self._batches:
+            self._flush()  # the push may wait for one of them
         streamed_bytes = 0 if server.copies_gradients else part.size_bytes
-        future = self._queue_of(server).submit(streamed_bytes, partial(self._send, part, previous))
+        queue = self._queues.get(server) or self._open_queue(server)
+        future = queue.submit(streamed_bytes, partial(self._send, part, previous))
         self._last_part[key] = part
         future.add_done_callback(partial(self._end_alone, part))
 
@@ -464,12 +457,11 @@ class Pushes:
             batches = self._batches[server] = PushBatches(self._threads, push_together, self._in_flight.end)
         return batches
 
-    def _queue_of(self, server: ServerConnection) -> TransferQueue[None]:
-        """Returns the queue of pushes that are sent by themselves."""
-        if (queue := self._queues.get(server)) is None:
-            with self._opening:
-                self._check_open()
-                queue = self._queues[server] = TransferQueue(self._threads)
+    def _open_queue(self, server: ServerConnection) -> TransferQueue[None]:
+        """Returns the queue of pushes to a server that are sent by themselves."""
+        with self._opening:
+            self._check_open()
+            queue = self._queues[server] = TransferQueue(self._threads)
         return queue
 
     def _check_open(self) -> None:

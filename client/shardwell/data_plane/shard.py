@@ -181,12 +181,26 @@ class ShardPush:
         stream_bytes: Size of the part in a stream. 0: the part is in memory of the server.
     """
 
-    __slots__ = ("batches", "done", "error", "key", "of", "prepare", "prepared", "server", "shard", "stream_bytes")
+    __slots__ = (
+        "batches",
+        "done",
+        "error",
+        "key",
+        "of",
+        "prepare",
+        "prepared",
+        "server",
+        "shard",
+        "size_bytes",
+        "stream_bytes",
+    )
 
     def __init__(
         self, shard: RemoteShard, server: ServerConnection, prepared: PreparedPush | None, stream_bytes: int
     ) -> None:
         self.shard, self.server, self.prepared, self.stream_bytes = shard, server, prepared, stream_bytes
+        self.size_bytes = shard.stop_bytes - shard.start_bytes
+        """Size of the shard."""
         self.prepare: Callable[[], PreparedPush] | None = None
         # ---- set by ``Pushes``, which queues the push ----
         self.of: Any = None
@@ -200,22 +214,17 @@ class ShardPush:
         self.error: BaseException | None = None
         """Why the push failed. Set before it is reported as ended."""
 
-    @property
-    def size_bytes(self) -> int:
-        """Size of the shard."""
-        return self.shard.stop_bytes - self.shard.start_bytes
-
     def __call__(self, nearly_done: NearlyDone = ignore) -> None:
         """Pushes the part by itself, to the present owner of the shard."""
-        prepared = self.prepared or self.require_prepared()
-        if fault_points.are_armed():
+        prepared, has_faults = self.prepared or self.require_prepared(), fault_points.are_armed()
+        if has_faults:
             fault_points.reach("client.push.before", **details(prepared))
         limit_s = self.shard.wait_limit_s
         self.shard.owner.run(
             lambda server, _: server.push(prepared, timeout_s=limit_s, nearly_done=nearly_done),
             SHARED_TRANSFER if prepared.is_shared else TRANSFER,
         )
-        if fault_points.are_armed():
+        if has_faults:
             fault_points.reach("client.push.after", **details(prepared))
 
     def require_prepared(self) -> PreparedPush:
@@ -224,10 +233,6 @@ class ShardPush:
             return self.prepared
         assert self.prepare is not None
         return self.prepare()
-
-    def end(self) -> None:
-        """Drops the gradients, because the push has ended."""
-        self.done, self.prepared, self.prepare = True, None, None
 
 
 def details(push: PreparedPush) -> dict[str, Any]:
@@ -494,7 +499,7 @@ class RemoteShard:
     def _prepare(self, header: PartHeader, indices: tuple[int, ...], part: GradientPart) -> ShardPush:
         cut, size_bytes = self._cut(indices, part.wire_dtype)
         push, server = PreparedPush(self.address, cut, header, part), self.owner.server
-        prepared = server.copy_at_once(push)
+        prepared = server.copy_at_once(push) if server.copies_gradients else push
         if prepared is None:
             server, prepared = self.owner.run(lambda server, _: (server, server.prepare_push(push)), SHARED_TRANSFER)
         if prepared.is_shared:

@@ -11,13 +11,13 @@ Note: [Order of pushes]
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]
+import logging
 import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
 from types import FrameType
@@ -26,6 +26,8 @@ from typing import Any, Generic, ParamSpec, TypeVar
 from shardwell.transport.base import NEARLY_DONE_BYTES, NearlyDone
 from shardwell.transport.route_stats import RouteStats
 from shardwell_wire.errors import UnavailableError
+
+logger = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -116,13 +118,19 @@ _MAX_ACTIVE = 2
 hosts at 200 Mbit/s a step in bf16 took 5.0 to 6.2 s with one stream and 4.6 s with two (medians of four steps)."""
 
 
-@dataclass(slots=True, eq=False)
-class _Transfer(Generic[Result]):
-    size_bytes: int
-    work: Callable[[NearlyDone], Result]
-    future: Future[Result]
-    is_active: bool = True
-    """Whether the transfer is not nearly done yet."""
+class _Transfer(Future[Result]):
+    """A transfer, and its result.
+
+    Args:
+        size_bytes: See ``TransferQueue.submit``.
+        work: See ``TransferQueue.submit``.
+    """
+
+    def __init__(self, size_bytes: int, work: Callable[[NearlyDone], Result]) -> None:
+        super().__init__()
+        self.size_bytes, self.work = size_bytes, work
+        self.is_active = False
+        """Whether the transfer has started and is not nearly done yet."""
 
 
 class TransferQueue(Generic[Result]):
@@ -135,7 +143,7 @@ class TransferQueue(Generic[Result]):
         threads: Run the transfers. They must start calls in the order in which they are submitted.
     """
 
-    def __init__(self, threads: Executor) -> None:
+    def __init__(self, threads: DaemonThreads) -> None:
         self._threads = threads
         self._waiting: deque[_Transfer[Result]] = deque()
         self._active_count = self._active_bytes = 0
@@ -149,13 +157,13 @@ class TransferQueue(Generic[Result]):
             size_bytes: Size of the transfer.
             work: Runs the transfer. Called with a ``NearlyDone`` callback.
         """
-        transfer = _Transfer(size_bytes, work, Future())
+        transfer = _Transfer(size_bytes, work)
         with self._lock:
             if self._closed:
                 raise closed_error()
             self._waiting.append(transfer)
-        self._start()
-        return transfer.future
+            self._start()
+        return transfer
 
     def close(self) -> None:
         """Fails the waiting transfers. Active transfers continue."""
@@ -164,62 +172,60 @@ class TransferQueue(Generic[Result]):
             waiting = list(self._waiting)
             self._waiting.clear()
         for transfer in waiting:
-            transfer.future.set_exception(closed_error())
+            transfer.set_exception(closed_error())
 
     def _start(self) -> None:
-        """Submits transfers while there is room. The lock keeps the order if several threads call this method."""
-        with self._lock:
-            while self._waiting and self._has_room(self._waiting[0]):
-                transfer = self._waiting.popleft()
-                self._active_count += 1
-                self._active_bytes += transfer.size_bytes
-                self._threads.submit(self._run, transfer)
-
-    def _has_room(self, transfer: _Transfer[Result]) -> bool:
-        return self._active_count < _MAX_ACTIVE or self._active_bytes + transfer.size_bytes <= NEARLY_DONE_BYTES
+        """Starts transfers while there is room. The lock, which must be held, keeps the order."""
+        while self._waiting:
+            transfer = self._waiting[0]
+            if self._active_count >= _MAX_ACTIVE and self._active_bytes + transfer.size_bytes > NEARLY_DONE_BYTES:
+                break
+            self._waiting.popleft()
+            transfer.is_active = True
+            self._active_count += 1
+            self._active_bytes += transfer.size_bytes
+            self._threads.start(partial(self._run, transfer))
 
     def _run(self, transfer: _Transfer[Result]) -> None:
-        def nearly_done() -> None:
-            if self._deactivate(transfer):
-                self._start()
-
         try:
             if self._closed:
                 raise closed_error()
-            result = transfer.work(nearly_done)
+            result = transfer.work(partial(self._make_room, transfer))
         except BaseException as error:
-            self._deactivate(transfer)
-            transfer.future.set_exception(error)
+            self._make_room(transfer)
+            transfer.set_exception(error)
         else:
-            self._deactivate(transfer)
-            transfer.future.set_result(result)
-        self._start()
+            if transfer.is_active:
+                self._make_room(transfer)
+            transfer.set_result(result)
 
-    def _deactivate(self, transfer: _Transfer[Result]) -> bool:
-        """Marks a transfer as nearly done; returns False if it was marked before."""
+    def _make_room(self, transfer: _Transfer[Result]) -> None:
+        """Starts others, because a transfer is nearly done or has ended. Harmless to repeat."""
         with self._lock:
-            if not transfer.is_active:
-                return False
-            transfer.is_active = False
-            self._active_count -= 1
-            self._active_bytes -= transfer.size_bytes
-            return True
+            if transfer.is_active:
+                transfer.is_active = False
+                self._active_count -= 1
+                self._active_bytes -= transfer.size_bytes
+                if self._waiting:
+                    self._start()
 
 
-@dataclass(slots=True, eq=False)
-class _Call:
-    future: Future[Any]
-    function: Callable[[], Any]
+class _Call(Future[Any]):
+    """A call in a background thread, and its result."""
 
-    def run(self) -> None:
-        if not self.future.set_running_or_notify_cancel():
+    def __init__(self, function: Callable[[], Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def __call__(self) -> None:
+        if not self.set_running_or_notify_cancel():
             return
         try:
-            result = self.function()
+            result = self._function()
         except BaseException as error:
-            self.future.set_exception(error)
+            self.set_exception(error)
         else:
-            self.future.set_result(result)
+            self.set_result(result)
 
 
 class DaemonThreads(Executor):
@@ -236,7 +242,7 @@ class DaemonThreads(Executor):
     def __init__(self, max_count: int, name: str) -> None:
         self._max_count, self._name = max_count, name
         self._threads: list[threading.Thread] = []
-        self._calls: deque[_Call] = deque()
+        self._calls: deque[Callable[[], None]] = deque()
         self._idle_count = 0
         self._closed = False
         self._changed = threading.Condition()
@@ -245,26 +251,30 @@ class DaemonThreads(Executor):
         self, fn: Callable[Parameters, Result], /, *args: Parameters.args, **kwargs: Parameters.kwargs
     ) -> Future[Result]:
         """See ``Executor``. Raises RuntimeError after ``shutdown``, or if not a single thread can be started."""
-        future: Future[Result] = Future()
+        call = _Call(partial(fn, *args, **kwargs))
+        self.start(call)
+        return call
+
+    def start(self, function: Callable[[], None]) -> None:
+        """Runs a function whose result nobody needs; raises as ``submit`` does."""
         with self._changed:
             if self._closed:
                 raise RuntimeError(f"the {self._name} threads were shut down")
             if len(self._calls) >= self._idle_count and len(self._threads) < self._max_count:
                 self._start_thread()
-            self._calls.append(_Call(future, partial(fn, *args, **kwargs)))
+            self._calls.append(function)
             self._changed.notify()
-        return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """See ``Executor``."""
         with self._changed:
             self._closed = True
-            cancelled = list(self._calls) if cancel_futures else []
-            if cancel_futures:
-                self._calls.clear()
+            cancelled = [call for call in self._calls if cancel_futures and isinstance(call, _Call)]
+            for call in cancelled:
+                self._calls.remove(call)
             self._changed.notify_all()
         for call in cancelled:
-            call.future.cancel()
+            call.cancel()
         if wait:
             self.join(None)
 
@@ -285,16 +295,20 @@ class DaemonThreads(Executor):
             self._threads.append(thread)
 
     def _work(self) -> None:
-        while (call := self._next_call()) is not None:
-            call.run()
+        while True:
+            with self._changed:
+                self._idle_count += 1
+                while not self._calls and not self._closed:
+                    self._changed.wait()
+                self._idle_count -= 1
+                if not self._calls:
+                    return
+                call = self._calls.popleft()
+            try:
+                call()
+            except Exception:  # other calls need the thread
+                logger.exception("a call in the background failed")
             del call  # release its arguments before waiting for the next call
-
-    def _next_call(self) -> _Call | None:
-        with self._changed:
-            self._idle_count += 1
-            self._changed.wait_for(lambda: self._calls or self._closed)
-            self._idle_count -= 1
-            return self._calls.popleft() if self._calls else None
 
 
 def closed_error() -> UnavailableError:
@@ -340,26 +354,12 @@ class TrafficStats:
         waits, self._waits = self._waits, []
         return waits
 
-    @contextmanager
-    def waiting_for_gather(self) -> Iterator[None]:
-        """Adds the time until the context ends to ``gather_wait_s``."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            ended = time.perf_counter()
-            self.gather_wait_s += ended - started
-            if ended - started >= _SHORTEST_WAIT_S and len(self._waits) < _MAX_WAITS:
-                self._waits.append((started, ended))
-
-    @contextmanager
-    def waiting_for_push(self) -> Iterator[None]:
-        """Adds the time until the context ends to ``push_wait_s``."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.push_wait_s += time.perf_counter() - started
+    def add_gather_wait(self, started: float) -> None:
+        """Counts a wait for a gather that ends now. ``started``: its start, by ``time.perf_counter``."""
+        ended = time.perf_counter()
+        self.gather_wait_s += ended - started
+        if ended - started >= _SHORTEST_WAIT_S and len(self._waits) < _MAX_WAITS:
+            self._waits.append((started, ended))
 
 
 class _Pushing:

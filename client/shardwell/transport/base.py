@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 from shardwell.transport.partition_transfers import PartitionLocation, PartitionSegment
+from shardwell.transport.service_client import StandingRpc
 from shardwell.transport.shared_vector import SharedVector
 from shardwell_wire.encoding.wire_dtypes import AS_STORED, WireDtype
 from shardwell_wire.errors import InvalidRequestError, UnavailableError
@@ -48,13 +49,13 @@ class Incoming:
 
     Args:
         memory: Memory for the whole stream.
-        use: Called with the whole stream once it is complete.
+        use: Called with the whole stream once it is complete. None: the stream stays in the memory as it is.
     """
 
     base: shard_pb2.StreamBase | None = None
     """What this trainer has of the stream. None: it accepts no deltas."""
 
-    def __init__(self, memory: memoryview, use: Callable[[memoryview], None] = lambda _: None) -> None:
+    def __init__(self, memory: memoryview, use: Callable[[memoryview], None] | None = None) -> None:
         self._memory, self._use = memory, use
         self.received_bytes = 0
         """Size of what arrives in place of the stream, or the stream."""
@@ -78,7 +79,8 @@ class Incoming:
         Raises:
             CorruptDataError: The deltas are malformed, or do not give the stream.
         """
-        self._use(self._memory)
+        if self._use is not None:
+            self._use(self._memory)
 
 
 @dataclass(slots=True, eq=False)
@@ -366,6 +368,8 @@ class Transport(ABC):
     """The name in ``transports=``."""
     kind: ClassVar[common_pb2.TransportKind.ValueType]
     """The number on the wire."""
+    session: StandingRpc | None = None
+    """The rpc whose end is the end of the transport's session. None: the transport has no session."""
 
     @abstractmethod
     def fetch(self, read: ShardRead, *, wait_s: float, timeout_s: float, nearly_done: NearlyDone = ignore) -> int:
@@ -403,9 +407,9 @@ class Transport(ABC):
         """Returns the bandwidth of this transport in bytes per second."""
 
     @property
-    @abstractmethod
     def broke(self) -> bool:
-        """Whether the transport ended although ``close`` was not called. A broken transport is unusable."""
+        """Whether the session ended although ``close`` was not called. A broken transport is unusable."""
+        return self.session is not None and self.session.broke
 
     @abstractmethod
     def close(self) -> None:
@@ -438,8 +442,9 @@ class StreamTransport(Transport):
 
     def push(self, prepared: PreparedPush, *, timeout_s: float, nearly_done: NearlyDone = ignore) -> None:
         """See ``Transport``."""
-        header = prepared.cut.header(prepared.header, prepared.gradients.wire_dtype)
-        with prepared.gradients.stream() as pieces:
+        gradients = prepared.gradients
+        header = prepared.cut.header(prepared.header, gradients.wire_dtype)
+        with gradients.stream() as pieces:
             self.push_stream(header, pieces, timeout_s=timeout_s, nearly_done=nearly_done)
             self._counter.add(sent_bytes=sum(map(len, pieces)))
 
@@ -493,6 +498,8 @@ class SharedTransport(Transport):
 
     ``prepare_push`` copies the gradients, so their memory can be reused before ``push``.
     """
+
+    session: StandingRpc
 
     @abstractmethod
     def locate(self, shard: ShardAddress, version: int | None, *, timeout_s: float) -> shard_pb2.LocateShardResponse:
@@ -578,7 +585,3 @@ class SharedTransport(Transport):
             kept: This trainer keeps the share ``kept / of`` of the memory for contributions to each shard.
             of: See ``kept``.
         """
-
-    @abstractmethod
-    def broke_within(self, timeout_s: float) -> bool:
-        """Waits until the transport breaks, for at most ``timeout_s``; returns whether it did."""

@@ -51,57 +51,8 @@ class ShardClient(ServiceClient):
         credentials: Credentials | None = None,
     ) -> None:
         super().__init__(address, shard_pb2.DESCRIPTOR.services_by_name["ShardService"], check, credentials)
-        self._chunk_bytes = chunk_bytes
-        self._gather = self.byte_response_stub("Gather")
-        self._gather_batch = self.byte_response_stub("GatherBatch")
-        self._measure = self.byte_response_stub("MeasureTransport")
+        self.chunk_bytes = chunk_bytes
         self._initialize = self.byte_request_stub("InitializeUnit")
-        self._reduce_scatter = self.byte_request_stub("ReduceScatter")
-
-    def fetch_stream(
-        self,
-        request: shard_pb2.GatherRequest,
-        place: Place,
-        *,
-        timeout_s: float,
-        nearly_done: NearlyDone = ignore,
-    ) -> int:
-        """Fetches one version of a shard; see ``StreamTransport``. Sets ``request.chunk_bytes``."""
-        request.chunk_bytes = self._chunk_bytes
-
-        def fetch() -> int:
-            what = f"Gather of unit {request.unit!r} from {self.address}"
-            receiver, version = chunk_streams.StreamReceiver([], what), 0
-            for number, data in enumerate(self._gather(request, timeout=timeout_s)):
-                message, chunk = chunk_streams.decode_message(data, shard_pb2.GatherResponse)
-                if number == 0:
-                    version = message.header.version
-                    receiver = chunk_streams.StreamReceiver([place_of(message.header, place)], what)
-                receiver.feed(chunk)
-                if receiver.total_bytes - receiver.received_bytes <= NEARLY_DONE_BYTES:
-                    nearly_done()
-            receiver.require_complete()
-            return version
-
-        return self.once(fetch)
-
-    def push_stream(
-        self,
-        header: shard_pb2.ReduceScatterHeader,
-        pieces: Sequence[memoryview],
-        *,
-        timeout_s: float,
-        nearly_done: NearlyDone = ignore,
-    ) -> shard_pb2.ReduceScatterResponse:
-        """Pushes one part of a contribution; see ``StreamTransport``."""
-        first = shard_pb2.ReduceScatterRequest(header=header)
-
-        def send() -> shard_pb2.ReduceScatterResponse:
-            stream = _then(chunk_streams.encode_stream(first, pieces, chunk_bytes=self._chunk_bytes), nearly_done)
-            response: shard_pb2.ReduceScatterResponse = self._reduce_scatter(stream, timeout=timeout_s)
-            return response
-
-        return self.once(send)
 
     def initialize(
         self,
@@ -127,7 +78,7 @@ class ShardClient(ServiceClient):
 
         def send() -> shard_pb2.InitializeUnitResponse:
             stream = chunk_streams.encode_stream(
-                first, _recording(pieces, failures), chunk_bytes=self._chunk_bytes, total_bytes=size_bytes
+                first, _recording(pieces, failures), chunk_bytes=self.chunk_bytes, total_bytes=size_bytes
             )
             response: shard_pb2.InitializeUnitResponse = self._initialize(stream, timeout=timeout_s)
             return response
@@ -146,36 +97,10 @@ class ShardClient(ServiceClient):
         answer: shard_pb2.ReduceGradientBufferResponse = self.call("ReduceGradientBuffer", request, timeout_s=timeout_s)
         return answer
 
-    def fetch_batch(self, request: shard_pb2.GatherBatchRequest, answers: BatchAnswers, *, timeout_s: float) -> None:
-        """Sends a batch of small fetches; see ``StreamTransport``."""
-
-        def receive() -> None:
-            what = f"GatherBatch from {self.address}"
-            for data in self._gather_batch(request, timeout=timeout_s):
-                response, chunk = chunk_streams.decode_message(data, shard_pb2.GatherBatchResponse)
-                receiver = chunk_streams.StreamReceiver(answers.places(response), what)
-                receiver.feed(chunk)
-                receiver.require_complete()
-                answers.finish(response)
-            if answers.are_missing:
-                raise ChunkError(f"{what}: the stream ended before every range was answered")
-
-        self.once(receive)
-
     def push_batch(self, request: shard_pb2.ReduceBatchRequest, *, timeout_s: float) -> shard_pb2.ReduceBatchResponse:
         """Sends a batch of small pushes; see ``StreamTransport``."""
         answer: shard_pb2.ReduceBatchResponse = self.call("ReduceBatch", request, timeout_s=timeout_s)
         return answer
-
-    def measure_stream(self, size_bytes: int, *, timeout_s: float) -> float:
-        """Receives bytes without content; returns bytes per second."""
-        request = shard_pb2.MeasureTransportRequest(size_bytes=size_bytes, chunk_bytes=self._chunk_bytes)
-        started = time.perf_counter()
-
-        def receive() -> int:
-            return sum(len(data) for data in self._measure(request, timeout=timeout_s))
-
-        return self.once(receive) / (time.perf_counter() - started)
 
     def read_partition(
         self,
@@ -247,6 +172,112 @@ class ShardClient(ServiceClient):
         self.once(send)
 
 
+class GrpcTransport(StreamTransport):
+    """Moves bytes in gRPC streams, one per transfer. It works wherever the rpcs work.
+
+    Args:
+        client: Calls the server. The caller closes it.
+        counter: See ``StreamTransport``.
+    """
+
+    name = "grpc"
+    kind = common_pb2.TRANSPORT_KIND_GRPC
+
+    def __init__(self, client: ShardClient, counter: ByteCounter | None = None) -> None:
+        super().__init__(counter)
+        self._client = client
+        self._gather = client.byte_response_stub("Gather")
+        self._gather_batch = client.byte_response_stub("GatherBatch")
+        self._measure = client.byte_response_stub("MeasureTransport")
+        self._reduce_scatter = client.byte_request_stub("ReduceScatter")
+
+    def fetch_stream(
+        self,
+        request: shard_pb2.GatherRequest,
+        place: Place,
+        *,
+        timeout_s: float,
+        nearly_done: NearlyDone = ignore,
+    ) -> int:
+        """See ``StreamTransport``. Sets ``request.chunk_bytes``."""
+        request.chunk_bytes = self._client.chunk_bytes
+
+        def fetch() -> int:
+            what = f"Gather of unit {request.unit!r} from {self._client.address}"
+            receiver, version = chunk_streams.StreamReceiver([], what), 0
+            for number, data in enumerate(self._gather(request, timeout=timeout_s)):
+                message, chunk = chunk_streams.decode_message(data, shard_pb2.GatherResponse)
+                if number == 0:
+                    version = message.header.version
+                    receiver = chunk_streams.StreamReceiver([place_of(message.header, place)], what)
+                receiver.feed(chunk)
+                if receiver.total_bytes - receiver.received_bytes <= NEARLY_DONE_BYTES:
+                    nearly_done()
+            receiver.require_complete()
+            return version
+
+        return self._client.once(fetch)
+
+    def push_stream(
+        self,
+        header: shard_pb2.ReduceScatterHeader,
+        pieces: Sequence[memoryview],
+        *,
+        timeout_s: float,
+        nearly_done: NearlyDone = ignore,
+    ) -> shard_pb2.ReduceScatterResponse:
+        """See ``StreamTransport``."""
+        first = shard_pb2.ReduceScatterRequest(header=header)
+
+        def send() -> shard_pb2.ReduceScatterResponse:
+            stream = _then(
+                chunk_streams.encode_stream(first, pieces, chunk_bytes=self._client.chunk_bytes), nearly_done
+            )
+            response: shard_pb2.ReduceScatterResponse = self._reduce_scatter(stream, timeout=timeout_s)
+            return response
+
+        return self._client.once(send)
+
+    def control(
+        self, request: shard_pb2.ReduceGradientBufferRequest, timeout_s: float
+    ) -> shard_pb2.ReduceGradientBufferResponse:
+        """See ``StreamTransport``."""
+        return self._client.control(request, timeout_s=timeout_s)
+
+    def fetch_batch(self, request: shard_pb2.GatherBatchRequest, answers: BatchAnswers, *, timeout_s: float) -> None:
+        """See ``StreamTransport``."""
+
+        def receive() -> None:
+            what = f"GatherBatch from {self._client.address}"
+            for data in self._gather_batch(request, timeout=timeout_s):
+                response, chunk = chunk_streams.decode_message(data, shard_pb2.GatherBatchResponse)
+                receiver = chunk_streams.StreamReceiver(answers.places(response), what)
+                receiver.feed(chunk)
+                receiver.require_complete()
+                answers.finish(response)
+            if answers.are_missing:
+                raise ChunkError(f"{what}: the stream ended before every range was answered")
+
+        self._client.once(receive)
+
+    def push_batch(self, request: shard_pb2.ReduceBatchRequest, *, timeout_s: float) -> shard_pb2.ReduceBatchResponse:
+        """See ``StreamTransport``."""
+        return self._client.push_batch(request, timeout_s=timeout_s)
+
+    def measure_stream(self, size_bytes: int, *, timeout_s: float) -> float:
+        """See ``StreamTransport``."""
+        request = shard_pb2.MeasureTransportRequest(size_bytes=size_bytes, chunk_bytes=self._client.chunk_bytes)
+        started = time.perf_counter()
+
+        def receive() -> int:
+            return sum(len(data) for data in self._measure(request, timeout=timeout_s))
+
+        return self._client.once(receive) / (time.perf_counter() - started)
+
+    def close(self) -> None:
+        """Does nothing: the client belongs to the caller."""
+
+
 def _then(stream: Iterable[bytes], callback: Callable[[], None]) -> Iterator[bytes]:
     yield from stream
     callback()
@@ -259,64 +290,3 @@ def _recording(pieces: Iterable[chunk_streams.Buffer], failures: list[Exception]
     except Exception as error:
         failures.append(error)
         raise
-
-
-class GrpcTransport(StreamTransport):
-    """Moves bytes in gRPC streams, one per transfer. It works wherever the rpcs work.
-
-    Args:
-        client: Calls the server. The caller closes it.
-        counter: See ``StreamTransport``.
-    """
-
-    name = "grpc"
-    kind = common_pb2.TRANSPORT_KIND_GRPC
-    broke = False
-    """Each transfer is an rpc of its own, so there is no session that could break."""
-
-    def __init__(self, client: ShardClient, counter: ByteCounter | None = None) -> None:
-        super().__init__(counter)
-        self._client = client
-
-    def fetch_stream(
-        self,
-        request: shard_pb2.GatherRequest,
-        place: Place,
-        *,
-        timeout_s: float,
-        nearly_done: NearlyDone = ignore,
-    ) -> int:
-        """See ``StreamTransport``."""
-        return self._client.fetch_stream(request, place, timeout_s=timeout_s, nearly_done=nearly_done)
-
-    def push_stream(
-        self,
-        header: shard_pb2.ReduceScatterHeader,
-        pieces: Sequence[memoryview],
-        *,
-        timeout_s: float,
-        nearly_done: NearlyDone = ignore,
-    ) -> shard_pb2.ReduceScatterResponse:
-        """See ``StreamTransport``."""
-        return self._client.push_stream(header, pieces, timeout_s=timeout_s, nearly_done=nearly_done)
-
-    def control(
-        self, request: shard_pb2.ReduceGradientBufferRequest, timeout_s: float
-    ) -> shard_pb2.ReduceGradientBufferResponse:
-        """See ``StreamTransport``."""
-        return self._client.control(request, timeout_s=timeout_s)
-
-    def fetch_batch(self, request: shard_pb2.GatherBatchRequest, answers: BatchAnswers, *, timeout_s: float) -> None:
-        """See ``StreamTransport``."""
-        self._client.fetch_batch(request, answers, timeout_s=timeout_s)
-
-    def push_batch(self, request: shard_pb2.ReduceBatchRequest, *, timeout_s: float) -> shard_pb2.ReduceBatchResponse:
-        """See ``StreamTransport``."""
-        return self._client.push_batch(request, timeout_s=timeout_s)
-
-    def measure_stream(self, size_bytes: int, *, timeout_s: float) -> float:
-        """See ``StreamTransport``."""
-        return self._client.measure_stream(size_bytes, timeout_s=timeout_s)
-
-    def close(self) -> None:
-        """Does nothing: the client belongs to the caller."""

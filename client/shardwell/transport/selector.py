@@ -130,6 +130,9 @@ class TransportSelector:
 
     def require_stream(self) -> StreamTransport:
         """Returns the stream transport. Opens one if there is none, or if the last one broke."""
+        stream = self._stream
+        if stream is not None and not stream.broke:
+            return stream
         with self._open_lock:
             if self._stream is None or self._stream.broke:
                 self._stream = self._open_stream()
@@ -165,7 +168,7 @@ class TransportSelector:
             error: Its error. A server rejects messages about a session of shared memory that broke.
             is_shared: Whether the operation needs the transport through shared memory.
         """
-        if is_shared and self.shared is not None and self.shared.broke_within(_NOTICE_S):
+        if is_shared and self.shared is not None and self.shared.session.broke_within(_NOTICE_S):
             return True
         if not isinstance(error, UnavailableError) or self._stream is None or not self._stream.broke:
             return False

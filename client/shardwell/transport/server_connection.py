@@ -346,7 +346,7 @@ class ServerConnection(ReachedServer):
     def copy_at_once(self, push: PreparedPush) -> PreparedPush | None:
         """Copies gradients to shared memory without a message to the server. None: see ``prepare_push``."""
         shared = self.transports.shared
-        return shared.prepare_push_at_once(push) if shared is not None and self.copies_gradients else None
+        return None if shared is None else shared.prepare_push_at_once(push)
 
     def prepare_push(self, push: PreparedPush) -> PreparedPush:
         """Prepares a push of one part of a contribution. Copies the gradients to shared memory if

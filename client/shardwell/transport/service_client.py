@@ -82,14 +82,20 @@ class Endpoint:
         return EncryptedStream(connected, tls.current.client_context, tls.server_name(self.address))
 
 
-@dataclass(slots=True)
 class StandingRpc:
-    """An rpc that sent one response and stays open until one side ends it."""
+    """An rpc that sent one response and stays open until one side ends it.
 
-    answer: Any
-    """The response message."""
-    _call: Any
-    _ended: bool = False
+    Args:
+        answer: The response message.
+        call: The call of gRPC.
+    """
+
+    def __init__(self, answer: Any, call: Any) -> None:
+        self.answer, self._call, self._is_closed = answer, call, False
+        self.broke = False
+        """Whether the rpc failed, that is, neither side ended it."""
+        self._over = threading.Event()
+        self.when_ended(self._end)
 
     def when_ended(self, callback: Callable[[], None]) -> None:
         """Calls ``callback`` when the rpc has ended: in another thread, or at once if the rpc has ended already."""
@@ -98,20 +104,27 @@ class StandingRpc:
 
     def end(self) -> None:
         """Ends the rpc from this side."""
-        self._ended = True
+        self._is_closed = True
+        self._call.cancel()
+
+    def cut(self) -> None:
+        """Ends the rpc as a lost connection does: it breaks. For tests."""
         self._call.cancel()
 
     @property
-    def broke(self) -> bool:
-        """Whether the rpc failed, that is, neither side ended it."""
-        return not self._ended and not self._call.is_active() and self._call.code() is not grpc.StatusCode.OK
+    def status(self) -> grpc.StatusCode:
+        """The status with which the rpc ended. Waits until it ends."""
+        code: grpc.StatusCode = self._call.code()
+        return code
 
     def broke_within(self, timeout_s: float) -> bool:
         """Waits until the rpc ends, for at most ``timeout_s``; returns whether it broke."""
-        over = threading.Event()
-        self.when_ended(over.set)
-        over.wait(timeout_s)
+        self._over.wait(timeout_s)
         return self.broke
+
+    def _end(self) -> None:
+        self.broke = not self._is_closed and self._call.code() is not grpc.StatusCode.OK
+        self._over.set()
 
 
 class MessageStream:

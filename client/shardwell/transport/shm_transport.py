@@ -188,12 +188,12 @@ class ShmTransport(SharedTransport):
     def __init__(self, client: ShardClient, run: RunIdentity, control: Control, *, timeout_s: float) -> None:
         self._client, self._run, self._control = client, run, control
         request = shard_pb2.OpenTransportRequest(run=run.name, run_id=run.run_id, kind=self.kind)
-        self._rpc = client.open("OpenTransport", request, timeout_s=timeout_s)
+        self.session = client.open("OpenTransport", request, timeout_s=timeout_s)
         try:
-            self._proof = self._verify(self._rpc.answer.shm)
-            self._session = session_name(self._rpc.answer.transport_id, self._proof[: PROOF_BYTES + NONCE_BYTES])
+            self._proof = self._verify(self.session.answer.shm)
+            self.session_id = session_name(self.session.answer.transport_id, self._proof[: PROOF_BYTES + NONCE_BYTES])
         except BaseException:
-            self._rpc.end()
+            self.session.end()
             raise
         self._sizes: dict[ShardKey, int] = {}
         """Size of the gradient buffers of each shard."""
@@ -244,7 +244,7 @@ class ShmTransport(SharedTransport):
             run_id=self._run.run_id,
             unit=shard.layout.unit,
             version=version,
-            transport_id=self._session,
+            transport_id=self.session_id,
             start_bytes=shard.start_bytes,
         )
         answer: shard_pb2.LocateShardResponse = self._client.call("LocateShard", request, timeout_s=timeout_s)
@@ -283,7 +283,7 @@ class ShmTransport(SharedTransport):
                 prepared = self.prepare_push(prepared)
             request = shard_pb2.ReduceGradientBufferRequest(
                 header=prepared.cut.header(prepared.header),
-                transport_id=self._session,
+                transport_id=self.session_id,
                 gradient_buffer_id=prepared.buffer.buffer_id,
             )
             try:
@@ -301,7 +301,7 @@ class ShmTransport(SharedTransport):
         """See ``SharedTransport``."""
         if not isinstance(prepared, _BufferedPush) or prepared.transport is not self:
             return None
-        request.transport_id = self._session
+        request.transport_id = self.session_id
         return request.parts.add(gradient_buffer_id=prepared.buffer.buffer_id)
 
     def finish_batched(self, prepared: PreparedPush, result: shard_pb2.BatchedPartResult) -> None:
@@ -315,7 +315,7 @@ class ShmTransport(SharedTransport):
             run=self._run.name,
             run_id=self._run.run_id,
             unit=unit,
-            transport_id=self._session,
+            transport_id=self.session_id,
             start_bytes=start_bytes,
         )
         answer: shard_pb2.OpenGradientBufferResponse = self._client.call("OpenGradientBuffer", request)
@@ -344,7 +344,7 @@ class ShmTransport(SharedTransport):
         self._ids_to_close += [each.buffer_id for each in staging.values()]
         if self._ids_to_close:
             request = shard_pb2.CloseSharedBuffersRequest(
-                run=self._run.name, run_id=self._run.run_id, transport_id=self._session, buffer_ids=self._ids_to_close
+                run=self._run.name, run_id=self._run.run_id, transport_id=self.session_id, buffer_ids=self._ids_to_close
             )
             self._client.call("CloseSharedBuffers", request)
             self._ids_to_close.clear()
@@ -356,7 +356,7 @@ class ShmTransport(SharedTransport):
     ) -> SharedPartitionSegment:
         """See ``SharedTransport``."""
         request = shard_pb2.OpenStagingBufferRequest(
-            partition=read_request(location, context), transport_id=self._session
+            partition=read_request(location, context), transport_id=self.session_id
         )
         answer: shard_pb2.OpenStagingBufferResponse = self._client.call(
             "OpenStagingBuffer", request, timeout_s=timeout_s
@@ -385,7 +385,7 @@ class ShmTransport(SharedTransport):
             return False
         request = shard_pb2.StageStagingBufferRequest(
             header=stage_header(location, context, segment, state),
-            transport_id=self._session,
+            transport_id=self.session_id,
             staging_buffer_id=segment.staging_buffer_id,
         )
         self._client.call("StageStagingBuffer", request, timeout_s=timeout_s)
@@ -402,17 +402,8 @@ class ShmTransport(SharedTransport):
             elapsed_s = time.perf_counter() - started
         return len(target) / elapsed_s
 
-    @property
-    def broke(self) -> bool:
-        """See ``Transport``."""
-        return self._rpc.broke
-
-    def broke_within(self, timeout_s: float) -> bool:
-        """See ``SharedTransport``."""
-        return self._rpc.broke_within(timeout_s)
-
     def close(self) -> None:
         """See ``Transport``. The server releases the buffers, and this process unmaps them."""
-        self._rpc.end()
+        self.session.end()
         self._gradient_buffers.close()
         self._staging_buffers.clear()

@@ -24,9 +24,9 @@ from shardwell.transport.base import (
     place_of,
 )
 from shardwell.transport.grpc_transport import ShardClient
-from shardwell.transport.service_client import Endpoint
+from shardwell.transport.service_client import Endpoint, StandingRpc
 from shardwell_wire.connection import socket_frames
-from shardwell_wire.connection.socket_frames import AnyMessage, EncryptedStream, Kind, set_options
+from shardwell_wire.connection.socket_frames import WAKE_BYTES, AnyMessage, EncryptedStream, Kind, set_options
 from shardwell_wire.encoding import chunk_streams
 from shardwell_wire.encoding.chunk_streams import Buffer
 from shardwell_wire.errors import (
@@ -46,6 +46,9 @@ _LONGEST_POLL_MS = 3_600_000
 
 _TIMEOUT_SLACK_S = 0.1
 """How late a send may time out. Setting the kernel's timeout before every call costs more than a small call."""
+
+_SMALL_BYTES = 4096
+"""A reader that wants fewer bytes is woken by the first of them: another low-water mark costs a system call."""
 
 _MAX_BUFFERS = 512
 """Buffers per system call. The lowest limit of the supported systems is 1024."""
@@ -202,7 +205,7 @@ class SocketConnection:
     def _shake_hands(self) -> None:
         """Waits for the TLS handshake, if the connection is encrypted."""
         while isinstance(self._stream, EncryptedStream):
-            self._limit_send(self._remaining_s())
+            self._limit_send()
             try:
                 return self._stream.handshake()
             except BlockingIOError:
@@ -214,10 +217,8 @@ class SocketConnection:
         left, left_bytes = buffers, sum(map(len, buffers))
         while left_bytes:
             remaining_s = self._deadline - time.monotonic()
-            if not 0 <= self._send_limit_s - remaining_s < _TIMEOUT_SLACK_S:
-                self._limit_send(self._remaining_s())
-            elif remaining_s <= 0:
-                raise TimeoutError
+            if remaining_s <= 0 or not 0 <= self._send_limit_s - remaining_s < _TIMEOUT_SLACK_S:
+                self._limit_send()
             try:
                 sent_bytes = self._stream.send(left[:_MAX_BUFFERS])
             except BlockingIOError:
@@ -226,13 +227,13 @@ class SocketConnection:
             if left_bytes:
                 left = socket_frames.unsent(left, sent_bytes)
 
-    def _limit_send(self, remaining_s: float) -> None:
+    def _limit_send(self) -> None:
         """Makes the next send raise BlockingIOError at about the deadline of the request."""
-        seconds, rest_s = divmod(remaining_s, 1.0)
-        # Two zeros would mean "no timeout".
-        limit = _TIMEVAL.pack(int(seconds), max(1, int(rest_s * 1e6)))
+        # A little later, so that the limit also serves the next requests with the same timeout.
+        self._send_limit_s = self._remaining_s() + _TIMEOUT_SLACK_S / 2
+        seconds, rest_s = divmod(self._send_limit_s, 1.0)
+        limit = _TIMEVAL.pack(int(seconds), int(rest_s * 1e6))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        self._send_limit_s = remaining_s
 
     def _has_input(self) -> bool:
         """Whether the server has sent a byte or closed the connection."""
@@ -259,12 +260,14 @@ class SocketConnection:
         Bytes that follow them become ``_ahead``, which must be empty.
         """
         stream, wanted_bytes = self._stream, sum(map(len, places))
+        mark_bytes = 1 if wanted_bytes < _SMALL_BYTES else min(wanted_bytes, WAKE_BYTES)
         has_bytes = stream.buffered_bytes > 0
         while True:
             # Poll first. A blocking receive starts to copy at once, and the kernel then compares the mark with the
             # missing bytes only, which may be fewer than the mark.
             if not has_bytes:
-                stream.want(wanted_bytes)
+                if mark_bytes != stream.mark_bytes:
+                    stream.want(mark_bytes)
                 self._wait_for_input()
             try:
                 count = stream.receive([*places, self._scratch])
@@ -278,7 +281,10 @@ class SocketConnection:
             return min(count, wanted_bytes)
 
     def _wait_for_input(self) -> None:
-        self._readable.poll(min(_LONGEST_POLL_MS, math.ceil(1000 * self._remaining_s())))
+        remaining_s = self._deadline - time.monotonic()
+        if remaining_s <= 0:
+            raise TimeoutError
+        self._readable.poll(min(_LONGEST_POLL_MS, math.ceil(1000 * remaining_s)))
 
     def _remaining_s(self) -> float:
         remaining_s = self._deadline - time.monotonic()
@@ -311,6 +317,7 @@ class SocketTransport(StreamTransport):
 
     name = "socket"
     kind = common_pb2.TRANSPORT_KIND_SOCKET
+    session: StandingRpc
 
     def __init__(
         self, client: ShardClient, run: RunIdentity, counter: ByteCounter | None = None, *, timeout_s: float = 10.0
@@ -322,9 +329,9 @@ class SocketTransport(StreamTransport):
         self._idle: list[SocketConnection] = []
         self._open = True
         request = shard_pb2.OpenTransportRequest(run=run.name, run_id=run.run_id, kind=self.kind)
-        self._rpc = client.open("OpenTransport", request, timeout_s=timeout_s)
-        self._offer: shard_pb2.SocketOffer = self._rpc.answer.socket
-        self._rpc.when_ended(self._end)
+        self.session = client.open("OpenTransport", request, timeout_s=timeout_s)
+        self._offer: shard_pb2.SocketOffer = self.session.answer.socket
+        self.session.when_ended(self._end)
         try:
             # A firewall may block this port and not the port of the rpcs.
             self._release(self._connect(timeout_s))
@@ -393,14 +400,9 @@ class SocketTransport(StreamTransport):
             connection.receive_stream([target])
         return size_bytes / (time.perf_counter() - started)
 
-    @property
-    def broke(self) -> bool:
-        """See ``Transport``."""
-        return self._rpc.broke
-
     def close(self) -> None:
         """See ``Transport``."""
-        self._rpc.end()
+        self.session.end()
         self._end()
 
     def _end(self) -> None:

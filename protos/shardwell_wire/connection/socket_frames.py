@@ -554,34 +554,35 @@ class StreamReceiver:
 
     def _begin_frame(self) -> None:
         """Processes the head of a frame, and the checksum that follows the head of END in the same buffer."""
+        size_bytes, number = _HEAD.unpack_from(self._head)
+        if number == Kind.DATA and 0 < size_bytes <= min(self.left_bytes, DATA_BYTES):
+            self._missing_bytes, self._head_bytes = size_bytes, 0
+            while size_bytes:
+                while not self._rest:  # targets may be empty
+                    self._rest = next(self._targets)
+                place = self._rest[:size_bytes]
+                self._places.append(place)
+                self._rest = self._rest[len(place) :]
+                size_bytes -= len(place)
+            return
         kind, size_bytes = parse_head(self._head[:HEAD_BYTES], *self._kinds)
         if kind is Kind.DATA:
-            self._assign(size_bytes)
-        elif kind is Kind.ERROR:
+            raise self._misfit(size_bytes)
+        if kind is Kind.ERROR:
             self.refusal_bytes, self.over = size_bytes, True
         elif self._head_bytes < HEAD_BYTES + size_bytes:
             self._head_wanted_bytes = HEAD_BYTES + size_bytes
         else:
             self._end(self._head[HEAD_BYTES : self._head_bytes])
 
-    def _assign(self, size_bytes: int) -> None:
-        """Finds the memory for the payload of a DATA frame."""
+    def _misfit(self, size_bytes: int) -> ChunkError:
+        """Returns the error of a DATA frame that is empty or too long."""
         received_bytes = self._total_bytes - self.left_bytes
         if size_bytes == 0:
-            raise ChunkError(f"{self._what}: the frame at byte {received_bytes} is empty")
-        if size_bytes > self.left_bytes:
-            raise ChunkError(
-                f"{self._what}: the stream has {received_bytes + size_bytes} bytes or more, expected "
-                f"{self._total_bytes}"
-            )
-        self._missing_bytes, self._head_bytes = size_bytes, 0
-        while size_bytes:
-            while not self._rest:  # targets may be empty
-                self._rest = next(self._targets)
-            place = self._rest[:size_bytes]
-            self._places.append(place)
-            self._rest = self._rest[len(place) :]
-            size_bytes -= len(place)
+            return ChunkError(f"{self._what}: the frame at byte {received_bytes} is empty")
+        return ChunkError(
+            f"{self._what}: the stream has {received_bytes + size_bytes} bytes or more, expected {self._total_bytes}"
+        )
 
     def _end(self, payload: Buffer) -> None:
         if self.left_bytes:

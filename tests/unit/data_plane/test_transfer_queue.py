@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from concurrent.futures import Future
 
 import pytest
 
-from shardwell.data_plane.transfers import TransferQueue
+from shardwell.data_plane.transfers import DaemonThreads, TransferQueue
 from shardwell.transport.base import NEARLY_DONE_BYTES, NearlyDone
 from shardwell_wire.errors import UnavailableError
 
@@ -52,12 +51,12 @@ class Transfers:
 
 
 @pytest.fixture
-def threads() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(8) as pool:
+def threads() -> Iterator[DaemonThreads]:
+    with DaemonThreads(8, "test") as pool:
         yield pool
 
 
-def test_transfer_starts_when_one_of_two_is_nearly_done(threads: ThreadPoolExecutor) -> None:
+def test_transfer_starts_when_one_of_two_is_nearly_done(threads: DaemonThreads) -> None:
     transfers = Transfers(TransferQueue(threads))
     asked = [transfers.ask(number, 100 * MIB) for number in range(5)]
     transfers.await_started(0, 1)
@@ -75,7 +74,7 @@ def test_transfer_starts_when_one_of_two_is_nearly_done(threads: ThreadPoolExecu
     assert [future.result(20) for future in asked] == [0, 1, 2, 3, 4]
 
 
-def test_more_small_transfers_are_active_at_once(threads: ThreadPoolExecutor) -> None:
+def test_more_small_transfers_are_active_at_once(threads: DaemonThreads) -> None:
     transfers = Transfers(TransferQueue(threads))
     size_bytes = NEARLY_DONE_BYTES // 2
     asked = [transfers.ask(number, size_bytes // 2) for number in range(4)]
@@ -87,7 +86,7 @@ def test_more_small_transfers_are_active_at_once(threads: ThreadPoolExecutor) ->
     assert [future.result(20) for future in asked] == [0, 1, 2, 3, 4, 5]
 
 
-def test_next_transfer_starts_after_a_failed_one(threads: ThreadPoolExecutor) -> None:
+def test_next_transfer_starts_after_a_failed_one(threads: DaemonThreads) -> None:
     queue = TransferQueue[int](threads)
 
     def fail(_: NearlyDone) -> int:
@@ -98,7 +97,7 @@ def test_next_transfer_starts_after_a_failed_one(threads: ThreadPoolExecutor) ->
     assert all(isinstance(future.exception(20), ValueError) for future in failing)
 
 
-def test_close_fails_only_waiting_transfers(threads: ThreadPoolExecutor) -> None:
+def test_close_fails_only_waiting_transfers(threads: DaemonThreads) -> None:
     queue = TransferQueue[int](threads)
     transfers = Transfers(queue)
     asked = [transfers.ask(number, 100 * MIB) for number in range(4)]
@@ -116,20 +115,20 @@ def test_close_fails_only_waiting_transfers(threads: ThreadPoolExecutor) -> None
 def test_concurrent_submit_does_not_overtake_a_starting_transfer() -> None:
     started = list[int]()
 
-    class Threads(ThreadPoolExecutor):
+    class Threads(DaemonThreads):
         """Blocks in the submission of the first transfer, while another thread submits the second."""
 
         other: threading.Thread | None = None
 
-        def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        def start(self, function: Callable[[], None]) -> None:
             if self.other is None:
                 self.other = threading.Thread(target=queue.submit, args=(0, lambda _: started.append(1)))
                 self.other.start()
                 # The other submission must wait, so this join is expected to time out.
                 self.other.join(0.2)
-            return super().submit(fn, *args, **kwargs)
+            super().start(function)
 
-    with Threads(1) as threads:
+    with Threads(1, "test") as threads:
         queue = TransferQueue[None](threads)
         queue.submit(0, lambda _: started.append(0))
         assert threads.other is not None
