@@ -20,7 +20,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.modules.rnn import RNNBase, RNNCellBase
 
-from shardwell.module.initial_values import InitFunction
+from shardwell.module.new_units import InitFunction
 from shardwell.module.parameter_store import InitialValues
 from shardwell.module.parameters import FoundParameter, Site
 from shardwell_wire.errors import UsageError

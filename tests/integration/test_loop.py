@@ -80,7 +80,7 @@ def test_restarted_trainer_in_a_plain_loop_does_not_mix_two_batches(
         with pytest.raises(RuntimeError, match="the backward ends here"):
             model[4](model[3](model[2](hidden))).square().mean().backward()
         assert first.stats()["push_count"] == 1, "the last layer's gradient is on the servers"
-        first.store.drain()
+        first.store.gradients.drain()
     with shardwell.join(
         cluster.address, run=run_name, trainer="t", waits=shardwell.WaitOptions(wait_limit_s=60)
     ) as second:

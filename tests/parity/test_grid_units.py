@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from shardwell import SizePolicy, auto_wrap, init
 from shardwell.module.fully_shard import fully_shard
-from shardwell.module.naming import GridPlace
+from shardwell.module.new_units import GridPlace
 from shardwell.module.units import Units
 from shardwell.weights.state_dict import full_state_dict
 from shardwell_wire.errors import UsageError

@@ -31,7 +31,7 @@ def commit(sharded: Sharded) -> None:
     sharded.units.finish_item()
     sharded.store.step()
     sharded.units.invalidate()
-    sharded.units.begin_step()
+    sharded.units.passes.begin_step()
     sharded.units.zero_grad()
 
 

@@ -1,5 +1,7 @@
 """Memory of this process: a pool of buffers, memory that reads as NaN, and settings of the C library's allocator.
 
+``VectorMemory`` counts the memory of all flat vectors.
+
 A fresh allocation is ten times slower than memcpy, because of its page faults. ``BufferPool`` reuses buffers.
 
 By default, glibc maps large blocks directly and unmaps them when they are freed. The kernel then clears all pages of
@@ -22,6 +24,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 
@@ -94,6 +97,39 @@ class BufferPool:
         with self._lock:
             self._idle.clear()
             self._idle_bytes, self._larger = 0, None
+
+
+@dataclass(slots=True)
+class VectorMemory:
+    """Counts the bytes that the flat vectors of all units take in this process, and keeps released memory for reuse."""
+
+    pool: BufferPool = field(default_factory=lambda: BufferPool(0))
+    """For vectors on the CPU."""
+    live_bytes: int = 0
+    peak_bytes: int = 0
+    """Maximum of ``live_bytes`` so far."""
+    fetching_bytes: int = 0
+    """Bytes of units in the state FETCHING, without replicas."""
+    kept_bytes: int = 0
+    """Bytes of units in the state KEPT, without replicas."""
+    freed_bytes: int = 0
+    """Bytes that were released so far."""
+    recent_peak_bytes: int = 0
+    """Maximum of ``live_bytes`` since the last ``take_recent_peak``."""
+
+    def add(self, size_bytes: int) -> None:
+        """Counts memory that was allocated, or released if the number is negative."""
+        self.live_bytes += size_bytes
+        if size_bytes < 0:
+            self.freed_bytes -= size_bytes
+        elif self.live_bytes > self.recent_peak_bytes:
+            self.recent_peak_bytes = self.live_bytes
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def take_recent_peak(self) -> int:
+        """Returns the maximum of ``live_bytes`` since the last call."""
+        peak_bytes, self.recent_peak_bytes = self.recent_peak_bytes, self.live_bytes
+        return peak_bytes
 
 
 def _mapped(size_bytes: int) -> torch.Tensor:

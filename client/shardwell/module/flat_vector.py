@@ -9,26 +9,15 @@ Note: [Swapped storages]
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import torch
 
-from shardwell.memory.buffers import BufferPool, nan_storage
+from shardwell.memory.buffers import VectorMemory, nan_storage
 from shardwell.memory.device_copies import Arrival, Exchange
-from shardwell.memory.resident_bytes import ResidentBytes
 from shardwell_wire.encoding.chunk_streams import memory_at
 from shardwell_wire.model.layout import UnitLayout
 
 _CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 """Some versions of torch lack the method. ``resize_`` replaces it then. See Note: [Swapped storages]."""
-
-
-@dataclass(slots=True)
-class VectorMemory(ResidentBytes):
-    """Counts the memory of all flat vectors, and keeps released memory for reuse."""
-
-    pool: BufferPool = field(default_factory=lambda: BufferPool(0))
-    """For vectors on the CPU."""
 
 
 class FlatVector:

@@ -18,9 +18,8 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwell.module import guards, torch_patches
 from shardwell.module.hooks import hook_modules, hooked_method, keep_attribute
-from shardwell.module.initial_values import InitFunction, ValueSource, fill_ignored, materialized, plan_values
 from shardwell.module.mixed_precision import AS_STORED, MixedPrecisionPolicy, attach_casts, cast_buffers, casting_method
-from shardwell.module.naming import plan_units
+from shardwell.module.new_units import InitFunction, ValueSource, fill_ignored, materialized, plan_units, plan_values
 from shardwell.module.parameters import FoundParameter, Site
 from shardwell.module.passes import ForwardBackward, ThreadGuard
 from shardwell.module.residency import UnitSettings
@@ -406,7 +405,7 @@ class ShardedModule(nn.Module):
         guards.refuse_zero_grad_after_push(list(_units_in(self, recurse=True)))
         super().zero_grad(set_to_none)
         for unit in _units_in(self, recurse=True):
-            unit.precision.drop()
+            unit.gradients.sums.clear()
             unit.drop_kept_gradients()
 
     def _require_units(self) -> tuple[Unit, ...]:

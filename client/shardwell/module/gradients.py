@@ -133,7 +133,7 @@ def with_gradients(units: Iterable[Unit]) -> list[Unit]:
                     found.append(unit)
                     break
             else:
-                if unit.precision.sums:
+                if unit.gradients.sums:
                     found.append(unit)
         return found
 

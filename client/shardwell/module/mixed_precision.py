@@ -1,9 +1,9 @@
 """Mixed precision: the dtype that a unit computes in, and the dtype in which its gradients are summed.
 
 The servers store and update the master values. A trainer gathers them in another dtype: ``Precision`` has the layout
-of the flat vector in that dtype, and converts the gradients. Inputs and outputs of modules are cast by separate hooks,
-which also work for a module without parameters of its own. The second half of the file finds tensors in nested values,
-and the local part of a ``DTensor``.
+of the flat vector in that dtype, and the dtypes of the gradients. Inputs and outputs of modules are cast by separate
+hooks, which also work for a module without parameters of its own. The second half of the file finds tensors in nested
+values, and the local part of a ``DTensor``.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ AS_STORED = MixedPrecisionPolicy()
 
 
 class Precision:
-    """Converts the dtypes of one unit's parameters and gradients.
+    """The dtypes of one unit's parameters and gradients.
 
     Args:
         policy: The dtypes that the user chose.
@@ -74,54 +74,14 @@ class Precision:
     def __init__(self, policy: MixedPrecisionPolicy, stored: UnitLayout) -> None:
         self.stored_dtypes: list[torch.dtype] = [getattr(torch, parameter.dtype) for parameter in stored.parameters]
         """Dtypes of the parameters on the servers."""
-        self.converts = policy.reduce_dtype is not None
-        """True if a gradient is cast before a push, even if it has the dtype of the servers."""
-        self._reduce_dtype = policy.reduce_dtype
+        self.reduce_dtype = policy.reduce_dtype
+        """Dtype to which a gradient is cast before a push. None: that of the servers."""
         self.layout = stored if policy.param_dtype is None else layout_in(stored, policy.param_dtype)
         """Layout of the flat vector in this process."""
         self.casts = self.layout != stored
         """True if ``layout`` differs from the layout on the servers."""
         self.sums_apart = not policy.keep_low_precision_grads and (self.casts or policy.reduce_dtype is not None)
         """True if gradients of several backwards are summed in another dtype than autograd's."""
-        self.sums: dict[int, torch.Tensor] = {}
-        """Separate sums, by parameter index."""
-
-    def accumulate(self, index: int, gradient: torch.Tensor) -> bool:
-        """Adds a gradient to a separate sum, as FSDP2 does, if the sum has another dtype.
-
-        Returns:
-            False if the gradient stays in ``parameter.grad``.
-        """
-        dtype = self._reduce_dtype or self.stored_dtypes[index]
-        if not self.sums_apart or gradient.dtype == dtype:
-            return False
-        if index in self.sums:
-            self.sums[index] += gradient
-        else:
-            self.sums[index] = gradient.to(dtype)
-        return True
-
-    def finish(self, index: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """Returns the gradient to push, in the dtype of the servers: the separate sum plus the latest gradient."""
-        total = self.sums.pop(index, None)
-        if gradient is not None:
-            if total is None:
-                total = gradient if self._reduce_dtype is None else gradient.to(self._reduce_dtype)
-            else:  # in the dtype of the sum
-                total += gradient
-        if total is None or total.dtype == self.stored_dtypes[index]:
-            return total
-        return total.to(self.stored_dtypes[index])
-
-    def divide(self, divisor: int) -> None:
-        """Divides the separate sums."""
-        for total in self.sums.values():
-            total.div_(divisor)
-
-    def drop(self, indices: Iterable[int] | None = None) -> None:
-        """Drops the separate sums of all or some parameters."""
-        for index in list(self.sums) if indices is None else indices:
-            self.sums.pop(index, None)
 
 
 def layout_in(layout: UnitLayout, dtype: torch.dtype) -> UnitLayout:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar, cast
 
-from shardwell.memory.resident_bytes import ResidentBytes
+from shardwell.memory.buffers import VectorMemory
 from shardwell.module.strategy import BackwardPrefetch, ReplicaOptions, ShardingStrategy
 
 MAX_UNITS_AHEAD = 64
@@ -85,7 +85,7 @@ class ResidentUnit:
     index: int
     """Number of the unit in the run."""
 
-    def __init__(self, memory: ResidentBytes, size_bytes: int, own_bytes: int) -> None:
+    def __init__(self, memory: VectorMemory, size_bytes: int, own_bytes: int) -> None:
         self.state = UnitState.FREED
         self.settings = UnitSettings()
         self.size_bytes, self.own_bytes = size_bytes, own_bytes
@@ -196,7 +196,7 @@ class ResidencyPolicy(Generic[UnitT]):
 
     def __init__(
         self,
-        memory: ResidentBytes,
+        memory: VectorMemory,
         *,
         prefetch_bytes: int,
         keep_bytes: int | None,

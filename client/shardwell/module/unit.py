@@ -17,8 +17,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from shardwell.memory.buffers import trim
-from shardwell.module.flat_vector import FlatVector, VectorMemory
+from shardwell.memory.buffers import VectorMemory, trim
+from shardwell.module.flat_vector import FlatVector
 from shardwell.module.mixed_precision import AS_STORED, MixedPrecisionPolicy, Precision, local_part
 from shardwell.module.parameter_store import FlatValues, InPlaceVector, NewValues, ParameterStore
 from shardwell.module.parameters import OWNER_ATTRIBUTE, FoundParameter, UnitParameters
@@ -253,7 +253,7 @@ class Unit(ResidentUnit):
     @property
     def hides_gradients(self) -> bool:
         """True if the unit has gradients that ``.grad`` does not show: pushed, or summed in another dtype."""
-        return self.pushed or bool(self.precision.sums)
+        return self.pushed or bool(self.gradients.sums)
 
     def watch_gradients(self) -> None:
         """Makes ``.grad`` of gathered parameters warn until their next use, if it does not show their gradients."""
@@ -490,6 +490,8 @@ class LocalGradients:
 
     def __init__(self, parameters: Sequence[nn.Parameter], precision: Precision, memory: FlatVector) -> None:
         self._parameters, self._precision, self._memory = parameters, precision, memory
+        self.sums: dict[int, torch.Tensor] = {}
+        """Sums in the reduce dtype, as FSDP2 makes them, by parameter index. Empty if autograd's gradients have it."""
         self._distributed = {
             index for index, parameter in enumerate(parameters) if getattr(parameter, "placements", None) is not None
         }
@@ -501,7 +503,7 @@ class LocalGradients:
         """Removes and returns the gradients of all or some parameters, dense and in the dtypes of the servers."""
         taken = []
         accumulated, memory = self._accumulated, self._memory
-        precision, dtypes = self._precision, self._precision.stored_dtypes
+        sums, dtypes, reduce_dtype = self.sums, self._precision.stored_dtypes, self._precision.reduce_dtype
         with torch._C.DisableTorchFunctionSubclass():
             for index in range(len(self._parameters)) if indices is None else indices:
                 if accumulated:
@@ -515,10 +517,17 @@ class LocalGradients:
                     or not gradient.is_contiguous()
                 ):
                     gradient = _plain(gradient)
-                if precision.converts or precision.sums or gradient is None or gradient.dtype != dtypes[index]:
-                    gradient = precision.finish(index, gradient)
-                    if gradient is None:
+                total = sums.pop(index, None) if sums else None
+                if gradient is None:
+                    if total is None:
                         continue
+                    gradient = total
+                elif total is not None:
+                    gradient = total.add_(gradient)  # in the dtype of the sum
+                elif reduce_dtype is not None:
+                    gradient = gradient.to(reduce_dtype)
+                if gradient.dtype != dtypes[index]:
+                    gradient = gradient.to(dtypes[index])
                 parameter.grad = None
                 if index in self._distributed:
                     gradient = _local(gradient, parameter)
@@ -542,7 +551,7 @@ class LocalGradients:
 
         The accumulated gradient must be pushed together with the new one: servers add pushes in another dtype.
         """
-        sums, accumulated = self._precision.sums, self._accumulated
+        sums, accumulated = self.sums, self._accumulated
         if not sums and not accumulated:
             return True
         with torch._C.DisableTorchFunctionSubclass():
@@ -554,29 +563,36 @@ class LocalGradients:
 
     def accumulate(self) -> None:
         """Adds the gradients to sums in the reduce dtype, if it differs from the gradients' dtype."""
+        precision, sums = self._precision, self.sums
         with torch._C.DisableTorchFunctionSubclass():
             for index, parameter in enumerate(self._parameters):
                 if (gradient := parameter.grad) is None:
                     continue
-                if self._precision.sums_apart and self._precision.accumulate(index, _plain(gradient)):
-                    parameter.grad = None
+                version, dtype = gradient._version, precision.reduce_dtype or precision.stored_dtypes[index]
+                if not precision.sums_apart or (gradient := _plain(gradient)).dtype == dtype:
+                    self._accumulated[index] = version
+                    continue
+                if index in sums:
+                    sums[index] += gradient
                 else:
-                    self._accumulated[index] = gradient._version
+                    sums[index] = gradient.to(dtype)
+                parameter.grad = None
 
     def divide(self, divisor: int) -> None:
         """Divides all gradients, also those that are summed in another dtype."""
         self.accumulate()
-        self._precision.divide(divisor)
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for total in self.sums.values():
+                total.div_(divisor)
             for parameter in self._parameters:
                 if parameter.grad is not None:
                     parameter.grad.div_(divisor)
 
     def drop(self, indices: Iterable[int] | None = None) -> None:
         """Drops the gradients of all or some parameters."""
-        self._precision.drop(indices)
         with torch._C.DisableTorchFunctionSubclass():
             for index in range(len(self._parameters)) if indices is None else indices:
+                self.sums.pop(index, None)
                 self._accumulated.pop(index, None)
                 self._parameters[index].grad = None
 
@@ -634,7 +650,7 @@ class Owner:
         """Where the gradient is that ``.grad`` does not show. Empty: ``.grad`` shows it, or there is none."""
         if self.unit.pushed:
             return "was pushed to the shard servers"
-        return "is summed in another dtype (mixed precision)" if self.index in self.unit.precision.sums else ""
+        return "is summed in another dtype (mixed precision)" if self.index in self.unit.gradients.sums else ""
 
     def note_gradient_read(self) -> bool:
         """Records that the script reads a hidden gradient. Returns True the first time for the model.

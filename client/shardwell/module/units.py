@@ -9,11 +9,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from shardwell.memory.buffers import BufferPool
-from shardwell.module.flat_vector import VectorMemory
+from shardwell.memory.buffers import BufferPool, VectorMemory
 from shardwell.module.gradients import GradientPushes, with_gradients
 from shardwell.module.mixed_precision import AS_STORED, MixedPrecisionPolicy
-from shardwell.module.naming import GridPlace
+from shardwell.module.new_units import GridPlace
 from shardwell.module.parameter_store import NewValues, ParameterStore
 from shardwell.module.parameters import FoundParameter
 from shardwell.module.passes import ForwardBackward, raise_written

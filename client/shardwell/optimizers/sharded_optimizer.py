@@ -31,7 +31,7 @@ from shardwell.module.parameters import USE_SHARDED_SCALER, is_called_from
 from shardwell.module.unit import owner_of
 from shardwell.session.session import Session, session_of
 from shardwell.step.step_commit import StepUpdate
-from shardwell.training.tracked_objects import StateOwner
+from shardwell.training.training import StateOwner
 from shardwell_wire.errors import NonFiniteError, StaleEpochError, StepRestartedError, UsageError
 from shardwell_wire.model.optimizers import KEPT_GROUP, NO_GROUP, OPTIMIZERS
 from shardwell_wire.model.topology import runs_on_trainers

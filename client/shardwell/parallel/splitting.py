@@ -19,7 +19,7 @@ from torch.func import functional_call
 
 from shardwell.grid.parallel_plan import descriptions
 from shardwell.module.fully_shard import ShardedModule
-from shardwell.module.naming import mark_ties
+from shardwell.module.new_units import mark_ties
 from shardwell.parallel.description import ActivationShape, ModelDescription, StageDescription
 from shardwell.parallel.transformer import find_blocks, list_layers
 from shardwell_wire.errors import TiedParameterError, UsageError

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 from shardwell.memory.buffers import BufferPool
 from shardwell.module import torch_patches
 from shardwell.module.fully_shard import Accumulation, ShardedModule, make_plain
-from shardwell.module.naming import GridPlace
+from shardwell.module.new_units import GridPlace
 from shardwell.module.unit import Unit
 from shardwell.module.units import Units
 from shardwell.parallel.tensor import TensorParallelPlan

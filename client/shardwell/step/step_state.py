@@ -123,7 +123,7 @@ class WorkItemState:
         written: Buffers that the training script had written when the item started.
         summed: Data ranks to whose gradients those of this attempt were added before they were pushed.
         shared_units: Units whose gradients other trainers of the node may have added to theirs.
-        checksums: Checksums of the gradients that all tensor-parallel ranks compute.
+        checksums: Checksums of the gradients that all tensor-parallel ranks compute. None: there are none.
         headers: Makes the headers of the attempt's gradients. None: it has pushed none.
     """
 
@@ -137,7 +137,7 @@ class WorkItemState:
         self.written: list[coordinator_pb2.WrittenBuffer] = []
         self.summed: frozenset[int] = frozenset()
         self.shared_units: set[int] = set()
-        self.checksums = GradientChecksums()
+        self.checksums: GradientChecksums | None = None
         self.headers: PartHeaders | None = None
         self._changing = threading.Lock()
 
@@ -198,7 +198,7 @@ class WorkItemState:
         self.shared_units.clear()
         self.parts.clear()
         self.pushed.clear()
-        self.checksums.clear()
+        self.checksums = None
         self.to_drop = defaultdict(set, {unit: set(indices) for unit, indices in self.dropped.items()})
 
     # ---- pushes ----
@@ -256,7 +256,7 @@ class WorkItemState:
             written_buffers=self.written,
             copy=self.is_twin,
             summed_dp_ranks=sorted(self.summed),
-            gradient_checksums=self.checksums.to_proto(),
+            gradient_checksums=self.checksums.to_proto() if self.checksums is not None else None,
             number=self.item.number,
         )
 

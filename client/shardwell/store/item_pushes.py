@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from shardwell.data_plane.error_feedback import ErrorFeedback
+from shardwell.data_plane.gradient_parts import GradientChecksums
 from shardwell.data_plane.push import Pushes
 from shardwell.data_plane.shard import RemoteUnit
 from shardwell.data_plane.transfers import uninterrupted
@@ -46,7 +47,7 @@ class ItemPushes:
         servers: ShardServers,
     ) -> None:
         self._membership, self._state, self._units = membership, state, units
-        self._pushes, self._servers = pushes, servers
+        self._pushes, self._servers, self.stats = pushes, servers, pushes.stats
         self._kept_units: set[int] | None = set() if not state.number else None
         """Units of which the servers may hold gradients of earlier steps. None: any unit, because this trainer joined
         after the first step."""
@@ -110,6 +111,26 @@ class ItemPushes:
             if self.sums is None or not self.sums.push(current, unit, header, gradients, excuse):
                 self._pushes.push(unit, header, gradients, excuse, route=DIRECT)
 
+    def push_buffers(
+        self, unit: RemoteUnit, step: int, item: WorkItemState, buffers: Sequence[tuple[int, torch.Tensor]]
+    ) -> None:
+        """Starts to push new values of buffers. A failure is raised by the next push or drain.
+
+        Args:
+            unit: A unit of buffers.
+            step: The step in flight.
+            item: Work item of logical rank 0.
+            buffers: ``(layout index, value)`` by increasing index. The values do not change until the commit.
+        """
+        self._membership.check()
+        if item.is_over or self._membership.lapsed:
+            return
+        with uninterrupted:  # the servers wait for every part that is counted
+            context = self._membership.context(step, item.item)
+            headers = item.make_headers(context, partial(self.excuses, item, item.key))
+            values = [(index, tensor.reshape(-1)) for index, tensor in buffers]
+            self._pushes.push(unit, headers.start_part(unit.index), values, headers.excuse)
+
     def excuses(self, item: WorkItemState, key: tuple[int, int], error: BaseException) -> bool:
         """Returns whether a failed push does not matter, because the attempt of its item is over. In any thread."""
         # Servers reject pushes of an attempt that is over. A twin item also ends if a server has no memory.
@@ -124,7 +145,10 @@ class ItemPushes:
 
     def compare(self, unit_index: int, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
         """See ``GradientStore.compare``."""
-        self._state.require_current().checksums.add(unit_index, gradients)
+        current = self._state.require_current()
+        if current.checksums is None:
+            current.checksums = GradientChecksums()
+        current.checksums.add(unit_index, gradients)
 
     def may_keep(self, unit_index: int) -> bool:
         """See ``GradientStore.may_keep``."""

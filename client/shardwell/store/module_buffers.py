@@ -19,7 +19,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 
 import torch
@@ -28,13 +27,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from shardwell.data_plane.fetch import wait_in_place
-from shardwell.data_plane.push import Pushes
-from shardwell.data_plane.shard import RemoteShard, RemoteUnit
-from shardwell.data_plane.transfers import uninterrupted
+from shardwell.data_plane.shard import RemoteShard, RemoteUnit, Wire
 from shardwell.membership.membership import Membership
-from shardwell.module.naming import GridPlace
+from shardwell.module.new_units import GridPlace
 from shardwell.module.parameter_store import InitialValues
 from shardwell.step.step_state import WorkItemState
+from shardwell.store.item_pushes import ItemPushes
 from shardwell.store.run_units import ShardMappings, UnitDeclarations
 from shardwell_wire.encoding import chunk_streams
 from shardwell_wire.errors import UsageError, VersionGoneError
@@ -46,9 +44,6 @@ _READ_THREADS = 8
 
 _GAP_BYTES = 64 << 10
 """Buffers with a smaller gap are read as one range: another request takes longer than these bytes."""
-
-ConnectShards = Callable[[UnitLayout, coordinator_pb2.DeclareUnitResponse], tuple[RemoteShard, ...]]
-
 
 # ---- values ----
 
@@ -242,24 +237,21 @@ class RemoteBuffers:
     Args:
         membership: The membership of this trainer.
         declarations: Declares units.
-        connect: Connects to the shards of a declared unit. Values travel in their stored dtypes.
-        pushes: Pushes values.
+        pushes: Pushes values under work items.
         mappings: Maps shards of servers on this host.
-        excuse: Returns whether a failed push of an item's attempt does not matter. Called in any thread.
+        wire: Has no other dtypes: values travel in their stored dtypes.
     """
 
     def __init__(
         self,
         membership: Membership,
         declarations: UnitDeclarations,
-        connect: ConnectShards,
-        pushes: Pushes,
+        pushes: ItemPushes,
         mappings: ShardMappings,
-        excuse: Callable[[WorkItemState, tuple[int, int], BaseException], bool],
+        wire: Wire,
     ) -> None:
-        self._excuse = excuse
-        self._membership, self._declarations, self._connect = membership, declarations, connect
-        self._pushes, self._mappings = pushes, mappings
+        self._membership, self._declarations = membership, declarations
+        self._pushes, self._mappings, self._wire = pushes, mappings, wire
         self.units: dict[int, RemoteUnit] = {}
         """The units by their index in the run."""
 
@@ -269,7 +261,7 @@ class RemoteBuffers:
         Returns:
             The unit's index in the run.
         """
-        unit = self._declarations.declare(layout, values, step, lambda declared: self._connect(layout, declared))
+        unit = self._declarations.declare(layout, values, step, self._wire)
         self.units[unit.index] = self._mappings.map_stored(unit)
         return unit.index
 
@@ -280,22 +272,8 @@ class RemoteBuffers:
     def push(
         self, unit_index: int, step: int, item: WorkItemState, buffers: Sequence[tuple[int, torch.Tensor]]
     ) -> None:
-        """Starts to send new values. A failure is raised by the next push or drain.
-
-        Args:
-            unit_index: The unit.
-            step: The step in flight.
-            item: Work item of logical rank 0.
-            buffers: ``(layout index, value)`` by increasing index. The values do not change until the commit.
-        """
-        self._membership.check()
-        if item.is_over or self._membership.lapsed:
-            return
-        unit = self.units[unit_index]
-        with uninterrupted:  # the servers wait for every part that is counted
-            excuse = partial(self._excuse, item, item.key)
-            header = item.make_headers(self._membership.context(step, item.item), excuse).start_part(unit_index)
-            self._pushes.push(unit, header, [(index, tensor.reshape(-1)) for index, tensor in buffers], excuse)
+        """See ``ItemPushes.push_buffers``."""
+        self._pushes.push_buffers(self.units[unit_index], step, item, buffers)
 
     def read(self, unit_index: int, version: int, wanted: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Waits for a version and copies buffers from it.

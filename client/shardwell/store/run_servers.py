@@ -259,12 +259,6 @@ class ShardServers:
         used = [(server.address, server.waiting_since) for server in self._present]
         return used if opening is None else [*used, opening]
 
-    def shards(
-        self, wire: Wire, layout: UnitLayout, declared: coordinator_pb2.DeclareUnitResponse
-    ) -> tuple[RemoteShard, ...]:
-        """Returns the shards of a declared unit, connected to the servers that own them."""
-        return tuple(self.shard(wire, layout, shard) for shard in declared.shards)
-
     def shard(self, wire: Wire, layout: UnitLayout, shard: common_pb2.ShardRange) -> RemoteShard:
         """Returns one shard of a unit, connected to the server that owns it. Thread-safe."""
         server = self.connect(shard)

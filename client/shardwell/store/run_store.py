@@ -82,18 +82,11 @@ class RunStore:
         self.residuals = CheckpointResiduals(membership, self.gradients)
         """Saves the rounding errors of pushes with checkpoints."""
         self._start_error_feedback()
-        self._declarations = UnitDeclarations(membership, config.waits.wait_limit_s)
+        self._declarations = UnitDeclarations(membership, self._servers, config.waits.wait_limit_s)
         self._must_check_model = state.number > 0
         self._mappings = ShardMappings(membership, config)
         self._buffer_wire = Wire(wait_limit_s=config.waits.wait_limit_s)
-        self.buffers = RemoteBuffers(
-            membership,
-            self._declarations,
-            partial(self._servers.shards, self._buffer_wire),
-            background,
-            self._mappings,
-            self.gradients.excuses,
-        )
+        self.buffers = RemoteBuffers(membership, self._declarations, self.gradients, self._mappings, self._buffer_wire)
         """Stores the run's buffers."""
         self._relocations = self._servers.relocations
         moves = UnitMoves(
@@ -232,10 +225,9 @@ class RunStore:
 
     def declare(self, layout: UnitLayout, initial_values: InitialValues) -> int:
         """See ``ParameterStore.declare``. Returns once the run has initial values for the unit."""
-        connect = partial(self._servers.shards, self._wire, layout)
 
         def declare() -> int:
-            unit = self._declarations.declare(layout, initial_values, self._state.number, connect)
+            unit = self._declarations.declare(layout, initial_values, self._state.number, self._wire)
             self._units[unit.index] = self._mappings.map(unit, self._config.transfers.gather_dtype)
             self._note_declared(unit)
             return unit.index

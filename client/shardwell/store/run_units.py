@@ -120,29 +120,27 @@ _UPLOAD_THREADS = 8
 
 _FIRST_PUBLISH_POLL_S, _LONGEST_PUBLISH_POLL_S = 0.005, 0.25
 
-ConnectShards = Callable[[coordinator_pb2.DeclareUnitResponse], tuple[RemoteShard, ...]]
-"""Connects to the shards that the coordinator names."""
-
 
 class UnitDeclarations:
     """Declares units in the run.
 
     Args:
         membership: The membership of this trainer.
+        servers: Connects to the shards.
         wait_limit_s: Seconds to wait for another trainer's upload of initial values, and for a server to accept them.
     """
 
-    def __init__(self, membership: Membership, wait_limit_s: float) -> None:
-        self._membership, self._wait_limit_s = membership, wait_limit_s
+    def __init__(self, membership: Membership, servers: ShardServers, wait_limit_s: float) -> None:
+        self._membership, self._servers, self._wait_limit_s = membership, servers, wait_limit_s
 
-    def declare(self, layout: UnitLayout, values: InitialValues, step: int, connect: ConnectShards) -> RemoteUnit:
+    def declare(self, layout: UnitLayout, values: InitialValues, step: int, wire: Wire) -> RemoteUnit:
         """Declares a unit; returns when the run has its initial values.
 
         Args:
             layout: The unit's layout, the same on every trainer.
             values: Initial values, uploaded if the coordinator selects this trainer.
             step: The step in flight.
-            connect: Connects to the unit's shards.
+            wire: How the unit travels.
 
         Raises:
             DeadlineError: The selected trainer did not upload the values in time.
@@ -157,7 +155,7 @@ class UnitDeclarations:
         while not declared.HasField("version"):
             if declared.initialize:
                 try:
-                    unit = RemoteUnit(declared.unit_index, layout, connect(declared), declared.placement)
+                    unit = self._connect(layout, declared, wire)
                     self._initialize(unit, values, declared)
                     former, declared = declared, self._declare(layout, step)
                     if declared.shards == former.shards:
@@ -186,7 +184,7 @@ class UnitDeclarations:
             declared = self._declare(layout, step)  # a unit without values may have moved to other servers
         while True:
             try:
-                return RemoteUnit(declared.unit_index, layout, connect(declared), declared.placement)
+                return self._connect(layout, declared, wire)
             except (UnavailableError, NotFoundError) as error:
                 # A server is being replaced or restarted, and the coordinator may not know it yet.
                 if isinstance(error, RunDeletedError) or time.monotonic() > deadline:
@@ -194,6 +192,10 @@ class UnitDeclarations:
                 logger.warning("unit %r: its servers are asked for again: %s", layout.unit, error)
             time.sleep(next(pauses))
             declared = self._declare(layout, step)
+
+    def _connect(self, layout: UnitLayout, declared: coordinator_pb2.DeclareUnitResponse, wire: Wire) -> RemoteUnit:
+        shards = tuple(self._servers.shard(wire, layout, shard) for shard in declared.shards)
+        return RemoteUnit(declared.unit_index, layout, shards, declared.placement)
 
     def require_all(self, declared: Collection[int]) -> None:
         """Checks that this trainer has declared all units of a run that has committed steps.

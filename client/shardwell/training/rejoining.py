@@ -13,8 +13,7 @@ from __future__ import annotations
 import logging
 
 from shardwell.membership.membership import START_AGAIN
-from shardwell.training.tracked_objects import TrackedObjects
-from shardwell.training.training import Training
+from shardwell.training.training import TrackedObjects, Training
 from shardwell_wire.errors import ReplicaLostError, StepRestartedError
 from shardwell_wire.v1 import coordinator_pb2
 

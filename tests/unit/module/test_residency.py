@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shardwell import BackwardPrefetch, ShardingStrategy
-from shardwell.memory.resident_bytes import ResidentBytes
+from shardwell.memory.buffers import VectorMemory
 from shardwell.module import residency, strategy
 from shardwell.module.residency import MAX_UNITS_AHEAD, Phase, ResidencyPolicy, ResidentUnit, UnitState
 
@@ -21,7 +21,7 @@ SIZE = 100
 class FakeUnit(ResidentUnit):
     """A unit of ``SIZE`` bytes without values."""
 
-    def __init__(self, index: int, memory: ResidentBytes) -> None:
+    def __init__(self, index: int, memory: VectorMemory) -> None:
         super().__init__(memory, size_bytes=SIZE, own_bytes=SIZE)
         self.index = index
 
@@ -31,7 +31,7 @@ class FakeUnit(ResidentUnit):
 
 def make(count: int = 4, **options: Any) -> tuple[ResidencyPolicy[FakeUnit], list[FakeUnit]]:
     """Returns a policy, and units whose order it has observed in two steps."""
-    memory = ResidentBytes()
+    memory = VectorMemory()
     limits = {"prefetch_bytes": 0, "keep_bytes": 0, "backward_prefetch": BackwardPrefetch.PRE, **options}
     policy: ResidencyPolicy[FakeUnit] = ResidencyPolicy(memory, **limits)
     units = [FakeUnit(index, memory) for index in range(count)]
@@ -127,7 +127,7 @@ def test_wrong_prediction_fills_the_window_at_once() -> None:
 
 
 def test_unit_that_is_used_twice_is_gathered_ahead_of_both_uses() -> None:
-    memory = ResidentBytes()
+    memory = VectorMemory()
     policy = ResidencyPolicy[FakeUnit](
         memory, prefetch_bytes=1 << 30, keep_bytes=0, backward_prefetch=BackwardPrefetch.PRE
     )
@@ -287,7 +287,7 @@ def test_decisions_do_not_read_all_units_that_were_kept() -> None:
         def state(self, value: UnitState) -> None:
             self._state = value
 
-    count, memory = 2000, ResidentBytes()
+    count, memory = 2000, VectorMemory()
     policy: ResidencyPolicy[FakeUnit] = ResidencyPolicy(
         memory, prefetch_bytes=count // 2 * SIZE, keep_bytes=None, backward_prefetch=BackwardPrefetch.PRE
     )
@@ -368,7 +368,7 @@ def test_policy_imports_neither_torch_nor_io(module: Any) -> None:
 
 
 def test_recent_peak_starts_again_and_freed_bytes_add_up() -> None:
-    memory = ResidentBytes()
+    memory = VectorMemory()
     memory.add(5)
     memory.add(3)
     memory.add(-5)

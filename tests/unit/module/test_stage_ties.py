@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from shardwell import auto_wrap
-from shardwell.module.naming import GridPlace
+from shardwell.module.new_units import GridPlace
 from shardwell.module.units import Units
 from shardwell.parallel import split_model
 from shardwell_wire.errors import TiedParameterError

@@ -18,7 +18,7 @@ from shardwell import (
     World,
     auto_wrap,
 )
-from shardwell.module.flat_vector import VectorMemory
+from shardwell.memory.buffers import VectorMemory
 from shardwell.planning.dry_run import DryRun, dry_run
 from shardwell.planning.plan_model import divide, load
 from shardwell.planning.plan_options import DivisionOptions, PlanOptions

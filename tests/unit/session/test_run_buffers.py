@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwell.module.naming import GridPlace
+from shardwell.module.new_units import GridPlace
 from shardwell.module.parameter_store import InitialValues
 from shardwell.step.step_state import WorkItemState
 from shardwell.store.module_buffers import RunBuffers

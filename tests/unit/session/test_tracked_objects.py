@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwell.training.tracked_objects import TrackedObjects
+from shardwell.training.training import TrackedObjects
 from shardwell_wire.errors import UsageError
 
 
