@@ -7,8 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from shardwell_server.coordinator.coordinator import Coordinator
+from shardwell_server.coordinator.rpcs.servicer import CoordinatorServicer
 from shardwell_server.coordinator.servers.shard_client import GrpcShardCalls
-from shardwell_server.coordinator.servicer import CoordinatorServicer
 from shardwell_server.coordinator.settings import Settings
 from shardwell_server.coordinator.storage.durable_state import Storage
 from shardwell_server.shard.process.registration import Registration

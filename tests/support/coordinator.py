@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from shardwell_server.coordinator.coordinator import Coordinator
-from shardwell_server.coordinator.servicer import CoordinatorServicer
+from shardwell_server.coordinator.rpcs.servicer import CoordinatorServicer
 from shardwell_server.coordinator.settings import Settings
 from shardwell_server.coordinator.signals import BackgroundTasks
 from shardwell_server.coordinator.storage.durable_state import Storage

@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 
 from shardwell_server.coordinator.coordinator import Coordinator
+from shardwell_server.coordinator.rpcs.servicer import CoordinatorServicer
 from shardwell_server.coordinator.servers.shard_client import GrpcShardCalls
-from shardwell_server.coordinator.servicer import CoordinatorServicer
 from shardwell_server.coordinator.settings import Settings
 from shardwell_server.coordinator.storage.durable_state import Storage
 from shardwell_server.serving import authorization, process, server_options

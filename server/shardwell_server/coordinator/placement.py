@@ -310,8 +310,8 @@ class UnitPlacer:
     async def _release_unrecorded(self, run: Run, process: tuple[str, str], last_placement: int) -> None:
         """Releases reservations of a run that a server process has, but not according to the run's records.
 
-        Shards that were reserved after placement ``last_placement`` stay: they may not be recorded yet. So do those that
-        the records name with a former process of the server, which this one may take up, and all that were updated.
+        Shards that were reserved after placement ``last_placement`` stay: they may not be recorded yet. Shards that the
+        records name with a former process of the server stay, too: this process may take them up. So do updated ones.
         """
         listed = await self._servers.call(
             process[0], "ListShards", shard_pb2.ListShardsRequest(run=run.name), retry_for_s=0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -162,6 +162,18 @@ class CheckpointSource:
     """Version of the checkpoint."""
 
 
+class ByteProgress(dict[str, tuple[int, int]]):
+    """Bytes that each server has read or written, and its total bytes, by server id."""
+
+    @property
+    def done_bytes(self) -> int:
+        return sum(done for done, _ in self.values())
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(total for _, total in self.values())
+
+
 @dataclass(slots=True)
 class RestoreProgress:
     """How far a restore is. Not durable."""
@@ -172,19 +184,16 @@ class RestoreProgress:
     """Why the last attempt failed. The next one follows."""
     fatal: str = ""
     """Why no checkpoint of the run can be loaded."""
-    loaded_bytes: int = 0
-    total_bytes: int = 0
+    progress: ByteProgress = field(default_factory=ByteProgress)
+    """What the servers have read."""
 
     def describe(self, restore: Restore) -> str:
         """Returns one line for people."""
         line = f"the run is being loaded from checkpoint {restore.url} (step {restore.step})"
-        if self.total_bytes:
-            line += f": {self.loaded_bytes} of {self.total_bytes} bytes, {100 * self.loaded_bytes // self.total_bytes}%"
+        if total := self.progress.total_bytes:
+            done = self.progress.done_bytes
+            line += f": {done} of {total} bytes, {100 * done // total}%"
         return f"{line}; {self.problem}" if self.problem else line
-
-    def note(self, loaded_bytes: int, total_bytes: int) -> None:
-        """Records how much the servers have read."""
-        self.loaded_bytes, self.total_bytes = loaded_bytes, total_bytes
 
 
 class CheckpointState(Enum):
@@ -206,8 +215,8 @@ class CheckpointInFlight:
     has_folder: bool = False
     """True once the folder exists. Nobody can write a file before."""
     state: CheckpointState = CheckpointState.WRITING
-    progress: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Written and total bytes by server."""
+    progress: ByteProgress = field(default_factory=ByteProgress)
+    """What the servers have written."""
     rollback_count: int = 0
     """How often the run had been rolled back when the checkpoint began."""
     residuals: ResidualReports = field(default_factory=ResidualReports)
@@ -216,14 +225,6 @@ class CheckpointInFlight:
     ended: float = 0.0
     """Seconds since 1970. 0: not ended."""
 
-    @property
-    def written_bytes(self) -> int:
-        return sum(written for written, _ in self.progress.values())
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(total for _, total in self.progress.values())
-
     def begin(self, step: int, url: str, rollback_count: int) -> None:
         """Records the version, its folder, and how often the run has been rolled back."""
         self.step, self.url, self.rollback_count = step, url, rollback_count
@@ -231,10 +232,6 @@ class CheckpointInFlight:
     def wants_residuals_of(self, trainer: str) -> bool:
         """True if a trainer with residuals of error feedback can write them now, and has not."""
         return bool(self.step) and self.has_folder and self.residuals.are_missing_of(trainer)
-
-    def note_progress(self, server_id: str, written_bytes: int, total_bytes: int) -> None:
-        """Records how much a server has written."""
-        self.progress[server_id] = (written_bytes, total_bytes)
 
     def end(self, state: CheckpointState, now: float, error: str = "") -> None:
         """Records the outcome."""
@@ -271,8 +268,8 @@ class RunCheckpoints:
         """In an asynchronous run that was loaded: the number of each data rank's first work item. Empty: 0 for all."""
         self.source: CheckpointSource | None = None
         """The checkpoint that the run was loaded from last, if it has other units, or may have."""
-        self._filling: dict[str, tuple[int, int]] = {}
-        """Read and total bytes of the units that are being filled from ``source``, by name."""
+        self.filling: dict[str, ByteProgress] = {}
+        """What the servers have read of the units that are being filled from ``source``, by name."""
         self.writing = asyncio.Lock()
         """Held from the start of a checkpoint until it is complete, or the servers have stopped writing a failed one:
         they write one at a time."""
@@ -408,20 +405,11 @@ class RunCheckpoints:
                 run=run,
             )
 
-    def note_filling(self, unit: str, progress: Iterable[tuple[int, int]]) -> None:
-        """Records read and total bytes of each server that fills a unit."""
-        pairs = list(progress)
-        self._filling[unit] = (sum(read for read, _ in pairs), sum(total for _, total in pairs))
-
-    def note_filled(self, unit: str) -> None:
-        """Records that the servers have ended to fill a unit."""
-        self._filling.pop(unit, None)
-
     def describe_filling(self, unit: str) -> str:
         """Returns one line about a unit that is being filled."""
         assert self.source is not None
-        read, total = self._filling.get(unit, (0, 0))
-        return f"unit {unit!r} is read from checkpoint {self.source.url}: {read} of {total} bytes"
+        at = self.filling.get(unit, ByteProgress())
+        return f"unit {unit!r} is read from checkpoint {self.source.url}: {at.done_bytes} of {at.total_bytes} bytes"
 
     def end_restore(self) -> None:
         """Records that the run is loaded."""

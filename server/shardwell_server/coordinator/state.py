@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Set
+from collections.abc import Callable, Collection, Iterator, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import starmap
 
 from shardwell_server.coordinator.inspection.events import EventLog
 from shardwell_server.coordinator.placed_units import Initializer, Unit
@@ -18,6 +20,7 @@ from shardwell_server.coordinator.steps.step import Step, WorkItem, WorkState, n
 from shardwell_server.coordinator.steps.work import AsynchronousWork
 from shardwell_server.coordinator.storage.durable_state import Storage
 from shardwell_server.coordinator.storage.records import (
+    AddressRecord,
     CheckpointRecord,
     CommitRecord,
     InitializerRecord,
@@ -175,32 +178,32 @@ class CoordinatorState:
     # again after a restart.
 
     async def _save(self, run: Run) -> None:
-        run.check_not_deleted()
-        made, placement = run.changes.made, run.relocations.count  # changes during the write are not part of it
-        units = self._take_unsaved_units(run)
-        try:
-            await self.storage.save_run(_run_record(run), [_unit_record(unit) for unit in units])
-        except ShardwellError:
-            run.units.unsaved.update(unit.index for unit in units)
-            raise
-        _note_saved(run, made, placement)
+        with self._saving(run) as units:
+            await self.storage.save_run(_run_record(run), units)
 
-    def _take_unsaved_units(self, run: Run) -> list[Unit]:
-        """Returns the units whose shards or backups changed since they were stored, and counts them as stored."""
-        units = [unit for unit in run.units if unit.index in run.units.unsaved]
+    @contextmanager
+    def _saving(self, run: Run) -> Iterator[list[UnitRecord]]:
+        """Yields records of the units whose shards or backups changed since they were stored.
+
+        The block stores these and the run. Its changes so far are then durable, and with them its placement. Changes
+        during the block are not.
+        """
+        run.check_not_deleted()
+        made, placement, unsaved = run.changes.made, run.relocations.count, set(run.units.unsaved)
         run.units.unsaved.clear()
-        return units
+        try:
+            yield [_unit_record(unit) for unit in run.units if unit.index in unsaved]
+        except ShardwellError:
+            run.units.unsaved |= unsaved
+            raise
+        run.changes.saved = made
+        if run.relocations.announce(placement):
+            tell(run.members)
 
     async def save_or_retry(self, run: Run) -> None:
         """Calls ``save`` until it succeeds or the run is deleted. For background work."""
-
-        def check(error: Exception) -> None:
-            if isinstance(error, RunDeletedError):
-                raise error
-            logger.error("%s", error)
-
         try:
-            await retry_async(lambda: self.save(run), errors=ShardwellError, check=check)
+            await retry_async(lambda: self.save(run), errors=ShardwellError, check=raise_if_deleted)
         except RunDeletedError:
             return
 
@@ -222,25 +225,16 @@ class CoordinatorState:
         if not run.units.unsaved and not run.asynchronous:
             await self.storage.save_commit(run.name, record, serialized)
             return
-        made, placement = run.changes.made, run.relocations.count
-        units = self._take_unsaved_units(run)
-        changed = (_run_record(run, committed=step), [_unit_record(unit) for unit in units])
-        try:
-            await self.storage.save_commit(run.name, record, serialized, changed)
-        except ShardwellError:
-            run.units.unsaved.update(unit.index for unit in units)
-            raise
-        _note_saved(run, made, placement)
+        with self._saving(run) as units:
+            await self.storage.save_commit(run.name, record, serialized, (_run_record(run, committed=step), units))
 
     async def save_loaded(self, run: Run) -> None:
         """Stores a run that was loaded from a checkpoint, and the end of the restore, all at once."""
-        run.check_not_deleted()
-        made, placement = run.changes.made, run.relocations.count
-        record = replace(_run_record(run), checkpoints=run.checkpoints.after_restore_json())
-        units, state = [_unit_record(unit) for unit in run.units], run.commits.state
-        serialized = None if state is None else state.SerializeToString()
-        await self.storage.save_loaded_run(record, units, list(run.commits.records), serialized)
-        _note_saved(run, made, placement)
+        with self._saving(run):
+            record = replace(_run_record(run), checkpoints=run.checkpoints.after_restore_json())
+            units, state = [_unit_record(unit) for unit in run.units], run.commits.state
+            serialized = None if state is None else state.SerializeToString()
+            await self.storage.save_loaded_run(record, units, list(run.commits.records), serialized)
 
     async def save_checkpoint(self, run: Run, record: CheckpointRecord) -> None:
         """Stores a checkpoint that is about to be written, or is complete."""
@@ -253,11 +247,11 @@ class CoordinatorState:
         await self.storage.delete_checkpoints(run.name, checkpoint_ids)
 
 
-def _note_saved(run: Run, made: int, placement: int) -> None:
-    """Records that the first ``made`` changes of a run are durable, and with them a placement."""
-    run.changes.saved = made
-    if run.relocations.announce(placement):
-        tell(run.members)
+def raise_if_deleted(error: Exception) -> None:
+    """Logs why a run could not be stored, before the next attempt. Raises the error if the run was deleted."""
+    if isinstance(error, RunDeletedError):
+        raise error
+    logger.error("%s", error)
 
 
 def _run_record(run: Run, *, committed: Step | None = None) -> RunRecord:
@@ -289,7 +283,7 @@ def _run_record(run: Run, *, committed: Step | None = None) -> RunRecord:
             for member in run.members
         ),
         ranks=_rank_records(run, committed),
-        addresses=tuple(run.addresses.items()),
+        addresses=tuple(starmap(AddressRecord, run.addresses.items())),
         initializers=tuple(
             InitializerRecord(rank, initializer.trainer, initializer.epoch)
             for rank, initializer in run.units.initializers.items()
@@ -327,7 +321,7 @@ def _rank_records(run: Run, committed: Step | None) -> tuple[RankRecord, ...]:
 def _unit_record(unit: Unit) -> UnitRecord:
     """Returns the record of a unit."""
     spec = unit.layout.to_proto().SerializeToString()
-    return UnitRecord(unit.index, spec, unit.published, unit.shards, unit.backups)
+    return UnitRecord(unit.index, spec, unit.published, shards=unit.shards, backups=unit.backups)
 
 
 def _restore_run(stored: StoredRun, clock: Callable[[], float]) -> Run:
@@ -359,7 +353,7 @@ def _restore_run(stored: StoredRun, clock: Callable[[], float]) -> Run:
                 behind=member.behind,
             )
         )
-    run.addresses.update(record.addresses)
+    run.addresses.update((at.name, at.address) for at in record.addresses)
     if record.parallel_plan is not None:
         run.parallel_plan = coordinator_pb2.ParallelPlan.FromString(record.parallel_plan)
     run.checkpoints.restore_facts(record.checkpoints, stored.checkpoints, now)

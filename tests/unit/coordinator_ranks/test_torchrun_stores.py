@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shardwell_server.coordinator.rendezvous import TORCHRUN, Stores
-from shardwell_server.coordinator.servicer import CoordinatorServicer
+from shardwell_server.coordinator.rpcs.servicer import CoordinatorServicer
 from shardwell_wire.errors import CapacityError, ConflictError, InvalidRequestError
 from shardwell_wire.security.credentials import new_key
 from tests.support.coordinator import Clock, Harness, harness

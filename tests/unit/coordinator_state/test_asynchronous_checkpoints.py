@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwell_server.coordinator.checkpoints import choosing, restoring
+from shardwell_server.coordinator.checkpoints import restoring
 from shardwell_wire.checkpoints.opening import open_storage
 from shardwell_wire.checkpoints.reading import read_manifest
 from shardwell_wire.errors import RunMismatchError
@@ -20,7 +20,6 @@ from tests.support.coordinator_steps import take_step
 @pytest.fixture(autouse=True)
 def _files_without_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restoring, "open_manifest", read_manifest)
-    monkeypatch.setattr(choosing, "open_manifest", read_manifest)
 
 
 def settings(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwell_server.coordinator.checkpoints.choosing import has_units_of
+from shardwell_server.coordinator.checkpoints.manifests import has_units_of
 from shardwell_wire.checkpoints.format import Piece
 from shardwell_wire.checkpoints.manifest import message_from_dict, message_to_dict
 from shardwell_wire.checkpoints.opening import open_storage

@@ -14,6 +14,7 @@ from shardwell_server.coordinator.command import until_lost
 from shardwell_server.coordinator.storage.durable_state import FILE_NAME, SCHEMA_VERSION, Storage
 from shardwell_server.coordinator.storage.records import (
     KEPT_COMMITS,
+    AddressRecord,
     CommitRecord,
     InitializerRecord,
     MemberRecord,
@@ -39,10 +40,10 @@ RUN = RunRecord(
         MemberRecord("b", "h", "j", 2, 0, "expired", True, "p", behind=True),
     ),
     ranks=(RankRecord(0, "a", "a", 3, 7, 2), RankRecord(1, "b", "a", 5, 7, 0)),
-    addresses=(("name", "h:1"),),
+    addresses=(AddressRecord("name", "h:1"),),
     initializers=(InitializerRecord(0, "a", 4), InitializerRecord(3, "b", 5)),
 )
-UNIT = UnitRecord(0, b"spec", True, (ShardRecord(0, 4096, "s9", "i"), ShardRecord(4096, 8192, "s1", "j")))
+UNIT = UnitRecord(0, b"spec", True, shards=(ShardRecord(0, 4096, "s9", "i"), ShardRecord(4096, 8192, "s1", "j")))
 
 
 def commit_record(step: int) -> CommitRecord:

@@ -33,39 +33,47 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
-from shardwell_server.coordinator.checkpoints.choosing import (
-    CheckpointChooser,
+from shardwell_server.coordinator.checkpoints.manifests import (
+    CheckpointFiles,
+    commits_in,
     describe_other_data_ranks,
+    first_items_in,
     for_units,
     has_units_of,
-    open_manifest,
     require_all_declared,
     require_in_checkpoint,
     require_same_optimizer,
+    require_same_run,
+    run_state_in,
     without_buffers,
     without_items,
     without_units,
 )
-from shardwell_server.coordinator.checkpoints.manifests import CheckpointFiles, commits_in, first_items_in, run_state_in
 from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.leases.trainer_leases import TrainerLeases
 from shardwell_server.coordinator.placed_units import Unit
 from shardwell_server.coordinator.placement import UnitPlacer
 from shardwell_server.coordinator.run import Run
-from shardwell_server.coordinator.run_checkpoints import CheckpointOptions, CheckpointSource, Restore
+from shardwell_server.coordinator.run_checkpoints import ByteProgress, CheckpointOptions, CheckpointSource, Restore
 from shardwell_server.coordinator.servers.shard_servers import ShardServers
 from shardwell_server.coordinator.settings import RunSettings
-from shardwell_server.coordinator.signals import poll
-from shardwell_server.coordinator.state import CoordinatorState
+from shardwell_server.coordinator.signals import SharedCall, poll
+from shardwell_server.coordinator.state import CoordinatorState, raise_if_deleted
 from shardwell_server.coordinator.storage.records import BackupRecord, BackupState, CheckpointRecord, CommitRecord
 from shardwell_wire import fault_points
+from shardwell_wire.checkpoints.folder import Entry, entry_at
 from shardwell_wire.checkpoints.manifest import Manifest
+from shardwell_wire.checkpoints.reading import Checkpoint, read_manifest
+from shardwell_wire.checkpoints.storage import Storage
 from shardwell_wire.connection.channel import backoff, retry_async
 from shardwell_wire.errors import (
+    AccessError,
     CorruptDataError,
+    InvalidRequestError,
     NotFoundError,
     ShardwellError,
     UnavailableError,
@@ -78,128 +86,12 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 1.0
 """Seconds that a server waits in ``LoadShards`` for the end."""
-
-
-class UnitFiller:
-    """Fills declared units from checkpoints. See Note: [Resuming in another grid].
-
-    Args:
-        state: State of the coordinator.
-        servers: The shard servers.
-        files: Runs work on checkpoint folders.
-    """
-
-    def __init__(self, state: CoordinatorState, servers: ShardServers, files: CheckpointFiles) -> None:
-        self._state, self._servers, self._files = state, servers, files
-        self._manifests: dict[CheckpointSource, Manifest] = {}
-        """Manifests of the checkpoints from which units are filled."""
-
-    async def check(self, run: Run, layout: UnitLayout) -> None:
-        """Checks a unit before it is placed, if it is to be filled.
-
-        Raises:
-            UnitMismatchError: The checkpoint lacks a parameter, or has another tensor of its name.
-        """
-        if (source := run.filled_from) is not None and run.units.find(layout.unit) is None:
-            require_in_checkpoint(await self._manifest(source), layout, source.url)
-
-    async def fill(self, run: Run, unit: Unit, wait_s: float) -> None:
-        """Fills and publishes a unit that is to be filled. Returns when it is published, or after ``wait_s``.
-
-        Returns early, too, if a server is unavailable or was restarted: the caller must place the unit again.
-
-        Raises:
-            CorruptDataError: A file is missing or damaged; the message names it.
-            ShardwellError: Another error of a server.
-        """
-        source = run.filled_from
-        if source is None:
-            return
-
-        async def check() -> bool | None:
-            if not unit.published:
-                await unit.publishing(self._fill, run, unit, source)
-            return True
-
-        try:
-            await poll(run.changed, check, wait_s)
-        except (UnavailableError, NotFoundError) as error:  # not found: a new process of a server that has ended
-            logger.info("unit %r is not filled yet: %s", unit.layout.unit, error)
-        except CorruptDataError as error:
-            self._report_damaged(run, source, error)
-            raise
-
-    async def check_step(self, run: Run, optimizer: common_pb2.OptimizerStep) -> None:
-        """Checks a step proposal before the first commit after the checkpoint.
-
-        Raises:
-            UnitMismatchError: The run's units lack a parameter of the checkpoint.
-            ConflictError: A parameter has state of another optimizer.
-        """
-        if (source := run.filled_from) is not None:
-            manifest, layouts = await self._manifest(source), run.units.layouts
-            require_all_declared(manifest, layouts, source.url)
-            require_same_optimizer(manifest, commits_in(manifest, source.url), layouts, optimizer)
-
-    async def commits(self, run: Run) -> Sequence[CommitRecord]:
-        """Returns the run's most recent commit records, oldest first, for a checkpoint.
-
-        Those of a checkpoint of another grid get the units of this run.
-
-        Raises:
-            UnitMismatchError: Not all values of the checkpoint are in units of this run yet.
-        """
-        if (source := run.filled_from) is None:
-            return run.commits.records
-        manifest, layouts = await self._manifest(source), run.units.layouts
-        require_all_declared(manifest, layouts, source.url)
-        return for_units(commits_in(manifest, source.url), manifest.units, layouts)
-
-    async def _manifest(self, source: CheckpointSource) -> Manifest:
-        if source not in self._manifests:
-            manifest = await self._files(lambda: open_manifest(self._files.open(source.url)))
-            wanted = {at.filled_from for at in self._state.runs.values()}
-            self._manifests = {each: self._manifests[each] for each in self._manifests if each in wanted}
-            self._manifests[source] = manifest
-        return self._manifests[source]
-
-    async def _fill(self, run: Run, unit: Unit, source: CheckpointSource) -> None:
-        shards, progress = unit.shards, dict[str, tuple[int, int]]()
-        request = shard_pb2.LoadShardsRequest(
-            context=self._servers.context(run, source.step), url=source.url, wait_s=_POLL_S, unit=unit.layout.unit
-        )
-
-        async def load(server_id: str) -> None:
-            while not run.deleted:
-                answer = await self._servers.call(server_id, "LoadShards", request)
-                progress[server_id] = (answer.loaded_bytes, answer.total_bytes)
-                run.checkpoints.note_filling(unit.layout.unit, progress.values())
-                if answer.loaded:
-                    return
-
-        outcomes = await asyncio.gather(*map(load, sorted(unit.owners)), return_exceptions=True)
-        run.checkpoints.note_filled(unit.layout.unit)
-        errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-        if errors:  # all servers have ended their work, so the unit may be placed again
-            raise min(errors, key=lambda error: isinstance(error, UnavailableError))
-        async with run.units.placement_lock:
-            if unit.shards is not shards or run.checkpoints.restore is not None:
-                return  # the unit was placed again, or the run is loaded from a checkpoint
-            await self._state.save_unit(run, unit, published=True)
-            unit.published = True
-        message = f"unit {unit.layout.unit!r} is version {source.step} of checkpoint {source.url}"
-        self._state.events.add(EventKind.UNIT_PUBLISHED, message, run=run.name)
-        run.changed.notify()
-
-    def _report_damaged(self, run: Run, source: CheckpointSource, error: ShardwellError) -> None:
-        logger.error("run %r: checkpoint %s cannot be loaded: %s", run.name, source.url, error)
-        self._state.events.add(EventKind.CHECKPOINT_DAMAGED, f"{source.url}: {error}", run=run.name)
-
-
 _SERVERS_WAIT_S = 2.0
 """Seconds that a rollback waits for the configured number of servers: all may be about to start again."""
-"""Seconds that a server waits in ``LoadShards`` for the end."""
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.2, 5.0
+
+LATEST = "latest"
+"""Value of ``JoinRequest.resume`` for the newest checkpoint that can be loaded."""
 
 
 class RunRestorer:
@@ -320,16 +212,12 @@ class RunRestorer:
             progress = run.checkpoints.restoring
             try:
                 await self._load(run, restore)
-            except CorruptDataError as error:
-                if not await self._fall_back(run, restore, error):
+            except (CorruptDataError, UnitMismatchError) as error:
+                if isinstance(error, UnitMismatchError) or not await self._fall_back(run, restore, error):
                     # Trainers get an error. The user may still bring the files back, so the run is not given up.
                     progress.fatal = str(error)
                     run.changed.notify()
                     await asyncio.sleep(_LONGEST_RETRY_S)
-            except UnitMismatchError as error:  # as after a damaged file, the run is not given up
-                progress.fatal = str(error)
-                run.changed.notify()
-                await asyncio.sleep(_LONGEST_RETRY_S)
             except ShardwellError as error:
                 if progress.problem != str(error):
                     logger.warning("run %r is not loaded yet: %s", run.name, error)
@@ -402,17 +290,9 @@ class RunRestorer:
         request = shard_pb2.LoadShardsRequest(
             context=self._servers.context(run, restore.step), restore=number, url=restore.url, wait_s=_POLL_S
         )
-        done: dict[str, tuple[int, int]] = {}
-
-        async def load(server_id: str) -> None:
-            while not run.deleted:
-                answer = await self._servers.call(server_id, "LoadShards", request)
-                done[server_id] = (answer.loaded_bytes, answer.total_bytes)
-                run.checkpoints.restoring.note(sum(at for at, _ in done.values()), sum(at for _, at in done.values()))
-                if answer.loaded:
-                    return
-
-        await asyncio.gather(*map(load, {shard.server_id for unit in units for shard in unit.shards}))
+        progress = run.checkpoints.restoring.progress = ByteProgress()
+        owners = {shard.server_id for unit in units for shard in unit.shards}
+        await asyncio.gather(*(_load_shards(self._servers, run, owner, request, progress) for owner in owners))
 
     async def _finish(
         self,
@@ -442,7 +322,7 @@ class RunRestorer:
         run.checkpoints.first_items = first_items_in(manifest, run.settings)
         run.load(units, commits, state)
         fault_points.reach("coordinator.restore.before_record", step=restore.step)
-        await retry_async(lambda: self._state.save_loaded(run), errors=ShardwellError, check=_raise_if_deleted)
+        await retry_async(lambda: self._state.save_loaded(run), errors=ShardwellError, check=raise_if_deleted)
         fault_points.reach("coordinator.restore.after_record", step=restore.step)
         run.checkpoints.end_restore()
         await self._add_loaded_checkpoint(run, restore, manifest)
@@ -495,7 +375,311 @@ class RunRestorer:
             run.notices.add(message, now=self._state.wall_clock())
 
 
-def _raise_if_deleted(error: Exception) -> None:
-    if isinstance(error, NotFoundError):
-        raise error
-    logger.error("%s", error)
+class CheckpointChooser:
+    """Looks for usable checkpoints in the folders of runs, and reports damaged ones.
+
+    Args:
+        state: State of the coordinator.
+        files: Runs work on checkpoint folders.
+    """
+
+    def __init__(self, state: CoordinatorState, files: CheckpointFiles) -> None:
+        self._state, self._files = state, files
+        self._choosing: dict[str, SharedCall[Restore | None]] = {}
+        """Look-ups in checkpoint folders, by run name."""
+
+    async def choose(
+        self, run_name: str, settings: RunSettings, options: CheckpointOptions, resume: str, *, own_only: bool = False
+    ) -> Restore | None:
+        """Returns the checkpoint from which to create a run. None: create it without one.
+
+        Args:
+            run_name: Name of the run.
+            settings: Settings that the trainer asks for.
+            options: Options for checkpoints that the trainer asks for.
+            resume: As in ``JoinRequest``.
+            own_only: Whether the caller may read checkpoints of runs of this name only.
+
+        Raises:
+            AccessError: The checkpoint is of a run of another name, and ``own_only`` is set.
+            InvalidRequestError: ``resume`` is "latest", but there is no folder of checkpoints.
+            CorruptDataError: The checkpoint is damaged or does not exist. The message offers another one.
+            RunMismatchError: The checkpoint belongs to a run with other settings.
+        """
+        if not resume or run_name in self._state.runs:
+            return None
+        # Concurrent trainers of a run share one look-up.
+        call = self._choosing.setdefault(run_name, SharedCall())
+        try:
+            found = await call(self._choose, run_name, settings, options, resume, own_only=own_only)
+        finally:
+            self._choosing.pop(run_name, None)
+        return None if run_name in self._state.runs else found
+
+    async def _choose(
+        self, run_name: str, settings: RunSettings, options: CheckpointOptions, resume: str, *, own_only: bool
+    ) -> Restore | None:
+        if resume != LATEST:
+            only = run_name if own_only else None
+            manifest = await self._files(self._open_named, resume, run_name, options.directory, only)
+            require_same_run(manifest, run_name, settings, resume)
+            return Restore(url=resume, checkpoint_id=manifest.checkpoint_id, step=manifest.step)
+        if not options.directory:
+            raise InvalidRequestError(
+                'resume is "latest", but checkpoint_dir is not set: set the folder of checkpoints'
+            )
+        entries = await self._files(lambda: self._files.open_run(options.directory, run_name).entries())
+        # A checkpoint whose manifest is damaged has no time: it comes last in the list, and may be the newest.
+        usable = next((at for at in entries if at.manifest is not None and at.is_valid), None)
+        damaged = [at for at in entries if not at.is_incomplete and not at.is_valid]
+        newer = [at for at in damaged if usable is None or at.step >= usable.step]
+        for entry in newer:
+            _report_damaged(self._state, run_name, entry.url, entry.problem)
+        if usable is not None and usable.manifest is not None:
+            require_same_run(usable.manifest, run_name, settings, usable.url)
+            return Restore(
+                url=usable.url,
+                checkpoint_id=usable.checkpoint_id,
+                step=usable.step,
+                may_fall_back=True,
+                damaged=tuple(entry.checkpoint_id for entry in damaged),
+                passed_over=tuple(f"{entry.url} ({entry.problem})" for entry in newer),
+            )
+        if damaged:
+            raise CorruptDataError(
+                f"run {run_name!r} cannot be resumed: all {len(damaged)} checkpoints in {options.directory} are "
+                f"damaged, the newest because {damaged[0].problem}. Repair one, or join without resume to start from "
+                "step 0"
+            )
+        logger.info("run %r: there is no checkpoint in %s yet: the run starts at step 0", run_name, options.directory)
+        return None
+
+    async def choose_before(self, run: Run, restore: Restore, error: ShardwellError) -> Restore | None:
+        """Reports that a checkpoint is damaged, and returns the newest usable one before it.
+
+        Args:
+            run: The run that is being loaded.
+            restore: The damaged checkpoint.
+            error: Why it cannot be loaded.
+
+        Returns:
+            None if there is no other checkpoint, or the user named this one. ``restore`` itself if the folder of
+            checkpoints cannot be listed now.
+        """
+        if run.checkpoints.restoring.fatal != str(error):  # else it was reported, and nothing has changed
+            _report_damaged(self._state, run.name, restore.url, str(error))
+        if not restore.may_fall_back:
+            return None
+        damaged = (*restore.damaged, restore.checkpoint_id)
+        directory, saved = run.checkpoints.options.directory, list(run.checkpoints.saved)
+        known = {at.checkpoint_id for at in saved}
+        try:
+            entries = await self._files(self._candidates, directory, run.name, saved)
+        except ShardwellError as problem:
+            logger.warning("run %r: the folder of checkpoints cannot be listed: %s", run.name, problem)
+            return restore
+        lineage = {*run.checkpoints.lineage, run.identity.run_id}
+        usable = [
+            at
+            for at in entries
+            if at.manifest is not None
+            and at.is_valid
+            and at.checkpoint_id not in damaged
+            and (not restore.is_rollback or at.checkpoint_id in known or at.manifest.run_id in lineage)
+        ]
+        if not usable:
+            return None
+        before = usable[0]
+        return replace(
+            restore,
+            url=before.url,
+            checkpoint_id=before.checkpoint_id,
+            step=before.step,
+            damaged=damaged,
+            passed_over=(*restore.passed_over, f"{restore.url} ({error})"),
+        )
+
+    def _candidates(self, directory: str, run: str, saved: Sequence[CheckpointRecord]) -> list[Entry]:
+        """Returns the checkpoints in a run's folder, newest first, and those that the run has elsewhere. Blocks.
+
+        A run may have been resumed from another folder, or have changed its folder.
+        """
+        found = self._files.open_run(directory, run).entries() if directory else []
+        listed = {entry.checkpoint_id for entry in found}
+        others = [record for record in reversed(saved) if record.checkpoint_id not in listed]
+        elsewhere = [entry_at(self._files.open(record.url)) for record in others]
+        return sorted([*found, *elsewhere], key=lambda entry: -entry.manifest.created if entry.manifest else 0.0)
+
+    def _open_named(self, url: str, run: str, directory: str, only: str | None) -> Manifest:
+        """Returns the manifest of a checkpoint that the user named, for a run. Blocks.
+
+        Args:
+            url: The checkpoint.
+            run: Name of the run that is to be created.
+            directory: The folder of its checkpoints. Empty: it has none.
+            only: The run whose checkpoints the caller may read. None: any.
+        """
+        storage = self._files.open(url)
+        try:
+            if only is not None:
+                _require_of_run(storage, only)
+            return open_manifest(storage)
+        except CorruptDataError as error:
+            others = []
+            if directory:
+                entries = self._files.open_run(directory, run).entries()
+                others = [at.url for at in entries if at.is_valid and at.url != url]
+            offer = f". The newest other checkpoint of the run is {others[0]}: pass it as resume" if others else ""
+            raise CorruptDataError(f"{error}{offer}", **error.data) from error
+
+
+class UnitFiller:
+    """Fills declared units from checkpoints. See Note: [Resuming in another grid].
+
+    Args:
+        state: State of the coordinator.
+        servers: The shard servers.
+        files: Runs work on checkpoint folders.
+    """
+
+    def __init__(self, state: CoordinatorState, servers: ShardServers, files: CheckpointFiles) -> None:
+        self._state, self._servers, self._files = state, servers, files
+        self._manifests: dict[CheckpointSource, Manifest] = {}
+        """Manifests of the checkpoints from which units are filled."""
+
+    async def check(self, run: Run, layout: UnitLayout) -> None:
+        """Checks a unit before it is placed, if it is to be filled.
+
+        Raises:
+            UnitMismatchError: The checkpoint lacks a parameter, or has another tensor of its name.
+        """
+        if (source := run.filled_from) is not None and run.units.find(layout.unit) is None:
+            require_in_checkpoint(await self._manifest(source), layout, source.url)
+
+    async def fill(self, run: Run, unit: Unit, wait_s: float) -> None:
+        """Fills and publishes a unit that is to be filled. Returns when it is published, or after ``wait_s``.
+
+        Returns early, too, if a server is unavailable or was restarted: the caller must place the unit again.
+
+        Raises:
+            CorruptDataError: A file is missing or damaged; the message names it.
+            ShardwellError: Another error of a server.
+        """
+        source = run.filled_from
+        if source is None:
+            return
+
+        async def check() -> bool | None:
+            if not unit.published:
+                await unit.publishing(self._fill, run, unit, source)
+            return True
+
+        try:
+            await poll(run.changed, check, wait_s)
+        except (UnavailableError, NotFoundError) as error:  # not found: a new process of a server that has ended
+            logger.info("unit %r is not filled yet: %s", unit.layout.unit, error)
+        except CorruptDataError as error:
+            _report_damaged(self._state, run.name, source.url, str(error))
+            raise
+
+    async def check_step(self, run: Run, optimizer: common_pb2.OptimizerStep) -> None:
+        """Checks a step proposal before the first commit after the checkpoint.
+
+        Raises:
+            UnitMismatchError: The run's units lack a parameter of the checkpoint.
+            ConflictError: A parameter has state of another optimizer.
+        """
+        if (source := run.filled_from) is not None:
+            manifest, layouts = await self._manifest(source), run.units.layouts
+            require_all_declared(manifest, layouts, source.url)
+            require_same_optimizer(manifest, commits_in(manifest, source.url), layouts, optimizer)
+
+    async def commits(self, run: Run) -> Sequence[CommitRecord]:
+        """Returns the run's most recent commit records, oldest first, for a checkpoint.
+
+        Those of a checkpoint of another grid get the units of this run.
+
+        Raises:
+            UnitMismatchError: Not all values of the checkpoint are in units of this run yet.
+        """
+        if (source := run.filled_from) is None:
+            return run.commits.records
+        manifest, layouts = await self._manifest(source), run.units.layouts
+        require_all_declared(manifest, layouts, source.url)
+        return for_units(commits_in(manifest, source.url), manifest.units, layouts)
+
+    async def _manifest(self, source: CheckpointSource) -> Manifest:
+        if source not in self._manifests:
+            manifest = await self._files(lambda: open_manifest(self._files.open(source.url)))
+            wanted = {at.filled_from for at in self._state.runs.values()}
+            self._manifests = {each: self._manifests[each] for each in self._manifests if each in wanted}
+            self._manifests[source] = manifest
+        return self._manifests[source]
+
+    async def _fill(self, run: Run, unit: Unit, source: CheckpointSource) -> None:
+        shards, progress = unit.shards, ByteProgress()
+        request = shard_pb2.LoadShardsRequest(
+            context=self._servers.context(run, source.step), url=source.url, wait_s=_POLL_S, unit=unit.layout.unit
+        )
+        run.checkpoints.filling[unit.layout.unit] = progress
+        outcomes = await asyncio.gather(
+            *(_load_shards(self._servers, run, owner, request, progress) for owner in sorted(unit.owners)),
+            return_exceptions=True,
+        )
+        run.checkpoints.filling.pop(unit.layout.unit, None)
+        errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        if errors:  # all servers have ended their work, so the unit may be placed again
+            raise min(errors, key=lambda error: isinstance(error, UnavailableError))
+        async with run.units.placement_lock:
+            if unit.shards is not shards or run.checkpoints.restore is not None:
+                return  # the unit was placed again, or the run is loaded from a checkpoint
+            await self._state.save_unit(run, unit, published=True)
+            unit.published = True
+        message = f"unit {unit.layout.unit!r} is version {source.step} of checkpoint {source.url}"
+        self._state.events.add(EventKind.UNIT_PUBLISHED, message, run=run.name)
+        run.changed.notify()
+
+
+async def _load_shards(
+    servers: ShardServers, run: Run, server_id: str, request: shard_pb2.LoadShardsRequest, progress: ByteProgress
+) -> None:
+    """Makes a server read shards of a checkpoint. Returns when it has read them, or the run is deleted."""
+    while not run.deleted:
+        answer = await servers.call(server_id, "LoadShards", request)
+        progress[server_id] = (answer.loaded_bytes, answer.total_bytes)
+        if answer.loaded:
+            return
+
+
+def _report_damaged(state: CoordinatorState, run: str, url: str, problem: str) -> None:
+    logger.error("run %r: checkpoint %s cannot be loaded: %s", run, url, problem)
+    state.events.add(EventKind.CHECKPOINT_DAMAGED, f"{url}: {problem}", run=run)
+
+
+def open_manifest(storage: Storage) -> Manifest:
+    """Returns the manifest of a checkpoint, after checks of all headers. Blocks.
+
+    Raises:
+        CorruptDataError: The checkpoint is damaged, or a file is missing.
+    """
+    with _missing_is_damaged():
+        return Checkpoint(storage).manifest
+
+
+def _require_of_run(storage: Storage, run: str) -> None:
+    """Raises AccessError unless a checkpoint is of a run, before more than its manifest is read. Blocks."""
+    with _missing_is_damaged():
+        if read_manifest(storage).run == run:
+            return
+    raise AccessError(
+        f"the token is for run {run!r}, but checkpoint {storage.url} is of another run: an operator can resume from it",
+        run=run,
+    )
+
+
+@contextmanager
+def _missing_is_damaged() -> Iterator[None]:
+    try:
+        yield
+    except NotFoundError as error:
+        raise CorruptDataError(str(error), **error.data) from error

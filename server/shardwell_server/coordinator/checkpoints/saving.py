@@ -71,18 +71,6 @@ def add_report(run: Run, member: Member, request: coordinator_pb2.AddResidualsRe
     run.changed.notify()
 
 
-async def wait_for_reports(run: Run, checkpoint: CheckpointInFlight) -> Sequence[tuple[str, ResidualReport]]:
-    """Waits until all live trainers with residuals have written them. Returns the reports with their trainers."""
-
-    async def check() -> bool | None:
-        live = [member.name for member in run.members.live.values() if member.has_residuals]
-        return run.checkpoints.restore is not None or not any(map(checkpoint.wants_residuals_of, live)) or None
-
-    if checkpoint.step:
-        await poll(run.changed, check, _WAIT_S)
-    return checkpoint.residuals.end()
-
-
 def usable_files(
     storage: Storage, manifest: Manifest, reports: Iterable[tuple[str, ResidualReport]], replica_size: int
 ) -> tuple[list[FileRecord], set[int], list[str]]:
@@ -122,19 +110,6 @@ def usable_files(
         else:
             reported.update(report.dp_ranks)
     return files, {rank for rank, count in reported.items() if count >= replica_size}, problems
-
-
-def report_missing(state: CoordinatorState, run: Run, step: int, ranks: Iterable[int], problems: Sequence[str]) -> None:
-    """Adds an event if a checkpoint lacks residuals."""
-    missing = sorted(set(range(run.settings.world.dp)) - set(ranks))
-    if not step or not missing or not any(member.has_residuals for member in run.members):
-        return
-    why = f" ({'; '.join(problems)})" if problems else ""
-    message = (
-        f"step {step}: the checkpoint lacks the residuals of error feedback of data ranks {missing}{why}. They are "
-        "zero in a run that is loaded from it"
-    )
-    state.events.add(EventKind.RESIDUALS_MISSING, message, run=run.name)
 
 
 logger = logging.getLogger(__name__)
@@ -264,7 +239,7 @@ class CheckpointSaver:
                 return in_flight
             raise UnavailableError(
                 f"the checkpoint of step {in_flight.step} of run {run.name!r} is still being written: "
-                f"{in_flight.written_bytes} of {in_flight.total_bytes} bytes"
+                f"{in_flight.progress.done_bytes} of {in_flight.progress.total_bytes} bytes"
             )
         return self._start(run)
 
@@ -330,14 +305,33 @@ class CheckpointSaver:
     async def _with_files(
         self, run: Run, checkpoint: CheckpointInFlight, manifest: Manifest, files: Sequence[str]
     ) -> Manifest:
-        """Returns the complete manifest, once the trainers have written their residuals."""
-        reports = await wait_for_reports(run, checkpoint)
+        """Returns the complete manifest, once all live trainers with residuals have written them."""
+
+        async def check() -> bool | None:
+            live = [member.name for member in run.members.live.values() if member.has_residuals]
+            return run.checkpoints.restore is not None or not any(map(checkpoint.wants_residuals_of, live)) or None
+
+        if checkpoint.step:
+            await poll(run.changed, check, _WAIT_S)
+        reports = checkpoint.residuals.end()
         url, replica_size = checkpoint.url, run.settings.world.replica_size
         written, ranks, problems = await self._files(
             lambda: usable_files(self._files.open(url), manifest, reports, replica_size)
         )
-        report_missing(self._state, run, manifest.step, ranks, problems)
+        self._report_missing(run, manifest.step, ranks, problems)
         return with_files(manifest, [*(FileRecord.from_dict(json.loads(file)) for file in files), *written], ranks)
+
+    def _report_missing(self, run: Run, step: int, ranks: Iterable[int], problems: Sequence[str]) -> None:
+        """Adds an event if a checkpoint lacks residuals."""
+        missing = sorted(set(range(run.settings.world.dp)) - set(ranks))
+        if not step or not missing or not any(member.has_residuals for member in run.members):
+            return
+        why = f" ({'; '.join(problems)})" if problems else ""
+        message = (
+            f"step {step}: the checkpoint lacks the residuals of error feedback of data ranks {missing}{why}. They are "
+            "zero in a run that is loaded from it"
+        )
+        self._state.events.add(EventKind.RESIDUALS_MISSING, message, run=run.name)
 
     async def _begin(self, run: Run, checkpoint: CheckpointInFlight, folder: RunFolder) -> tuple[Manifest, list[str]]:
         """Makes every server begin. Returns the manifest without files, and the servers."""
@@ -390,7 +384,7 @@ class CheckpointSaver:
         while True:
             run.check_not_deleted()
             response = await self._servers.call(server_id, "DescribeCheckpoint", request)
-            checkpoint.note_progress(server_id, response.written_bytes, response.total_bytes)
+            checkpoint.progress[server_id] = (response.written_bytes, response.total_bytes)
             if response.error:
                 raise UnavailableError(f"server {server_id!r}: {response.error}", server=server_id)
             if response.HasField("file_json"):

@@ -23,7 +23,7 @@ from typing import Any
 from shardwell_server.coordinator.checkpoints.saving import CheckpointSaver
 from shardwell_server.coordinator.commit.preparation import StepPreparer
 from shardwell_server.coordinator.inspection.events import EventKind
-from shardwell_server.coordinator.leases.item_leases import ItemLeases
+from shardwell_server.coordinator.leases.trainer_leases import ItemLeases
 from shardwell_server.coordinator.promotion import Promoter
 from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.servers.shard_servers import ShardServers

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 from shardwell_server.coordinator.commit.committer import UpdateSender
 from shardwell_server.coordinator.inspection.events import EventKind
-from shardwell_server.coordinator.leases.item_leases import ItemLeases
+from shardwell_server.coordinator.leases.trainer_leases import ItemLeases
 from shardwell_server.coordinator.placed_units import Unit
 from shardwell_server.coordinator.promotion import Promoter
 from shardwell_server.coordinator.run import Run

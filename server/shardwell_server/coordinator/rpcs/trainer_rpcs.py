@@ -12,7 +12,7 @@ from shardwell_server.coordinator.rpcs.coordinator_rpcs import CoordinatorRpcs, 
 from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.servers.shard_servers import check_recoverable
 from shardwell_server.coordinator.settings import RunSettings
-from shardwell_server.coordinator.steps.plan_comparison import check_plan, require_same_plan
+from shardwell_server.coordinator.steps.reports import check_plan, require_same_plan
 from shardwell_server.serving.rpc import Call
 from shardwell_wire.connection.protocol_versions import negotiate
 from shardwell_wire.model.layout import UnitLayout

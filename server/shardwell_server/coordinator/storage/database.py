@@ -87,7 +87,8 @@ class Database:
         database.execute("BEGIN IMMEDIATE")
         try:
             for statement, rows in writes:
-                database.executemany(statement, rows)
+                if rows:
+                    database.executemany(statement, rows)
             database.execute(_INCREMENT_COUNTER)
         except BaseException:
             if database.in_transaction:

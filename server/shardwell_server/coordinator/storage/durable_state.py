@@ -7,8 +7,9 @@ work items, step proposals) is sent again by the trainers when they poll the res
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 from shardwell_server.coordinator.storage.database import Database, Write
 from shardwell_server.coordinator.storage.records import (
     KEPT_COMMITS,
+    AddressRecord,
     BackupRecord,
     CheckpointRecord,
     CommitRecord,
@@ -93,11 +95,17 @@ CREATE TABLE checkpoints (
 ) WITHOUT ROWID;
 """
 
-_DIFFED_TABLES = {"members": "trainer", "ranks": "global_rank", "addresses": "name", "initializers": "global_rank"}
-"""Tables of which ``save_run`` writes only the changed rows, with the column that identifies a row within a run."""
-_RUN_TABLES = (*_DIFFED_TABLES, "runs", "units", "shards", "backups", "commits", "states", "checkpoints")
+_ROWS_OF_RUN: dict[str, type[Row]] = {
+    "members": MemberRecord,
+    "ranks": RankRecord,
+    "addresses": AddressRecord,
+    "initializers": InitializerRecord,
+}
+"""Tables of which ``save_run`` writes only the changed rows. The first field of a record identifies it in its run."""
+_RUN_TABLES = (*_ROWS_OF_RUN, "runs", "units", "shards", "backups", "commits", "states", "checkpoints")
 
 Result = TypeVar("Result")
+_Row = TypeVar("_Row", bound=Row)
 
 
 class Storage:
@@ -141,12 +149,12 @@ class Storage:
 
     async def save_server(self, record: ServerRecord) -> None:
         """Stores a shard server."""
-        await self._call(self._database.write, [(_upsert("servers", 9), [record.to_row()])])
+        await self._call(self._database.write, [_upsert("servers", record.to_row())])
 
     async def delete_server(self, server_id: str, last_epoch: int) -> None:
         """Deletes a server and stores ``last_epoch``, the highest epoch of any server, so that no epoch is reused."""
         delete = ("DELETE FROM servers WHERE server_id = ?", [(server_id,)])
-        await self._call(self._database.write, [delete, (_upsert("facts", 2), [("server_epoch", last_epoch)])])
+        await self._call(self._database.write, [delete, _upsert("facts", ("server_epoch", last_epoch))])
 
     async def save_run(self, record: RunRecord, units: Sequence[UnitRecord] = ()) -> None:
         """Stores a run, and units that changed with it. Writes only rows of the run that differ from the last record.
@@ -161,27 +169,13 @@ class Storage:
 
     def _run_writes(self, record: RunRecord) -> list[Write]:
         run, before = record.run, self._stored.get(record.run)
-        row = (
-            run,
-            record.run_id,
-            record.config,
-            record.created,
-            record.started,
-            record.last_epoch,
-            record.placement,
-            record.rebalancing,
-            record.checkpoints,
-            record.parallel_plan,
-        )
-        writes: list[Write] = [(_upsert("runs", 10), [row])]
-        for table, key in _DIFFED_TABLES.items():
+        writes = [_upsert("runs", record.to_row())]
+        for table, kind in _ROWS_OF_RUN.items():
             old_rows, new_rows = _rows_by_key(before, table), _rows_by_key(record, table)
             deleted = [(run, each) for each in old_rows.keys() - new_rows.keys()]
             changed = [(run, *values) for each, values in new_rows.items() if old_rows.get(each) != values]
-            if deleted:
-                writes.append((f"DELETE FROM {table} WHERE run = ? AND {key} = ?", deleted))
-            if changed:
-                writes.append((_upsert(table, len(changed[0])), changed))
+            writes.append((f"DELETE FROM {table} WHERE run = ? AND {fields(kind)[0].name} = ?", deleted))
+            writes.append(_upsert(table, *changed))
         return writes
 
     async def save_units(self, run: str, records: Sequence[UnitRecord]) -> None:
@@ -196,15 +190,15 @@ class Storage:
         writes = [
             *(_clear(table, run) for table in ("units", "shards", "backups", "commits", "states")),
             *_unit_writes(run, units),
-            (_upsert("commits", 14), [(run, *commit.to_row()) for commit in commits]),
+            _upsert("commits", *((run, *commit.to_row()) for commit in commits)),
         ]
         if state is not None:
-            writes.append((_upsert("states", 3), [(run, commits[-1].step if commits else 0, state)]))
+            writes.append(_upsert("states", (run, commits[-1].step if commits else 0, state)))
         await self._call(self._write_run, record, (), writes)
 
     async def save_checkpoint(self, run: str, record: CheckpointRecord) -> None:
         """Stores a checkpoint that is about to be written, or is complete."""
-        await self._call(self._database.write, [(_upsert("checkpoints", 7), [(run, *record.to_row())])])
+        await self._call(self._database.write, [_upsert("checkpoints", (run, *record.to_row()))])
 
     async def delete_checkpoints(self, run: str, checkpoint_ids: Iterable[str]) -> None:
         """Deletes the records of checkpoints."""
@@ -236,11 +230,11 @@ class Storage:
         changed: tuple[RunRecord, Sequence[UnitRecord]] | None,
     ) -> None:
         writes: list[Write] = [
-            (_upsert("commits", 14), [(run, *record.to_row())]),
+            _upsert("commits", (run, *record.to_row())),
             ("DELETE FROM commits WHERE run = ? AND step <= ?", [(run, record.step - KEPT_COMMITS)]),
         ]
         if state is not None:
-            writes.append((_upsert("states", 3), [(run, record.step, state)]))
+            writes.append(_upsert("states", (run, record.step, state)))
         if changed is not None:
             run_record, units = changed
             writes += [*self._run_writes(run_record), *_unit_writes(run, units)]
@@ -254,7 +248,7 @@ class Storage:
             "INSERT INTO facts VALUES ('deleted_last_epoch', ?) "
             "ON CONFLICT DO UPDATE SET value = max(value, excluded.value)"
         )
-        await self._call(self._delete_run, run, [(keep, [(last_epoch,)]), (_upsert("deleted_runs", 1), [(run_id,)])])
+        await self._call(self._delete_run, run, [(keep, [(last_epoch,)]), _upsert("deleted_runs", (run_id,))])
 
     def _delete_run(self, run: str, keep: Sequence[Write]) -> None:
         self._database.write([*(_clear(table, run) for table in _RUN_TABLES), *keep])
@@ -278,8 +272,7 @@ class Storage:
 
     def _load(self) -> StoredState:
         servers = map(ServerRecord.from_row, self._database.read("SELECT * FROM servers"))
-        names = [name for (name,) in self._database.read("SELECT run FROM runs")]
-        runs = [self._load_run(name) for name in names]
+        runs = [self._load_run(row) for row in self._database.read("SELECT * FROM runs")]
         self._stored = {each.record.run: each.record for each in runs}
         return StoredState(
             servers=tuple(servers),
@@ -288,64 +281,41 @@ class Storage:
             deleted_run_ids=frozenset(run_id for (run_id,) in self._database.read("SELECT run_id FROM deleted_runs")),
         )
 
-    def _load_run(self, run: str) -> StoredRun:
-        (_, run_id, config, created, started, last_epoch, *rest), *_ = self._rows("runs", run)
-        placement, rebalancing, checkpoints, parallel_plan = rest
-        commits = [CommitRecord.from_row(row) for _, *row in self._rows("commits", run)]
-        states = self._rows("states", run)
+    def _load_run(self, row: Sequence[Any]) -> StoredRun:
+        run, states = row[0], self._rows("states", row[0])
+        rows = {table: self._records(kind, table, run) for table, kind in _ROWS_OF_RUN.items()}
         return StoredRun(
-            record=RunRecord(
-                run=run,
-                run_id=run_id,
-                config=config,
-                created=created,
-                started=bool(started),
-                last_epoch=last_epoch,
-                members=tuple(MemberRecord.from_row(row) for _, *row in self._rows("members", run)),
-                ranks=tuple(RankRecord.from_row(row) for _, *row in self._rows("ranks", run)),
-                addresses=tuple((name, address) for _, name, address in self._rows("addresses", run)),
-                initializers=tuple(InitializerRecord.from_row(row) for _, *row in self._rows("initializers", run)),
-                placement=placement,
-                rebalancing=bool(rebalancing),
-                checkpoints=checkpoints,
-                parallel_plan=parallel_plan,
-            ),
+            record=RunRecord.from_row(row, **rows),
             units=tuple(self._load_units(run)),
-            commits=tuple(commits),
+            commits=self._records(CommitRecord, "commits", run),
             state=states[0][2] if states else None,
-            checkpoints=tuple(
-                sorted(
-                    (CheckpointRecord.from_row(row) for _, *row in self._rows("checkpoints", run)),
-                    key=lambda record: record.time,
-                )
-            ),
+            checkpoints=tuple(sorted(self._records(CheckpointRecord, "checkpoints", run), key=lambda each: each.time)),
         )
 
-    def _load_units(self, run: str) -> list[UnitRecord]:
-        shards: dict[int, list[ShardRecord]] = {}
-        for _, unit_index, *shard in sorted(self._rows("shards", run)):
-            shards.setdefault(unit_index, []).append(ShardRecord.from_row(shard))
-        backups: dict[int, list[BackupRecord]] = {}
-        for _, unit_index, *backup in sorted(self._rows("backups", run)):
-            backups.setdefault(unit_index, []).append(BackupRecord.from_row(backup))
-        return [
-            UnitRecord(
-                unit_index,
-                spec,
-                bool(published),
-                tuple(shards.get(unit_index, ())),
-                tuple(backups.get(unit_index, ())),
-            )
-            for _, unit_index, spec, published in self._rows("units", run)
-        ]
+    def _load_units(self, run: str) -> Iterator[UnitRecord]:
+        shards, backups = self._copies(ShardRecord, "shards", run), self._copies(BackupRecord, "backups", run)
+        for _, index, *row in self._rows("units", run):
+            copies = {"shards": tuple(shards.get(index, ())), "backups": tuple(backups.get(index, ()))}
+            yield UnitRecord.from_row((index, *row), **copies)
+
+    def _copies(self, kind: type[_Row], table: str, run: str) -> dict[int, list[_Row]]:
+        """Returns the rows of a table of copies by unit index, in the order of their ranges."""
+        found: dict[int, list[_Row]] = {}
+        for _, index, *row in sorted(self._rows(table, run)):
+            found.setdefault(index, []).append(kind.from_row(row))
+        return found
+
+    def _records(self, kind: type[_Row], table: str, run: str) -> tuple[_Row, ...]:
+        return tuple(kind.from_row(row) for _, *row in self._rows(table, run))
 
     def _rows(self, table: str, run: str) -> list[Any]:
         """Returns the rows of one run, sorted by their second column: the rank, name, index or step."""
         return self._database.read(f"SELECT * FROM {table} WHERE run = ? ORDER BY 2", (run,))
 
 
-def _upsert(table: str, column_count: int) -> str:
-    return f"INSERT OR REPLACE INTO {table} VALUES ({', '.join('?' * column_count)})"
+def _upsert(table: str, *rows: tuple[object, ...]) -> Write:
+    columns = len(rows[0]) if rows else 1
+    return f"INSERT OR REPLACE INTO {table} VALUES ({', '.join('?' * columns)})", rows
 
 
 def _clear(table: str, run: str) -> Write:
@@ -354,17 +324,15 @@ def _clear(table: str, run: str) -> Write:
 
 def _unit_writes(run: str, records: Sequence[UnitRecord]) -> list[Write]:
     """Returns the writes that store units and replace their previous shards and backups."""
-    if not records:
-        return []
     replaced = [(run, record.unit_index) for record in records]
     shards = [(run, record.unit_index, *at.to_row()) for record in records for at in record.shards]
     backups = [(run, record.unit_index, *at.to_row()) for record in records for at in record.backups]
     return [
-        (_upsert("units", 4), [(run, record.unit_index, record.spec, record.published) for record in records]),
+        _upsert("units", *((run, *record.to_row()) for record in records)),
         ("DELETE FROM shards WHERE run = ? AND unit_index = ?", replaced),
-        (_upsert("shards", 6), shards),
+        _upsert("shards", *shards),
         ("DELETE FROM backups WHERE run = ? AND unit_index = ?", replaced),
-        (_upsert("backups", 8), backups),
+        _upsert("backups", *backups),
     ]
 
 
@@ -372,7 +340,4 @@ def _rows_by_key(record: RunRecord | None, table: str) -> dict[object, tuple[obj
     """Returns a record's rows of one table, without the run column, by their first column."""
     if record is None:
         return {}
-    if table == "addresses":
-        return {address[0]: address for address in record.addresses}
-    rows: Sequence[Row] = {"members": record.members, "ranks": record.ranks, "initializers": record.initializers}[table]
-    return {(values := row.to_row())[0]: values for row in rows}
+    return {(values := row.to_row())[0]: values for row in getattr(record, table)}

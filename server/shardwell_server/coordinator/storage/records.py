@@ -1,9 +1,9 @@
-"""Rows in which the coordinator's state is stored. ``storage.py`` writes and reads them."""
+"""Rows in which the coordinator's state is stored. ``durable_state.py`` writes and reads them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Self
 
@@ -13,16 +13,38 @@ KEPT_COMMITS = 8
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A record of one table. Its fields are the last columns of the table, in order."""
+    """A record of one table. Its positional fields are the last columns of the table, in order.
+
+    Sequences of numbers are stored as text. Keyword-only fields are rows of other tables.
+    """
 
     def to_row(self) -> tuple[object, ...]:
         """Returns the values of the columns."""
-        return tuple(getattr(self, field.name) for field in fields(self))
+        return tuple(_to_column(getattr(self, column.name)) for column in _columns(type(self)))
 
     @classmethod
-    def from_row(cls, row: Sequence[Any]) -> Self:
-        """Returns the record that ``to_row`` was called on."""
-        return cls(*row)
+    def from_row(cls, row: Sequence[Any], **other: tuple[Any, ...]) -> Self:
+        """Returns the record that ``to_row`` was called on.
+
+        Args:
+            row: The values of the columns.
+            other: Values of the keyword-only fields.
+        """
+        pairs = zip(_columns(cls), row, strict=True)
+        values = (_FROM_COLUMN.get(str(column.type), _same)(value) for column, value in pairs)
+        return cls(*values, **other)
+
+
+def _columns(kind: type[Row]) -> tuple[Field[Any], ...]:
+    return tuple(each for each in fields(kind) if not each.kw_only)
+
+
+def _to_column(value: object) -> object:
+    return " ".join(repr(each) for part in value for each in _flat(part)) if isinstance(value, tuple) else value
+
+
+def _flat(part: object) -> tuple[object, ...]:
+    return part if isinstance(part, tuple) else (part,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +64,6 @@ class ServerRecord(Row):
     restartable: bool = False
     """True if another process of this id can take up the shards after this one has ended."""
 
-    @classmethod
-    def from_row(cls, row: Sequence[Any]) -> Self:
-        record = cls(*row)
-        return replace(
-            record,
-            has_left=bool(record.has_left),
-            draining=bool(record.draining),
-            restartable=bool(record.restartable),
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class MemberRecord(Row):
@@ -68,14 +80,6 @@ class MemberRecord(Row):
     process: str = ""
     behind: bool = False
     """See ``Member.behind``."""
-
-    @classmethod
-    def from_row(cls, row: Sequence[Any]) -> Self:
-        record = cls(*row)
-        accepts = record.accepts_reassigned_work
-        return replace(
-            record, accepts_reassigned_work=None if accepts is None else bool(accepts), behind=bool(record.behind)
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +103,13 @@ class RankRecord(Row):
     number: int = 0
     """Number of committed work items of the dp rank."""
 
-    @classmethod
-    def from_row(cls, row: Sequence[Any]) -> Self:
-        record = cls(*row)
-        return replace(record, vacant=bool(record.vacant))
+
+@dataclass(frozen=True, slots=True)
+class AddressRecord(Row):
+    """A stored address that trainers exchange."""
+
+    name: str
+    address: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +123,7 @@ class InitializerRecord(Row):
 
 
 @dataclass(frozen=True, slots=True)
-class RunRecord:
+class RunRecord(Row):
     """The stored state of a run that can change between commits."""
 
     run: str
@@ -125,10 +132,6 @@ class RunRecord:
     created: float
     started: bool
     last_epoch: int
-    members: tuple[MemberRecord, ...]
-    ranks: tuple[RankRecord, ...]
-    addresses: tuple[tuple[str, str], ...]
-    initializers: tuple[InitializerRecord, ...] = ()
     placement: int = 0
     """Number of relocations of the run's shards."""
     rebalancing: bool = False
@@ -137,6 +140,10 @@ class RunRecord:
     """Options for checkpoints, and the restore in progress. JSON."""
     parallel_plan: bytes | None = None
     """How the run's models are divided over tensor and pipeline ranks. None: not reported yet."""
+    members: tuple[MemberRecord, ...] = field(default=(), kw_only=True)
+    ranks: tuple[RankRecord, ...] = field(default=(), kw_only=True)
+    addresses: tuple[AddressRecord, ...] = field(default=(), kw_only=True)
+    initializers: tuple[InitializerRecord, ...] = field(default=(), kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,11 +187,6 @@ class BackupRecord(ShardRecord):
     placement: int = 0
     """Number of the backup's reservation on its server. 0: not built yet."""
 
-    @classmethod
-    def from_row(cls, row: Sequence[Any]) -> Self:
-        record = cls(*row)
-        return replace(record, state=BackupState(record.state))
-
     @property
     def is_wanted(self) -> bool:
         """True if the backup is in sync or to be built."""
@@ -197,15 +199,15 @@ class BackupRecord(ShardRecord):
 
 
 @dataclass(frozen=True, slots=True)
-class UnitRecord:
+class UnitRecord(Row):
     """A stored unit."""
 
     unit_index: int
     spec: bytes
     published: bool
-    shards: tuple[ShardRecord, ...]
+    shards: tuple[ShardRecord, ...] = field(default=(), kw_only=True)
     """The primaries, in the order of their ranges."""
-    backups: tuple[BackupRecord, ...] = ()
+    backups: tuple[BackupRecord, ...] = field(default=(), kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,22 +240,6 @@ class CommitRecord(Row):
         """Number of commits between the version that the item read and its own commit. None: in a synchronous run."""
         return self.step - self.base_version if self.trainer else None
 
-    def to_row(self) -> tuple[object, ...]:
-        """Returns the values of the columns. Sequences are stored as text."""
-        columns = {field.name: getattr(self, field.name) for field in fields(self)}
-        columns["unit_order"] = " ".join(map(str, self.unit_order))
-        columns["other_norms"] = " ".join(repr(value) for norm in self.other_norms for value in norm)
-        return tuple(columns.values())
-
-    @classmethod
-    def from_row(cls, row: Sequence[Any]) -> Self:
-        columns = dict(zip((field.name for field in fields(cls)), row, strict=True))
-        columns["unit_order"] = tuple(map(int, columns["unit_order"].split()))
-        norms = [float(value) for value in columns["other_norms"].split()]
-        columns["other_norms"] = tuple(zip(norms[::3], norms[1::3], norms[2::3], strict=True))
-        columns["skipped"] = bool(columns["skipped"])
-        return cls(**columns)
-
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRecord(Row):
@@ -268,11 +254,6 @@ class CheckpointRecord(Row):
     time: float
     """Seconds since 1970 at which it began or was complete."""
     is_complete: bool
-
-    @classmethod
-    def from_row(cls, row: Sequence[Any]) -> Self:
-        record = cls(*row)
-        return replace(record, is_complete=bool(record.is_complete))
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,3 +279,22 @@ class StoredState:
     """Highest epoch of a deleted run. 0: no run was deleted."""
     deleted_run_ids: frozenset[str]
     """Ids of all deleted runs. No run gets one of them again."""
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _norms(text: str) -> tuple[tuple[float, ...], ...]:
+    values = list(map(float, text.split()))
+    return tuple(zip(values[::3], values[1::3], values[2::3], strict=True))
+
+
+_FROM_COLUMN: Mapping[str, Callable[[Any], Any]] = {
+    "bool": bool,
+    "bool | None": lambda value: None if value is None else bool(value),
+    "BackupState": BackupState,
+    "tuple[int, ...]": lambda text: tuple(map(int, text.split())),
+    "tuple[tuple[float, float, float], ...]": _norms,
+}
+"""How the value of a field is read from its column, by the field's type. Other values are stored as they are."""

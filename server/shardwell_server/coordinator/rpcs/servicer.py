@@ -1,18 +1,29 @@
-"""Rpcs of shard servers: registration, heartbeats, and the stream that shows that a server lives."""
+"""Servicer of ``CoordinatorService``: the rpcs of shard servers, and those of the other files of this folder.
+
+Shard servers register, send heartbeats, and keep a stream open that shows that they live.
+"""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
-from shardwell_server.coordinator.rpcs.coordinator_rpcs import CoordinatorRpcs
+from shardwell_server.coordinator.rpcs.operators import AdministrationRpcs, InspectionRpcs
+from shardwell_server.coordinator.rpcs.rendezvous_rpcs import RendezvousRpcs
+from shardwell_server.coordinator.rpcs.step_rpcs import StepRpcs
+from shardwell_server.coordinator.rpcs.trainer_rpcs import DeclarationRpcs, TrainerRpcs
 from shardwell_server.serving.rpc import Call
 from shardwell_wire.connection.protocol_versions import negotiate
 from shardwell_wire.v1 import coordinator_pb2
 
 
-class ServerRpcs(CoordinatorRpcs):
-    """Rpcs of shard servers."""
+class CoordinatorServicer(TrainerRpcs, DeclarationRpcs, RendezvousRpcs, StepRpcs, AdministrationRpcs, InspectionRpcs):
+    """Serves the rpcs of the coordinator. Arguments as those of ``CoordinatorRpcs``."""
+
+    def run_id_of(self, name: str) -> str:
+        """Returns the id of the run that has a name now. Empty: there is none."""
+        run = self._state.runs.get(name)
+        return "" if run is None else run.identity.run_id
 
     async def RegisterServer(
         self, request: coordinator_pb2.RegisterServerRequest, call: Call
