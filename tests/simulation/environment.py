@@ -21,7 +21,7 @@ from typing import Any
 
 from shardwell_server.coordinator.servers import shard_client
 from shardwell_server.coordinator.storage import database
-from shardwell_server.shard.checkpoints import files as checkpoint_writing
+from shardwell_server.shard.requests import checkpoints as checkpoint_writing
 from shardwell_wire.connection import channel
 from shardwell_wire.host import server_folders
 from shardwell_wire.model import names

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shardwell.store.residuals import RestoredResiduals
-from shardwell_server.shard.checkpoints.contents import describe_shard, fill_shard
+from shardwell_server.shard.requests.checkpoint_contents import describe_shard, fill_shard
 from shardwell_server.shard.unit.portable_state import PartState, ShardState
 from shardwell_wire.checkpoints.format import Piece
 from shardwell_wire.checkpoints.reading import Checkpoint, pieces_of, read_elements

@@ -191,19 +191,12 @@ async def update(run: HostedRun, in_thread: InThread, request: shard_pb2.UpdateR
     if not math.isfinite(clip) or clip < 0.0:
         raise InvalidRequestError(f"clip_coefficient is {clip}, expected a finite number of at least 0")
     place = {index: number for number, index in enumerate(request.unit_order)}
-    # Buffers first: trainers wait for their new version before they continue. But before them a shard whose update was
-    # interrupted: neither of its versions can be read.
 
     def in_order(shards: Iterable[UnitShard]) -> list[UnitShard]:
-        return sorted(
-            (shard for shard in shards if shard.version != step + 1),
-            key=lambda shard: (
-                not shard.values.updating,
-                not shard.layout.holds_buffers,
-                place.get(shard.index, len(place)),
-                shard.index,
-            ),
-        )
+        # Buffers first: trainers wait for their new version before they continue. But before them a shard whose update
+        # was interrupted: neither of its versions can be read.
+        left = (shard for shard in shards if shard.version != step + 1)
+        return sorted(left, key=lambda shard: (not shard.values.updating, *shard.update_order(place)))
 
     waiting = in_order(run.published)
     # A shard that was promoted after the step was prepared received the prepared step as a backup.

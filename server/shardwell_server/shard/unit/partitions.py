@@ -7,7 +7,7 @@ and joined as ``TrainerState``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -421,17 +421,21 @@ class TrainerState:
     data: Sequence[torch.Tensor]
     """Bytes of each tensor. Each uint8."""
 
+    def located(self, layout: UnitLayout) -> Iterator[tuple[shard_pb2.StateTensor, torch.Tensor, Segment]]:
+        """Yields the description of each tensor, its bytes, and the segment of the range that it belongs to."""
+        segments = _segments(layout, self.start_bytes, self.stop_bytes)
+        for tensor, content in zip(self.tensors, self.data, strict=True):
+            yield tensor, content, segments[tensor.parameter_index]
+
     def cut(self, layout: UnitLayout, start_bytes: int, stop_bytes: int) -> TrainerState:
         """Returns the state of a range within this range. Copies nothing.
 
         Raises:
             InvalidRequestError: A tensor of the state would be cut, but it does not have one element for each value.
         """
-        before = _segments(layout, self.start_bytes, self.stop_bytes)
-        after = _segments(layout, start_bytes, stop_bytes)
-        tensors, data = [], []
-        for tensor, content in zip(self.tensors, self.data, strict=True):
-            outside, inside = before[tensor.parameter_index], after.get(tensor.parameter_index)
+        after, tensors, data = _segments(layout, start_bytes, stop_bytes), [], []
+        for tensor, content, outside in self.located(layout):
+            inside = after.get(tensor.parameter_index)
             if inside is None:
                 continue
             if not tensor.shape or inside == outside:
@@ -462,10 +466,8 @@ def merge_trainer_states(layout: UnitLayout, bounds: tuple[int, int], states: Se
     """
     found: dict[tuple[int, str], list[tuple[shard_pb2.StateTensor, torch.Tensor, Segment]]] = {}
     for state in states:
-        segments = _segments(layout, state.start_bytes, state.stop_bytes)
-        for tensor, content in zip(state.tensors, state.data, strict=True):
-            piece = tensor, content, segments[tensor.parameter_index]
-            found.setdefault((tensor.parameter_index, tensor.name), []).append(piece)
+        for piece in state.located(layout):
+            found.setdefault((piece[0].parameter_index, piece[0].name), []).append(piece)
     inside, tensors, data = _segments(layout, *bounds), [], []
     for (index, name), pieces in found.items():
         tensor, whole = pieces[0][0], inside[index]

@@ -38,6 +38,7 @@ from shardwell_server.shard.concurrency import InThread
 from shardwell_server.shard.memory.budget import Memory
 from shardwell_server.shard.unit.partitions import TrainerState, equal_tensor, merge_trainer_states
 from shardwell_server.shard.unit.unit_shard import UnitShard
+from shardwell_wire.checkpoints.format import AVERAGE, KEPT_GRADIENT, TRAINER_STATE, VALUES
 from shardwell_wire.errors import CapacityError, InvalidRequestError, ShardwellError, StepStateError, UnavailableError
 from shardwell_wire.model.layout import DTYPE_NAMES, DTYPE_NUMBERS, UnitLayout
 from shardwell_wire.model.optimizers import OPTIMIZERS, StateShape
@@ -45,6 +46,12 @@ from shardwell_wire.model.topology import check_state_tensor, part_in, state_pla
 from shardwell_wire.v1 import shard_pb2
 
 _ELEMENTWISE = (StateShape.PARAMETER, StateShape.VECTOR)
+
+
+def elementwise_state(algorithm: str | None) -> dict[str, bool]:
+    """Returns, for each state tensor of an optimizer, whether it has one element per value and is cut like them."""
+    state = OPTIMIZERS[algorithm].state if algorithm is not None else ()
+    return {tensor.name: tensor.shape in _ELEMENTWISE for tensor in state}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +78,12 @@ class PartState:
     kept: Mapping[int, torch.Tensor] = field(default_factory=dict)
     """Gradients kept for another optimizer's step, each like ``values``, by ``UnitLayout.contributor``."""
 
-    def is_elementwise(self, name: str) -> bool:
-        """True if a state tensor has one element per value, so that it can be cut like the values."""
-        assert self.algorithm is not None
-        shapes = {tensor.name: tensor.shape for tensor in OPTIMIZERS[self.algorithm].state}
-        return shapes[name] in _ELEMENTWISE
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Returns all tensors, by their names in checkpoints."""
+        found = {VALUES: self.values, **self.state}
+        if self.average is not None:
+            found[AVERAGE] = self.average
+        return found | {f"{KEPT_GRADIENT}{rank}": gradient for rank, gradient in sorted(self.kept.items())}
 
     def cut(self, start_element: int, stop_element: int) -> PartState:
         """Returns the part inside a range of elements.
@@ -86,8 +94,9 @@ class PartState:
         if (start_element, stop_element) == (self.start_element, self.stop_element):
             return self
         here = slice(start_element - self.start_element, stop_element - self.start_element)
+        is_elementwise = elementwise_state(self.algorithm)
         for name, tensor in self.state.items():
-            if tensor.ndim and not self.is_elementwise(name):
+            if tensor.ndim and not is_elementwise[name]:
                 raise InvalidRequestError(
                     f"the state {name!r} of {self.algorithm} belongs to a whole parameter, but parameter "
                     f"{self.parameter_index} of the unit would be cut: place the unit with whole tensors"
@@ -130,18 +139,13 @@ class ShardState:
         """Yields the name and the content of every tensor, in an order that depends on the names only."""
         for part in self.parts:
             name = self.layout.parameters[part.parameter_index].name
-            place = f"{part.start_element}:{part.stop_element}"
-            yield f"{name}|values|{place}", part.values
-            for key in sorted(part.state):
-                yield f"{name}|{key}|{place}", part.state[key]
-            if part.average is not None:
-                yield f"{name}|ema|{place}", part.average
-            for rank in sorted(part.kept):
-                yield f"{name}|kept_gradient.{rank}|{place}", part.kept[rank]
+            in_order = replace(part, state=dict(sorted(part.state.items())))
+            for label, tensor in in_order.tensors().items():
+                yield f"{name}|{label}|{part.start_element}:{part.stop_element}", tensor
         for partition in sorted(self.partitions, key=lambda partition: (partition.dp_rank, partition.start_bytes)):
-            for tensor, data in zip(partition.tensors, partition.data, strict=True):
-                name = self.layout.parameters[tensor.parameter_index].name
-                yield f"{name}|trainer.{tensor.name}|rank {partition.dp_rank}", data
+            for spec, data in zip(partition.tensors, partition.data, strict=True):
+                name = self.layout.parameters[spec.parameter_index].name
+                yield f"{name}|{TRAINER_STATE}{spec.name}|rank {partition.dp_rank}", data
 
     def restrict(self, start_bytes: int, stop_bytes: int) -> ShardState:
         """Returns the state of a range within this range. Copies nothing.
@@ -336,19 +340,20 @@ def export(shard: UnitShard) -> ShardState:
     optimizer, parts = shard.optimizer, []
     for number, (segment, values) in enumerate(zip(shard.segments, shard.views(shard.values.live.buffer), strict=True)):
         own = RestoredPart() if optimizer is None else optimizer.part(number)
-        part = PartState(
-            parameter_index=segment.parameter_index,
-            start_element=segment.start_element,
-            stop_element=segment.stop_element,
-            values=values,
-            algorithm=own.algorithm,
-            step_count=own.step_count,
-            state=own.state,
-            average=None if own.average is None else own.average.view(-1),
-            kept=shard.gradient.kept.of_segment(number),
+        is_elementwise = elementwise_state(own.algorithm)
+        parts.append(
+            PartState(
+                parameter_index=segment.parameter_index,
+                start_element=segment.start_element,
+                stop_element=segment.stop_element,
+                values=values,
+                algorithm=own.algorithm,
+                step_count=own.step_count,
+                state={key: value.view(-1) if is_elementwise[key] else value for key, value in own.state.items()},
+                average=None if own.average is None else own.average.view(-1),
+                kept=shard.gradient.kept.of_segment(number),
+            )
         )
-        flat = {key: value.view(-1) if part.is_elementwise(key) else value for key, value in own.state.items()}
-        parts.append(replace(part, state=flat))
     partitions = []
     for rank, state in sorted(shard.partitions.states.items()):
         ranges, _ = state_places(state.tensors)

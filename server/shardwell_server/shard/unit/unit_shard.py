@@ -6,7 +6,7 @@ Shards have backups on other servers: which ones a primary has, and what a backu
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
@@ -103,6 +103,14 @@ class UnitShard:
     def version(self) -> int | None:
         """The newest published version. None before the initial values are published."""
         return self.values.version
+
+    def update_order(self, place: Mapping[int, int]) -> tuple[bool, int, int]:
+        """Returns a key by which the shards of a run are updated in a step: buffers first, then in the given order.
+
+        Args:
+            place: Positions of units, by index. Other units follow, by index.
+        """
+        return not self.layout.holds_buffers, place.get(self.index, len(place)), self.index
 
     def check_range(self, start_bytes: int, stop_bytes: int) -> None:
         """Raises NotFoundError if the range of a stream differs from the shard's."""

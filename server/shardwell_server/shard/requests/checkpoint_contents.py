@@ -8,14 +8,14 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from shardwell_server.shard.unit.partitions import TrainerState
-from shardwell_server.shard.unit.portable_state import PartState, ShardState
+from shardwell_server.shard.unit.portable_state import PartState, ShardState, elementwise_state
 from shardwell_wire.checkpoints.format import AVERAGE, KEPT_GRADIENT, TRAINER_STATE, VALUES, Part, Piece
 from shardwell_wire.checkpoints.reading import Checkpoint, NoteRead, StoredPiece, entries_of, read_elements
 from shardwell_wire.checkpoints.reading import pieces_of as stored_pieces
 from shardwell_wire.encoding.chunk_streams import memory_at
 from shardwell_wire.errors import CorruptDataError, UnitMismatchError
 from shardwell_wire.model.layout import DTYPE_NAMES, DTYPE_NUMBERS, Parameter, Segment, UnitLayout
-from shardwell_wire.model.optimizers import OPTIMIZERS, StateShape
+from shardwell_wire.model.optimizers import OPTIMIZERS
 from shardwell_wire.model.topology import part_in
 from shardwell_wire.v1 import shard_pb2
 
@@ -26,16 +26,27 @@ def pieces_of(state: ShardState) -> Iterator[tuple[Piece, torch.Tensor]]:
     """Yields the tensors of a shard, each with its name in the file."""
     for part in state.parts:
         name = state.layout.parameters[part.parameter_index].key
-        kinds = _kinds(part.algorithm)
-        tensors = {VALUES: part.values, **part.state}
-        if part.average is not None:
-            tensors[AVERAGE] = part.average
-        tensors |= {f"{KEPT_GRADIENT}{rank}": gradient for rank, gradient in sorted(part.kept.items())}
-        for label, tensor in tensors.items():
-            is_whole = label in kinds and not kinds[label]
-            yield _piece(name, label, part.start_element, part.stop_element, tensor, is_whole=is_whole), tensor
+        is_elementwise, start, stop = elementwise_state(part.algorithm), part.start_element, part.stop_element
+        for label, tensor in part.tensors().items():
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            if is_elementwise.get(label, True):
+                yield Piece(name, label, start, stop, dtype, (tensor.numel(),)), tensor
+            else:
+                yield Piece(name, label, start, stop, dtype, tuple(tensor.shape), "whole"), tensor
     for partition in state.partitions:
-        yield from _partition_pieces(state.layout, partition)
+        for spec, data, segment in partition.located(state.layout):
+            start, stop, shape = segment.start_element, segment.stop_element, tuple(spec.shape)
+            is_elements = shape == (stop - start,) and not spec.is_number
+            piece = Piece(
+                state.layout.parameters[spec.parameter_index].key,
+                f"{TRAINER_STATE}{spec.name}",
+                start,
+                stop,
+                DTYPE_NAMES[spec.dtype],
+                shape,
+                "elements" if is_elements else "number" if spec.is_number else "whole",
+            )
+            yield piece, data
 
 
 def parts_of(state: ShardState) -> list[Part]:
@@ -52,38 +63,6 @@ def parts_of(state: ShardState) -> list[Part]:
         )
         for part in state.parts
     ]
-
-
-def _kinds(algorithm: str | None) -> dict[str, bool]:
-    """Returns, for each state tensor of an algorithm, whether it has one entry per element."""
-    spec = OPTIMIZERS[algorithm] if algorithm is not None else None
-    elements = (StateShape.PARAMETER, StateShape.VECTOR)
-    return {tensor.name: tensor.shape in elements for tensor in spec.state} if spec is not None else {}
-
-
-def _piece(name: str, label: str, start: int, stop: int, tensor: torch.Tensor, *, is_whole: bool) -> Piece:
-    dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
-    if is_whole:
-        return Piece(name, label, start, stop, dtype, shape, "whole")
-    return Piece(name, label, start, stop, dtype, (tensor.numel(),))
-
-
-def _partition_pieces(layout: UnitLayout, partition: TrainerState) -> Iterator[tuple[Piece, torch.Tensor]]:
-    segments = {at.parameter_index: at for at in layout.segments(partition.start_bytes, partition.stop_bytes)}
-    for tensor, data in zip(partition.tensors, partition.data, strict=True):
-        segment, shape = segments[tensor.parameter_index], tuple(tensor.shape)
-        start, stop = segment.start_element, segment.stop_element
-        is_elements = shape == (stop - start,) and not tensor.is_number
-        piece = Piece(
-            layout.parameters[tensor.parameter_index].key,
-            f"{TRAINER_STATE}{tensor.name}",
-            start,
-            stop,
-            DTYPE_NAMES[tensor.dtype],
-            shape,
-            "elements" if is_elements else "number" if tensor.is_number else "whole",
-        )
-        yield piece, data
 
 
 # ---- from a checkpoint ----
@@ -118,17 +97,11 @@ def fill_shard(checkpoint: Checkpoint, state: ShardState, note_read: NoteRead) -
     """
     for part in state.parts:
         parameter = state.layout.parameters[part.parameter_index]
-        tensors = {VALUES: part.values, **part.state}
-        if part.average is not None:
-            tensors[AVERAGE] = part.average
-        tensors |= {f"{KEPT_GRADIENT}{rank}": gradient for rank, gradient in part.kept.items()}
-        for label, tensor in tensors.items():
+        for label, tensor in part.tensors().items():
             _fill(checkpoint, parameter, label, part.start_element, part.stop_element, tensor, note_read)
     for partition in state.partitions:
-        at = {each.parameter_index: each for each in state.layout.segments(partition.start_bytes, partition.stop_bytes)}
-        for spec, data in zip(partition.tensors, partition.data, strict=True):
-            inside, parameter = at[spec.parameter_index], state.layout.parameters[spec.parameter_index]
-            label = f"{TRAINER_STATE}{spec.name}"
+        for spec, data, inside in partition.located(state.layout):
+            parameter, label = state.layout.parameters[spec.parameter_index], f"{TRAINER_STATE}{spec.name}"
             _fill(checkpoint, parameter, label, inside.start_element, inside.stop_element, data, note_read)
 
 
@@ -148,7 +121,7 @@ def _describe_part(checkpoint: Checkpoint, layout: UnitLayout, segment: Segment,
             average = tensor
         elif label.startswith(KEPT_GRADIENT):
             kept[int(label.removeprefix(KEPT_GRADIENT))] = tensor
-        elif label in _kinds(algorithm):
+        elif label in elementwise_state(algorithm):
             state[label] = tensor
     values = torch.empty(stop - start, dtype=getattr(torch, parameter.dtype), device="meta")
     return PartState(
@@ -202,11 +175,8 @@ def _describe_partitions(
         start, stop = part_in(layout.size_bytes, dp, dp_rank, start_bytes, stop_bytes)
         tensors, data = [], []
         for segment in layout.segments(start, stop) if start < stop else ():
-            parameter, first, last = (
-                layout.parameters[segment.parameter_index],
-                segment.start_element,
-                segment.stop_element,
-            )
+            parameter = layout.parameters[segment.parameter_index]
+            first, last = segment.start_element, segment.stop_element
             for label in _labels(checkpoint, entries_of(checkpoint, parameter, first, last)):
                 found = _find(checkpoint, parameter, label, first, last) if label.startswith(TRAINER_STATE) else []
                 if not found:
@@ -307,21 +277,3 @@ def _read_whole(checkpoint: Checkpoint, stored: StoredPiece, memory: memoryview)
             f"{checkpoint.url}: {stored.piece.name!r} has {stored.piece.size_bytes} bytes, expected {memory.nbytes}"
         )
     checkpoint.read_into(stored, memory)
-
-
-def in_expected_order(states: Sequence[tuple[int, ShardState]], unit_order: Sequence[int]) -> list[int]:
-    """Returns the positions of shards in the order in which they will probably be updated.
-
-    Args:
-        states: Unit index and state of each shard.
-        unit_order: Unit indices in the order of the last update. Others follow.
-    """
-    place = {index: number for number, index in enumerate(unit_order)}
-    return sorted(
-        range(len(states)),
-        key=lambda number: (
-            not states[number][1].layout.holds_buffers,
-            place.get(states[number][0], len(place)),
-            states[number][0],
-        ),
-    )

@@ -1,1 +1,0 @@
-"""Checkpoints on a shard server: its shards are written in the background, and loaded."""
