@@ -62,22 +62,22 @@ if TYPE_CHECKING:
     from shardwell.optimizers.client_side import ClientSide, FlatClientSide
     from shardwell.options import TransferOptions, WaitOptions
     from shardwell.processes.local_cluster import LocalCluster
-    from shardwell.session.join import join
     from shardwell.session.memory_report import MemoryReport, UnitMemory, local_ratio, num_parameters
-    from shardwell.session.session import Session
+    from shardwell.session.session import Session, join
     from shardwell.training.training_step import Step
     from shardwell.weights.checkpoint_conversion import checkpoint_to_dcp, dcp_to_checkpoint
     from shardwell.weights.checkpoint_reader import CheckpointReader, open_checkpoint
-    from shardwell.weights.loading import from_safetensors
     from shardwell.weights.reader import Reader, attach
     from shardwell.weights.state_dict import (
         TensorSlice,
         full_state_dict,
         iter_full_state_dict,
         join_state_dicts,
+        save_dcp,
+        save_safetensors,
         sharded_state_dict,
     )
-    from shardwell.weights.weight_files import save_dcp, save_safetensors
+    from shardwell.weights.weight_files import from_safetensors
     from shardwell.wrapping.activation_offload import ActivationOffload, offload_activations
     from shardwell.wrapping.auto_wrap import auto_wrap, unwrap
     from shardwell.wrapping.policies import (
@@ -182,62 +182,37 @@ __all__ = [
     "unwrap",
 ]
 
-_MODULES = {
-    "ActivationOffload": "shardwell.wrapping.activation_offload",
-    "BackwardPrefetch": "shardwell.module.strategy",
-    "Bottleneck": "shardwell.monitor.bottlenecks",
-    "CheckpointReader": "shardwell.weights.checkpoint_reader",
-    "ClientSide": "shardwell.optimizers.client_side",
-    "CustomPolicy": "shardwell.wrapping.policies",
-    "FlatClientSide": "shardwell.optimizers.client_side",
-    "LocalCluster": "shardwell.processes.local_cluster",
-    "MemoryOptions": "shardwell.wrapping.policies",
-    "MemoryReport": "shardwell.session.memory_report",
-    "MemoryStrategy": "shardwell.wrapping.policies",
-    "MixedPrecisionPolicy": "shardwell.module.mixed_precision",
-    "ModuleTypePolicy": "shardwell.wrapping.policies",
-    "NoWrapPolicy": "shardwell.wrapping.policies",
-    "PerformanceReport": "shardwell.monitor.report",
-    "Reader": "shardwell.weights.reader",
-    "ReplicaOptions": "shardwell.module.strategy",
-    "Session": "shardwell.session.session",
-    "Severity": "shardwell.monitor.bottlenecks",
-    "ShardedModule": "shardwell.module.fully_shard",
-    "ShardingStrategy": "shardwell.module.strategy",
-    "SizePolicy": "shardwell.wrapping.policies",
-    "Step": "shardwell.training.training_step",
-    "StepPart": "shardwell.monitor.step_times",
-    "TensorSlice": "shardwell.weights.state_dict",
-    "TiledLinear": "shardwell.wrapping.tiled_linear",
-    "TransferOptions": "shardwell.options",
-    "UnitMemory": "shardwell.session.memory_report",
-    "WaitOptions": "shardwell.options",
-    "amp": "shardwell.amp",
-    "attach": "shardwell.weights.reader",
-    "auto_wrap": "shardwell.wrapping.auto_wrap",
-    "checkpoint_to_dcp": "shardwell.weights.checkpoint_conversion",
-    "dcp_to_checkpoint": "shardwell.weights.checkpoint_conversion",
-    "from_safetensors": "shardwell.weights.loading",
-    "full_state_dict": "shardwell.weights.state_dict",
-    "fully_shard": "shardwell.module.fully_shard",
-    "init": "shardwell.init",
-    "iter_full_state_dict": "shardwell.weights.state_dict",
-    "join": "shardwell.session.join",
-    "join_state_dicts": "shardwell.weights.state_dict",
-    "local_ratio": "shardwell.session.memory_report",
-    "num_parameters": "shardwell.session.memory_report",
-    "offload_activations": "shardwell.wrapping.activation_offload",
-    "open_checkpoint": "shardwell.weights.checkpoint_reader",
-    "optim": "shardwell.optim",
-    "parallel": "shardwell.parallel",
-    "register_forward_method": "shardwell.module.fully_shard",
-    "save_dcp": "shardwell.weights.weight_files",
-    "save_safetensors": "shardwell.weights.weight_files",
-    "sharded_state_dict": "shardwell.weights.state_dict",
-    "testing": "shardwell.testing",
-    "unwrap": "shardwell.wrapping.auto_wrap",
+_NAMES = {
+    "shardwell.amp": "amp",
+    "shardwell.init": "init",
+    "shardwell.module.fully_shard": "ShardedModule fully_shard register_forward_method",
+    "shardwell.module.mixed_precision": "MixedPrecisionPolicy",
+    "shardwell.module.strategy": "BackwardPrefetch ReplicaOptions ShardingStrategy",
+    "shardwell.monitor.bottlenecks": "Bottleneck Severity",
+    "shardwell.monitor.report": "PerformanceReport",
+    "shardwell.monitor.step_times": "StepPart",
+    "shardwell.optim": "optim",
+    "shardwell.optimizers.client_side": "ClientSide FlatClientSide",
+    "shardwell.options": "TransferOptions WaitOptions",
+    "shardwell.parallel": "parallel",
+    "shardwell.processes.local_cluster": "LocalCluster",
+    "shardwell.session.memory_report": "MemoryReport UnitMemory local_ratio num_parameters",
+    "shardwell.session.session": "Session join",
+    "shardwell.testing": "testing",
+    "shardwell.training.training_step": "Step",
+    "shardwell.weights.checkpoint_conversion": "checkpoint_to_dcp dcp_to_checkpoint",
+    "shardwell.weights.checkpoint_reader": "CheckpointReader open_checkpoint",
+    "shardwell.weights.reader": "Reader attach",
+    "shardwell.weights.state_dict": "TensorSlice full_state_dict iter_full_state_dict join_state_dicts save_dcp "
+    "save_safetensors sharded_state_dict",
+    "shardwell.weights.weight_files": "from_safetensors",
+    "shardwell.wrapping.activation_offload": "ActivationOffload offload_activations",
+    "shardwell.wrapping.auto_wrap": "auto_wrap unwrap",
+    "shardwell.wrapping.policies": "CustomPolicy MemoryOptions MemoryStrategy ModuleTypePolicy NoWrapPolicy SizePolicy",
+    "shardwell.wrapping.tiled_linear": "TiledLinear",
 }
-"""The module to import when a name is first used: most need torch, which takes seconds to import."""
+"""Public names by their module, which is imported on first use: most need torch, which takes seconds to import."""
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
 if not TYPE_CHECKING:  # a type checker would take any name for a public one

@@ -1,7 +1,7 @@
 """Options of ``shardwell.join``, from arguments, ``SHARDWELL_*`` variables and torchrun.
 
-The fields of three dataclasses describe each option once: its name and type, from which its variable follows, its
-default, its meaning, and what it excludes. ``docs/running.md`` and the arguments of ``join`` are compared with them.
+The fields of three dataclasses have the name of each option, its type, from which its variable follows, its default,
+and what it excludes. ``docs/running.md`` and the arguments of ``join`` are compared with them.
 """
 
 from __future__ import annotations
@@ -193,56 +193,37 @@ class WaitOptions(_Options):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JoinConfig:
-    """All options of one trainer. ``from_env`` makes it from the arguments of ``join``."""
+    """All options of one trainer: the arguments of ``join``, which describes them, and what the launcher says.
+
+    None, 0 or an empty text stands for the default that ``join`` describes.
+    """
 
     address: str | None = None
-    """The coordinator's host:port. None: a private local cluster, shared by the ranks of torchrun."""
     token_file: str | None = field(default=None, metadata=_ONLY_ARGUMENT)
-    """File with the cluster's key or a token. None: see ``find_credentials``, which also reads SHARDWELL_TOKEN_FILE."""
     tls: TlsOptions | None = field(default=None, metadata=_ONLY_ARGUMENT)
-    """TLS of the connections to the cluster. None: see ``find_credentials``, which also reads SHARDWELL_TLS_CA."""
     run: str = DEFAULT_RUN
-    """Name of the run. Trainers that name the same run train together."""
     world: World = field(default_factory=World)
-    """The grid of logical ranks."""
     seed: int = 0
-    """Seed of the data order and of dropout."""
     reduction_groups: tuple[int, ...] = field(
         default=(), metadata={_ONE_VERSION: "the gradient of each rank is applied by itself"}
     )
-    """Order in which the gradients of data ranks are added; see ``join``. Empty: in rank order."""
     min_trainers: int | None = None
-    """Trainers that must have joined before the first step. None: one per logical rank."""
     trainer: str = ""
-    """Name of this trainer. A restarted trainer with the same name gets its ranks back. Empty: the coordinator
-    chooses a name."""
     host: str = field(default_factory=socket.gethostname)
-    """Name of this host. Trainers of one host share a tensor group where possible."""
     global_rank: int | None = None
-    """Logical rank to request. None: any."""
+    num_layers: int = 0
+    checkpoint_dir: str | None = None
+    checkpoint_every: int | None = None
+    keep: int | None = None
+    backups: int | None = None
+    consistency: Consistency = SYNCHRONOUS
+    resume: str = ""
+    rewrap: bool = False
+    transfers: TransferOptions = field(default_factory=TransferOptions)
+    waits: WaitOptions = field(default_factory=WaitOptions)
+
     world_size: int = 0
     """Number of trainers that the launcher started, checked against the world. 0: unknown."""
-    num_layers: int = 0
-    """Number of layers to split over pipeline stages, checked against the world. 0: unknown."""
-    checkpoint_dir: str | None = None
-    """Folder of checkpoints: a path or URL, for the coordinator and the shard servers. None: as the run has."""
-    checkpoint_every: int | None = None
-    """Commits between two checkpoints. 0: only on request. None: as the run has."""
-    keep: int | None = None
-    """Number of checkpoints to keep. 0: all. None: as the run has."""
-    backups: int | None = None
-    """Servers that keep a copy of every shard besides its owner. None: as the run has."""
-    consistency: Consistency = SYNCHRONOUS
-    """When gradients are applied."""
-    resume: str = ""
-    """Checkpoint from which to create the run, if it does not exist: ``latest``, or a path or URL. Empty: none. Its run
-    may have had another world."""
-    rewrap: bool = False
-    """Whether the model may be wrapped into other units than those of the checkpoint."""
-    transfers: TransferOptions = field(default_factory=TransferOptions)
-    """How weights and gradients travel."""
-    waits: WaitOptions = field(default_factory=WaitOptions)
-    """How long to wait for other processes."""
     torchrun: TorchrunPlace | None = None
     """Position of this process among those of torchrun. None: torchrun did not start this process."""
 
@@ -380,69 +361,44 @@ def read_environment(options: type[Any], environment: Mapping[str, str]) -> dict
     for option in fields(options):
         variable = variable_of(option)
         if variable is not None and (text := environment.get(variable)):
-            values[option.name] = _PARSERS[_type_of(option)](variable, text)
+            values[option.name] = _parse(_type_of(option), variable, text)
     return values
 
 
 def variable_of(option: Field[Any]) -> str | None:
     """Returns the variable that sets a field of the options. None: there is none. See ``read_environment``."""
-    has_variable = _type_of(option) in _PARSERS and option.metadata.get("environment", True)
+    has_variable = _item_type(_type_of(option)) in _PARSERS and option.metadata.get("environment", True)
     return f"{_PREFIX}{option.name.upper()}" if has_variable else None
+
+
+def _item_type(kind: str) -> str:
+    return kind.removeprefix("tuple[").removesuffix(", ...]")
 
 
 def _type_of(option: Field[Any]) -> str:
     return str(option.type).removesuffix(" | None")
 
 
-def _text(variable: str, text: str) -> str:
-    return text
+_PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "str": (str, "text"),
+    "int": (int, "an integer"),
+    "float": (float, "a number"),
+    "bool": ({"0": False, "1": True}.__getitem__, "0 or 1"),
+    "Consistency": (Consistency.parse, "a consistency"),
+}
+"""Functions of a variable's text, or of each of its parts, and what they expect, by the type of the field."""
 
 
-def _texts(variable: str, text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
-
-
-def _integers(variable: str, text: str) -> tuple[int, ...]:
-    return tuple(_integer(variable, part) for part in text.split(","))
-
-
-def _integer(variable: str, text: str) -> int:
+def _parse(kind: str, variable: str, text: str) -> Any:
+    if kind.startswith("tuple"):
+        return tuple(_parse(_item_type(kind), variable, part) for part in text.split(","))
+    parse, expected = _PARSERS[kind]
     try:
-        return int(text)
-    except ValueError:
-        raise UsageError(f"{variable}={text!r}: expected an integer") from None
-
-
-def _consistency(variable: str, text: str) -> Consistency:
-    try:
-        return Consistency.parse(text)
+        return parse(text)
     except InvalidRequestError as error:
         raise UsageError(f"{variable}: {error}") from None
-
-
-def _number(variable: str, text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise UsageError(f"{variable}={text!r}: expected a number") from None
-
-
-def _boolean(variable: str, text: str) -> bool:
-    if text not in ("0", "1"):
-        raise UsageError(f"{variable}={text!r}: expected 0 or 1")
-    return text == "1"
-
-
-_PARSERS: dict[str, Callable[[str, str], Any]] = {
-    "str": _text,
-    "int": _integer,
-    "float": _number,
-    "bool": _boolean,
-    "Consistency": _consistency,
-    "tuple[str, ...]": _texts,
-    "tuple[int, ...]": _integers,
-}
-"""Functions of a variable's name and text, by the type of the field."""
+    except (ValueError, KeyError):
+        raise UsageError(f"{variable}={text!r}: expected {expected}") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,9 +22,9 @@ import shardwell
 from shardwell import SizePolicy, auto_wrap, from_safetensors
 from shardwell.module.fully_shard import fully_shard
 from shardwell.module.units import Units
-from shardwell.weights import loading
-from shardwell.weights.loading import StoredTensor
+from shardwell.weights import weight_files
 from shardwell.weights.state_dict import full_state_dict
+from shardwell.weights.weight_files import StoredTensor
 from shardwell_wire.errors import CorruptDataError, NotFoundError, UsageError
 from shardwell_wire.model.layout import Box
 from tests.support.in_memory_store import InMemoryStore
@@ -62,7 +62,7 @@ def checkpoint(tmp_path: Path) -> Path:
 def test_file_that_stores_tied_weights_once_loads(
     checkpoint: Path, meta: bool, window_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "WINDOW_BYTES", window_bytes)
+    monkeypatch.setattr(weight_files, "WINDOW_BYTES", window_bytes)
     model = meta_gpt() if meta else Gpt()
     auto_wrap(model, session(), SizePolicy(1000), source=from_safetensors(model, checkpoint))
     assert_same(gpt().state_dict(), full_state_dict(model))
@@ -303,7 +303,7 @@ def test_large_file_loads_within_a_memory_limit(
         before = psutil.Process().memory_full_info().uss
         fully_shard(model, joined, source=source)
         assert max(used) - before < LIMIT_BYTES, f"{(max(used) - before) / 1e6:.1f} MB"
-        assert len(used) >= BIG_BYTES // loading.WINDOW_BYTES
+        assert len(used) >= BIG_BYTES // weight_files.WINDOW_BYTES
         sample = next(shardwell.iter_full_state_dict(model))[1][::100_003]
         assert torch.equal(sample, torch.arange(0, BIG_BYTES // 8, 100_003, dtype=torch.float32))
 

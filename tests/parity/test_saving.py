@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import shardwell
 from shardwell import SizePolicy, auto_wrap, from_safetensors
 from shardwell.module.units import Units
-from shardwell.weights import weight_files
+from shardwell.weights import state_dict
 from shardwell.weights.state_dict import full_state_dict
 from shardwell_wire.errors import UsageError
 from tests.parity.test_loading import hugging_face
@@ -169,7 +169,7 @@ def test_full_disk_leaves_the_folder_unchanged(
     if existing:
         save(trained.sharded.model, folder)
         before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    read_values = weight_files.read_values
+    read_values = state_dict.read_values
 
     def failing(state: Any, **options: Any) -> Any:
         for number, item in enumerate(read_values(state, **options)):
@@ -177,7 +177,7 @@ def test_full_disk_leaves_the_folder_unchanged(
                 raise OSError(errno.ENOSPC, "No space left on device")
             yield item
 
-    monkeypatch.setattr(weight_files, "read_values", failing)
+    monkeypatch.setattr(state_dict, "read_values", failing)
     with pytest.raises(OSError, match="No space left"):
         save(trained.sharded.model, folder)
     assert folder.exists() == existing

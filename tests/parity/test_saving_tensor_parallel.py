@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import shardwell
-from shardwell.weights import weight_files
+from shardwell.weights import dcp
 from shardwell.weights.state_dict import mesh_of
 from shardwell_wire.errors import ConflictError, UsageError
 from tests.parity.test_module_tensor_parallel import Model, make_optimizer, parallel_model, wrap
@@ -77,14 +77,14 @@ def check_failed_write(rank: int, model: Any, folder: Path) -> None:
         next(values)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    original, weight_files.write_dcp = weight_files.write_dcp, failing  # type: ignore[assignment]
+    original, dcp.write_dcp = dcp.write_dcp, failing  # type: ignore[assignment]
     if rank == 0:
         with pytest.raises(OSError, match="No space left"):
             shardwell.save_dcp(model, folder)
     else:
         with pytest.raises(ConflictError, match=r"writes for the tensor group failed: .*No space left"):
             shardwell.save_dcp(model, folder)
-    weight_files.write_dcp = original
+    dcp.write_dcp = original
     shardwell.save_dcp(model, folder)
 
 

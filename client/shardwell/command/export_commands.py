@@ -26,9 +26,9 @@ from shardwell.command.arguments import (
 from shardwell.tables import format_size
 from shardwell.weights.checkpoint_conversion import checkpoint_to_dcp, dcp_to_checkpoint
 from shardwell.weights.checkpoint_reader import open_checkpoint
-from shardwell.weights.dcp import METADATA_NAME
+from shardwell.weights.dcp import METADATA_NAME, write_dcp
 from shardwell.weights.pinned_version import PinnedVersion, pinned_version
-from shardwell.weights.weight_files import Values, total_bytes, write_dcp, write_safetensors
+from shardwell.weights.weight_files import Values, total_bytes, write_safetensors
 from shardwell_wire.checkpoints.opening import local_path
 from shardwell_wire.errors import CapacityError, UsageError
 

@@ -24,8 +24,8 @@ from shardwell.command.arguments import (
     progress,
     progress_bar,
 )
-from shardwell.session.checkpoint_requests import follow_checkpoint, is_writing, request_checkpoint, require_not_failed
 from shardwell.tables import format_size
+from shardwell.transport.service_client import save_checkpoint
 from shardwell_wire.checkpoints.folder import Entry, entries_below, verify
 from shardwell_wire.checkpoints.opening import absolute, local_path, open_storage
 from shardwell_wire.errors import NotFoundError
@@ -171,13 +171,10 @@ def _save(arguments: argparse.Namespace) -> int:
     run: str = arguments.run
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn()
     with calling(arguments) as call, progress(*columns) as bar:
-        found = request_checkpoint(call, run)
         task = bar.add_task("saving", total=None)
-        while is_writing(found) and (arguments.wait or not found.url):
-            found = follow_checkpoint(call, run, found)
+        for found in save_checkpoint(call, run, wait=arguments.wait):
             bar.update(task, completed=found.written_bytes, total=found.total_bytes or None)
-    require_not_failed(found, run)
-    what = "is being written to" if is_writing(found) else "is complete:"
+    what = "is being written to" if found.state == coordinator_pb2.CHECKPOINT_STATE_WRITING else "is complete:"
     print(f"the checkpoint of step {found.step} of run {run!r} {what} {found.url}")
     return 0
 

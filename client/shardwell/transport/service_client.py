@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
+_CHECKPOINT_POLL_S = 1.0
+"""How long one rpc waits for the end of a checkpoint."""
 _REPEATED = (UnavailableError, TooManyRequestsError)
 """A server refuses one request too many before it decodes it, and other trainers of the run may be the cause."""
 
@@ -386,6 +388,38 @@ class CoordinatorClient(ServiceClient):
     def __init__(self, address: str, credentials: Credentials | None = None) -> None:
         service = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"]
         super().__init__(address, service, credentials=credentials)
+
+
+def save_checkpoint(
+    call: Callable[[str, Any], Any], run: str, *, run_id: str = "", wait: bool
+) -> Iterator[coordinator_pb2.CheckpointProgress]:
+    """Saves a checkpoint of the newest version of a run, or joins one of this version that is being written.
+
+    Args:
+        call: Calls an rpc of the coordinator: name and request.
+        run: Name of the run.
+        run_id: Id of the run. Empty: any.
+        wait: Whether to wait until the checkpoint is complete. Otherwise until its folder is known.
+
+    Yields:
+        The progress, at least once and about once per second.
+
+    Raises:
+        UnavailableError: The checkpoint could not be written.
+    """
+    request = coordinator_pb2.SaveCheckpointRequest(run=run, run_id=run_id)
+    while True:
+        progress: coordinator_pb2.CheckpointProgress = call("SaveCheckpoint", request).checkpoint
+        yield progress
+        if progress.state != coordinator_pb2.CHECKPOINT_STATE_WRITING or (progress.url and not wait):
+            break
+        request = coordinator_pb2.SaveCheckpointRequest(
+            run=run, checkpoint_id=progress.checkpoint_id, wait_s=_CHECKPOINT_POLL_S
+        )
+    if progress.state == coordinator_pb2.CHECKPOINT_STATE_FAILED:
+        raise UnavailableError(
+            f"the checkpoint of step {progress.step} of run {run!r} was not written: {progress.error}", run=run
+        )
 
 
 @functools.cache

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 from shardwell.weights.checkpoint_reader import CheckpointReader
-from shardwell.weights.dcp import DcpReader, EntryPath
-from shardwell.weights.loading import listed
-from shardwell.weights.weight_files import memory_of, write_dcp
+from shardwell.weights.dcp import DcpReader, EntryPath, write_dcp
+from shardwell.weights.weight_files import listed, memory_of
 from shardwell_wire.checkpoints.folder import RunFolder
 from shardwell_wire.checkpoints.format import VALUES, FilePlan, Part, Piece, PieceKind
 from shardwell_wire.checkpoints.manifest import (

@@ -12,7 +12,7 @@ from __future__ import annotations
 import io
 import math
 import pickletools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
+from shardwell.weights.weight_files import Values, staged
 from shardwell_wire.errors import CorruptDataError, NotFoundError
 
 METADATA_NAME = ".metadata"
@@ -145,7 +146,7 @@ class _StreamingPlanner(DefaultSavePlanner):
         values: Names and tensors, in the order of the state dict.
     """
 
-    def __init__(self, values: Iterator[tuple[str, torch.Tensor]]) -> None:
+    def __init__(self, values: Values) -> None:
         super().__init__()
         self._values = values
 
@@ -158,15 +159,22 @@ class _StreamingPlanner(DefaultSavePlanner):
         return value
 
 
-def write_checkpoint(folder: Path, state: Mapping[str, Any], values: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Writes a checkpoint with the library's own writer.
+def write_dcp(folder: Path, state: Mapping[str, Any], values: Values) -> None:
+    """Writes a checkpoint with the library's own writer. Its files appear together.
 
     Args:
-        folder: An empty folder.
+        folder: Created if it does not exist. Files of an earlier export are removed.
         state: The state dict, which may be nested. Tensors have the right shapes and dtypes. Their memory is not read.
         values: The tensors in the same order, with values, by name. Names of nested tensors are joined with dots.
+
+    Raises:
+        OSError: The files cannot be written. The folder is unchanged.
     """
-    meta = _as_meta(state)
+    with staged(folder, markers=(METADATA_NAME,), is_exported=lambda name: name.endswith(".distcp")) as stage:
+        _write(stage, {name: _as_meta(value) for name, value in state.items()}, values)
+
+
+def _write(folder: Path, meta: dict[str, Any], values: Values) -> None:
     # One file per tensor: the writer holds all tensors of a file until it closes the file.
     writer = FileSystemWriter(folder, single_file_per_rank=False, thread_count=1)
     planner = _StreamingPlanner(values)

@@ -20,7 +20,7 @@ from shardwell.transport.selector import TRANSPORT_NAMES
 from shardwell.transport.server_connection import ConnectOptions, ServerConnection
 from shardwell.transport.service_client import CoordinatorClient, StandingRpc
 from shardwell.transport.shared_vector import CAN_MAP
-from shardwell_wire.connection.channel import backoff
+from shardwell_wire.connection.channel import retry
 from shardwell_wire.encoding.chunk_streams import memory_at
 from shardwell_wire.encoding.wire_dtypes import AS_STORED, WireDtype
 from shardwell_wire.errors import (
@@ -237,28 +237,13 @@ def _stored(units: Iterable[PlacedUnit]) -> Sequence[StoredParameter]:
 
 
 @contextmanager
-def newest_version(
-    coordinator: CoordinatorClient, run: str, *, timeout_s: float, connections: RunConnections | None = None
-) -> Iterator[PinnedVersion]:
-    """As ``pinned_version``. Also waits, for the timeout, while shards get other servers or the run is loaded."""
-    give_up, pauses, stack = time.monotonic() + timeout_s, backoff(), ExitStack()
-    while True:
-        pinning = pinned_version(coordinator, run, timeout_s=timeout_s, connections=connections)
-        try:
-            pinned = stack.enter_context(pinning)
-            break
-        except UnavailableError:  # the coordinator may be about to name another owner of the shards
-            pause_s = next(pauses)
-            if time.monotonic() + pause_s > give_up:
-                raise
-            time.sleep(pause_s)
-    with stack:
-        yield pinned
-
-
-@contextmanager
 def pinned_version(
-    coordinator: CoordinatorClient, run: str, *, timeout_s: float, connections: RunConnections | None = None
+    coordinator: CoordinatorClient,
+    run: str,
+    *,
+    timeout_s: float,
+    connections: RunConnections | None = None,
+    waits: bool = False,
 ) -> Iterator[PinnedVersion]:
     """Pins the newest version of a run that all its shard servers still have. Training continues.
 
@@ -270,6 +255,7 @@ def pinned_version(
         run: Name of the run.
         timeout_s: How long to wait for a future version, and for each read, in seconds.
         connections: Connections to use. Default: new connections, closed at the end.
+        waits: Whether to wait, for the timeout, while shards get other servers or the run is loaded.
 
     Raises:
         NotFoundError: The run does not exist.
@@ -277,24 +263,31 @@ def pinned_version(
         UnavailableError: A shard server of the run cannot be reached from this host.
         VersionGoneError: Every version was overwritten before it was pinned.
     """
+    # If a server cannot be reached, the coordinator may be about to name another owner of its shards.
+    limit_s = timeout_s if waits else 0.0
+    pinned, stack = retry(lambda: _pin_newest(coordinator, run, timeout_s, connections), limit_s=limit_s)
+    with stack:
+        yield pinned
+
+
+def _pin_newest(
+    coordinator: CoordinatorClient, run: str, timeout_s: float, connections: RunConnections | None
+) -> tuple[PinnedVersion, ExitStack]:
+    """Returns a pinned version, and what to close after its use."""
     ahead, target = 1, None
     tried: list[int] = []
     for _ in range(_ATTEMPTS):
         with ExitStack() as stack:
             try:
-                pinned = _pin(coordinator, run, target, timeout_s, stack, connections)
+                return _pin(coordinator, run, target, timeout_s, stack, connections), stack.pop_all()
             except VersionGoneError as error:
                 newest = int(error.data["newest"])
                 tried.append(newest if target is None else target)
                 target, ahead = newest + ahead, ahead * 2
-                continue
             except DeadlineError:
                 if target is None:
                     raise
                 target, ahead = None, 1  # no step was committed, so the newest version can be pinned
-                continue
-            yield pinned
-            return
     raise VersionGoneError(
         f"run {run!r} commits steps faster than its shard servers can be asked to pin a version: versions "
         f"{', '.join(map(str, tried))} were overwritten before they were pinned. Try again when training pauses",

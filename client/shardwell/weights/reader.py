@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,15 +16,15 @@ from torch.nn.parameter import is_lazy
 from shardwell.find_credentials import find_credentials
 from shardwell.module.unit import owner_of
 from shardwell.transport.service_client import CoordinatorClient
-from shardwell.weights.loading import Rename, differences, listed
 from shardwell.weights.pinned_version import (
     PinnedVersion,
     RunConnections,
     StoredParameter,
     describe_weights,
-    newest_version,
+    pinned_version,
 )
-from shardwell_wire.connection.channel import backoff
+from shardwell.weights.weight_files import Rename, differences, listed
+from shardwell_wire.connection.channel import retry
 from shardwell_wire.encoding.wire_dtypes import GATHER_NAMES
 from shardwell_wire.errors import UnavailableError, UsageError, VersionGoneError
 from shardwell_wire.model.names import RunIdentity
@@ -110,8 +109,8 @@ class Reader:
             VersionGoneError: Steps are committed faster than the servers can be asked.
             UnavailableError: A shard server cannot be reached for the reader's timeout.
         """
-        with newest_version(
-            self._coordinator, self.run, timeout_s=self._timeout_s, connections=self._connections
+        with pinned_version(
+            self._coordinator, self.run, timeout_s=self._timeout_s, connections=self._connections, waits=True
         ) as pinned:
             yield pinned
 
@@ -137,15 +136,11 @@ class Reader:
             VersionGoneError: No version stayed readable until it was read. The model is unchanged.
             UnavailableError: A shard server could not be reached for the reader's timeout. The model is unchanged.
         """
-        give_up, pauses = time.monotonic() + self._timeout_s, backoff()
-        while True:
-            try:
-                return self._follow(model, rename or (lambda name: name), cast)
-            except (UnavailableError, VersionGoneError):
-                pause_s = next(pauses)
-                if time.monotonic() + pause_s > give_up:
-                    raise
-                time.sleep(pause_s)
+        return retry(
+            lambda: self._follow(model, rename or (lambda name: name), cast),
+            limit_s=self._timeout_s,
+            errors=(UnavailableError, VersionGoneError),
+        )
 
     def _follow(self, model: nn.Module, rename: Rename, cast: bool) -> int:
         with self.pin() as pinned:

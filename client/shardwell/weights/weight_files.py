@@ -1,7 +1,7 @@
-"""Writes weights to files that other programs read, with one unit in memory at a time.
+"""Files of weights: ``from_safetensors`` reads them, ``write_safetensors`` writes them.
 
-``save_safetensors`` and ``save_dcp`` export a sharded model. ``write_safetensors`` and ``write_dcp`` write values that
-arrive one after another. The files of an export appear together.
+Both have a few MiB or one unit in memory at a time. Initial values are streamed from the files to the shard servers.
+The files of an export appear together.
 """
 
 from __future__ import annotations
@@ -12,122 +12,344 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
+from shardwell.module.new_units import InitFunction
+from shardwell.module.mixed_precision import local_box, local_part
+from shardwell.module.parameter_store import InitialValues
+from shardwell.module.parameters import FoundParameter, Site
 from shardwell.module.unit import owner_of
-from shardwell.weights.loading import INDEX_NAME, SAFETENSORS_NAMES, SINGLE_NAME
-from shardwell.weights.state_dict import mesh_of, of_one_version, read_values, written_by_one
-from shardwell_wire.checkpoints.format import make_header
-from shardwell_wire.errors import UsageError
+from shardwell_wire.checkpoints.format import LENGTH_BYTES, SAFETENSORS_DTYPES, header_size, make_header, parse_header
+from shardwell_wire.errors import CorruptDataError, NotFoundError, UsageError
+from shardwell_wire.model.layout import Box, Segment, UnitLayout
+from shardwell_wire.v1 import initialization_pb2
 
-Result = TypeVar("Result")
-Values = Iterator[tuple[str, torch.Tensor]]
+INDEX_NAME, SINGLE_NAME = "model.safetensors.index.json", "model.safetensors"
+"""File names in a model's folder, as in Hugging Face's libraries."""
+
+_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, dtype) for name, (dtype, _) in SAFETENSORS_DTYPES.items()}
+
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+"""The format's names of dtypes."""
+
+WINDOW_BYTES = 4 << 20
+"""Bytes of a tensor that are in memory at a time, per upload."""
 
 _EXPORTED_FILE = re.compile(rf"model-\d{{5}}-of-\d{{5}}\.safetensors|{re.escape(SINGLE_NAME)}|{re.escape(INDEX_NAME)}")
 
+Values = Iterator[tuple[str, torch.Tensor]]
+Rename = Callable[[str], str | None]
+"""Maps a name in the checkpoint to the name in the model, or to None to skip the tensor."""
 
-def save_safetensors(
+
+def from_safetensors(
     model: nn.Module,
-    folder: str | Path,
+    path: str | Path,
     *,
-    max_shard_bytes: int = 5_000_000_000,
-    metadata: Mapping[str, str] | None = None,
-) -> list[Path]:
-    """Writes a model's parameters and persistent buffers as Hugging Face's libraries do.
+    rename: Rename | None = None,
+    cast: bool = False,
+    init: InitFunction | None = None,
+) -> SafetensorsSource:
+    """Returns a source of initial values for ``fully_shard`` and ``auto_wrap``, read from a checkpoint.
 
-    Writes ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and so on with
-    ``model.safetensors.index.json``. Files of an earlier export are removed. The new files appear when all of them are
-    complete. All values have the version that the current step reads. Call it on one trainer, between steps. If tensor
-    parallelism splits parameters, call it on all trainers of one tensor group; the first of them writes.
+    Call it before the first ``fully_shard``. It reads the headers of the files and checks that all tensors fit. The
+    trainer that uploads a unit reads the unit's values when the unit is made, a few MiB at a time. All trainers load
+    buffers and parameters that are not sharded. If the run already has values, it keeps them.
+
+    >>> with torch.device("meta"):
+    ...     model = Model(config)
+    >>> source = shardwell.from_safetensors(model, "checkpoint")
+    >>> shardwell.auto_wrap(model, session, policy, source=source)
 
     Args:
-        model: A model with sharded modules.
-        folder: Created if it does not exist.
-        max_shard_bytes: Largest size of the tensors in one file. A larger tensor gets its own file.
-        metadata: Additional strings for the headers of the files.
-
-    Returns:
-        The files with tensors. Empty on trainers that do not write.
+        model: The whole model. May be on the meta device.
+        path: A safetensors file, a Hugging Face index (``model.safetensors.index.json``), or a folder with either.
+        rename: Maps names in the checkpoint to names in the model.
+        cast: Whether to convert floating-point values to the model's dtypes.
+        init: Initialises modules with non-persistent buffers on the meta device, which a checkpoint does not contain,
+            such as a Transformers model's ``_init_weights``. Default: their ``reset_parameters``.
 
     Raises:
-        UsageError: A value cannot be stored (extra state that is not a tensor, or a dtype that the format does not
-            support), or parameters are split over several meshes or mesh dims.
-        VersionGoneError: As ``full_state_dict``.
-        OSError: The files cannot be written, for example because the disk is full. The folder is unchanged.
-        ConflictError: The trainer that writes for the tensor group failed.
+        UsageError: Tensors are missing, unexpected, or have other shapes or dtypes; the message lists all of them.
+        NotFoundError: The checkpoint does not exist.
+        CorruptDataError: A file is damaged or truncated.
     """
-    tensors = _grouped_by_unit(_unique_tensors(model))
+    stored = _renamed(find_tensors(path), rename, path)
+    places, problems = _match(model, stored, cast)
+    if problems:
+        raise UsageError(f"{path} does not fit {type(model).__name__}: {'; '.join(problems)}", path=path)
+    return SafetensorsSource(places, str(path), init)
 
-    def write(values: Values) -> list[Path]:
-        return write_safetensors(
-            Path(folder), tensors, values, max_shard_bytes=max_shard_bytes, metadata=metadata or {}
+
+@dataclass(frozen=True)
+class SafetensorsSource:
+    """A checkpoint that fits a model. Created by ``from_safetensors``."""
+
+    places: Mapping[Site, StoredTensor] = field(repr=False)
+    """Stored tensors by the places where modules hold parameters and buffers."""
+    path: str
+    init: InitFunction | None
+
+    def unit_values(self, layout: UnitLayout, found: Sequence[FoundParameter], seed: int) -> InitialValues:
+        """See ``ValueSource.unit_values``."""
+        stored = []
+        for entry in found:
+            if entry.sites[0] not in self.places:
+                raise UsageError(
+                    f"parameter {entry.names[0]!r} was not in the model when from_safetensors({self.path!r}) compared "
+                    "it with the checkpoint: pass the model whose modules are sharded, and do not change it afterwards",
+                    parameter=entry.names[0],
+                )
+            box, dtype = local_box(entry.parameter), entry.parameter.dtype
+            stored.append(_Part(self.places[entry.sites[0]], box, dtype))
+        return _StoredValues(stored)
+
+    def fill(self, site: Site, tensor: torch.Tensor) -> bool:
+        """See ``ValueSource.fill``."""
+        if (stored := self.places.get(site)) is None:
+            return False
+        with torch.no_grad():
+            flat, local = local_part(tensor), local_box(tensor)
+            values = b"".join(_Part(stored, local, tensor.dtype).read(0, flat.numel()))
+            if values:
+                flat.copy_(torch.frombuffer(bytearray(values), dtype=tensor.dtype).view(flat.shape))
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The part of a stored tensor that one process holds, converted to the model's dtype."""
+
+    stored: StoredTensor
+    box: Box
+    dtype: torch.dtype
+
+    def read(self, start: int, stop: int) -> Iterator[bytes | memoryview]:
+        """Yields elements of the flattened part, window by window."""
+        window = WINDOW_BYTES // max(self.dtype.itemsize, self.stored.dtype.itemsize)
+        for first in range(start, stop, window):
+            data = self.stored.read(self.box.runs(first, min(first + window, stop)))
+            yield data if self.stored.dtype == self.dtype else self._cast(data)
+
+    def _cast(self, data: bytes) -> bytes:
+        values = torch.frombuffer(bytearray(data), dtype=self.stored.dtype).to(self.dtype)
+        return values.view(torch.uint8).numpy().tobytes()
+
+
+@dataclass(frozen=True)
+class _StoredValues:
+    parts: Sequence[_Part]
+    """Parts by parameter index."""
+
+    @property
+    def draws(self) -> Mapping[int, initialization_pb2.ParameterDraw]:
+        return {}
+
+    def read(self, segment: Segment) -> Iterator[bytes | memoryview]:
+        return self.parts[segment.parameter_index].read(segment.start_element, segment.stop_element)
+
+
+def _renamed(tensors: Mapping[str, StoredTensor], rename: Rename | None, path: str | Path) -> dict[str, StoredTensor]:
+    if rename is None:
+        return dict(tensors)
+    renamed: dict[str, StoredTensor] = {}
+    for name, stored in tensors.items():
+        new = rename(name)
+        if new in renamed:
+            raise UsageError(f"{path}: rename gives {renamed[new].name!r} and {name!r} the same name {new!r}")
+        if new is not None:
+            renamed[new] = stored
+    return renamed
+
+
+@dataclass(slots=True)
+class _Wanted:
+    """A parameter or persistent buffer, with all its names in the model."""
+
+    tensor: torch.Tensor
+    names: list[str] = field(default_factory=list)
+    sites: list[Site] = field(default_factory=list)
+
+
+def _match(
+    model: nn.Module, stored: Mapping[str, StoredTensor], cast: bool
+) -> tuple[dict[Site, StoredTensor], list[str]]:
+    """Matches stored tensors with the model. Returns them by place, and a list of the problems."""
+    places: dict[Site, StoredTensor] = {}
+    missing, differing, used = [], [], set()
+    for wanted in _wanted(model):
+        present = [name for name in wanted.names if name in stored]
+        used.update(present)
+        if not present:
+            missing.append(" or ".join(map(repr, wanted.names)))
+            continue
+        tensor = stored[present[-1]]  # the last of tied names wins, as in load_state_dict
+        found = differences(tensor.shape, tensor.dtype, wanted.tensor, "checkpoint", cast=cast)
+        differing += [f"{present[-1]!r} is {how}" for how in found]
+        places.update(dict.fromkeys(wanted.sites, tensor))
+    unexpected = [repr(name) for name in stored if name not in used]
+    problems = [
+        *([f"it lacks {listed(missing)}"] if missing else []),
+        *([f"the model lacks {listed(unexpected)} (to skip tensors, let rename return None)"] if unexpected else []),
+        *([listed(differing)] if differing else []),
+    ]
+    return places, problems
+
+
+def _wanted(model: nn.Module) -> list[_Wanted]:
+    wanted: dict[int, _Wanted] = {}
+    for prefix, part in model.named_modules(remove_duplicate=False):
+        buffers = {name: item for name, item in part._buffers.items() if name not in part._non_persistent_buffers_set}
+        for own_name, tensor in (*part._parameters.items(), *buffers.items()):
+            if tensor is None or is_lazy(tensor):
+                continue
+            name = f"{prefix}.{own_name}" if prefix else own_name
+            if owner_of(tensor) is not None:
+                raise UsageError(f"parameter {name!r} is already sharded: call from_safetensors before fully_shard")
+            entry = wanted.setdefault(id(tensor), _Wanted(tensor))
+            entry.names.append(name)
+            entry.sites.append(Site(part, own_name))
+    return list(wanted.values())
+
+
+def differences(
+    shape: Sequence[int], dtype: torch.dtype, tensor: torch.Tensor, where: str, *, cast: bool
+) -> Iterator[str]:
+    """Yields how a stored tensor differs from that of a model.
+
+    Args:
+        shape: Shape of the stored tensor.
+        dtype: Its dtype.
+        tensor: The tensor of the model.
+        where: Where the other one is stored, such as ``checkpoint``.
+        cast: Whether floating-point values are converted to the model's dtype.
+    """
+    if tuple(shape) != tuple(tensor.shape):
+        yield f"of shape {tuple(shape)} in the {where}, {tuple(tensor.shape)} in the model"
+    both_floating = dtype.is_floating_point and tensor.dtype.is_floating_point
+    if dtype != tensor.dtype and not (cast and both_floating):
+        advice = " (pass cast=True to convert)" if both_floating else ""
+        yield f"{dtype} in the {where}, {tensor.dtype} in the model{advice}"
+
+
+def listed(names: Sequence[str], limit: int = 10) -> str:
+    """Returns the first names of a list, for an error."""
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+# ---- reading ----
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a file."""
+
+    path: Path
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start_bytes: int
+    """Position in the file."""
+
+    def read(self, runs: Iterable[tuple[int, int]]) -> bytes:
+        """Reads some elements.
+
+        Args:
+            runs: ``(first element, number of elements)`` in the flattened tensor.
+
+        Raises:
+            CorruptDataError: The file was truncated.
+            OSError: The file cannot be read.
+        """
+        size, parts = self.dtype.itemsize, []
+        with self.path.open("rb", buffering=0) as file:
+            for first, count in runs:
+                file.seek(self.start_bytes + first * size)
+                part = file.read(count * size)
+                if len(part) != count * size:
+                    raise CorruptDataError(f"{self.path} ends in the middle of tensor {self.name!r}")
+                parts.append(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def find_tensors(path: str | Path) -> dict[str, StoredTensor]:
+    """Returns the tensors of a checkpoint by name. Reads headers only.
+
+    Args:
+        path: A safetensors file, an index of several (``*.index.json``), or a folder with either.
+
+    Raises:
+        NotFoundError: There is no such file.
+        CorruptDataError: A file is not a safetensors file or is truncated, or the index contradicts the files.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = _in_folder(path)
+    if not path.is_file():
+        raise NotFoundError(f"no safetensors file or index at {path}", path=path)
+    return _of_index(path) if path.name.endswith(".json") else read_header(path)
+
+
+def _in_folder(folder: Path) -> Path:
+    for name in (SINGLE_NAME, INDEX_NAME):
+        if (folder / name).is_file():
+            return folder / name
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) != 1:
+        found = ", ".join(file.name for file in files[:5]) or "none"
+        raise NotFoundError(
+            f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}, and not exactly one other safetensors file "
+            f"({found}): pass the file or the index",
+            path=folder,
         )
+    return files[0]
 
-    return _save(tensors, write) or []
+
+def _of_index(path: Path) -> dict[str, StoredTensor]:
+    try:
+        places = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        files = {name: path.parent / file for name, file in places.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptDataError(
+            f"{path} is not an index of safetensors files: expected a JSON object with a weight_map"
+        ) from error
+    headers: dict[Path, dict[str, StoredTensor]] = {}
+    for file in dict.fromkeys(files.values()):
+        if not file.is_file():
+            raise NotFoundError(f"{path} refers to {file.name}, which does not exist", path=file)
+        headers[file] = read_header(file)
+    for name, file in files.items():
+        if name not in headers[file]:
+            raise CorruptDataError(f"{path} refers to tensor {name!r} in {file.name}, which does not contain it")
+    return {name: headers[file][name] for name, file in files.items()}
 
 
-def save_dcp(model: nn.Module, folder: str | Path) -> None:
-    """Writes a model's parameters and persistent buffers as ``torch.distributed.checkpoint``.
-
-    ``torch.distributed.checkpoint.load`` reads the checkpoint in any number of processes, and ``dcp_to_torch_save``
-    converts it to a ``torch.load`` file. Names are those of ``state_dict``; tied parameters are stored once. As with
-    ``save_safetensors``, call it on one trainer or one tensor group, between steps. The files appear together.
-
-    Args:
-        model: A model with sharded modules.
-        folder: Created if it does not exist.
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """Returns the tensors of one file by name.
 
     Raises:
-        UsageError: A value cannot be stored (extra state that is not a tensor), or parameters are split over several
-            meshes or mesh dims.
-        VersionGoneError: As ``full_state_dict``.
-        OSError: The files cannot be written. The folder is unchanged.
-        ConflictError: The trainer that writes for the tensor group failed.
+        CorruptDataError: The file is not a safetensors file, or is truncated.
     """
-    tensors = _grouped_by_unit(_unique_tensors(model))
-    _save(tensors, lambda values: write_dcp(Path(folder), tensors, values))
+    size_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(LENGTH_BYTES)
+        header = start + file.read(header_size(start, size_bytes, str(path)) - LENGTH_BYTES)
+    entries, _ = parse_header(header, size_bytes, str(path))
+    return {
+        name: StoredTensor(path, name, _DTYPES[entry.dtype], entry.shape, entry.start_bytes)
+        for name, entry in entries.items()
+    }
 
 
-def _save(tensors: Mapping[str, torch.Tensor], write: Callable[[Values], Result]) -> Result | None:
-    mesh = mesh_of(tensors.values())
-    if mesh is None:
-        return of_one_version(tensors, lambda newest: write(read_values(tensors, newest=newest)))
-    return written_by_one(mesh, read_values(tensors), write)
-
-
-def _unique_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns parameters and buffers by name. Tied parameters have their first name only."""
-    tensors: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
-    for name, value in model.state_dict(keep_vars=True).items():
-        if not isinstance(value, torch.Tensor):
-            raise UsageError(
-                f"{name!r} is {type(value).__name__}, expected a tensor: save "
-                "shardwell.full_state_dict(model) with torch.save",
-                name=name,
-            )
-        if id(value) not in seen:
-            seen.add(id(value))
-            tensors[name] = value
-    return tensors
-
-
-def _grouped_by_unit(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Sorts tensors by unit, in the order of their first tensors, so that each unit is gathered once."""
-    groups: dict[Any, dict[str, torch.Tensor]] = {}
-    for name, tensor in tensors.items():
-        owner = owner_of(tensor)
-        groups.setdefault(owner.unit if owner else None, {})[name] = tensor
-    return {name: tensor for group in groups.values() for name, tensor in group.items()}
-
-
-# ---- files ----
+# ---- writing ----
 
 
 def write_safetensors(
@@ -157,7 +379,7 @@ def write_safetensors(
     if max_shard_bytes < 1:
         raise UsageError(f"max_shard_bytes is {max_shard_bytes}: expected at least 1")
     for name, tensor in tensors.items():
-        if tensor.dtype not in SAFETENSORS_NAMES:
+        if tensor.dtype not in _NAMES:
             raise UsageError(
                 f"{name!r} has dtype {tensor.dtype}, which safetensors files do not support", parameter=name
             )
@@ -170,17 +392,6 @@ def write_safetensors(
         if len(files) > 1:
             (stage / INDEX_NAME).write_text(json.dumps(_index(files), indent=2, sort_keys=True) + "\n")
     return [folder / name for name in files]
-
-
-def write_dcp(folder: Path, tensors: Mapping[str, Any], values: Values) -> None:
-    """Writes a ``torch.distributed.checkpoint``. Arguments and OSError as in ``write_safetensors``.
-
-    ``tensors`` may be a nested state dict with other values, too; see ``dcp.write_checkpoint``.
-    """
-    from shardwell.weights.dcp import write_checkpoint
-
-    with staged(folder, markers=(".metadata",), is_exported=lambda name: name.endswith(".distcp")) as stage:
-        write_checkpoint(stage, tensors, values)
 
 
 def total_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
@@ -262,7 +473,7 @@ def _index(files: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Any]:
 
 def _write(path: Path, tensors: Mapping[str, torch.Tensor], values: Values, metadata: Mapping[str, str]) -> None:
     """Writes one file with the next values, which belong to ``tensors``."""
-    described = {name: (SAFETENSORS_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
+    described = {name: (_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
     with path.open("wb") as file:
         file.write(make_header(described, metadata))
         for expected in tensors:
