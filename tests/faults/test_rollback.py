@@ -27,7 +27,7 @@ from shardwell_wire.v1 import coordinator_pb2
 from tests.support import checkpoint_trainer
 from tests.support.cluster import events, join_options, wait_until
 from tests.support.processes import TrainerProcess
-from tests.support.reference import sha256
+from tests.support.reference import one_thread, sha256
 
 STEPS, PAUSE = 8, 5
 EVERY = 3
@@ -59,10 +59,9 @@ def run_once(
 
 
 @cache
+@one_thread()
 def undisturbed(kind: str) -> str:
     """Returns the hash of the weights of a run that loses nothing. One trainer plays both ranks, without deltas."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     with (
         shardwell.testing.in_process_cluster(num_shards=2, dp=2),
         shardwell.join(
@@ -70,7 +69,6 @@ def undisturbed(kind: str) -> str:
         ) as session,
     ):
         state = checkpoint_trainer.train(session, kind, STEPS, checkpoint_trainer.Pause(None, ""))
-    torch.set_num_threads(threads)
     return sha256(state)
 
 

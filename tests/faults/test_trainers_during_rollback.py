@@ -15,7 +15,7 @@ import shardwell
 import shardwell.testing
 from shardwell_wire import fault_points
 from tests.support.cluster import events, join_options, wait_until
-from tests.support.reference import sha256
+from tests.support.reference import one_thread, sha256
 
 STEPS, LOSS_AT, EVERY = 12, 6, 4
 """The run goes back from step 6 to the checkpoint of step 4."""
@@ -88,11 +88,10 @@ def parameters(model: nn.Module) -> str:
 
 
 @cache
+@one_thread()
 def undisturbed(kind: str) -> dict[int, str]:
     """Returns the hash of the parameters of each version, of a run that loses nothing."""
     found: dict[int, str] = {}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     with shardwell.testing.in_process_cluster(3):
         session, model = shardwell.join(**join_options(**KINDS[kind], prefetch_bytes=0)), make_model(kind)
         shard(model, session)
@@ -102,7 +101,6 @@ def undisturbed(kind: str) -> dict[int, str]:
 
         train(session, kind, model, STEPS, note)
         note(STEPS)
-    torch.set_num_threads(threads)
     return found
 
 
@@ -135,11 +133,8 @@ def lossy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lossy]:
     slow = fault_points.Fault(point="server.load.middle", action="delay", delay_s=0.3)
     for name, value in fault_points.environment(slow).items():
         monkeypatch.setenv(name, value)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with shardwell.LocalCluster(num_shards=3, min_shard_bytes=4096, lease_s=2.0) as cluster:
+    with one_thread(), shardwell.LocalCluster(num_shards=3, min_shard_bytes=4096, lease_s=2.0) as cluster:
         yield Lossy(cluster, tmp_path / "checkpoints")
-    torch.set_num_threads(threads)
 
 
 LOST, LOADING = "", "run_loading"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,12 +25,6 @@ from shardwell_wire.errors import (
 )
 from shardwell_wire.v1 import shard_pb2
 from tests.support.shard_server import OneUnit, ShardServer, assert_all, error_of, layout_of
-
-
-@pytest.fixture
-def server() -> Iterator[ShardServer]:
-    with ShardServer() as running:
-        yield running
 
 
 def unit(server: ShardServer, index: int = 0, **options: Any) -> OneUnit:

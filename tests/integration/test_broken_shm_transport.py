@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -30,17 +29,7 @@ EMPTY = layout_of(a=((0,), "float32"))
 PARTS = 2
 
 
-@pytest.fixture
-def shared() -> Iterator[SharedMemory]:
-    with closing(SharedMemory()) as made:
-        yield made
-
-
-@pytest.fixture
-def server(shared: SharedMemory) -> Iterator[ShardServer]:
-    with ShardServer(shared=shared) as running:
-        yield running
-        running.until(lambda: not running.shm._open, "the transports are closed")
+pytestmark = pytest.mark.usefixtures("shared")
 
 
 class Trainer:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import s3fs
-import torch
 
 import shardwell
 from shardwell.command.cli import main
@@ -165,14 +164,6 @@ def running(endpoint: str) -> Iterator[shardwell.LocalCluster]:
         roots = f"{URL},s3://nowhere"
         with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096, checkpoint_root=roots) as cluster:
             yield cluster
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -27,14 +27,6 @@ from tests.support.reference import sha256
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def saved_steps(folder: Path, run: str) -> list[int]:
     return [entry.step for entry in RunFolder.of(folder, run).entries() if entry.is_valid]
 

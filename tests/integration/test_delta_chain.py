@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import xxhash
@@ -18,12 +16,6 @@ from tests.support.shard_server import MIXED, OneUnit, ShardServer, layout_of, t
 
 LARGE = layout_of(a=((400_003,), "float32"), b=((3, 7), "bfloat16"))
 BFLOAT16, FLOAT16 = common_pb2.WIRE_DTYPE_BFLOAT16, common_pb2.WIRE_DTYPE_FLOAT16
-
-
-@pytest.fixture
-def server() -> Iterator[ShardServer]:
-    with ShardServer() as running:
-        yield running
 
 
 class Client:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-import threading
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +27,7 @@ from shardwell.transport.service_client import CoordinatorClient
 from shardwell.weights import pinned_version as module
 from shardwell.weights.pinned_version import PinnedVersion, pinned_version
 from shardwell_wire.errors import VersionGoneError
-from tests.support.cluster import wait_until
+from tests.support.background_training import BackgroundTraining
 
 Command = Callable[..., SimpleNamespace]
 
@@ -63,50 +62,10 @@ class Model(nn.Module):
         return self.leave(self.norm(x))
 
 
-class Training:
-    """A run of one trainer, in a thread, that records its whole state before every step."""
+class Training(BackgroundTraining):
+    """A run that trains the model."""
 
-    def __init__(self, address: str) -> None:
-        self.run, self.states = uuid.uuid4().hex, dict[int, dict[str, torch.Tensor]]()
-        self.step, self._address, self._stop = 0, address, threading.Event()
-        self._failures: list[Exception] = []
-        self._thread = threading.Thread(target=self._train)
-
-    def _train(self) -> None:
-        try:
-            self._steps()
-        except Exception as error:
-            self._failures.append(error)
-
-    def _steps(self) -> None:
-        torch.manual_seed(0)
-        model = Model()
-        with shardwell.join(self._address, run=self.run) as session:
-            shardwell.auto_wrap(model, session, shardwell.ModuleTypePolicy({Block}))
-            optimizer = shardwell.optim.AdamW(model.parameters(), lr=1e-2)
-            for step in session.steps(10**6):
-                self.states[step.number], self.step = shardwell.full_state_dict(model), step.number
-                if self._stop.is_set():
-                    return
-                for batch in step.batches(lambda step, rank: torch.randn(8, 37)):
-                    model(batch).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-
-    @contextmanager
-    def in_background(self) -> Iterator[None]:
-        """Trains in the background, from the second step on."""
-        self._thread.start()
-        try:
-            self.wait_for(2)
-            yield
-        finally:
-            self._stop.set()
-            self._thread.join(60)
-        assert not self._failures and not self._thread.is_alive(), self._failures
-
-    def wait_for(self, step: int) -> None:
-        wait_until(lambda: self.step >= step or bool(self._failures), f"step {step}")
+    model, units, width = Model, {Block}, 37
 
     def assert_state(self, step: int, got: dict[str, torch.Tensor]) -> None:
         """Compares an export with the state before a step. Tied parameters are stored once."""

@@ -33,12 +33,6 @@ LIST_RUNS = "/shardwell_wire.v1.CoordinatorService/ListRuns"
 
 
 @pytest.fixture
-def server() -> Iterator[ShardServer]:
-    with ShardServer() as running:
-        yield running
-
-
-@pytest.fixture
 def connected(server: ShardServer) -> Iterator[ConnectedUnit]:
     with closing_transport(ConnectedUnit(server)) as open_transport:
         yield open_transport

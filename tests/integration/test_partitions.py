@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,12 +23,6 @@ from shardwell_wire.model.layout import BLOCK_BYTES
 from shardwell_wire.model.topology import TRAINER_PREFIX, part_in
 from shardwell_wire.v1 import common_pb2, shard_pb2
 from tests.support.shard_server import MIXED, PLAIN, OneUnit, ShardServer, assert_all, error_of, unit
-
-
-@pytest.fixture
-def server() -> Iterator[ShardServer]:
-    with ShardServer() as running:
-        yield running
 
 
 def place(one: OneUnit, rank: int) -> PartitionLocation:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import threading
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -26,7 +23,7 @@ from shardwell_wire.errors import (
     UsageError,
     VersionGoneError,
 )
-from tests.support.cluster import wait_until
+from tests.support.background_training import BackgroundTraining
 
 TRANSPORTS = (("shm", "socket"), ("socket",), ("grpc",))
 
@@ -49,63 +46,10 @@ class Model(nn.Module):
         return self.leave(self.norm(self.frozen(self.enter(x))))
 
 
-class Training:
-    """A run of one trainer in a thread, which records the whole state before every step."""
+class Training(BackgroundTraining):
+    """A run that trains the model."""
 
-    def __init__(self, address: str, run: str = "") -> None:
-        self.run, self.states = run or uuid.uuid4().hex, dict[int, dict[str, torch.Tensor]]()
-        self.step, self._address, self._stop, self._go = 0, address, threading.Event(), threading.Event()
-        self._paused = threading.Event()
-        self._failures: list[Exception] = []
-        self._thread = threading.Thread(target=self._train)
-        self._go.set()
-
-    def _train(self) -> None:
-        try:
-            self._steps()
-        except Exception as error:
-            self._failures.append(error)
-
-    def _steps(self) -> None:
-        torch.manual_seed(0)
-        model = Model()
-        with shardwell.join(self._address, run=self.run) as session:
-            shardwell.auto_wrap(model, session, shardwell.ModuleTypePolicy({Frozen, nn.BatchNorm1d}))
-            optimizer = shardwell.optim.AdamW(model.parameters(), lr=1e-2)
-            for step in session.steps(10**6):
-                self.states[step.number], self.step = shardwell.full_state_dict(model), step.number
-                while not self._go.wait(0.01) and not self._stop.is_set():
-                    self._paused.set()
-                if self._stop.is_set():
-                    return
-                for batch in step.batches(lambda step, rank: torch.randn(8, 300)):
-                    model(batch).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-
-    def pause(self) -> int:
-        """Stops before the next step; returns its number, which is the newest version."""
-        self._go.clear()
-        self._paused.clear()
-        assert self._paused.wait(60), self._failures
-        return self.step
-
-    def resume(self) -> None:
-        self._go.set()
-
-    @contextmanager
-    def in_background(self) -> Iterator[None]:
-        self._thread.start()
-        try:
-            self.wait_for(2)
-            yield
-        finally:
-            self._stop.set()
-            self._thread.join(60)
-        assert not self._failures and not self._thread.is_alive(), self._failures
-
-    def wait_for(self, step: int) -> None:
-        wait_until(lambda: self.step >= step or bool(self._failures), f"step {step}")
+    model, units, width = Model, {Frozen, nn.BatchNorm1d}, 300
 
     def assert_state(self, step: int, got: dict[str, torch.Tensor]) -> None:
         expected = self.states[step]

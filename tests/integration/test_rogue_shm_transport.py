@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -14,18 +14,14 @@ import torch
 from shardwell.data_plane.shard import RemoteShard, Wire
 from shardwell.transport.base import ignore
 from shardwell.transport.server_connection import ConnectOptions, ServerConnection
-from shardwell_server.shard.memory.mapped_memory import SharedBuffer, SharedMemory
+from shardwell_server.shard.memory.mapped_memory import SharedBuffer
 from shardwell_wire.errors import UnavailableError
 from shardwell_wire.host.shared_memory import UntrustedFileError
 from tests.support.shard_server import PLAIN, OneUnit, ShardServer, error_of, unit
 from tests.support.shm_transport import ConnectedUnit
 from tests.support.transports import part_header
 
-
-@pytest.fixture
-def server() -> Iterator[ShardServer]:
-    with closing(SharedMemory()) as shared, ShardServer(shared=shared) as running:
-        yield running
+pytestmark = pytest.mark.usefixtures("shared")
 
 
 def push(connection: ServerConnection, one: OneUnit) -> None:

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -32,12 +32,6 @@ from tests.support.shard_server import OneUnit, ShardServer, error_of, in_backgr
 
 LAYOUT = layout_of(large=((300, 400), "float32"), odd=((17, 3), "float32"), small=((5,), "float64"))
 BIG = layout_of(large=((3000, 400), "float32"))
-
-
-@pytest.fixture
-def server() -> Iterator[ShardServer]:
-    with ShardServer() as running:
-        yield running
 
 
 @pytest.fixture

@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
-
 from shardwell_wire.errors import NotFoundError, StaleEpochError, StepStateError, UnitMismatchError
 from shardwell_wire.v1 import shard_pb2
 from tests.support.shard_server import PLAIN, OneUnit, ShardServer, assert_all, error_of, layout_of, train, unit
-
-
-@pytest.fixture
-def server() -> Iterator[ShardServer]:
-    with ShardServer() as running:
-        yield running
 
 
 def release(one: OneUnit, placement: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from functools import partial
@@ -14,7 +14,6 @@ import pytest
 from shardwell.transport.base import into
 from shardwell.transport.shm_transport import ShmTransport
 from shardwell.transport.socket_transport import SocketTransport
-from shardwell_server.shard.memory.mapped_memory import SharedMemory
 from shardwell_server.shard.process.registration import Registration
 from shardwell_server.shard.shard_spec import ShardSpec
 from shardwell_server.shard.state.shard_store import ShardStore
@@ -25,12 +24,7 @@ from tests.support.shard_server import PLAIN, OneUnit, ShardServer, assert_all, 
 from tests.support.shm_transport import ConnectedUnit as ShmUnit
 from tests.support.socket_transport import ConnectedUnit as SocketUnit
 
-
-@pytest.fixture
-def server() -> Iterator[ShardServer]:
-    with closing(SharedMemory()) as shared, ShardServer(shared=shared) as running:
-        yield running
-        running.until(lambda: not running.shm._open, "the sessions are closed")
+pytestmark = pytest.mark.usefixtures("shared")
 
 
 def requests_of(one: OneUnit) -> dict[str, Callable[[], object]]:

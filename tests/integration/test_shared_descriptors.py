@@ -47,10 +47,7 @@ for action in (
 """Tries to use another user's shared memory by its paths, although it knows them."""
 
 
-@pytest.fixture
-def server() -> Iterator[ShardServer]:
-    with closing(SharedMemory()) as shared, ShardServer(shared=shared) as running:
-        yield running
+pytestmark = pytest.mark.usefixtures("shared")
 
 
 @pytest.fixture

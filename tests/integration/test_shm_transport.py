@@ -45,17 +45,7 @@ from tests.support.transports import Gradients, address_of, unsent
 EMPTY = layout_of(a=((0,), "float32"))
 
 
-@pytest.fixture
-def shared() -> Iterator[SharedMemory]:
-    with closing(SharedMemory()) as made:
-        yield made
-
-
-@pytest.fixture
-def server(shared: SharedMemory) -> Iterator[ShardServer]:
-    with ShardServer(shared=shared) as running:
-        yield running
-        running.until(lambda: not running.shm._open, "the sessions are closed")
+pytestmark = pytest.mark.usefixtures("shared")
 
 
 @pytest.fixture(params=["grpc", "socket"])

@@ -34,18 +34,7 @@ from tests.support.shard_server import (
 from tests.support.shm_transport import ConnectedUnit, assert_only_parameters, header, shared_bytes
 from tests.support.transports import part_header
 
-
-@pytest.fixture
-def shared() -> Iterator[SharedMemory]:
-    with closing(SharedMemory()) as made:
-        yield made
-
-
-@pytest.fixture
-def server(shared: SharedMemory) -> Iterator[ShardServer]:
-    with ShardServer(shared=shared) as running:
-        yield running
-        running.until(lambda: not running.shm._open, "the transports are closed")
+pytestmark = pytest.mark.usefixtures("shared")
 
 
 @pytest.fixture

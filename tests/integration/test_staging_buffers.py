@@ -33,11 +33,7 @@ from shardwell_wire.model.topology import TRAINER_PREFIX, part_in
 from shardwell_wire.v1 import common_pb2, shard_pb2
 from tests.support.shard_server import MIXED, PLAIN, OneUnit, ShardServer, assert_all, error_of, layout_of, unit
 
-
-@pytest.fixture
-def server() -> Iterator[ShardServer]:
-    with closing(SharedMemory()) as shared, ShardServer(shared=shared) as running:
-        yield running
+pytestmark = pytest.mark.usefixtures("shared")
 
 
 class Trainer:

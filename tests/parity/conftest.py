@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 import shardwell
+from tests.support import reference
 
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """Computes with one thread, as trainers in their own processes do."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with reference.one_thread():
+        yield
 
 
 @pytest.fixture(scope="session")

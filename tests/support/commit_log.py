@@ -16,7 +16,7 @@ import torch
 from shardwell.seeds import derive_seed
 from shardwell_server.coordinator.storage.durable_state import FILE_NAME
 from tests.support import transformer
-from tests.support.reference import ADAMW, sha256
+from tests.support.reference import ADAMW, one_thread, sha256
 
 
 @dataclass(frozen=True)
@@ -69,13 +69,12 @@ def stored_commits(state_dir: Path, run: str) -> list[ItemCommit]:
             return [ItemCommit(*row) for row in rows]
 
 
+@one_thread()
 def replay(commits: list[ItemCommit]) -> str:
     """Applies commits one after another with plain PyTorch; returns the hash of the weights.
 
     The gradient of each item is computed at the weights of the version that it read.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     model = transformer.build()
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, fused=True, **ADAMW)
@@ -88,7 +87,6 @@ def replay(commits: list[ItemCommit]) -> str:
         optimizer.step()
         optimizer.zero_grad()
         versions.append([parameter.detach().clone() for parameter in parameters])
-    torch.set_num_threads(threads)
     return sha256(model.state_dict())
 
 

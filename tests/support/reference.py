@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -71,13 +72,22 @@ def sha256(state: Mapping[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Lets torch compute with one thread while the block runs."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 @cache
+@one_thread()
 def undisturbed_sha256(*, dp: int, steps: int, groups: tuple[int, ...] = ()) -> str:
     """Returns the weights of the small transformer after a run without failures."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     model = transformer.build()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
     train_plain(model, optimizer, transformer.batch, dp=dp, steps=steps, groups=groups)
-    torch.set_num_threads(threads)
     return sha256(model.state_dict())
