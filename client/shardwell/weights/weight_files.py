@@ -22,8 +22,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from shardwell.module.new_units import InitFunction
 from shardwell.module.mixed_precision import local_box, local_part
+from shardwell.module.new_units import InitFunction
 from shardwell.module.parameter_store import InitialValues
 from shardwell.module.parameters import FoundParameter, Site
 from shardwell.module.unit import owner_of
