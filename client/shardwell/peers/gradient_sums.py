@@ -39,57 +39,51 @@ from shardwell_wire.model.sum_order import Scratch, SumOrder
 from shardwell_wire.v1 import shard_pb2
 
 
-class Shown(Protocol):
-    """The gradient of one unit that one member shows to the others, or the part of it that this trainer adds."""
-
-    @property
-    def epoch(self) -> int:
-        """Epoch of the lease on the member's work item."""
-        ...
-
-    @property
-    def lease_proof(self) -> bytes:
-        """Proves this lease to shard servers. Zeros: the cluster has no key."""
-        ...
-
-    @property
-    def attempt(self) -> int:
-        """Attempt at the work item."""
-        ...
-
-    @property
-    def cuts(self) -> int:
-        """Identifies how the unit is cut into shards. Members with different cuts cannot share the work."""
-        ...
-
-    @property
-    def indices(self) -> tuple[int, ...]:
-        """Parameters that have a gradient, by rising index."""
-        ...
-
-    def part(self, segment: Segment) -> torch.Tensor | None:
-        """Returns the gradient of a segment. None: its parameter has none. [numel]"""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class WholeGradient:
-    """The whole gradient of one unit. A ``Shown``."""
+    """The gradient of one unit of one member."""
 
     epoch: int
+    """Epoch of the lease on the member's work item."""
     lease_proof: bytes
+    """Proves this lease to shard servers. Zeros: the cluster has no key."""
     attempt: int
+    """Attempt at the work item."""
     cuts: int
+    """Identifies how the unit is cut into shards. Members with different cuts cannot share the work."""
     flats: Mapping[int, torch.Tensor]
     """Flattened gradients by parameter index. Each [numel]."""
 
     @property
     def indices(self) -> tuple[int, ...]:
+        """Parameters that have a gradient, by rising index."""
         return tuple(sorted(self.flats))
 
     def part(self, segment: Segment) -> torch.Tensor | None:
+        """Returns the gradient of a segment. None: its parameter has none. [numel]"""
         flat = self.flats.get(segment.parameter_index)
         return None if flat is None else flat[segment.start_element : segment.stop_element]
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedGradient:
+    """The parts of another member's gradient that this trainer adds. The fields are those of ``WholeGradient``."""
+
+    epoch: int
+    lease_proof: bytes
+    attempt: int
+    cuts: int
+    indices: tuple[int, ...]
+    parts: Mapping[tuple[int, int], torch.Tensor]
+    """Segments by parameter and first element. Each [numel]."""
+
+    def part(self, segment: Segment) -> torch.Tensor | None:
+        """See ``WholeGradient.part``."""
+        return self.parts.get((segment.parameter_index, segment.start_element))
+
+
+Shown = WholeGradient | ReceivedGradient
+"""The gradient that one member shows to the others."""
 
 
 class Exchange(Protocol):
@@ -287,7 +281,7 @@ class GradientSums:
         flats, copied = self._pushes.start_copies(gradients)
         context, attempt = header.common.context, header.common.attempt
         own = WholeGradient(context.epoch, context.lease_proof, attempt, cuts_of(unit), flats)
-        release = _after(2, self._pushes.hold(sum(flat.nbytes for flat in flats.values())))
+        release = after(2, self._pushes.hold(sum(flat.nbytes for flat in flats.values())))
         self._exchange.offer(this_round, unit, own, copied, release)
         self._jobs.put(_Job(this_round, unit, header, own, copied, item, excuse, release, started_s, self._generation))
 
@@ -423,7 +417,7 @@ class GradientSums:
         return buffer
 
 
-def _after(count: int, action: Callable[[], None]) -> Callable[[], None]:
+def after(count: int, action: Callable[[], None]) -> Callable[[], None]:
     """Returns a function that calls ``action`` when it is called for the ``count``-th time, in any thread."""
     lock, missing = threading.Lock(), count
 

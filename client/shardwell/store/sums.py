@@ -16,7 +16,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import dataclass, field
 
 import torch
@@ -29,7 +29,7 @@ from shardwell.options import JoinConfig
 from shardwell.peers.gradient_sums import GradientSums
 from shardwell.peers.node_exchange import NodeExchange, SharedGradients
 from shardwell.peers.node_group import CONNECTED, MemberGoneError, Outcome
-from shardwell.peers.peer_exchange import Listener, PeerExchange, connect
+from shardwell.peers.peer_exchange import Listener, PeerAddress, PeerExchange
 from shardwell.step.step_state import ItemAttempt, StepState, WorkItemState
 from shardwell.transport.base import PartHeader
 from shardwell.transport.route_stats import ALLREDUCE, DIRECT, HIERARCHICAL, ROUTES
@@ -145,30 +145,16 @@ class GradientGroups:
     # ---- across hosts ----
 
     def _connect_peers(self, named: NodeMembers, members: Sequence[RankOwner]) -> PeerExchange:
-        deadline = time.monotonic() + RENDEZVOUS_LIMIT_S
-        position, size = named.position, len(members)
-        host = _own_address(self._membership.coordinator_address)
-        listener = Listener(host, position, size)
-        with ExitStack() as opened:
-            opened.callback(listener.close)
-            name = "gradients-{}"
-            self._publish(
-                name.format(named.global_ranks[position]), f"{named.key} {listener.secret.hex()} {listener.port} {host}"
+        deadline, ranks = time.monotonic() + RENDEZVOUS_LIMIT_S, named.global_ranks
+        listener = Listener(_own_address(self._membership.coordinator_address), named.position, len(members))
+        with closing(listener):
+            host, port, secret = listener.address
+            self._exchange_address(f"gradients-{ranks[named.position]}", f"{named.key} {secret.hex()} {port} {host}")
+            connected = listener.connect_all(
+                lambda other: self._await_address(ranks[other], named.key, deadline), deadline
             )
-            connected: dict[int, socket.socket] = {}
-            unused = opened.enter_context(ExitStack())
-            for other in range(position):
-                at = self._await_address(name.format(named.global_ranks[other]), named.key, deadline)
-                connected[other] = connect(at.host, at.port, at.secret, position, deadline)
-                unused.callback(connected[other].close)
-            connected |= listener.accept_all(deadline)
-            unused.pop_all()
-        return PeerExchange(
-            connected,
-            position,
-            find_lost=self._lost_finder(members),
-            wait_limit_s=self._config.waits.wait_limit_s,
-        )
+        find_lost, wait_limit_s = self._lost_finder(members), self._config.waits.wait_limit_s
+        return PeerExchange(connected, named.position, find_lost=find_lost, wait_limit_s=wait_limit_s)
 
     def _exchange_address(self, name: str, address: str | None) -> str:
         request = coordinator_pb2.ExchangeAddressRequest(
@@ -177,21 +163,17 @@ class GradientGroups:
         response: coordinator_pb2.ExchangeAddressResponse = self._membership.call("ExchangeAddress", request)
         return response.address
 
-    def _publish(self, name: str, address: str) -> None:
-        self._exchange_address(name, address)
-
-    def _await_address(self, name: str, key: str, deadline: float) -> _PeerAddress:
+    def _await_address(self, rank: int, key: str, deadline: float) -> PeerAddress:
         """Waits until a member of the group has published its address.
 
         Raises:
             UnavailableError: It has not until the deadline. It may have other options than this trainer.
         """
         while True:
-            fields = self._exchange_address(name, None).split(" ")
+            fields = self._exchange_address(f"gradients-{rank}", None).split(" ")
             if len(fields) == 4 and fields[0] == key:
-                return _PeerAddress(fields[3], int(fields[2]), bytes.fromhex(fields[1]))
+                return PeerAddress(fields[3], int(fields[2]), bytes.fromhex(fields[1]))
             if time.monotonic() > deadline:
-                rank = name.rpartition("-")[2]
                 raise UnavailableError(
                     f"the trainer of rank {rank} has published no address within {RENDEZVOUS_LIMIT_S:.0f} s: all "
                     "trainers of a run must join with the same gradient_reduction"
@@ -212,15 +194,6 @@ class GradientGroups:
             return f"trainer {gone[0].trainer!r} of rank {gone[0].dp_rank} has lost its membership" if gone else ""
 
         return find_lost
-
-
-@dataclass(frozen=True, slots=True)
-class _PeerAddress:
-    """Where a member accepts connections."""
-
-    host: str
-    port: int
-    secret: bytes
 
 
 def complete_group(order: SumOrder, owners: Iterable[RankOwner], dp_rank: int) -> tuple[RankOwner, ...]:

@@ -201,26 +201,35 @@ def test_gradient_is_released_when_all_members_have_it(make: MakeMembers) -> Non
 def test_damaged_frame_ends_the_connection(make: MakeMembers) -> None:
     (first, second), of = make(2), unit()
     this_round = offer(first, of, gradient(of, 0))
-    second._links[0]._socket.sendall(bytes([1]) + (8).to_bytes(8, "little") + bytes(16))
+    second._links[0]._socket.sendall((8).to_bytes(8, "little") + bytes(16))
     with pytest.raises(MemberGoneError, match="a frame of another trainer has a wrong checksum"):
         collect(first, this_round, of, gradient(of, 0))
 
 
+def test_member_at_a_later_step_is_not_waited_for(make: MakeMembers) -> None:
+    (first, second), of = make(2), unit()
+    own = [gradient(of, rank) for rank in range(2)]
+    early, late = offer(first, of, own[0], 0), offer(second, of, own[1], 1)
+    assert collect(first, early, of, own[0]) is None
+    assert len(collect(first, offer(first, of, own[0], 1), of, own[0])) == len(collect(second, late, of, own[1])) == 2
+
+
 def test_listener_accepts_members_only() -> None:
     listener, deadline = Listener("127.0.0.1", 0, 2), time.monotonic() + LONG_S
+    address = listener.address
     with ThreadPoolExecutor(1) as threads:
-        accepted = threads.submit(listener.accept_all, deadline)
+        accepted = threads.submit(listener.connect_all, lambda _: address, deadline)
         with pytest.raises(UnavailableError):
-            connect("127.0.0.1", listener.port, bytes(len(listener.secret)), 1, deadline)
+            connect(address._replace(secret=bytes(len(address.secret))), 1, deadline)
         with pytest.raises(UnavailableError):
-            connect("127.0.0.1", listener.port, listener.secret, 2, deadline)
-        own = connect("127.0.0.1", listener.port, listener.secret, 1, deadline)
+            connect(address, 2, deadline)
+        own = connect(address, 1, deadline)
         (found,) = accepted.result(LONG_S).items()
     assert found[0] == 1
     for end in (own, found[1]):
         end.close()
     with pytest.raises(UnavailableError, match=r"members \[1\] have not connected"):
-        listener.accept_all(time.monotonic())
+        listener.connect_all(lambda _: address, time.monotonic())
     listener.close()
 
 
