@@ -39,11 +39,6 @@ def into(memory: memoryview) -> Place:
     return lambda *_: memory
 
 
-def place_of(header: shard_pb2.GatherHeader, place: Place) -> memoryview:
-    """Returns the memory for the stream that a header announces."""
-    return place(header.version, header.deltas if header.HasField("deltas") else None)
-
-
 class Incoming:
     """The stream of one fetch. For one thread at a time.
 

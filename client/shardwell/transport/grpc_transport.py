@@ -13,7 +13,6 @@ from shardwell.transport.base import (
     Place,
     StreamTransport,
     ignore,
-    place_of,
 )
 from shardwell.transport.partition_transfers import (
     CachedPartition,
@@ -208,8 +207,9 @@ class GrpcTransport(StreamTransport):
             for number, data in enumerate(self._gather(request, timeout=timeout_s)):
                 message, chunk = chunk_streams.decode_message(data, shard_pb2.GatherResponse)
                 if number == 0:
-                    version = message.header.version
-                    receiver = chunk_streams.StreamReceiver([place_of(message.header, place)], what)
+                    header = message.header
+                    version, deltas = header.version, header.deltas if header.HasField("deltas") else None
+                    receiver = chunk_streams.StreamReceiver([place(version, deltas)], what)
                 receiver.feed(chunk)
                 if receiver.total_bytes - receiver.received_bytes <= NEARLY_DONE_BYTES:
                     nearly_done()

@@ -21,12 +21,11 @@ from shardwell.transport.base import (
     Place,
     StreamTransport,
     ignore,
-    place_of,
 )
 from shardwell.transport.grpc_transport import ShardClient
 from shardwell.transport.service_client import Endpoint, StandingRpc
 from shardwell_wire.connection import socket_frames
-from shardwell_wire.connection.socket_frames import WAKE_BYTES, AnyMessage, EncryptedStream, Kind, set_options
+from shardwell_wire.connection.socket_frames import WAKE_BYTES, EncryptedStream, Kind, parse_message, set_options
 from shardwell_wire.encoding import chunk_streams
 from shardwell_wire.encoding.chunk_streams import Buffer
 from shardwell_wire.errors import (
@@ -94,7 +93,7 @@ class SocketConnection:
                 self._stream = endpoint.byte_stream(self._socket, offer.encryption)
                 self._shake_hands()
                 self.send([socket_frames.hello(offer.token)])
-                self._receive_frame(Kind.WELCOME)
+                self.receive(Kind.WELCOME)
             except BaseException:
                 self._socket.close()
                 raise
@@ -169,9 +168,12 @@ class SocketConnection:
                 self.send(buffers)
                 buffers = []
 
-    def receive_message(self, kind: Kind, message_type: type[AnyMessage]) -> AnyMessage:
-        """Returns the message in the next frame. Raises the error that the server sent in its place."""
-        return socket_frames.parse_message(self._receive_frame(kind), message_type)
+    def receive(self, expected: Kind) -> bytes:
+        """Returns the payload of the next frame. Raises the error that the server sent in its place."""
+        kind, size_bytes = socket_frames.parse_head(self._exactly(socket_frames.HEAD_BYTES), expected, Kind.ERROR)
+        if kind is Kind.ERROR:
+            raise self._receive_error(size_bytes)
+        return self._exactly(size_bytes)
 
     def receive_stream(self, targets: Sequence[memoryview], nearly_done: NearlyDone = ignore) -> None:
         """Receives one stream into consecutive places. Raises the error that the server sent in its place."""
@@ -187,13 +189,6 @@ class SocketConnection:
                 nearly_done()
         if receiver.refusal_bytes is not None:
             raise self._receive_error(receiver.refusal_bytes)
-
-    def _receive_frame(self, expected: Kind) -> bytes:
-        """Returns the payload of the next frame. Raises the error that the server sent in its place."""
-        kind, size_bytes = socket_frames.parse_head(self._exactly(socket_frames.HEAD_BYTES), expected, Kind.ERROR)
-        if kind is Kind.ERROR:
-            raise self._receive_error(size_bytes)
-        return self._exactly(size_bytes)
 
     def _receive_error(self, size_bytes: int) -> ShardwellError:
         error = from_status_details(self._exactly(size_bytes), self._peer)
@@ -350,8 +345,9 @@ class SocketTransport(StreamTransport):
         """See ``StreamTransport``."""
         with self._request(f"Gather of unit {request.unit!r}", timeout_s) as connection:
             connection.send_request(Kind.GATHER, request)
-            header = connection.receive_message(Kind.GATHERING, shard_pb2.GatherHeader)
-            connection.receive_stream([place_of(header, place)], nearly_done)
+            header = parse_message(connection.receive(Kind.GATHERING), shard_pb2.GatherHeader)
+            target = place(header.version, header.deltas if header.HasField("deltas") else None)
+            connection.receive_stream([target], nearly_done)
         return header.version
 
     def push_stream(
@@ -366,7 +362,7 @@ class SocketTransport(StreamTransport):
         with self._request(f"ReduceScatter of unit {header.unit!r}", timeout_s) as connection:
             connection.send_stream(header, pieces)
             nearly_done()
-            return connection.receive_message(Kind.REDUCE_SCATTERED, shard_pb2.ReduceScatterResponse)
+            return parse_message(connection.receive(Kind.REDUCE_SCATTERED), shard_pb2.ReduceScatterResponse)
 
     def control(
         self, request: shard_pb2.ReduceGradientBufferRequest, timeout_s: float
@@ -374,14 +370,16 @@ class SocketTransport(StreamTransport):
         """See ``StreamTransport``."""
         with self._request(f"ReduceGradientBuffer of unit {request.header.unit!r}", timeout_s) as connection:
             connection.send_request(Kind.REDUCE_GRADIENT_BUFFER, request)
-            return connection.receive_message(Kind.GRADIENT_BUFFER_REDUCED, shard_pb2.ReduceGradientBufferResponse)
+            return parse_message(
+                connection.receive(Kind.GRADIENT_BUFFER_REDUCED), shard_pb2.ReduceGradientBufferResponse
+            )
 
     def fetch_batch(self, request: shard_pb2.GatherBatchRequest, answers: BatchAnswers, *, timeout_s: float) -> None:
         """See ``StreamTransport``."""
         with self._request(f"GatherBatch of {len(request.ranges)} ranges", timeout_s) as connection:
             connection.send_request(Kind.GATHER_BATCH, request)
             while answers.are_missing:
-                response = connection.receive_message(Kind.BATCH_GATHERED, shard_pb2.GatherBatchResponse)
+                response = parse_message(connection.receive(Kind.BATCH_GATHERED), shard_pb2.GatherBatchResponse)
                 connection.receive_stream(answers.places(response))
                 answers.finish(response)
 
@@ -389,7 +387,7 @@ class SocketTransport(StreamTransport):
         """See ``StreamTransport``."""
         with self._request(f"ReduceBatch of {len(request.parts)} parts", timeout_s) as connection:
             connection.send_request(Kind.REDUCE_BATCH, request)
-            return connection.receive_message(Kind.BATCH_REDUCED, shard_pb2.ReduceBatchResponse)
+            return parse_message(connection.receive(Kind.BATCH_REDUCED), shard_pb2.ReduceBatchResponse)
 
     def measure_stream(self, size_bytes: int, *, timeout_s: float) -> float:
         """See ``StreamTransport``."""
