@@ -145,6 +145,10 @@ class GradientChecksums:
             key = unit_index, index
             self._found[key] = _checksum(gradient, self._found.get(key, 0))
 
+    def clear(self) -> None:
+        """Forgets all checksums, because the work item is restarted."""
+        self._found.clear()
+
     def to_proto(self) -> list[coordinator_pb2.GradientChecksums]:
         """Returns the checksums by unit. Waits for those that a GPU computes."""
         self._fetch()

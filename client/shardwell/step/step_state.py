@@ -198,7 +198,8 @@ class WorkItemState:
         self.shared_units.clear()
         self.parts.clear()
         self.pushed.clear()
-        self.checksums = None
+        if self.checksums is not None:
+            self.checksums.clear()
         self.to_drop = defaultdict(set, {unit: set(indices) for unit, indices in self.dropped.items()})
 
     # ---- pushes ----
