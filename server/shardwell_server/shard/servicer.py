@@ -87,12 +87,10 @@ class ShardServicer:
     # ---- rpcs of the coordinator ----
 
     async def ReserveUnit(self, request: shard_pb2.ReserveUnitRequest, call: Call) -> shard_pb2.ReserveUnitResponse:
-        await self._term.check(request.context.epoch)
-        layout = UnitLayout.from_proto(request.unit)
-        self._check_request_id(call, request.context, request)
+        await self._admit(request, call)
         spec = ShardSpec(
             run=named_identity(request.context),
-            layout=layout,
+            layout=UnitLayout.from_proto(request.unit),
             index=request.unit_index,
             start_bytes=request.start_bytes,
             stop_bytes=request.stop_bytes,
@@ -107,8 +105,7 @@ class ShardServicer:
         return shard_pb2.ReserveUnitResponse(free_bytes=self._store.memory.free_bytes, version=shard.version)
 
     async def ReleaseUnit(self, request: shard_pb2.ReleaseUnitRequest, call: Call) -> shard_pb2.ReleaseUnitResponse:
-        await self._term.check(request.context.epoch)
-        self._check_request_id(call, request.context, request)
+        await self._admit(request, call)
         await self._checkpoints.stop_loading(request.context.run_id, request.unit)
         self._store.release(request.context, request.unit, request.placement)
         return shard_pb2.ReleaseUnitResponse(free_bytes=self._store.memory.free_bytes)
@@ -186,8 +183,7 @@ class ShardServicer:
             return await backups.hash_shards(run, self._store.in_thread, request)
 
     async def DropRun(self, request: shard_pb2.DropRunRequest, call: Call) -> shard_pb2.DropRunResponse:
-        await self._term.check(request.context.epoch)
-        self._check_request_id(call, request.context, request)
+        await self._admit(request, call)
         if not request.context.run_id:
             raise InvalidRequestError(
                 f"run_id is empty: set the id of run {request.context.run!r}, which ListRuns returns"
@@ -211,14 +207,12 @@ class ShardServicer:
     async def AbortCheckpoint(
         self, request: shard_pb2.AbortCheckpointRequest, call: Call
     ) -> shard_pb2.AbortCheckpointResponse:
-        await self._term.check(request.context.epoch)
-        self._check_request_id(call, request.context, request)
+        await self._admit(request, call)
         await self._checkpoints.abort(request, call.remaining_s(_ABORT_WAIT_S))
         return shard_pb2.AbortCheckpointResponse()
 
     async def BeginRestore(self, request: shard_pb2.BeginRestoreRequest, call: Call) -> shard_pb2.BeginRestoreResponse:
-        await self._term.check(request.context.epoch)
-        self._check_request_id(call, request.context, request)
+        await self._admit(request, call)
         await self._checkpoints.begin_restore(request)
         return shard_pb2.BeginRestoreResponse(free_bytes=self._store.memory.free_bytes)
 
@@ -230,14 +224,12 @@ class ShardServicer:
 
     async def ReceiveShardState(self, stream: AsyncIterator[bytes], call: Call) -> shard_pb2.ReceiveShardStateResponse:
         incoming = IncomingMessages(stream, shard_pb2.ReceiveShardStateRequest)
-        header = await incoming.header(call.check)
-        assert isinstance(header, shard_pb2.ReceiveShardStateHeader)
+        header = await incoming.header(shard_pb2.ReceiveShardStateHeader, call.check)
         return await backups.receive_state(self._store, header, incoming)
 
     async def ReplicateStep(self, stream: AsyncIterator[bytes], call: Call) -> shard_pb2.ReplicateStepResponse:
         incoming = IncomingMessages(stream, shard_pb2.ReplicateStepRequest)
-        header = await incoming.header(call.check)
-        assert isinstance(header, shard_pb2.ReplicateStepHeader)
+        header = await incoming.header(shard_pb2.ReplicateStepHeader, call.check)
         return await backups.receive_step(self._store, header, incoming, call.remaining_s())
 
     async def ConfirmBackups(
@@ -249,8 +241,7 @@ class ShardServicer:
 
     async def InitializeUnit(self, stream: AsyncIterator[bytes], call: Call) -> shard_pb2.InitializeUnitResponse:
         incoming = IncomingMessages(stream, shard_pb2.InitializeUnitRequest)
-        header = await incoming.header(call.check)
-        assert isinstance(header, shard_pb2.InitializeUnitHeader)
+        header = await incoming.header(shard_pb2.InitializeUnitHeader, call.check)
         self._store.check_lease(header.context, INITIALIZER)
         self._check_request_id(call, header.context, header)
         self._store.lease.check()
@@ -271,8 +262,7 @@ class ShardServicer:
 
     async def ReduceScatter(self, stream: AsyncIterator[bytes], call: Call) -> shard_pb2.ReduceScatterResponse:
         incoming = IncomingMessages(stream, shard_pb2.ReduceScatterRequest)
-        header = await incoming.header(call.check)
-        assert isinstance(header, shard_pb2.ReduceScatterHeader)
+        header = await incoming.header(shard_pb2.ReduceScatterHeader, call.check)
         return await pushes.push(self._store, header, incoming, call.remaining_s())
 
     async def ReadPartition(self, request: shard_pb2.ReadPartitionRequest, call: Call) -> AsyncIterator[bytes]:
@@ -287,8 +277,7 @@ class ShardServicer:
 
     async def StagePartition(self, stream: AsyncIterator[bytes], call: Call) -> shard_pb2.StagePartitionResponse:
         incoming = IncomingMessages(stream, shard_pb2.StagePartitionRequest)
-        header = await incoming.header(call.check)
-        assert isinstance(header, shard_pb2.StagePartitionHeader)
+        header = await incoming.header(shard_pb2.StagePartitionHeader, call.check)
         self._store.check_lease(header.context, header.dp_rank)
         self._check_request_id(call, header.context, header)
         return await partition_requests.stage(self._store, header, incoming)
@@ -397,25 +386,21 @@ class ShardServicer:
         """Counts one message of a stream until the client takes it. Counted twice, because gRPC makes a copy."""
         return self._store.memory.sending.message(2 * size_bytes, call.peer, call.remaining_s())
 
-    async def _coordinated(
-        self,
-        request: shard_pb2.FenceRequest
-        | shard_pb2.PrepareStepRequest
-        | shard_pb2.ConfirmPartitionsRequest
-        | shard_pb2.PrepareUpdateRequest
-        | shard_pb2.UpdateRequest
-        | shard_pb2.BeginCheckpointRequest
-        | shard_pb2.DescribeCheckpointRequest
-        | shard_pb2.LoadShardsRequest
-        | shard_pb2.CopyShardRequest
-        | shard_pb2.PromoteShardsRequest
-        | shard_pb2.ReleaseShardsRequest
-        | shard_pb2.HashShardsRequest,
-        call: Call,
-    ) -> HostedRun:
-        await self._term.check(request.context.epoch)
-        self._check_request_id(call, request.context, request)
-        return self._store.exact_run(request.context)
+    async def _coordinated(self, request: Message, call: Call) -> HostedRun:
+        """Returns the run of a request that ``_admit`` admits. Raises as that and ``ShardStore.exact_run``."""
+        return self._store.exact_run(await self._admit(request, call))
+
+    async def _admit(self, request: Message, call: Call) -> common_pb2.RequestContext:
+        """Checks a request that only the current coordinator may send; returns its context.
+
+        Raises:
+            ShardwellError: As ``CoordinatorTerm.check``.
+            DuplicateError: The request id was used for another request.
+        """
+        context: common_pb2.RequestContext = request.context  # type: ignore[attr-defined]
+        await self._term.check(context.epoch)
+        self._check_request_id(call, context, request)
+        return context
 
     def _check_request_id(self, call: Call, context: common_pb2.RequestContext, content: Message) -> None:
         """Raises DuplicateError if the request id was used for another request."""

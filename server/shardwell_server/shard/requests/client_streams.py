@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import xxhash
@@ -47,6 +47,9 @@ MAX_OPEN_STREAMS = 16_384
 
 MAX_OPEN_STREAMS_PER_PEER = 256
 """Maximum per connection. A trainer needs a few."""
+
+
+Header = TypeVar("Header", bound=Message)
 
 
 class IncomingStream(Protocol):
@@ -86,10 +89,11 @@ class IncomingMessages:
         self._waited_s, self._arrived_bytes = 0.0, 0
         """Time spent waiting for messages, and bytes that arrived, in the current period of ``IDLE_LIMIT_S``."""
 
-    async def header(self, check: Callable[[Message], None]) -> Message:
+    async def header(self, kind: type[Header], check: Callable[[Message], None]) -> Header:
         """Returns the header in the first message.
 
         Args:
+            kind: Its type.
             check: Called with the header; raises if the caller may not send it.
 
         Raises:
@@ -101,7 +105,8 @@ class IncomingMessages:
         message, self._first = decode_message(data, self._type)
         if not message.HasField("header"):
             raise InvalidRequestError(f"the first {self._type.DESCRIPTOR.full_name} has no header")
-        header: Message = message.header  # type: ignore[attr-defined]
+        header = message.header  # type: ignore[attr-defined]
+        assert isinstance(header, kind)
         check_names(header)
         check(header)
         return header

@@ -35,8 +35,7 @@ _UNNAMED_OPTIMIZER = common_pb2.OptimizerStep(algorithm=f"{TRAINER_PREFIX}optimi
 
 def check_prepared(run: HostedRun, shard: UnitShard, step: int) -> None:
     """Raises StepStateError unless a shard has the complete gradient of a step."""
-    prepared = run.prepared
-    if prepared is None or prepared.step != step or prepared.answer is None or shard.version != step:
+    if not run.is_reduced(step) or shard.version != step:
         raise StepStateError(f"step {step} of {shard.what} is not prepared on this server: prepare it first")
 
 

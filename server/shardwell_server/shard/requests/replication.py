@@ -102,7 +102,8 @@ class Replicator:
             raise ConflictError(f"this server has a backup of {shard.what}: copy the primary", unit=shard.unit)
         backup = Backup(request.target_server_id, request.target_address, request.placement)
         deadline = asyncio.get_running_loop().time() + wait_s
-        await self._require_answer(run, backup.address)  # before updates of the shard have to wait
+        # Before updates of the shard have to wait.
+        await self._ask(run, backup.address, SilenceLimits.of_lease(self._store.lease.length_s).answer_s)
         size_bytes = 0
         async with deadline_of(wait_s, f"the copy of {shard.what}"), shard.unchanging:
             known = shard.backups.by_server.get(backup.server_id)
@@ -113,7 +114,7 @@ class Replicator:
                 backup = known
             assert shard.version is not None
             version = shard.version
-            if run.is_prepared(version) and (prepared := run.prepared) is not None and prepared.answer is not None:
+            if run.is_reduced(version):
                 # The commit record of the prepared step may exist already.
                 await self._bring(run, version, [(shard, backup)], run.expected_optimizer)
                 if backup.failure:
@@ -202,12 +203,8 @@ class Replicator:
         limits = SilenceLimits.of_lease(self._store.lease.length_s)
         return await unless_silent(work, partial(self._ask, run, address), limits)
 
-    async def _require_answer(self, run: HostedRun, address: str) -> None:
-        """Raises DeadlineError or UnavailableError if a server does not answer."""
-        await self._ask(run, address, SilenceLimits.of_lease(self._store.lease.length_s).answer_s)
-
     async def _ask(self, run: HostedRun, address: str, limit_s: float) -> None:
-        """Asks a server whether it lives: to confirm no backups."""
+        """Asks a server to confirm no backups. Raises DeadlineError or UnavailableError if it does not answer."""
         request = shard_pb2.ConfirmBackupsRequest(context=self._context(run, 0))
         await self._peers.call(address, "ConfirmBackups", request, timeout_s=limit_s)
 
@@ -224,8 +221,7 @@ class Replicator:
 
         async def send(shard: UnitShard, backup: Backup) -> None:
             async with limit:
-                send_missing = partial(self._send_missing, run, step, shard, backup, optimizer)
-                await self._guarded(run, shard, backup, send_missing)
+                await self._send_missing(run, step, shard, backup, optimizer)
 
         await asyncio.gather(*(send(shard, backup) for shard, backup in entries))
         entries = [(shard, backup) for shard, backup in entries if not backup.failure]
@@ -256,15 +252,29 @@ class Replicator:
             if (reason := reasons.get((shard.index, shard.start_bytes))) is not None:
                 self._fail(shard, backup, StepStateError(reason))
 
-    async def _guarded(
-        self, run: HostedRun, shard: UnitShard, backup: Backup, send: Callable[[], Awaitable[None]]
+    async def _send_missing(
+        self,
+        run: HostedRun,
+        step: int,
+        shard: UnitShard,
+        backup: Backup,
+        optimizer: common_pb2.OptimizerStep | None,
     ) -> None:
-        """Sends something to a backup, and records a failure. Raises nothing but CancelledError."""
+        """Sends what a backup lacks of a step, and records a failure. Raises nothing but CancelledError."""
         async with backup.lock:
             if backup.failure:
                 return
             try:
-                await send()
+                generation = shard.partitions.generation
+                for content, detail in contents_of(shard, optimizer):
+                    key = (step, generation, content, detail)
+                    if key in backup.acknowledged:
+                        continue
+                    await self._send_content(run, step, shard, backup, content, optimizer)
+                    if shard.partitions.generation != generation:
+                        raise _GradientChanged
+                    former = {other for other in backup.acknowledged if other[:2] == (step, generation)}
+                    backup.acknowledged = former | {key}
             except _GradientChanged:
                 pass  # the new gradient is sent when it has been computed
             except UnavailableError as error:
@@ -307,28 +317,9 @@ class Replicator:
 
     async def _send_early(self, run: HostedRun, shard: UnitShard, backup: Backup) -> None:
         if shard.version is not None and shard.gradient.reduced is not None and not shard.gradient.reduced.skipped:
-            send_missing = partial(self._send_missing, run, shard.version, shard, backup, run.expected_optimizer)
-            await self._guarded(run, shard, backup, send_missing)
+            await self._send_missing(run, shard.version, shard, backup, run.expected_optimizer)
 
     # ---- content ----
-
-    async def _send_missing(
-        self,
-        run: HostedRun,
-        step: int,
-        shard: UnitShard,
-        backup: Backup,
-        optimizer: common_pb2.OptimizerStep | None,
-    ) -> None:
-        generation = shard.partitions.generation
-        for content, detail in contents_of(shard, optimizer):
-            key = (step, generation, content, detail)
-            if key in backup.acknowledged:
-                continue
-            await self._send_content(run, step, shard, backup, content, optimizer)
-            if shard.partitions.generation != generation:
-                raise _GradientChanged
-            backup.acknowledged = {other for other in backup.acknowledged if other[:2] == (step, generation)} | {key}
 
     async def _send_content(
         self,

@@ -299,7 +299,7 @@ def _able_backups(
 
 
 def _require_prepared(run: HostedRun, step: int) -> None:
-    if run.prepared is None or run.prepared.step != step or run.prepared.answer is None:
+    if not run.is_reduced(step):
         raise StepStateError(f"step {step} of run {run.name!r} cannot be updated: it is not prepared on this server")
 
 

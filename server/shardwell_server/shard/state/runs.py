@@ -266,6 +266,10 @@ class HostedRun:
         """True if a step is prepared or is being prepared. Such a step accepts no more gradients."""
         return self.prepared is not None and self.prepared.step == step
 
+    def is_reduced(self, step: int) -> bool:
+        """True if a step is prepared, and its gradients are reduced."""
+        return self.prepared is not None and self.prepared.step == step and self.prepared.answer is not None
+
     def counts(self, dp_rank: int, attempt: int) -> bool:
         """True if the prepared step uses this attempt of a rank's work item."""
         return self.prepared is not None and self.prepared.attempts.get(dp_rank) == attempt
