@@ -56,8 +56,7 @@ if TYPE_CHECKING:
     from shardwell.module.fully_shard import ShardedModule, fully_shard, register_forward_method
     from shardwell.module.mixed_precision import MixedPrecisionPolicy
     from shardwell.module.strategy import BackwardPrefetch, ReplicaOptions, ShardingStrategy
-    from shardwell.monitor.bottlenecks import Bottleneck, Severity
-    from shardwell.monitor.report import PerformanceReport
+    from shardwell.monitor.report import Bottleneck, PerformanceReport, Severity
     from shardwell.monitor.step_times import StepPart
     from shardwell.optimizers.client_side import ClientSide, FlatClientSide
     from shardwell.options import TransferOptions, WaitOptions
@@ -188,8 +187,7 @@ _NAMES = {
     "shardwell.module.fully_shard": "ShardedModule fully_shard register_forward_method",
     "shardwell.module.mixed_precision": "MixedPrecisionPolicy",
     "shardwell.module.strategy": "BackwardPrefetch ReplicaOptions ShardingStrategy",
-    "shardwell.monitor.bottlenecks": "Bottleneck Severity",
-    "shardwell.monitor.report": "PerformanceReport",
+    "shardwell.monitor.report": "Bottleneck PerformanceReport Severity",
     "shardwell.monitor.step_times": "StepPart",
     "shardwell.optim": "optim",
     "shardwell.optimizers.client_side": "ClientSide FlatClientSide",

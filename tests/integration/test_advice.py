@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 import shardwell
 import shardwell.testing
-from shardwell.monitor.bottlenecks import find_bottlenecks
+from shardwell.monitor.report import find_bottlenecks
 from shardwell.monitor.step_times import CommitFacts, MonitoredSetup, StepPart, StepTimes
 from shardwell_wire.errors import UsageError
 

@@ -54,7 +54,7 @@ class Operator:
 
     def owners(self) -> set[str]:
         request = coordinator_pb2.ListUnitsRequest(run=self._session.run)
-        units = self._session._coordinator.call("ListUnits", request).units
+        units = self._session.coordinator.call("ListUnits", request).units
         return {shard.server_id for unit in units for shard in unit.shards if shard.stop_bytes > shard.start_bytes}
 
 

@@ -517,7 +517,7 @@ def test_launch_passes_the_token_to_trainers(tmp_path: Path, capfdbinary: pytest
 def test_private_cluster_of_join_admits_this_user_only(run_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SHARDWELL_ADDRESS", raising=False)
     with shardwell.join(run=run_name) as session:
-        address = session._coordinator.address
+        address = session.coordinator.address
         with (
             closing(CoordinatorClient(address, NO_CREDENTIALS)) as unauthenticated,
             pytest.raises(UnauthenticatedError),

@@ -137,17 +137,26 @@ def _export(arguments: argparse.Namespace) -> int:
             open_coordinator(arguments) as coordinator,
             pinned_version(coordinator, arguments.run, timeout_s=arguments.timeout) as pinned,
         ):
-            tensors = _tensors(pinned, arguments.dtype)
+            dtype: str | None = arguments.dtype
+            tensors = {stored.name: _as(stored.meta, dtype) for stored in (*pinned.parameters, *pinned.buffers)}
             _check_room(arguments.folder, total_bytes(tensors))
             with progress_bar("exporting", total_bytes(tensors)) as count:
-                paths = _write(arguments, pinned, tensors, _counted(_cast(pinned, arguments.dtype), count))
+                paths = _write(arguments, pinned, tensors, _cast(pinned, dtype, count))
     except KeyboardInterrupt:
         print(f"shardwell export: interrupted; nothing was written to {arguments.folder}", file=sys.stderr)
         return INTERRUPTED
     except OSError as error:
-        print(f"shardwell export: {_explain(arguments.folder, error)}; the folder is unchanged", file=sys.stderr)
+        reason = error.strerror or str(error)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            reason += " (--dtype bfloat16 halves the size of float32 tensors)"
+        print(
+            f"shardwell export: cannot write to {arguments.folder}: {reason}; the folder is unchanged", file=sys.stderr
+        )
         return 1
-    _report(arguments, pinned, tensors, paths)
+    where = str(paths[0]) if len(paths) == 1 else f"{len(paths)} files in {arguments.folder}"
+    what = f"{len(tensors)} tensors, {format_size(total_bytes(tensors))}"
+    buffers = f", {len(pinned.buffers)} of them buffers" if pinned.buffers else ""
+    print(f"run {pinned.run!r} after {pinned.version} steps: {what}{buffers}, in {where}")
     return 0
 
 
@@ -169,13 +178,13 @@ def _check_room(folder: Path, needed_bytes: int) -> None:
         )
 
 
-def _tensors(pinned: PinnedVersion, dtype: str | None) -> dict[str, torch.Tensor]:
-    """Returns the tensors to write by name, without values, in the order of the values."""
-    return {stored.name: _as(stored.meta, dtype) for stored in (*pinned.parameters, *pinned.buffers)}
-
-
-def _cast(pinned: PinnedVersion, dtype: str | None) -> Values:
-    return ((name, _as(value, dtype)) for name, value in pinned.values())
+def _cast(pinned: PinnedVersion, dtype: str | None, count: Callable[[int], None]) -> Values:
+    """Yields names and values to write. Counts the bytes of each value when it is written."""
+    for name, value in pinned.values():
+        cast = _as(value, dtype)
+        del value
+        yield name, cast
+        count(cast.nbytes)
 
 
 def _as(tensor: torch.Tensor, dtype: str | None) -> torch.Tensor:
@@ -192,28 +201,6 @@ def _write(
     return write_safetensors(
         arguments.folder, tensors, values, max_shard_bytes=arguments.max_shard_size, metadata=metadata
     )
-
-
-def _counted(values: Values, count: Callable[[int], None]) -> Values:
-    for name, value in values:
-        yield name, value
-        count(value.nbytes)
-
-
-def _report(
-    arguments: argparse.Namespace, pinned: PinnedVersion, tensors: Mapping[str, torch.Tensor], paths: list[Path]
-) -> None:
-    where = str(paths[0]) if len(paths) == 1 else f"{len(paths)} files in {arguments.folder}"
-    what = f"{len(tensors)} tensors, {format_size(total_bytes(tensors))}"
-    buffers = f", {len(pinned.buffers)} of them buffers" if pinned.buffers else ""
-    print(f"run {pinned.run!r} after {pinned.version} steps: {what}{buffers}, in {where}")
-
-
-def _explain(folder: Path, error: OSError) -> str:
-    reason = error.strerror or str(error)
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        reason += " (--dtype bfloat16 halves the size of float32 tensors)"
-    return f"cannot write to {folder}: {reason}"
 
 
 # ---- conversion ----

@@ -114,15 +114,12 @@ class TensorParallelPlan:
             parameter: Name of the parameter in the model.
             shape: Its whole shape.
         """
-        dim = {"rows": 0, "columns": 1}.get(self._cuts.get(parameter.rpartition(".")[0], ""))
+        module = parameter.rpartition(".")[0]
+        cut = next((layer.part.partition(" ")[0] for layer in self.layers if layer.name == module), "whole")
+        dim = {"rows": 0, "columns": 1}.get(cut)
         if dim is None or dim >= len(shape):  # the bias of a layer that is split by columns is whole
             return shape
         return (*shape[:dim], shape[dim] // self.tp, *shape[dim + 1 :])
-
-    @property
-    def _cuts(self) -> dict[str, str]:
-        """``rows``, ``columns`` or ``whole``, by module name."""
-        return {layer.name: layer.part.partition(" ")[0] for layer in self.layers}
 
     def loss_context(self) -> AbstractContextManager[Any]:
         """Returns the context in which the loss and its backward run: torch's ``loss_parallel`` if the plan uses it."""
@@ -271,13 +268,17 @@ class _Planner:
                 RowwiseParallel(input_layouts=Replicate()),
                 Collective("all_reduce", CollectivePhase.FORWARD, last_dim=width),
             )
-        if self._sequence:
-            self._split_sequence(parts.blocks[0])
+        if self._sequence:  # the input of the first block is cut along the sequence
+            gathered = Collective("all_gather", CollectivePhase.BACKWARD, last_dim=width)
+            self._add(parts.blocks[0].name, "input", None, SplitSequence(), gathered)
         for block in parts.blocks:
             self._block(block)
         split_head = vocabulary and parts.head is not None
-        if self._sequence:
-            self._final_norm(parts.final_norms[0], width, feeds_split_head=split_head)
+        if self._sequence and split_head:
+            self._norm(parts.final_norms[0], width)
+        elif self._sequence:
+            name, gather = parts.final_norms[0], Collective("all_gather", CollectivePhase.FORWARD, last_dim=width)
+            self._add(name, "sequence", None, GatheredNorm(local=True), gather, *self._partial_gradients(name))
         if split_head:
             self._head(width)
 
@@ -287,11 +288,6 @@ class _Planner:
         share = "whole" if part is None else f"{part} 1/{self._plan.tp}"
         self._plan.styles[name] = style
         self._plan.layers.append(SplitLayer(name, style_name, share, collectives))
-
-    def _split_sequence(self, block: BlockParts) -> None:
-        """Cuts the input of the first block along the sequence."""
-        gathered = Collective("all_gather", CollectivePhase.BACKWARD, last_dim=block.width)
-        self._add(block.name, "input", None, SplitSequence(), gathered)
 
     def _block(self, block: BlockParts) -> None:
         attention, feed_forward = block.attention, block.feed_forward
@@ -332,13 +328,6 @@ class _Planner:
             Collective("reduce_scatter", CollectivePhase.BACKWARD, last_dim=width),
             *self._partial_gradients(name),
         )
-
-    def _final_norm(self, name: str, width: int, *, feeds_split_head: bool) -> None:
-        if feeds_split_head:
-            self._norm(name, width)
-            return
-        gather = Collective("all_gather", CollectivePhase.FORWARD, last_dim=width)
-        self._add(name, "sequence", None, GatheredNorm(local=True), gather, *self._partial_gradients(name))
 
     def _head(self, width: int) -> None:
         assert self._parts.head is not None and self._parts.vocabulary_size is not None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,32 +97,24 @@ def kind_of(name: str, module: nn.Module, *, in_block: bool) -> LayerKind:
         return LayerKind.NORM
     if isinstance(module, nn.MultiheadAttention):
         return LayerKind.ATTENTION
-    found = _kind_by_path(path) or (_kind_in_block(path[0]) if in_block else None)
-    if found is None and isinstance(module, nn.Linear) and not in_block:
-        return LayerKind.HEAD
+    found = next((kind for part in path if (kind := _kind_of_part(part)) is not None), None)
+    if found is None and in_block:
+        found = _kind_in_block(path[0])
+    elif found is None and isinstance(module, nn.Linear):
+        found = LayerKind.HEAD
     return found or LayerKind.OTHER
 
 
-def _kind_by_path(path: list[str]) -> LayerKind | None:
-    for part in path:
-        if _ATTENTION.search(part):
-            return LayerKind.ATTENTION
-        if _MLP.search(part):
-            return LayerKind.MLP
-    return None
+def _kind_of_part(part: str) -> LayerKind | None:
+    if _ATTENTION.search(part):
+        return LayerKind.ATTENTION
+    return LayerKind.MLP if _MLP.search(part) else None
 
 
 def _kind_in_block(name: str) -> LayerKind | None:
     if name == "dense":  # BERT: the second layer of the MLP is output.dense, beside attention.output.dense
         return LayerKind.MLP
     return LayerKind.ATTENTION if re.search(r"proj|out", name, re.IGNORECASE) else None
-
-
-def linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Yields the linear layers inside a module with their names, in the order of definition."""
-    for name, part in module.named_modules():
-        if isinstance(part, nn.Linear):
-            yield name, part
 
 
 _QUERY = re.compile(r"^(q|query|wq|to_q)(_proj|_lin)?$", re.IGNORECASE)
@@ -198,7 +190,9 @@ def analyse(model: nn.Module) -> Transformer:
             f"{type(model).__name__} has no repeated blocks, expected a transformer with blocks in an nn.ModuleList or "
             "nn.Sequential: write a plan of torch's parallel styles and call parallelize_module"
         )
-    outside = _outside(model, blocks)
+    named, prefixes = dict(model.named_modules()), tuple(f"{name}." for name in blocks)
+    outside = [(name, part) for name, part in named.items() if name not in blocks and not name.startswith(prefixes)]
+    order, last_block = {name: number for number, name in enumerate(named)}, list(blocks)[-1]
     embedding = _token_embedding(model, outside)
     size = None if embedding is None else embedding[1].num_embeddings
     heads = [name for name, part in outside if isinstance(part, nn.Linear) and part.out_features == size]
@@ -207,20 +201,8 @@ def analyse(model: nn.Module) -> Transformer:
         vocabulary_size=size,
         embedding=None if embedding is None else embedding[0],
         head=heads[-1] if heads else None,
-        final_norms=_norms_after(model, list(blocks)[-1], outside),
+        final_norms=[name for name, part in outside if _is_norm(part) and order[name] > order[last_block]],
     )
-
-
-def _norms_after(model: nn.Module, last_block: str, outside: Sequence[tuple[str, nn.Module]]) -> list[str]:
-    order = {name: number for number, (name, _) in enumerate(model.named_modules())}
-    return [name for name, part in outside if _is_norm(part) and order[name] > order[last_block]]
-
-
-def _outside(model: nn.Module, blocks: dict[str, nn.Module]) -> list[tuple[str, nn.Module]]:
-    prefixes = tuple(f"{name}." for name in blocks)
-    return [
-        (name, part) for name, part in model.named_modules() if name not in blocks and not name.startswith(prefixes)
-    ]
 
 
 def _token_embedding(model: nn.Module, outside: Sequence[tuple[str, nn.Module]]) -> tuple[str, nn.Embedding] | None:
@@ -244,7 +226,7 @@ def _block(model: nn.Module, name: str, block: nn.Module) -> BlockParts:
                 f"{name}.{inner} is a {type(part).__name__}, which torch's parallel styles do not split: use a model "
                 "whose projections are nn.Linear"
             )
-    linears = [(f"{name}.{inner}", layer) for inner, layer in linear_layers(block)]
+    linears = [(f"{name}.{inner}", part) for inner, part in block.named_modules() if isinstance(part, nn.Linear)]
     attention, rest, width = _attention(model, name, block, linears)
     norms = [f"{name}.{inner}" for inner, part in block.named_modules() if _is_norm(part)]
     return BlockParts(name, width, attention, _feed_forward(name, rest, width), norms)
@@ -328,10 +310,11 @@ def _feed_forward(name: str, linears: Sequence[tuple[str, nn.Linear]], width: in
     downs = [(path, layer) for path, layer in linears if (path, layer) not in ups]
     sizes = {layer.out_features for _, layer in ups}
     if len(downs) != 1 or sizes != {downs[0][1].in_features} or downs[0][1].out_features != width:
+        found = [f"{path} ({layer.in_features} -> {layer.out_features})" for path, layer in linears]
         raise UsageError(
-            f"block {name!r} has, beside its attention, the linear layers {list(_describe(linears))}: expected an MLP "
-            f"with one or two layers from width {width} to a hidden size and one layer back. A gate must be a layer of "
-            "its own (gate_proj and up_proj instead of gate_up_proj)"
+            f"block {name!r} has, beside its attention, the linear layers {found}: expected an MLP with one "
+            f"or two layers from width {width} to a hidden size and one layer back. A gate must be a layer of its own "
+            "(gate_proj and up_proj instead of gate_up_proj)"
         )
     return FeedForward([path for path, _ in ups], downs[0][0], downs[0][1].in_features)
 
@@ -340,8 +323,3 @@ def _is_up(path: str, layer: nn.Linear, width: int) -> bool:
     if layer.in_features != layer.out_features:
         return layer.in_features == width
     return _UP.match(path.rpartition(".")[2]) is not None
-
-
-def _describe(linears: Sequence[tuple[str, nn.Linear]]) -> Iterator[str]:
-    for path, layer in linears:
-        yield f"{path} ({layer.in_features} -> {layer.out_features})"

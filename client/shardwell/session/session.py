@@ -142,6 +142,7 @@ class Session:
     Attributes:
         world: The grid of logical ranks.
         seed: The run's seed.
+        coordinator: Client of the coordinator, with this trainer's credentials.
         store: Stores the units on the shard servers.
         units: The sharded units of this process.
         optimizers: Optimizers of the session's parameters.
@@ -159,11 +160,11 @@ class Session:
         credentials = (
             self._cluster.credentials if self._cluster else find_credentials(address, config.token_file, config.tls)
         )
-        self._coordinator = CoordinatorClient(address, credentials)
+        self.coordinator = CoordinatorClient(address, credentials)
         self._closed = False
         import_first_uses(config.world)
         try:
-            self._membership = Membership(config, self._coordinator)
+            self._membership = Membership(config, self.coordinator)
         except BaseException:
             self._close_connections()
             raise
@@ -183,7 +184,9 @@ class Session:
         self.store = RunStore(self._membership, config, self._state)
         self._committer = StepCommitter(self._membership)
         self._start_training()
-        _register(self)
+        service_client.watch(_disown_all)
+        _open_sessions.add(self)
+        atexit.register(self.close)
         self._log_ranks()
         if self.run == DEFAULT_RUN and self.step:
             logger.warning(
@@ -212,11 +215,6 @@ class Session:
         torch_patches.unwatch(self.units.passes)
 
     # ---- this trainer ----
-
-    @property
-    def coordinator(self) -> CoordinatorClient:
-        """Client of the coordinator, with this trainer's credentials."""
-        return self._coordinator
 
     @property
     def trainer(self) -> str:
@@ -425,7 +423,7 @@ class Session:
     def explain_stall(self) -> list[str]:
         """Returns what the run waits for, one line per reason."""
         request = coordinator_pb2.ExplainStallRequest(run=self.run)
-        return list(self._coordinator.call("ExplainStall", request).waiting_for)
+        return list(self.coordinator.call("ExplainStall", request).waiting_for)
 
     # ---- process groups ----
 
@@ -532,11 +530,12 @@ class Session:
 
     def _mark_closed(self) -> None:
         self._closed = True
-        _unregister(self)
+        atexit.unregister(self.close)
+        _open_sessions.discard(self)
         self._end_training()
 
     def _close_connections(self) -> None:
-        self._coordinator.close()
+        self.coordinator.close()
         if self._cluster is not None:
             self._cluster.close()
 
@@ -575,17 +574,6 @@ def sessions_at(address: str) -> list[Session]:
 def _trainer_of(run_id: str) -> str | None:
     """Returns the trainer of this process that plays logical ranks of a run."""
     return next((other.trainer for other in _open_sessions if other.run_id == run_id and other.num_ranks), None)
-
-
-def _register(session: Session) -> None:
-    service_client.watch(_disown_all)
-    _open_sessions.add(session)
-    atexit.register(session.close)
-
-
-def _unregister(session: Session) -> None:
-    atexit.unregister(session.close)
-    _open_sessions.discard(session)
 
 
 def _disown_all() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -323,14 +323,10 @@ def _pin(
     if target is not None:
         described = asking.submit(describe_weights, coordinator, run, version=target, wait_s=wait_s)
     opened = [asking.submit(_open, reader, shard, wait_s) for shard in owners.values()]
-    outcomes = [_outcome(future.result) for future in opened]
-    for outcome in outcomes:
-        if isinstance(outcome, StandingRpc):
-            stack.callback(outcome.end)
-    for outcome in outcomes:
-        if isinstance(outcome, Exception):
-            raise outcome
-    changes = [outcome.answer for outcome in outcomes if isinstance(outcome, StandingRpc)]
+    for each in opened:
+        if each.exception() is None:
+            stack.callback(each.result().end)
+    changes = [each.result().answer for each in opened]  # raises the first error when all pins are known
     return PinnedVersion(newest if described is None else described.result(), reader, changes)
 
 
@@ -341,13 +337,6 @@ def _open(reader: UnitReader, shard: common_pb2.ShardRange, wait_s: float) -> St
     timeout_s = wait_s + _CALL_MARGIN_S
     with reader.connections.reaching(shard):
         return reader.connections.server(shard).client.open("PinVersion", request, timeout_s=timeout_s)
-
-
-def _outcome(action: Callable[[], StandingRpc]) -> StandingRpc | Exception:
-    try:
-        return action()
-    except Exception as error:
-        return error
 
 
 def describe_weights(

@@ -66,7 +66,7 @@ class ActivationOffload:
         if not self.enabled or not torch.is_grad_enabled() or _saves_nothing():
             return forward(*args, **kwargs)
         self._excluded = _storages_of(self._module)
-        with saved_tensors_hooks(self._pack, _unpack):
+        with saved_tensors_hooks(self._pack, lambda saved: saved.restore()):
             return forward(*args, **kwargs)
 
     def _pack(self, tensor: torch.Tensor) -> _Saved:
@@ -245,10 +245,6 @@ class _InPlace:
 
 
 _Saved = _MovedTensor | _InPlace
-
-
-def _unpack(saved: _Saved) -> torch.Tensor:
-    return saved.restore()
 
 
 def _saves_nothing() -> bool:

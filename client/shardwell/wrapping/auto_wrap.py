@@ -1,13 +1,10 @@
-"""``unwrap``: makes a sharded model an ordinary one again.
-
-``auto_wrap`` applies ``fully_shard`` to a whole model.
-"""
+"""``auto_wrap`` applies ``fully_shard`` to a whole model; ``unwrap`` makes the model an ordinary one again."""
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -155,7 +152,8 @@ def auto_wrap(
     _check_options(options)
     saving = None if memory is None else resolve(memory)
     chosen = choose_units(model, policy, ignored_params)
-    if not chosen and isinstance(policy, ModuleTypePolicy | CustomPolicy) and not _holds_units(model):
+    holds_units = any(isinstance(module, ShardedModule) for module in model.modules())
+    if not chosen and isinstance(policy, ModuleTypePolicy | CustomPolicy) and not holds_units:
         _warn_of_one_unit(model, policy)
     if saving is not None:
         configure_session(cast("Session", session), saving)
@@ -184,10 +182,6 @@ def _check_options(options: Mapping[str, object]) -> None:
     for name in options:
         if name not in known:
             raise UsageError(f"auto_wrap({name}=...): expected one of {', '.join(sorted(known))}, policy or memory")
-
-
-def _holds_units(model: nn.Module) -> bool:
-    return any(isinstance(module, ShardedModule) for module in model.modules())
 
 
 def _warn_of_one_unit(model: nn.Module, policy: WrapPolicy) -> None:
@@ -256,23 +250,18 @@ def _inner_first(units: Sequence[ChosenUnit], order: Sequence[str]) -> list[Chos
     position = {name: number for number, name in enumerate(order)}
     ordered = sorted(units, key=lambda unit: min(position[name] for name in unit.modules))
     done: dict[str, ChosenUnit] = {}
+
+    def add(unit: ChosenUnit) -> None:
+        parts = {id(part) for module in unit.modules.values() for part in module.modules()}
+        for inner in ordered:
+            is_inside = any(id(module) in parts for module in inner.modules.values())
+            if is_inside and inner is not unit and inner.name not in done:
+                add(inner)
+        done.setdefault(unit.name, unit)
+
     for unit in ordered:
-        _add(unit, ordered, done)
+        add(unit)
     return list(done.values())
-
-
-def _add(unit: ChosenUnit, units: Sequence[ChosenUnit], done: dict[str, ChosenUnit]) -> None:
-    for inner in _inside(unit, units):
-        if inner.name not in done:
-            _add(inner, units, done)
-    done.setdefault(unit.name, unit)
-
-
-def _inside(unit: ChosenUnit, units: Sequence[ChosenUnit]) -> Iterator[ChosenUnit]:
-    parts = {id(part) for module in unit.modules.values() for part in module.modules()}
-    for other in units:
-        if other is not unit and any(id(module) in parts for module in other.modules.values()):
-            yield other
 
 
 def _without_shared(units: Sequence[ChosenUnit], ties: Ties) -> list[ChosenUnit]:

@@ -1,8 +1,7 @@
-"""Modules of a model that can become units, their sizes, and the parameters that they share.
+"""Policies choose which modules of a model become units; presets save memory at the cost of time.
 
-Policies that choose which modules of a model become units.
-
-Presets that save memory at the cost of time: recomputation, repeated gathers, lossy transfers and offloading.
+``Candidates`` are the modules that can become units, and ``Ties`` the parameters that they share. The presets recompute
+activations, gather again, round what is transferred, and offload.
 """
 
 from __future__ import annotations
@@ -276,24 +275,14 @@ class BlockPolicy:
         inside = {id(part) for block in blocks for part in block.modules()}
         beside = [module for module in candidates if id(module) not in around | inside]
         large = [module for module in beside if size(module) >= limit]
-        return [*blocks, *_innermost(large)]
+        return [*blocks, *(module for module in large if not _contains_any(module, large))]
 
     def blocks(self) -> list[nn.Module]:
         """Returns the blocks, in the model's order."""
-        return _named_blocks(self.model) or _repeated_blocks(self.model)
-
-
-def _named_blocks(model: nn.Module) -> list[nn.Module]:
-    """Returns the modules of the classes in ``_no_split_modules``."""
-    names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
-    return [module for module in model.modules() if type(module).__name__ in names and has_forward(module)]
-
-
-def _repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    blocks: dict[int, nn.Module] = {}
-    for block in _outermost_repeated(model, set()):
-        blocks[id(block)] = block
-    return list(blocks.values())
+        modules = list(self.model.modules())
+        names = {name for module in modules for name in getattr(module, "_no_split_modules", None) or ()}
+        named = [module for module in modules if type(module).__name__ in names and has_forward(module)]
+        return named or list(dict.fromkeys(_outermost_repeated(self.model, set())))
 
 
 def _outermost_repeated(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
@@ -316,11 +305,6 @@ def _repeated_classes(modules: Sequence[nn.Module]) -> set[type[nn.Module]]:
 def _contains_any(module: nn.Module, blocks: Sequence[nn.Module]) -> bool:
     wanted = {id(block) for block in blocks}
     return any(id(part) in wanted and part is not module for part in module.modules())
-
-
-def _innermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Returns the modules that contain no other of the modules."""
-    return [module for module in modules if not _contains_any(module, modules)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

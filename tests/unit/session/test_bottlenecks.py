@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardwell.monitor.bottlenecks import Bottleneck, Severity, find_bottlenecks
-from shardwell.monitor.report import make_report
+from shardwell.monitor.report import Bottleneck, Severity, find_bottlenecks, make_report
 from shardwell.monitor.step_times import CommitFacts, LastFinished, MonitoredSetup, ServerUpdate, StepPart, StepTimes
 
 MB = 1_000_000
