@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -199,7 +199,12 @@ def hidden_parameters(units: Sequence[Unit], function: Callable[[torch.Tensor], 
                     "dtype pass fully_shard(..., mp_policy=shardwell.MixedPrecisionPolicy(param_dtype=...))",
                     unit=unit.name,
                 )
-    sites = [(site, parameter) for unit in units for parameter, sites in _with_sites(unit) for site in sites]
+    sites = [
+        (site, parameter)
+        for unit in units
+        for parameter, sites in zip(unit.parameters, unit.sites, strict=True)
+        for site in sites
+    ]
     for site, _ in sites:
         site.module._parameters[site.name] = None
     try:
@@ -207,7 +212,3 @@ def hidden_parameters(units: Sequence[Unit], function: Callable[[torch.Tensor], 
     finally:
         for site, parameter in sites:
             setattr(site.module, site.name, parameter)  # setattr, because nn.LSTM overrides __setattr__
-
-
-def _with_sites(unit: Unit) -> Iterator[tuple[nn.Parameter, Sequence[Any]]]:
-    return zip(unit.parameters, unit.sites, strict=True)

@@ -94,13 +94,9 @@ def plan_units(name: str, found: Sequence[FoundParameter], placement: str, place
     units = _plan(name, own, placement, place, (place.pp_rank,))
     for entry in found:
         if (tie := ties.get(id(entry))) is not None:
-            units += _plan_tied(entry, tie, placement, place)
+            entry.names = list(tie.names)  # the same in all stages
+            units += _plan(tie.names[0], [entry], placement, place, tie.pp_ranks(place.pp, place.pp_rank))
     return units
-
-
-def _plan_tied(entry: FoundParameter, tie: StageTie, placement: str, place: GridPlace) -> list[NewUnit]:
-    entry.names = list(tie.names)  # the same in all stages
-    return _plan(tie.names[0], [entry], placement, place, tie.pp_ranks(place.pp, place.pp_rank))
 
 
 def _plan(
@@ -270,7 +266,7 @@ def materialized(
     """
     blank = [index for index, entry in enumerate(found) if entry.parameter.is_meta]
     swapped: list[tuple[nn.Parameter, nn.Parameter]] = []
-    sites = [(site, site.module._buffers[site.name]) for site in _meta_buffers(modules)]
+    sites = [(site, buffer) for site, buffer in _sites(modules, "_buffers") if buffer.is_meta]
     try:
         for index in blank:
             parameter = found[index].parameter
@@ -335,20 +331,9 @@ def _swap_contents(parameter: nn.Parameter, real: nn.Parameter) -> None:
         torch._C._swap_tensor_impl(parameter, real)
 
 
-def _meta_buffers(modules: Sequence[nn.Module]) -> list[Site]:
-    parts = {part: None for module in modules for part in module.modules()}
-    return [
-        Site(part, name)
-        for part in parts
-        for name, buffer in part._buffers.items()
-        if buffer is not None and buffer.is_meta
-    ]
-
-
-def _replace_buffers(sites: Sequence[tuple[Site, torch.Tensor | None]], device: torch.device) -> None:
+def _replace_buffers(sites: Sequence[tuple[Site, torch.Tensor]], device: torch.device) -> None:
     real: dict[int, torch.Tensor] = {}
     for site, buffer in sites:
-        assert buffer is not None
         if id(buffer) not in real:
             real[id(buffer)] = torch.empty_like(buffer, device=device)
         site.module._buffers[site.name] = real[id(buffer)]

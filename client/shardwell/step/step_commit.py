@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from shardwell.membership.membership import Membership
 from shardwell.monitor.step_times import CommitFacts, LastFinished, ServerUpdate
@@ -214,26 +215,24 @@ class StepCommitter:
             item=item,
             item_limit=item_limit,
         )
+        propose: Callable[[], coordinator_pb2.CommitStepResponse] = partial(
+            self._membership.poll,
+            "CommitStep",
+            request,
+            lambda answer: answer.committed or answer.partitions,
+            what=f"the commit of step {step}",
+            with_replica=True,
+        )
         fault_points.reach("client.commit.before", step=step)
         started = time.perf_counter()
-        response = self._propose(request)
+        response = propose()
         while update.update_partitions is not None and response.partitions:
             update_started = time.perf_counter()
             request.staged_partitions.extend(update.update_partitions(response.partitions, response.new_state))
             self.stats["partition_update_s"] += time.perf_counter() - update_started
             request.context.CopyFrom(self._membership.context(step))
-            response = self._propose(request)
+            response = propose()
         self.stats["commit_wait_s"] += time.perf_counter() - started
         self._membership.note_commit()
         fault_points.reach("client.commit.after", step=step)
-        return response
-
-    def _propose(self, request: coordinator_pb2.CommitStepRequest) -> coordinator_pb2.CommitStepResponse:
-        response: coordinator_pb2.CommitStepResponse = self._membership.poll(
-            "CommitStep",
-            request,
-            lambda answer: answer.committed or answer.partitions,
-            what=f"the commit of step {request.context.step}",
-            with_replica=True,
-        )
         return response

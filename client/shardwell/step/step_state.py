@@ -416,11 +416,6 @@ class StepState:
         self._current = None
         self.dropped_late.clear()
 
-    def reopen_work(self) -> None:
-        """Records that the step's work was restarted after it was finished: it must be reported again."""
-        self.work_finished = False
-        self.dropped_late.clear()
-
     def restart_item(self, state: WorkItemState, item: coordinator_pb2.WorkItem) -> None:
         """Starts another attempt of an item that the coordinator has reset."""
         state.restart(item)

@@ -54,6 +54,8 @@ class StepInFlight:
         self.items = WorkItems(training, self.rejoining, self.iteration)
         self.several_optimizers = False
         """Whether several optimizers update the session's parameters in turn."""
+        # A commit that was interrupted with the former model may be pending.
+        training.units.passes.before_use = self.settle
 
     def share_between_optimizers(self, several: bool) -> None:
         """Sets whether several optimizers update the session's parameters in turn.
@@ -96,7 +98,8 @@ class StepInFlight:
             if not self.rejoining.join_again():
                 return
         elif isinstance(error, StepRestartedError):
-            self.state.reopen_work()
+            self.state.work_finished = False  # it must be reported again
+            self.state.dropped_late.clear()
         else:
             raise error
         if self.iteration.running and self.state.in_batches:
@@ -230,14 +233,15 @@ class StepInFlight:
 
     def _commit(self, step: int, update: StepUpdate) -> bool:
         state, optimizer = self.state, update.optimizer
-        if step < state.position:
+        if step < state.position:  # the loop repeats a committed step, and the coordinator repeats its answer
             response = self._send_proposal(step, update)
             self._buffers.restore()
             return not response.skipped
         if state.pending_update is None and not (state.in_batches or state.skips_gradients):
             self._require_work(optimizer)
         self._store.check_model()
-        self._units.passes.before_use = self.settle  # the next forward completes the commit if it is interrupted
+        # If the commit is interrupted from here on, the next forward completes it.
+        self._units.passes.before_use = self.settle
         state.pending_update = update
         try:
             current = state.current
@@ -249,6 +253,7 @@ class StepInFlight:
             self._finish_plain_loop(current)
             if state.dropped_late:
                 self._mark_late_drops(optimizer)
+            # All work of the step is finished. The answer arrives when the step is committed.
             response = self._send_proposal(state.number, update)
         except (DeadlineError, ReplicaLostError, UnavailableError):
             raise  # the other trainers may still commit the step, so the commit stays pending
@@ -288,8 +293,7 @@ class StepInFlight:
 
     def _advance(self, response: coordinator_pb2.CommitStepResponse, optimizer: common_pb2.OptimizerStep) -> None:
         """Moves to the step after the commit."""
-        step, training, updated = self.state.number, self._training, None
-        kept = []
+        step, updated, kept = self.state.number, None, []
         for unit in optimizer.units:
             if KEPT_GROUP in unit.group_indices:
                 kept.append(unit.unit_index)
@@ -298,16 +302,16 @@ class StepInFlight:
         try:
             self._units.invalidate(updated)
         finally:  # the step is committed, even if a parameter was written in place
-            if response.HasField("residuals"):
+            if response.HasField("residuals"):  # before the residuals of the next step replace them
                 self._store.residuals.note_wanted(response.residuals)
             work = response.next_work
             finished = self.state.advance(work.step, work.items, work.position)
             self._store.start_step(finished, kept)
         self._units.passes.before_use = None
-        self._units.passes.begin_step()
+        self._units.passes.begin_step()  # after `start_step`: gathers read the version of the new step
         self._buffers.commit(response.state, step, self.state.number, has_work=bool(self.state.items))
         gather_waits = self._store.traffic.take_gather_waits()
-        self.monitor.end_step(step, self._committer.take_facts(response), training.sample(), gather_waits)
+        self.monitor.end_step(step, self._committer.take_facts(response), self._training.sample(), gather_waits)
 
     def _require_work(self, optimizer: common_pb2.OptimizerStep) -> None:
         """Raises UsageError if nothing was computed in the step of a plain loop."""
