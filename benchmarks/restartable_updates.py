@@ -26,6 +26,7 @@ from shardwell_server.optimizer_checks import allocation_key
 from shardwell_server.shard.arithmetic.update_pieces import SLICE_BYTES
 from shardwell_server.shard.memory.mapped_memory import SharedMemory
 from shardwell_server.shard.state.shard_store import ShardStore
+from shardwell_server.shard.unit.unit_shard import StepUpdate
 from shardwell_wire.host.server_folders import DEFAULT_DIRECTORY, FolderOwner
 
 Result = TypeVar("Result")
@@ -48,9 +49,9 @@ async def update(served: ServedShard, store: ShardStore, step: int, algorithm: s
 
         return await store.in_thread(timed)
 
-    key = allocation_key(optimizer)
-    await served.shard.prepare_update(store.in_thread, optimizer, [0], key)
-    await served.shard.update(in_thread, step, optimizer, [0], clip, key)
+    update = StepUpdate(step, optimizer, {served.shard.index: [0]}, allocation_key(optimizer), clip)
+    await served.shard.prepare_update(store.in_thread, update)
+    await served.shard.update(in_thread, update)
     return seconds
 
 

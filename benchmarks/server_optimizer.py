@@ -25,6 +25,7 @@ from shardwell_server.shard.memory.mapped_memory import SharedMemory
 from shardwell_server.shard.shard_spec import ShardSpec
 from shardwell_server.shard.state.shard_store import ShardStore, named_identity
 from shardwell_server.shard.unit.contributions import Contribution
+from shardwell_server.shard.unit.unit_shard import StepUpdate
 from shardwell_wire.model.layout import Parameter, UnitLayout
 from shardwell_wire.model.optimizers import OPTIMIZERS
 from shardwell_wire.v1 import common_pb2
@@ -102,9 +103,9 @@ class ServedShard:
 
             return await self._in_thread(timed_work)
 
-        key = allocation_key(step)
-        self.shard.check_update(self._step, step, [0])
-        await self.shard.update(in_thread, self._step, step, [0], clip, key)
+        update = StepUpdate(self._step, step, {self.shard.index: [0]}, allocation_key(step), clip)
+        self.shard.check_update(update)
+        await self.shard.update(in_thread, update)
         self._step += 1
         return seconds[0]
 

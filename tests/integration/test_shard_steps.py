@@ -170,18 +170,18 @@ def test_repeated_update_keeps_the_next_prepared_step(server: ShardServer) -> No
 
 
 def test_cancelled_prepare_leaves_no_trace(server: ShardServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardwell_server.shard.unit import mean_gradient
+    from shardwell_server.shard.unit import step_gradient
 
     one = unit(server, dp=2)
     before = server.taken_bytes()
-    started, resume, reduce_shard = threading.Event(), threading.Event(), mean_gradient.reduce_shard
+    started, resume, reduce_shard = threading.Event(), threading.Event(), step_gradient.reduce_shard
 
     def slowly(*arguments: Any, **options: Any) -> Any:
         started.set()
         assert resume.wait(20)
         return reduce_shard(*arguments, **options)
 
-    monkeypatch.setattr(mean_gradient, "reduce_shard", slowly)
+    monkeypatch.setattr(step_gradient, "reduce_shard", slowly)
     one.push(one.filled(1.0))
     one.push(one.filled(3.0), rank=1)
     assert started.wait(20), "the mean is computed ahead of prepare"

@@ -26,7 +26,7 @@ from shardwell_server.shard.unit.portable_state import (
     import_state,
     merge,
 )
-from shardwell_server.shard.unit.unit_shard import UnitShard
+from shardwell_server.shard.unit.unit_shard import StepUpdate, UnitShard
 from shardwell_wire.errors import InvalidRequestError, StepStateError
 from shardwell_wire.model.layout import BLOCK_BYTES, Parameter, UnitLayout
 from shardwell_wire.model.names import RunIdentity
@@ -112,7 +112,7 @@ class Shards:
             ]
             shard.gradient.mean.reduced = Reduced(cut, None, [])
             key = optimizer_checks.allocation_key(optimizer)
-            asyncio.run(shard.update(in_place, step, optimizer, groups, 0.5, key))
+            asyncio.run(shard.update(in_place, StepUpdate(step, optimizer, {shard.index: groups}, key, 0.5)))
 
     def _contribute(self, shard: UnitShard, rank: int, gradients: Sequence[torch.Tensor | None]) -> None:
         buffer = torch.zeros(shard.size_bytes, dtype=torch.uint8)

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwell_server.optimizer_checks import allocation_key
 from shardwell_server.shard.memory.mapped_memory import SharedBuffer
 from shardwell_server.shard.restart.undo import ChangedRange, CopyPlan, UndoLog
-from shardwell_server.shard.state.joint_updates import JointUpdates, StepUpdate
+from shardwell_server.shard.state.joint_updates import JointUpdates
 from shardwell_server.shard.state.runs import HostedRun
 from shardwell_server.shard.state.shard_store import ShardStore
+from shardwell_server.shard.unit.unit_shard import StepUpdate
 from shardwell_wire import fault_points
 from shardwell_wire.errors import UnavailableError
 from tests.support.restarted_shard import ADAMW, STEPS, Program, optimizer_step
@@ -97,8 +97,7 @@ class Refused(Counted):
 
     async def try_to_join(self, run: HostedRun, step: int) -> None:
         first, second = run.published[:2]
-        groups = {unit.unit_index: tuple(unit.group_indices) for unit in self.optimizer.units}
-        asked = StepUpdate(step, self.optimizer, groups, allocation_key(self.optimizer), 0.5)
+        asked = StepUpdate.of(step, self.optimizer, 0.5)
 
         def joined(may_change: bool = True) -> int:
             return len(run.joint_updates.update(deque([first, second]), asked, lambda _: may_change))

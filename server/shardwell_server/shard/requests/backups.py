@@ -24,7 +24,7 @@ from shardwell_server.shard.state.shard_store import ShardStore
 from shardwell_server.shard.unit.contributions import Contribution
 from shardwell_server.shard.unit.partitions import StagedPartition
 from shardwell_server.shard.unit.portable_state import begin_import, export, finish_import, read_content
-from shardwell_server.shard.unit.unit_shard import Backup, ReceivedStep, UnitShard
+from shardwell_server.shard.unit.unit_shard import Backup, ReceivedStep, StepUpdate, UnitShard
 from shardwell_wire import fault_points
 from shardwell_wire.errors import (
     InvalidRequestError,
@@ -34,8 +34,7 @@ from shardwell_wire.errors import (
     StepStateError,
 )
 from shardwell_wire.host.shared_memory import file_size, open_in_folder, opened, server_folder
-from shardwell_wire.model.topology import runs_on_trainers
-from shardwell_wire.v1 import common_pb2, shard_pb2
+from shardwell_wire.v1 import shard_pb2
 
 _REPLICATED_EPOCH = 0
 """Epoch of contributions and partitions that the primary sent: it has checked the leases."""
@@ -202,13 +201,14 @@ async def confirm(store: ShardStore, request: shard_pb2.ConfirmBackupsRequest) -
         InvalidRequestError: The optimizer is not valid.
     """
     run, response = store.exact_run(request.context), shard_pb2.ConfirmBackupsResponse()
-    optimizer = request.optimizer if request.HasField("optimizer") else None
-    if optimizer is not None:
-        optimizer_checks.validate(optimizer)
+    update = None
+    if request.HasField("optimizer"):
+        optimizer_checks.validate(request.optimizer)
+        update = StepUpdate.of(request.context.step, request.optimizer)
     for item in request.backups:
         reference = item.target.shard
         try:
-            await _confirm(store, run, request.context.step, item, optimizer)
+            await _confirm(store, run, request.context.step, item, update)
         except ShardwellError as error:
             response.failed_backups.add(
                 unit_index=_index_of(run, reference),
@@ -225,7 +225,7 @@ async def _confirm(
     run: HostedRun,
     step: int,
     item: shard_pb2.BackupToConfirm,
-    optimizer: common_pb2.OptimizerStep | None,
+    update: StepUpdate | None,
 ) -> None:
     shard = find_backup(run, item.target)
     async with shard.unchanging:
@@ -237,12 +237,10 @@ async def _confirm(
             raise StepStateError(f"the backup of {shard.what} lacks {names} of step {step}", unit=shard.unit)
         if _GRADIENT not in item.contents:
             shard.gradient.set_no_mean()
-        if optimizer is not None:
-            groups = next((unit.group_indices for unit in optimizer.units if unit.unit_index == shard.index), None)
-            if not runs_on_trainers(optimizer.algorithm) or _PARTITIONS in item.contents:
-                shard.check_update(step, optimizer, groups)
-            key = optimizer_checks.allocation_key(optimizer)
-            await shard.prepare_update(store.in_thread, optimizer, groups, key)
+        if update is not None:
+            if not update.runs_on_trainers or _PARTITIONS in item.contents:
+                shard.check_update(update)
+            await shard.prepare_update(store.in_thread, update)
         await shard.record_prepared(store.in_thread)
         # Content of a later generation may have arrived meanwhile.
         if open_step(run, shard, item, step) is not arrived:

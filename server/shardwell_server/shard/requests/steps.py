@@ -5,17 +5,17 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Set
 from functools import partial
 
 from shardwell_server import optimizer_checks
 from shardwell_server.shard.concurrency import InThread
 from shardwell_server.shard.requests.replication import Replicator, status_of
 from shardwell_server.shard.shard_spec import Role
-from shardwell_server.shard.state.joint_updates import StepUpdate, reduce_shards
+from shardwell_server.shard.state.joint_updates import reduce_shards
 from shardwell_server.shard.state.runs import HostedRun, PreparedStep
 from shardwell_server.shard.unit.step_gradient import PushedBuffers
-from shardwell_server.shard.unit.unit_shard import UnitShard
+from shardwell_server.shard.unit.unit_shard import StepUpdate, UnitShard
 from shardwell_wire import fault_points
 from shardwell_wire.errors import (
     IncompleteStepError,
@@ -160,18 +160,11 @@ async def prepare_update(
 
 
 async def _allocate(run: HostedRun, in_thread: InThread, step: int, optimizer: common_pb2.OptimizerStep) -> None:
-    groups = _groups(optimizer)
-    key, shards = optimizer_checks.allocation_key(optimizer), run.published
-    for shard in shards:
-        if shard.version == step + 1:
-            continue
-        shard.check_update(step, optimizer, groups.get(shard.index))
-        await shard.prepare_update(in_thread, optimizer, groups.get(shard.index), key)
-
-
-def _groups(optimizer: common_pb2.OptimizerStep) -> dict[int, tuple[int, ...]]:
-    """Returns the group of each parameter, by unit. Tuples are faster to read than fields of a message."""
-    return {unit.unit_index: tuple(unit.group_indices) for unit in optimizer.units}
+    asked = StepUpdate.of(step, optimizer)
+    for shard in run.published:
+        if shard.version != step + 1:
+            shard.check_update(asked)
+            await shard.prepare_update(in_thread, asked)
 
 
 async def update(run: HostedRun, in_thread: InThread, request: shard_pb2.UpdateRequest) -> shard_pb2.UpdateResponse:
@@ -202,16 +195,14 @@ async def update(run: HostedRun, in_thread: InThread, request: shard_pb2.UpdateR
     # A shard that was promoted after the step was prepared received the prepared step as a backup.
     if not all(shard.has_prepared(step) for shard in waiting):
         _require_prepared(run, step)
-    key = optimizer_checks.allocation_key(request.optimizer)
-    groups = _groups(request.optimizer)
+    asked = StepUpdate.of(step, request.optimizer, clip)
     for shard in waiting:
-        shard.check_update(step, request.optimizer, groups.get(shard.index))
+        shard.check_update(asked)
     if run.rank_versions is not None:
         run.rank_versions.update(request.rank_versions)
         _release_held(run)
     fault_points.reach("server.update.before", step=step)
-    asked = StepUpdate(step, request.optimizer, groups, key, clip)
-    left = deque((*waiting, *in_order(_able_backups(run, step, request.optimizer, groups))))
+    left = deque((*waiting, *in_order(_able_backups(run, asked))))
     run.joint_updates.begin_step()
     while left:
         updated = run.joint_updates.update(left, asked, lambda shard: _may_change(run, shard, step))
@@ -230,15 +221,7 @@ async def update(run: HostedRun, in_thread: InThread, request: shard_pb2.UpdateR
 async def _update_alone(run: HostedRun, in_thread: InThread, shard: UnitShard, asked: StepUpdate) -> None:
     await run.before_update(shard)
     async with shard.unchanging:
-        await shard.update(
-            in_thread,
-            asked.step,
-            asked.optimizer,
-            asked.groups.get(shard.index),
-            asked.clip_coefficient,
-            asked.key,
-            hold=_is_read(run, shard, asked.step),
-        )
+        await shard.update(in_thread, asked, hold=_is_read(run, shard, asked.step))
 
 
 def _may_change(run: HostedRun, shard: UnitShard, version: int) -> bool:
@@ -278,11 +261,9 @@ def _release_held(run: HostedRun) -> None:
         shard.values.held.keep(run.rank_versions.needed(shard.dp))
 
 
-def _able_backups(
-    run: HostedRun, step: int, optimizer: common_pb2.OptimizerStep, groups: Mapping[int, Sequence[int]]
-) -> list[UnitShard]:
+def _able_backups(run: HostedRun, asked: StepUpdate) -> list[UnitShard]:
     """Returns the backups that can apply a committed step. The others of that version are out of sync."""
-    able = []
+    able, step = [], asked.step
     for shard in run.backups:
         is_updated = shard.version is not None and shard.version > step  # by later steps, too, if the request is late
         if is_updated or shard.out_of_sync:
@@ -290,7 +271,7 @@ def _able_backups(
         try:
             if not shard.has_prepared(step):
                 raise StepStateError(f"step {step} was committed, and the primary has not confirmed it here")
-            shard.check_update(step, optimizer, groups.get(shard.index))
+            shard.check_update(asked)
             able.append(shard)
         except ShardwellError as error:
             shard.mark_out_of_sync(str(error))

@@ -7,54 +7,21 @@ all steps but the first, in which optimizer state is created. ``UnitShard.update
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from shardwell_server.shard.arithmetic.algorithms import Settings
 from shardwell_server.shard.arithmetic.reduction import SmallReduction, reduce_small
-from shardwell_server.shard.arithmetic.shard_optimizer import JointPart, JointUpdate, ShardOptimizer, settings_of
-from shardwell_server.shard.arithmetic.update_pieces import Clipping
+from shardwell_server.shard.arithmetic.shard_optimizer import JointPart, JointUpdate, ShardOptimizer
 from shardwell_server.shard.concurrency import InThread
 from shardwell_server.shard.restart.undo import CopyPlan, UndoLog
-from shardwell_server.shard.unit.unit_shard import UnitShard
+from shardwell_server.shard.unit.unit_shard import StepUpdate, UnitShard
 from shardwell_wire import fault_points
-from shardwell_wire.model.topology import runs_on_trainers
-from shardwell_wire.v1 import common_pb2
 
 MAX_BYTES = 1 << 20
 """Most values and state that are updated together: more do not stay in the cache between the copies and the update."""
 MAX_SHARDS = 64
 """Most shards that are updated together. Readers wait for all of them."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepUpdate:
-    """What an Update request asks for."""
-
-    step: int
-    optimizer: common_pb2.OptimizerStep
-    groups: Mapping[int, Sequence[int]]
-    """The group of each parameter, by unit index."""
-    key: bytes
-    """``optimizer_checks.allocation_key`` of the optimizer."""
-    clip_coefficient: float
-    """Factor for every gradient."""
-
-    def settings(self) -> list[Settings]:
-        """Returns the settings of each parameter group."""
-        return [settings for _, settings in settings_of(self.optimizer)]
-
-    @property
-    def clipping(self) -> Clipping:
-        """How gradients are scaled and clamped."""
-        value = self.optimizer.clip_value if self.optimizer.HasField("clip_value") else None
-        return Clipping(self.clip_coefficient, value)
-
-    @property
-    def decay(self) -> float | None:
-        """Weight of the previous averages. None: they do not change."""
-        return self.optimizer.ema_decay if self.optimizer.HasField("ema_decay") else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +66,13 @@ class JointUpdates:
         Returns:
             The shards. Empty: the first one must be updated by itself.
         """
-        if runs_on_trainers(step.optimizer.algorithm):
+        if step.runs_on_trainers:
             return []
         found: list[UnitShard] = []
         optimizers: list[ShardOptimizer] = []
         size_bytes = 0
         for shard in waiting:
-            optimizer = shard.joinable(step.groups.get(shard.index), step.key) if may_change(shard) else None
+            optimizer = shard.joinable(step) if may_change(shard) else None
             if optimizer is None or len(found) == MAX_SHARDS:
                 break
             size_bytes += shard.size_bytes + optimizer.size_bytes

@@ -14,13 +14,16 @@ from typing import TypeAlias
 import torch
 
 from shardwell_server import optimizer_checks
+from shardwell_server.shard.arithmetic.algorithms import Settings
 from shardwell_server.shard.arithmetic.reduction import MAX_BYTES
 from shardwell_server.shard.arithmetic.shard_optimizer import (
     OptimizerContent,
     RestoredPart,
     ShardOptimizer,
     allocate_ordinary,
+    settings_of,
 )
+from shardwell_server.shard.arithmetic.update_pieces import Clipping
 from shardwell_server.shard.concurrency import InThread, OpenStreams
 from shardwell_server.shard.memory.budget import BufferQuota, Memory
 from shardwell_server.shard.memory.mapped_memory import ShardFile, SharedMemory
@@ -44,6 +47,49 @@ from shardwell_wire.model.topology import runs_on_trainers
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
 StepContent: TypeAlias = "shard_pb2.StepContent.ValueType"
+
+
+@dataclass(frozen=True, slots=True)
+class StepUpdate:
+    """What makes the next version of a run's shards from a step's mean gradients."""
+
+    step: int
+    """The step. Shards at this version get the next one."""
+    optimizer: common_pb2.OptimizerStep
+    """The step's optimizer, valid by itself."""
+    groups: Mapping[int, Sequence[int]]
+    """The group of each parameter, by unit index. Units that are not named are not optimised."""
+    key: bytes
+    """``optimizer_checks.allocation_key`` of the optimizer."""
+    clip_coefficient: float = 1.0
+    """Factor for every gradient."""
+
+    @classmethod
+    def of(cls, step: int, optimizer: common_pb2.OptimizerStep, clip_coefficient: float = 1.0) -> StepUpdate:
+        """Returns the update of a step by an optimizer."""
+        # Tuples are faster to read than fields of a message.
+        groups = {unit.unit_index: tuple(unit.group_indices) for unit in optimizer.units}
+        return cls(step, optimizer, groups, optimizer_checks.allocation_key(optimizer), clip_coefficient)
+
+    @property
+    def runs_on_trainers(self) -> bool:
+        """True if trainers run the optimizer and stage the new values."""
+        return runs_on_trainers(self.optimizer.algorithm)
+
+    def settings(self) -> list[Settings]:
+        """Returns the settings of each parameter group."""
+        return [settings for _, settings in settings_of(self.optimizer)]
+
+    @property
+    def clipping(self) -> Clipping:
+        """How gradients are scaled and clamped."""
+        value = self.optimizer.clip_value if self.optimizer.HasField("clip_value") else None
+        return Clipping(self.clip_coefficient, value)
+
+    @property
+    def decay(self) -> float | None:
+        """Weight of the previous averages. None: they do not change."""
+        return self.optimizer.ema_decay if self.optimizer.HasField("ema_decay") else None
 
 
 class UnitShard:
@@ -142,27 +188,23 @@ class UnitShard:
 
     # ---- updating ----
 
-    def check_update(self, step: int, optimizer: common_pb2.OptimizerStep, groups: Sequence[int] | None) -> None:
-        """Raises if ``update`` cannot make version ``step + 1``.
-
-        Args:
-            step: The step.
-            optimizer: The step's optimizer, valid by itself.
-            groups: The group of each parameter of the unit. None: no parameter is optimised.
+    def check_update(self, update: StepUpdate) -> None:
+        """Raises if ``update`` cannot make the next version.
 
         Raises:
             StepStateError: The step is not reduced, or is not the next step.
             InvalidRequestError: The optimizer does not fit the unit.
             ConflictError: The optimizer's state belongs to another algorithm.
         """
+        groups = update.groups.get(self.index)
         self.values.check_not_dropped()
-        if self.version != step or self.gradient.reduced is None:
+        if self.version != update.step or self.gradient.reduced is None:
             raise StepStateError(
-                f"{self.what} cannot be updated for step {step}: it is at version {self.version} and has "
+                f"{self.what} cannot be updated for step {update.step}: it is at version {self.version} and has "
                 f"{'a' if self.gradient.reduced else 'no'} reduced gradient",
                 unit=self.unit,
             )
-        if runs_on_trainers(optimizer.algorithm):
+        if update.runs_on_trainers:
             self.check_partitions()
         if groups is not None and len(groups) != len(self.layout.parameters):
             raise InvalidRequestError(
@@ -175,33 +217,30 @@ class UnitShard:
                 "optimizers in turn need gradient_reduction='direct'"
             )
         if groups is not None:
-            optimizer_checks.check_fit(optimizer, groups, self.layout, (self.start_bytes, self.stop_bytes))
+            optimizer_checks.check_fit(update.optimizer, groups, self.layout, (self.start_bytes, self.stop_bytes))
 
     def check_partitions(self) -> None:
         """Raises IncompleteStepError unless the partitions of all data ranks are staged."""
         self.partitions.check_staged()
 
-    async def prepare_update(
-        self, in_thread: InThread, optimizer: common_pb2.OptimizerStep, groups: Sequence[int] | None, key: bytes
-    ) -> None:
+    async def prepare_update(self, in_thread: InThread, update: StepUpdate) -> None:
         """Allocates the memory that ``update`` will need. Readers see no change.
 
         Args:
             in_thread: Runs tensor work in a thread.
-            optimizer: The step's optimizer, checked by ``check_update``.
-            groups: The group of each parameter of the unit. None: no parameter is optimised.
-            key: ``optimizer_checks.allocation_key`` of the optimizer.
+            update: The update, checked by ``check_update``.
 
         Raises:
             CapacityError: The memory does not fit the budget, or the operating system has none.
         """
-        gradient = self.gradient
-        if (numbers := gradient.kept_numbers(groups)) and gradient.contributions.by_rank:
+        gradient, optimizer, key = self.gradient, update.optimizer, update.key
+        numbers = gradient.kept_numbers(update.groups.get(self.index))
+        if numbers and gradient.contributions.by_rank:
             gradient.kept.reserve(gradient.contributions.by_rank, numbers)
-        if runs_on_trainers(optimizer.algorithm):
+        if update.runs_on_trainers:
             return  # staged values have their memory already
         assert gradient.reduced is not None
-        present, chosen = [each is not None for each in gradient.reduced.gradients], self._chosen_groups(groups)
+        present, chosen = [each is not None for each in gradient.reduced.gradients], self._chosen_groups(update)
         applied, state_bytes = self._require_optimizer(), 0
         if applied.is_prepared(present, chosen, key):
             return
@@ -242,34 +281,23 @@ class UnitShard:
         self.optimizer_bytes = self.partitions.state_bytes + own_bytes
         self._memory.note_optimizer(self.spec.memory_key, self.optimizer_bytes)
 
-    async def update(
-        self,
-        in_thread: InThread,
-        step: int,
-        optimizer: common_pb2.OptimizerStep,
-        groups: Sequence[int] | None,
-        clip_coefficient: float,
-        key: bytes,
-        *,
-        hold: bool = False,
-    ) -> None:
-        """Makes version ``step + 1`` from version ``step`` and the mean gradient.
+    async def update(self, in_thread: InThread, update: StepUpdate, *, hold: bool = False) -> None:
+        """Makes the next version from the version of the step and the mean gradient.
 
         After an error, the same call finishes the update. Until then, neither version can be read. If ``hold`` is True,
-        version ``step`` stays readable, because a work item reads it.
+        the version of the step stays readable, because a work item reads it.
         """
-        await self.prepare_update(in_thread, optimizer, groups, key)
+        await self.prepare_update(in_thread, update)
         self.encoded.supersede()
         self.reader_copies.supersede()
-        changes = self.changes_values(optimizer, groups)
+        changes = self.changes_values(update)
         hold = hold and not self.layout.holds_buffers
-        async with self.values.becoming(step + 1, in_thread, changes=changes, hold=hold):
-            work = partial(self.compute_update, optimizer, groups, clip_coefficient, key)
-            await self.gradient.compute(in_thread, work)
-        if runs_on_trainers(optimizer.algorithm):
+        async with self.values.becoming(update.step + 1, in_thread, changes=changes, hold=hold):
+            await self.gradient.compute(in_thread, partial(self.compute_update, update))
+        if update.runs_on_trainers:
             self.partitions.settle()
         self._end_step()
-        self.updated_by_trainers = runs_on_trainers(optimizer.algorithm)
+        self.updated_by_trainers = update.runs_on_trainers
         self.note_optimizer()
 
     def _end_step(self) -> None:
@@ -278,20 +306,16 @@ class UnitShard:
 
     # ---- updating together with other shards ----
 
-    def joinable(self, groups: Sequence[int] | None, key: bytes) -> ShardOptimizer | None:
-        """Returns the optimizer if ``JointUpdates`` can make the next version: it changes nothing but small tensors.
-
-        Args:
-            groups: The group of each parameter of the unit. None: no parameter is optimised.
-            key: ``optimizer_checks.allocation_key`` of the optimizer.
-        """
+    def joinable(self, update: StepUpdate) -> ShardOptimizer | None:
+        """Returns the optimizer if ``JointUpdates`` can make the next version: it changes nothing but small tensors."""
         optimizer, gradient = self.optimizer, self.gradient
         if optimizer is None or gradient.reduced is None or self.size_bytes > MAX_BYTES or not self.values.is_unread:
             return None
-        if self.unchanging.locked() or gradient.kept.ranks or gradient.kept_numbers(groups):
+        if self.unchanging.locked() or gradient.kept.ranks or gradient.kept_numbers(update.groups.get(self.index)):
             return None
         present = [each is not None for each in gradient.reduced.gradients]
-        if not optimizer.is_prepared(present, self._chosen_groups(groups), key) or optimizer.joint_parts is None:
+        is_prepared = optimizer.is_prepared(present, self._chosen_groups(update), update.key)
+        if not is_prepared or optimizer.joint_parts is None:
             return None
         return optimizer if self._files is None or self._files.can_save_update(self._state()) else None
 
@@ -323,35 +347,33 @@ class UnitShard:
         self._end_step()
         self.updated_by_trainers = False
 
-    def changes_values(self, optimizer: common_pb2.OptimizerStep, groups: Sequence[int] | None) -> bool:
+    def changes_values(self, update: StepUpdate) -> bool:
         """True if the update of the reduced step may change a value of the shard."""
-        if runs_on_trainers(optimizer.algorithm):
+        if update.runs_on_trainers:
             return True
         assert self.gradient.reduced is not None
-        chosen = zip(self.gradient.reduced.gradients, self._chosen_groups(groups), strict=True)
+        chosen = zip(self.gradient.reduced.gradients, self._chosen_groups(update), strict=True)
         return any(gradient is not None and group >= 0 for gradient, group in chosen)
 
-    def compute_update(
-        self, optimizer: common_pb2.OptimizerStep, groups: Sequence[int] | None, clip_coefficient: float, key: bytes
-    ) -> None:
+    def compute_update(self, update: StepUpdate) -> None:
         """Applies the optimizer, or the values that trainers staged, in place."""
         gradient, files = self.gradient, self._files
         assert gradient.reduced is not None and self.values.live is not None and self.version is not None
-        numbers = gradient.kept_numbers(groups)
+        numbers = gradient.kept_numbers(update.groups.get(self.index))
         if numbers or gradient.kept.ranks:
             # Gradients are kept before the next version becomes readable, because trainers then overwrite their
             # gradient buffers. They are kept before the optimizer runs, because keeping is idempotent and an optimizer
             # step is not.
             gradient.kept.compute_keep(gradient.contributions.by_rank, numbers)
-        if runs_on_trainers(optimizer.algorithm):
+        if update.runs_on_trainers:
             if files is not None:
                 files.remove_record()
             self.partitions.compute_apply(self.values.live.buffer)
         else:
             assert self.optimizer is not None
             progress = None if files is None else files.progress(self._state(), self.optimizer.piece_bytes)
-            chosen = self._chosen_groups(groups)
-            self.optimizer.step(gradient.reduced.gradients, optimizer, chosen, clip_coefficient, key, progress)
+            gradients, chosen = gradient.reduced.gradients, self._chosen_groups(update)
+            self.optimizer.step(gradients, update.optimizer, chosen, update.clip_coefficient, update.key, progress)
         if files is not None:
             files.save(self._state(self.version + 1))
 
@@ -449,8 +471,9 @@ class UnitShard:
             if (average := self.optimizer.averages[number]) is not None:
                 view.copy_(average.reshape(-1))
 
-    def _chosen_groups(self, groups: Sequence[int] | None) -> list[int]:
+    def _chosen_groups(self, update: StepUpdate) -> list[int]:
         """The group of each segment's parameter. -1: not optimised."""
+        groups = update.groups.get(self.index)
         return [-1 if groups is None else groups[segment.parameter_index] for segment in self.segments]
 
     # ---- roles ----
@@ -545,17 +568,13 @@ class BufferShard(UnitShard):
     def check_partitions(self) -> None:
         """Does nothing: optimizers that run on the trainers stage nothing for buffers."""
 
-    async def prepare_update(
-        self, in_thread: InThread, optimizer: common_pb2.OptimizerStep, groups: Sequence[int] | None, key: bytes
-    ) -> None:
+    async def prepare_update(self, in_thread: InThread, update: StepUpdate) -> None:
         """Does nothing: an update of buffers needs no memory."""
 
-    def changes_values(self, optimizer: common_pb2.OptimizerStep, groups: Sequence[int] | None) -> bool:
+    def changes_values(self, update: StepUpdate) -> bool:
         return bool(self.gradient.contributions.by_rank)
 
-    def compute_update(
-        self, optimizer: common_pb2.OptimizerStep, groups: Sequence[int] | None, clip_coefficient: float, key: bytes
-    ) -> None:
+    def compute_update(self, update: StepUpdate) -> None:
         """Copies the values that rank 0 pushed into the shard. Can be repeated."""
         assert self.values.live is not None and self.version is not None
         if self._files is not None:
