@@ -7,6 +7,7 @@ from io import StringIO
 
 from rich.console import Console, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from shardwell_wire.v1 import coordinator_pb2
 
@@ -29,7 +30,9 @@ def format_seconds(seconds: float) -> str:
     return f"{1e3 * seconds:.1f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.0f} us"
 
 
-def report_table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Collection[str] = ()) -> Table:
+def report_table(
+    headings: Sequence[str], rows: Iterable[Sequence[str | Text]], *, numbers: Collection[str] = ()
+) -> Table:
     """Returns a table without lines, whose long cells are cut at words.
 
     Args:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any, TypeAlias
@@ -28,7 +29,7 @@ Call = Callable[[str, Any], Any]
 INTERRUPTED = 130
 """Exit code of a command that Ctrl-C ended, as shells expect."""
 
-PIPE_WIDTH = 200
+_PIPE_WIDTH = 200
 """Width of tables that are written to a pipe, in characters."""
 
 
@@ -144,10 +145,20 @@ def calling(arguments: argparse.Namespace) -> Iterator[Call]:
         yield partial(coordinator.call, timeout_s=arguments.timeout)
 
 
+def output() -> Console:
+    """Returns a console on standard output. A pipe gets wide lines instead of columns cut to 80 characters."""
+    return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
+
+
 def progress(*columns: ProgressColumn) -> Progress:
     """Returns a display of progress on standard error, which only a terminal shows, and only until the command ends."""
     console = Console(stderr=True, highlight=False)
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def byte_columns() -> Sequence[ProgressColumn]:
+    """Returns the columns of a display that counts bytes."""
+    return TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn()
 
 
 @contextmanager
@@ -158,7 +169,6 @@ def progress_bar(what: str, total_bytes: int | None) -> Iterator[Callable[[int],
         what: What is in progress, such as ``exporting``.
         total_bytes: All bytes. None: not known.
     """
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn()
-    with progress(*columns) as bar:
+    with progress(*byte_columns()) as bar:
         task = bar.add_task(what, total=total_bytes)
         yield lambda count_bytes: bar.advance(task, count_bytes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -17,7 +16,7 @@ from google.protobuf.message import Message
 from rich.console import Console, RenderableType
 
 from shardwell.command import inspect_tables as tables
-from shardwell.command.arguments import PIPE_WIDTH, Subparsers, add_command, add_coordinator_arguments, open_coordinator
+from shardwell.command.arguments import Subparsers, add_command, add_coordinator_arguments, open_coordinator, output
 from shardwell.tables import format_size
 from shardwell.transport.service_client import CoordinatorClient, ServiceClient
 from shardwell_wire.errors import NotFoundError, ShardwellError, UnavailableError, UsageError
@@ -33,6 +32,8 @@ _SOURCES = {
 }
 
 _Handler = Callable[[argparse.Namespace, CoordinatorClient], None]
+_Argument = tuple[str, dict[str, Any]]
+"""Name, and keyword arguments of ``add_argument``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,8 @@ class _Command:
     help: str
     example: str
     handler: _Handler
-    add_arguments: Callable[[argparse.ArgumentParser], None] = lambda _: None
+    arguments: tuple[_Argument, ...] = ()
+    """Beside those of all inspection commands."""
 
 
 def add_parsers(subparsers: Subparsers) -> None:
@@ -59,7 +61,8 @@ def add_parsers(subparsers: Subparsers) -> None:
         )
         add_coordinator_arguments(parser, timeout_s=10.0, what="an answer")
         parser.add_argument("--json", action="store_true", help="print the response as JSON instead of tables")
-        command.add_arguments(parser)
+        for name, options in command.arguments:
+            parser.add_argument(name, **options)
 
 
 def _handle(command: _Command, arguments: argparse.Namespace) -> int:
@@ -82,12 +85,7 @@ def _show(arguments: argparse.Namespace, response: Message, render: Callable[...
     if arguments.json:
         print(to_json(response))
     else:
-        _console().print(render(response))
-
-
-def _console() -> Console:
-    """Returns a console on standard output. A pipe gets wide lines instead of columns cut to 80 characters."""
-    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
+        output().print(render(response))
 
 
 def to_json(message: Message, *, indent: int | None = 2) -> str:
@@ -139,7 +137,7 @@ def _peek(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> None
         for piece in pieces:
             print(f'{{"server_id": "{piece.server_id}", "peek": {to_json(piece.response, indent=None)}}}')
     else:
-        _console().print(tables.peek(arguments.parameter, pieces))
+        output().print(tables.peek(arguments.parameter, pieces))
 
 
 def peek(
@@ -241,52 +239,38 @@ def _forget_server(arguments: argparse.Namespace, coordinator: CoordinatorClient
     _show(arguments, response, lambda _: f"forgot server {arguments.server!r}")
 
 
-def _server_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("server", metavar="SERVER", help="id of the server")
+def _argument(name: str, **options: Any) -> _Argument:
+    return name, options
 
 
-def _run_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="name of the run")
-
-
-def _world_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", nargs="?", help="name of a run")
-    for axis, meaning in (("dp", "data"), ("tp", "tensor"), ("pp", "pipeline")):
-        parser.add_argument(
-            f"--{axis}", type=int, metavar="N", help=f"size of the {meaning} axis of a hypothetical world"
-        )
-    parser.add_argument(
-        "--order", default="dp,tp,pp", help="axes of the hypothetical world, slowest first (default: dp,tp,pp)"
-    )
-    parser.add_argument("--num-layers", type=int, default=0, metavar="N", help="layers to split over the stages")
-
-
-def _events_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--run", metavar="RUN", help="show events of this run only (default: of all runs and servers)")
-    parser.add_argument(
-        "--duration", type=float, default=0.0, metavar="S", help="stop after S seconds (default: at Ctrl-C)"
-    )
-
-
-def _peek_arguments(parser: argparse.ArgumentParser) -> None:
-    _run_argument(parser)
-    parser.add_argument("parameter", metavar="PARAMETER", help="qualified name, such as blocks.0.mlp.0.weight")
-    parser.add_argument(
+_RUN = _argument("run", metavar="RUN", help="name of the run")
+_WORLD = (
+    _argument("run", metavar="RUN", nargs="?", help="name of a run"),
+    *(
+        _argument(f"--{axis}", type=int, metavar="N", help=f"size of the {meaning} axis of a hypothetical world")
+        for axis, meaning in (("dp", "data"), ("tp", "tensor"), ("pp", "pipeline"))
+    ),
+    _argument("--order", default="dp,tp,pp", help="axes of the hypothetical world, slowest first (default: dp,tp,pp)"),
+    _argument("--num-layers", type=int, default=0, metavar="N", help="layers to split over the stages"),
+)
+_EVENTS = (
+    _argument("--run", metavar="RUN", help="show events of this run only (default: of all runs and servers)"),
+    _argument("--duration", type=float, default=0.0, metavar="S", help="stop after S seconds (default: at Ctrl-C)"),
+)
+_PEEK = (
+    _RUN,
+    _argument("parameter", metavar="PARAMETER", help="qualified name, such as blocks.0.mlp.0.weight"),
+    _argument(
         "--source",
         default="value",
         metavar="WHAT",
         help="value, gradient, or the name of an optimizer state such as exp_avg (default: value)",
-    )
-    parser.add_argument(
-        "--start", type=int, default=0, metavar="N", help="first element to show of each shard (default: 0)"
-    )
-    parser.add_argument("--count", type=int, default=8, metavar="N", help="values to show of each shard (default: 8)")
-
-
-def _delete_arguments(parser: argparse.ArgumentParser) -> None:
-    _run_argument(parser)
-    parser.add_argument("--force", action="store_true", help="delete the run even if trainers are live")
-
+    ),
+    _argument("--start", type=int, default=0, metavar="N", help="first element to show of each shard (default: 0)"),
+    _argument("--count", type=int, default=8, metavar="N", help="values to show of each shard (default: 8)"),
+)
+_DELETE = (_RUN, _argument("--force", action="store_true", help="delete the run even if trainers are live"))
+_SERVER = _argument("server", metavar="SERVER", help="id of the server")
 
 _COMMANDS = (
     _Command(
@@ -297,21 +281,21 @@ _COMMANDS = (
         "show one run: its trainers, work in flight and optimizer",
         "shardwell run gpt",
         _shows("DescribeRun", coordinator_pb2.DescribeRunRequest, tables.run),
-        _run_argument,
+        (_RUN,),
     ),
     _Command(
         "world",
         "show the rank assignments of a run or of a hypothetical world",
         "shardwell world --dp 2 --tp 2 --pp 2",
         _world,
-        _world_arguments,
+        _WORLD,
     ),
     _Command(
         "units",
         "show a run's units, and the primary and the backups of every shard",
         "shardwell units gpt",
         _shows("ListUnits", coordinator_pb2.ListUnitsRequest, tables.units),
-        _run_argument,
+        (_RUN,),
     ),
     _Command(
         "servers",
@@ -324,28 +308,28 @@ _COMMANDS = (
         "show what a run waits for, and for how long",
         "shardwell stall gpt",
         _shows("ExplainStall", coordinator_pb2.ExplainStallRequest, tables.stall),
-        _run_argument,
+        (_RUN,),
     ),
-    _Command("events", "show events as they happen", "shardwell events --run gpt", _events, _events_arguments),
+    _Command("events", "show events as they happen", "shardwell events --run gpt", _events, _EVENTS),
     _Command(
         "peek",
         "show values of a parameter, and its norm, minimum and maximum",
         "shardwell peek gpt blocks.0.mlp.0.weight --source exp_avg",
         _peek,
-        _peek_arguments,
+        _PEEK,
     ),
     _Command(
         "delete-run",
         "end a run and free its memory",
         "shardwell delete-run gpt",
         _delete_run,
-        _delete_arguments,
+        _DELETE,
     ),
     _Command(
         "forget-server",
         "remove a lost or ended shard server from the list of servers",
         "shardwell forget-server shard-7",
         _forget_server,
-        _server_argument,
+        (_SERVER,),
     ),
 )

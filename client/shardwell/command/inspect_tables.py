@@ -63,21 +63,17 @@ def runs(response: coordinator_pb2.ListRunsResponse) -> RenderableType:
         return "no runs"
     table = listing_table("RUN", "ID", "DP x TP x PP", "STEP", "TRAINERS", "UNITS", "PARAMETERS", "LAST COMMIT")
     for summary in response.runs:
-        table.add_row(*_run_row(summary))
+        table.add_row(
+            summary.run,
+            summary.run_id,
+            world_text(summary.config.world),
+            str(summary.committed_step),
+            f"{summary.live_trainer_count} live",
+            str(summary.unit_count),
+            format_size(summary.parameter_bytes),
+            _ago(summary.last_commit) if summary.HasField("last_commit") else "none yet",
+        )
     return table
-
-
-def _run_row(summary: coordinator_pb2.RunSummary) -> Sequence[str]:
-    return (
-        summary.run,
-        summary.run_id,
-        world_text(summary.config.world),
-        str(summary.committed_step),
-        f"{summary.live_trainer_count} live",
-        str(summary.unit_count),
-        format_size(summary.parameter_bytes),
-        _ago(summary.last_commit) if summary.HasField("last_commit") else "none yet",
-    )
 
 
 def run(response: coordinator_pb2.DescribeRunResponse) -> RenderableType:
@@ -309,7 +305,7 @@ def stall(response: coordinator_pb2.ExplainStallResponse) -> RenderableType:
 
 def event(message: coordinator_pb2.WatchEventsResponse) -> RenderableType:
     """Renders one line of ``shardwell events``."""
-    clock = _local_time(message.time).strftime("%H:%M:%S.%f")[:-3]
+    clock = datetime.fromtimestamp(message.time.ToMilliseconds() / 1000).strftime("%H:%M:%S.%f")[:-3]
     return f"{clock}  {message.run or '-':16} {message.kind:20} {message.message}"
 
 
@@ -318,9 +314,10 @@ def peek(parameter: str, pieces: Sequence[ParameterPiece]) -> RenderableType:
     table = listing_table("SERVER", "ELEMENTS", "VERSION", "NORM", "MIN", "MAX", "NON-FINITE", "VALUES")
     for piece in pieces:
         seen = piece.response
+        part = f" of the part at ({', '.join(map(str, seen.offsets))})" if seen.offsets else ""  # of a split parameter
         table.add_row(
             piece.server_id,
-            f"[{seen.start_element:,}, {seen.stop_element:,}){_part(seen.offsets)}",
+            f"[{seen.start_element:,}, {seen.stop_element:,}){part}",
             str(seen.version),
             *(f"{number:.5g}" for number in (seen.norm, seen.min, seen.max)),
             str(seen.non_finite_count),
@@ -329,11 +326,6 @@ def peek(parameter: str, pieces: Sequence[ParameterPiece]) -> RenderableType:
     norm = math.hypot(*(piece.response.norm for piece in pieces))
     elements = sum(piece.response.stop_element - piece.response.start_element for piece in pieces)
     return Group(f"{parameter}: {elements:,} elements, norm {norm:.5g}", table)
-
-
-def _part(offsets: Sequence[int]) -> str:
-    """Returns which part of a split parameter is meant; nothing for a whole parameter."""
-    return f" of the part at ({', '.join(map(str, offsets))})" if offsets else ""
 
 
 def _ranks(global_ranks: Sequence[int]) -> str:
@@ -346,7 +338,3 @@ def _silent(seconds: float) -> str:
 
 def _ago(timestamp: Timestamp) -> str:
     return f"{duration(max(0.0, time.time() - timestamp.ToMilliseconds() / 1000))} ago"
-
-
-def _local_time(timestamp: Timestamp) -> datetime:
-    return datetime.fromtimestamp(timestamp.ToMilliseconds() / 1000)

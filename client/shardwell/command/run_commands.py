@@ -10,21 +10,20 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.progress import Progress, SpinnerColumn, TextColumn
 from rich.text import Text
 
 from shardwell.command.arguments import (
-    PIPE_WIDTH,
     Subparsers,
     add_command,
     add_coordinator_arguments,
+    byte_columns,
     calling,
+    output,
     progress,
     progress_bar,
 )
-from shardwell.tables import format_size
+from shardwell.tables import format_size, report_table
 from shardwell.transport.service_client import save_checkpoint
 from shardwell_wire.checkpoints.folder import Entry, entries_below, verify
 from shardwell_wire.checkpoints.opening import absolute, local_path, open_storage
@@ -169,8 +168,7 @@ def add_parsers(subparsers: Subparsers) -> None:
 
 def _save(arguments: argparse.Namespace) -> int:
     run: str = arguments.run
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn()
-    with calling(arguments) as call, progress(*columns) as bar:
+    with calling(arguments) as call, progress(*byte_columns()) as bar:
         task = bar.add_task("saving", total=None)
         for found in save_checkpoint(call, run, wait=arguments.wait):
             bar.update(task, completed=found.written_bytes, total=found.total_bytes or None)
@@ -188,13 +186,9 @@ def _list(arguments: argparse.Namespace) -> int:
         print(json.dumps([_as_json(entry) for entry in entries], indent=2))
         return 0
     headings = ("run", "step", "time", "size", "files", "state", "folder")
-    table = Table(*headings, box=None, header_style="bold", pad_edge=False)
+    table, console = report_table(headings, map(_row, entries)), output()
     for column in table.columns:
         column.no_wrap = True
-    for entry in entries:
-        table.add_row(*_row(entry))
-    is_terminal = Console().is_terminal
-    console = Console(width=None if is_terminal else PIPE_WIDTH, highlight=False)
     console.print(table)
     for entry in entries:
         if entry.problem and not entry.is_incomplete:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +168,10 @@ def checkpoint_to_dcp(checkpoint: CheckpointReader, folder: str | Path, *, note:
         for parameter in unit.parameters
         for name in (parameter.name, *parameter.aliases)
     }
-    model = {name: _meta(parameter) for name, parameter in names.items()}
+    model = {
+        name: torch.empty(parameter.box.whole, dtype=getattr(torch, parameter.dtype), device="meta")
+        for name, parameter in names.items()
+    }
     states: dict[str, dict[str, torch.Tensor]] = {}
     for name in checkpoint.parameters:
         if found := checkpoint.optimizer_tensors(name):
@@ -184,10 +186,6 @@ def checkpoint_to_dcp(checkpoint: CheckpointReader, folder: str | Path, *, note:
                 yield f"optim.state.{name}.{each}", _noted(checkpoint.read(name, each), note)
 
     write_dcp(Path(folder), state, values())
-
-
-def _meta(parameter: Parameter) -> torch.Tensor:
-    return torch.empty(parameter.box.whole, dtype=getattr(torch, parameter.dtype), device="meta")
 
 
 def _noted(value: torch.Tensor, note: NoteBytes) -> torch.Tensor:
@@ -220,17 +218,6 @@ def _torch_groups(checkpoint: CheckpointReader) -> list[dict[str, Any]]:
 # ---- from torch ----
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """Entries of a torch checkpoint by the names of the model."""
-
-    model: Mapping[str, EntryPath]
-    states: Mapping[str, Mapping[str, EntryPath]]
-    """Paths of optimizer state by parameter and name."""
-    groups: list[dict[str, Any]] = field(default_factory=list)
-    """Parameter groups. ``params`` has names."""
-
-
 def dcp_to_checkpoint(
     source: str | Path,
     folder: str | Path,
@@ -261,25 +248,23 @@ def dcp_to_checkpoint(
         CorruptDataError: ``source`` is damaged.
         ShardwellError: The folder cannot be written.
     """
-    reader = DcpReader(source)
-    found = _find_entries(reader)
-    _require_same_model(reader, found, like)
+    found = _TorchCheckpoint(DcpReader(source), like)
     algorithm = optimizer
     if algorithm is None and (found.states or found.groups):
         algorithm = find_algorithm(found.groups, {name for state in found.states.values() for name in state})
     if algorithm is not None and algorithm not in OPTIMIZERS:
         raise UsageError(f"optimizer {algorithm!r}: expected one of {', '.join(OPTIMIZERS)}")
-    step = _newest_step(reader, found) if step is None else step
+    step = found.newest_step() if step is None else step
     if step and algorithm is None:
         raise UsageError(
             f"{source} has no optimizer, but step is {step}: name the optimizer (optimizer=, --optimizer), "
             "or pass step 0"
         )
     run_id, runs = uuid.uuid4().hex, RunFolder.of(folder, like.run if run is None else run)
-    tensors = dict(_tensors(reader, found, like, algorithm))
-    parts = [_part(parameter, found, algorithm, reader, step) for parameter in _all_parameters(like)]
+    tensors = dict(found.pieces(algorithm))
+    parts = [found.part(parameter, algorithm, step) for parameter in found.parameters]
     plan = FilePlan([*tensors], parts, run_id=run_id, step=step)
-    commits = () if step == 0 or algorithm is None else (_commit(found, like, algorithm, step),)
+    commits = () if step == 0 or algorithm is None else (found.commit(algorithm, step),)
     kept = {key: value for key, value in like.manifest.extra.items() if key != RESIDUAL_RANKS}
     name = runs.begin(step, uuid.uuid4().hex[:8])
     url = runs.url_of(name)
@@ -305,136 +290,171 @@ def dcp_to_checkpoint(
     return url
 
 
-def _find_entries(reader: DcpReader) -> _Source:
-    top = {str(path[0]) for path in (*reader.tensors, *reader.values)}
-    key = next((key for key in _OPTIMIZER_KEYS if key in top), None)
-    model: dict[str, EntryPath] = {}
-    states: dict[str, dict[str, EntryPath]] = {}
-    settings: dict[str, dict[str, Any]] = {}
-    for path in (*reader.tensors, *reader.values):
-        if path[0] != key:
-            names = path[1:] if "model" in top and path[0] == "model" else path
-            model[".".join(map(str, names))] = path
-            continue
-        # Nested as by default, or flattened: "state.NAME.exp_avg", "param_groups.NAME.lr".
-        kind, _, rest = ".".join(map(str, path[1:])).partition(".")
-        owner, _, name = rest.rpartition(".")
-        if kind == "state":
-            states.setdefault(owner, {})[name] = path
-        elif kind == "param_groups" and path in reader.values:
-            settings.setdefault(owner, {})[name] = reader.value(path)
-    groups: list[dict[str, Any]] = []
-    for owner, group in settings.items():
-        if "params" in group:
-            groups.append(group)
-        else:
-            _add_to_equal_group(groups, owner, group)
-    return _Source(model, states, groups)
+class _TorchCheckpoint:
+    """A torch checkpoint by the names of a run's model.
 
+    Attributes:
+        states: Paths of optimizer state by parameter and name.
+        groups: Parameter groups. ``params`` has names.
+        parameters: The parameters and parts of all units, without parts that have no elements.
 
-def _add_to_equal_group(groups: list[dict[str, Any]], owner: str, settings: dict[str, Any]) -> None:
-    for group in groups:
-        if {**group, "params": None} == {**settings, "params": None}:
-            group["params"].append(owner)
-            return
-    groups.append({**settings, "params": [owner]})
+    Args:
+        reader: The torch checkpoint.
+        like: A checkpoint of a run.
 
+    Raises:
+        UsageError: They have different models.
+    """
 
-def _require_same_model(reader: DcpReader, found: _Source, like: CheckpointReader) -> None:
-    problems = []
-    for parameter in _all_parameters(like):
-        path = _path_of(found, parameter)
-        described = reader.tensors.get(path) if path is not None else None
-        dtype = getattr(torch, parameter.dtype)
-        if described is None:
-            problems.append(f"{parameter.name!r} is missing")
-        elif (described.shape, described.dtype) != (parameter.box.whole, dtype):
-            problems.append(
-                f"{parameter.name!r} is {described.dtype} {described.shape}, expected {dtype} {parameter.box.whole}"
-            )
-    if problems:
-        raise UsageError(
-            f"{reader.folder} has another model than {like.url}: {listed(problems, 5)}. Train one "
-            "step of the same model with Shardwell, save a checkpoint, and pass that one"
-        )
+    def __init__(self, reader: DcpReader, like: CheckpointReader) -> None:
+        self._reader, self._like = reader, like
+        self._model: dict[str, EntryPath] = {}
+        self.states: dict[str, dict[str, EntryPath]] = {}
+        self.groups: list[dict[str, Any]] = []
+        units = like.manifest.units
+        self.parameters = [each for unit in units for each in unit.parameters if each.numel or not each.is_part]
+        self._find_entries()
+        self._require_same_model()
 
+    def _find_entries(self) -> None:
+        reader = self._reader
+        top = {str(path[0]) for path in (*reader.tensors, *reader.values)}
+        key = next((key for key in _OPTIMIZER_KEYS if key in top), None)
+        settings: dict[str, dict[str, Any]] = {}
+        for path in (*reader.tensors, *reader.values):
+            if path[0] != key:
+                names = path[1:] if "model" in top and path[0] == "model" else path
+                self._model[".".join(map(str, names))] = path
+                continue
+            # Nested as by default, or flattened: "state.NAME.exp_avg", "param_groups.NAME.lr".
+            kind, _, rest = ".".join(map(str, path[1:])).partition(".")
+            owner, _, name = rest.rpartition(".")
+            if kind == "state":
+                self.states.setdefault(owner, {})[name] = path
+            elif kind == "param_groups" and path in reader.values:
+                settings.setdefault(owner, {})[name] = reader.value(path)
+        for owner, group in settings.items():
+            if "params" in group:
+                self.groups.append(group)
+                continue
+            equal = [each for each in self.groups if {**each, "params": None} == {**group, "params": None}]
+            if equal:
+                equal[0]["params"].append(owner)
+            else:
+                self.groups.append({**group, "params": [owner]})
 
-def _all_parameters(like: CheckpointReader) -> list[Parameter]:
-    """Returns the parameters and parts of all units, without parts that have no elements."""
-    return [
-        parameter
-        for unit in like.manifest.units
-        for parameter in unit.parameters
-        if parameter.numel or not parameter.is_part
-    ]
-
-
-def _path_of(found: _Source, parameter: Parameter) -> EntryPath | None:
-    return next((found.model[name] for name in (parameter.name, *parameter.aliases) if name in found.model), None)
-
-
-def _newest_step(reader: DcpReader, found: _Source) -> int:
-    steps = [_number(reader, state["step"]) for state in found.states.values() if "step" in state]
-    if not steps:
-        raise UsageError(f"the optimizer in {reader.folder} does not count steps: name the step (step=, --step)")
-    return int(max(steps))
-
-
-def _number(reader: DcpReader, path: EntryPath) -> float:
-    return float(reader.tensor(path) if path in reader.tensors else reader.value(path))
-
-
-def _tensors(
-    reader: DcpReader, found: _Source, like: CheckpointReader, algorithm: str | None
-) -> Iterator[tuple[Piece, Callable[[], torch.Tensor]]]:
-    """Yields the pieces of the new file, with functions that read them."""
-    known = {tensor.name: tensor for tensor in OPTIMIZERS[algorithm].state} if algorithm is not None else {}
-    for parameter in _all_parameters(like):
-        path = _path_of(found, parameter)
-        assert path is not None
-        numel = parameter.numel
-        yield (
-            Piece(parameter.key, VALUES, 0, numel, parameter.dtype, (numel,)),
-            lambda path=path, parameter=parameter: reader.tensor(path)[parameter.box.slices],  # type: ignore[misc]
-        )
-        for name, entry in found.states.get(parameter.name, {}).items():
-            if name not in known:
-                raise UsageError(
-                    f"{algorithm!r} has no state {name!r}, which {reader.folder} has of {parameter.name!r}"
+    def _require_same_model(self) -> None:
+        problems = []
+        for parameter in self.parameters:
+            path = self._path_of(parameter)
+            described = self._reader.tensors.get(path) if path is not None else None
+            dtype = getattr(torch, parameter.dtype)
+            if described is None:
+                problems.append(f"{parameter.name!r} is missing")
+            elif (described.shape, described.dtype) != (parameter.box.whole, dtype):
+                problems.append(
+                    f"{parameter.name!r} is {described.dtype} {described.shape}, expected {dtype} {parameter.box.whole}"
                 )
-            yield _state_piece(reader, parameter, known[name], entry)
+        if problems:
+            raise UsageError(
+                f"{self._reader.folder} has another model than {self._like.url}: {listed(problems, 5)}. Train one "
+                "step of the same model with Shardwell, save a checkpoint, and pass that one"
+            )
 
+    def _path_of(self, parameter: Parameter) -> EntryPath | None:
+        names = (parameter.name, *parameter.aliases)
+        return next((self._model[name] for name in names if name in self._model), None)
 
-def _state_piece(
-    reader: DcpReader, parameter: Parameter, spec: StateTensor, path: EntryPath
-) -> tuple[Piece, Callable[[], torch.Tensor]]:
-    if spec.shape is StateShape.SCALAR:
-        piece = Piece(parameter.key, spec.name, 0, parameter.numel, "float32", (), "whole")
-        return piece, lambda: torch.tensor(_number(reader, path), dtype=torch.float32)
-    described = reader.tensors[path]
-    dtype = str(described.dtype).removeprefix("torch.")
-    is_elements = spec.shape in (StateShape.PARAMETER, StateShape.VECTOR)
-    if dtype != parameter.dtype or (is_elements and described.shape != parameter.box.whole):
-        raise UsageError(
-            f"{spec.name!r} of {parameter.name!r} is {described.dtype} {described.shape}, expected {parameter.dtype} "
-            f"{parameter.box.whole}"
-        )
-    if parameter.is_part and not is_elements:
-        raise UsageError(
-            f"{spec.name!r} of {parameter.name!r} has shape {described.shape} and cannot be divided among the "
-            "tensor-parallel ranks of the run: convert it for a run with tp=1"
-        )
-    shape = (parameter.numel,) if is_elements else described.shape
-    kind: PieceKind = "elements" if is_elements else "whole"
-    piece = Piece(parameter.key, spec.name, 0, parameter.numel, dtype, shape, kind)
-    return piece, lambda: reader.tensor(path)[parameter.box.slices] if is_elements else reader.tensor(path)
+    def newest_step(self) -> int:
+        """Returns the largest number of updates in the optimizer's state."""
+        steps = [self._number(state["step"]) for state in self.states.values() if "step" in state]
+        if not steps:
+            raise UsageError(
+                f"the optimizer in {self._reader.folder} does not count steps: name the step (step=, --step)"
+            )
+        return int(max(steps))
 
+    def _number(self, path: EntryPath) -> float:
+        return float(self._reader.tensor(path) if path in self._reader.tensors else self._reader.value(path))
 
-def _part(parameter: Parameter, found: _Source, algorithm: str | None, reader: DcpReader, step: int) -> Part:
-    key, numel, state = parameter.key, parameter.numel, found.states.get(parameter.name, {})
-    if not state or algorithm is None:
-        return Part(key, 0, numel)
-    return Part(key, 0, numel, algorithm, int(_number(reader, state["step"])) if "step" in state else step)
+    def pieces(self, algorithm: str | None) -> Iterator[tuple[Piece, Callable[[], torch.Tensor]]]:
+        """Yields the pieces of the new file, with functions that read them."""
+        known = {tensor.name: tensor for tensor in OPTIMIZERS[algorithm].state} if algorithm is not None else {}
+        for parameter in self.parameters:
+            path = self._path_of(parameter)
+            assert path is not None
+            numel = parameter.numel
+            yield (
+                Piece(parameter.key, VALUES, 0, numel, parameter.dtype, (numel,)),
+                lambda path=path, parameter=parameter: self._reader.tensor(path)[parameter.box.slices],  # type: ignore[misc]
+            )
+            for name, entry in self.states.get(parameter.name, {}).items():
+                if name not in known:
+                    raise UsageError(
+                        f"{algorithm!r} has no state {name!r}, which {self._reader.folder} has of {parameter.name!r}"
+                    )
+                yield self._state_piece(parameter, known[name], entry)
+
+    def _state_piece(
+        self, parameter: Parameter, spec: StateTensor, path: EntryPath
+    ) -> tuple[Piece, Callable[[], torch.Tensor]]:
+        if spec.shape is StateShape.SCALAR:
+            piece = Piece(parameter.key, spec.name, 0, parameter.numel, "float32", (), "whole")
+            return piece, lambda: torch.tensor(self._number(path), dtype=torch.float32)
+        described = self._reader.tensors[path]
+        dtype = str(described.dtype).removeprefix("torch.")
+        is_elements = spec.shape in (StateShape.PARAMETER, StateShape.VECTOR)
+        if dtype != parameter.dtype or (is_elements and described.shape != parameter.box.whole):
+            raise UsageError(
+                f"{spec.name!r} of {parameter.name!r} is {described.dtype} {described.shape}, expected "
+                f"{parameter.dtype} {parameter.box.whole}"
+            )
+        if parameter.is_part and not is_elements:
+            raise UsageError(
+                f"{spec.name!r} of {parameter.name!r} has shape {described.shape} and cannot be divided among the "
+                "tensor-parallel ranks of the run: convert it for a run with tp=1"
+            )
+        shape = (parameter.numel,) if is_elements else described.shape
+        kind: PieceKind = "elements" if is_elements else "whole"
+        piece = Piece(parameter.key, spec.name, 0, parameter.numel, dtype, shape, kind)
+        box = parameter.box.slices if is_elements else ...
+        return piece, lambda: self._reader.tensor(path)[box]
+
+    def part(self, parameter: Parameter, algorithm: str | None, step: int) -> Part:
+        """Returns what the new file says about a parameter's updates."""
+        key, numel, state = parameter.key, parameter.numel, self.states.get(parameter.name, {})
+        if not state or algorithm is None:
+            return Part(key, 0, numel)
+        return Part(key, 0, numel, algorithm, int(self._number(state["step"])) if "step" in state else step)
+
+    def commit(self, algorithm: str, step: int) -> dict[str, Any]:
+        """Returns the record of the last commit."""
+        group_of = {name: number for number, group in enumerate(self.groups) for name in group["params"]}
+        groups = [
+            common_pb2.ParameterGroup(hyperparameters=hyperparameters(algorithm, group), algorithm=algorithm)
+            for group in self.groups
+        ]
+        units = [
+            common_pb2.UnitGroups(
+                unit_index=index,
+                group_indices=[group_of.get(parameter.name, NO_GROUP) for parameter in unit.parameters],
+            )
+            for index, unit in enumerate(self._like.manifest.units)
+            if not unit.holds_buffers
+        ]
+        optimizer = common_pb2.OptimizerStep(algorithm=algorithm, groups=groups, units=units)
+        return {
+            "step": step - 1,
+            "time": time.time(),
+            "leader": _SERVER_ID,
+            "optimizer": message_to_dict(optimizer),
+            "clip_coefficient": 1.0,
+            "unit_order": [unit.unit_index for unit in units],
+            "grad_norm": 0.0,
+            "norm_type": None,
+            "other_norm": None,
+            "skipped": False,
+        }
 
 
 def _write(
@@ -451,35 +471,6 @@ def _write(
     except BaseException:
         writer.abort()
         raise
-
-
-def _commit(found: _Source, like: CheckpointReader, algorithm: str, step: int) -> dict[str, Any]:
-    group_of = {name: number for number, group in enumerate(found.groups) for name in group["params"]}
-    groups = [
-        common_pb2.ParameterGroup(hyperparameters=hyperparameters(algorithm, group), algorithm=algorithm)
-        for group in found.groups
-    ]
-    units = [
-        common_pb2.UnitGroups(
-            unit_index=index,
-            group_indices=[group_of.get(parameter.name, NO_GROUP) for parameter in unit.parameters],
-        )
-        for index, unit in enumerate(like.manifest.units)
-        if not unit.holds_buffers
-    ]
-    optimizer = common_pb2.OptimizerStep(algorithm=algorithm, groups=groups, units=units)
-    return {
-        "step": step - 1,
-        "time": time.time(),
-        "leader": _SERVER_ID,
-        "optimizer": message_to_dict(optimizer),
-        "clip_coefficient": 1.0,
-        "unit_order": [unit.unit_index for unit in units],
-        "grad_norm": 0.0,
-        "norm_type": None,
-        "other_norm": None,
-        "skipped": False,
-    }
 
 
 def _run_state(like: CheckpointReader, step: int) -> coordinator_pb2.RunState | None:
